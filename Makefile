@@ -76,7 +76,7 @@ weights: dev
 	$(BIN)/python -m tests.weights.fetch
 
 faults: dev
-	$(BIN)/python -m pytest tests/faults $(ARGS)
+	$(BIN)/python -m pytest tests/faults -m "long or not long" $(ARGS)
 
 mutants: dev
 	$(BIN)/python -m tests.guard_removals $(ARGS)

@@ -35,6 +35,7 @@ from shared.logs import configure_logging
 from shared.model_identity import files_identity
 from shared.processes import exit_with_parent
 from shared.settings import settings_or_exit
+from shared.store_errors import StoreRefused
 
 if TYPE_CHECKING:
     from engine_worker.execution.model_runner import ModelRunner
@@ -75,6 +76,9 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
         asyncio.run(serve())
     except CannotStart as error:
         logger.error("cannot start: %s", error)
+        return EXIT_CANNOT_START
+    except StoreRefused as error:
+        logger.error("%s", error)
         return EXIT_CANNOT_START
     except Exception:
         logger.exception("the worker failed; its requests are taken over")

@@ -27,7 +27,7 @@ from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import TokenPublisher
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, TokenEvent, Usage
 from shared.redis_scripts import Fenced
-from shared.tasks import run_until_first_ends
+from shared.tasks import cancel_and_wait, run_until_first_ends
 from shared.ticks import next_tick
 
 SHARE_SECONDS = 0.5  # between two looks at what peers hold
@@ -96,11 +96,23 @@ class Worker:
         self._draining.set()
 
     async def run(self) -> None:
-        incarnation = await self._register(None)
-        while not await self._live(incarnation):
+        incarnation = await self._register_or_drain(None)
+        while incarnation is not None and not await self._live(incarnation):
             await self._forget_everything()
-            incarnation = await self._register(incarnation)
-        await self._hand_back(incarnation)
+            incarnation = await self._register_or_drain(incarnation)
+
+    async def _register_or_drain(self, previous: Incarnation | None) -> Incarnation | None:
+        """None: it was told to drain meanwhile, and what the life before held is handed back."""
+        registering = asyncio.ensure_future(self._register(previous))
+        draining = asyncio.create_task(self._draining.wait())
+        await asyncio.wait((registering, draining), return_when=asyncio.FIRST_COMPLETED)
+        is_registered = registering.done()
+        await cancel_and_wait([registering, draining])
+        if is_registered:
+            return registering.result()
+        if previous is not None:
+            await self._hand_back(previous)
+        return None
 
     async def _live(self, incarnation: Incarnation) -> bool:
         """One incarnation's life; True when it was drained, False when it was fenced."""
@@ -117,6 +129,7 @@ class Worker:
         except Fenced as reason:
             logger.warning("%s is fenced and drops %d requests: %s", incarnation.worker_id, len(self._held), reason)
             return False
+        await self._hand_back(incarnation)
         return True
 
     async def _claim_until_drained(self, requests: RequestStream) -> None:
@@ -252,10 +265,14 @@ class Worker:
         self._is_idle.set()
 
     async def _hand_back(self, incarnation: Incarnation) -> None:
+        """Repeated while the store is away, for as long again as the drain may take; then peers do it, who miss its
+        heartbeats."""
         try:
-            await incarnation.requests.hand_back()
+            await incarnation.requests.hand_back_within(self._drain_seconds)
         except Fenced:
             logger.warning("%s was fenced while it drained: others have its requests", incarnation.worker_id)
+        except TimeoutError:
+            logger.warning("%s: the store is away; peers requeue %d requests", incarnation.worker_id, len(self._held))
         self._held.clear()
 
 

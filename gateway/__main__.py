@@ -6,13 +6,13 @@ It runs before any walk. It knows the process alone: no route, no request, no mo
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
 
 from aiohttp import web
 
@@ -33,6 +33,7 @@ from shared.processes import ParentGone, exit_with_parent
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.settings import SettingsError, settings_or_exit
+from shared.tasks import cancel_and_wait
 from shared.tracing import TracingUnavailable, open_tracing
 
 logger = logging.getLogger("gateway")
@@ -48,6 +49,7 @@ except ImportError:  # it is not built for this system
 # What runs beside the event loop, such as a long answer's JSON, keeps the interpreter so long when the loop wants it
 # back. With Python's own 5 ms a first token, of which the loop has ten things to do, comes 50 ms later.
 SWITCH_SECONDS = 0.0001
+EXIT_FAILED, EXIT_CANNOT_START = 1, 2
 _CLOSE_SECONDS = 2.0  # for connections, after the drain
 
 
@@ -77,7 +79,7 @@ async def serve(settings: GatewaySettings) -> int:
         tracing = open_tracing(settings.otlp_traces_endpoint, "pagestream-gateway")
     except (ApiKeysError, SettingsError, TracingUnavailable) as error:
         sys.stderr.write(f"pagestream gateway: error: {error}\n")
-        return 2
+        return EXIT_CANNOT_START
     metrics = GatewayMetrics(vllm_names=settings.vllm_metric_names)
     connections = connect(settings.redis_url, observe=metrics.observe_redis, num_models=len(models))
     try:
@@ -85,25 +87,35 @@ async def serve(settings: GatewaySettings) -> int:
         app = create_app(settings, clients, metrics, access, tracing, WorkProcesses())
     except OSError as error:
         sys.stderr.write(f"pagestream gateway: error: --files-dir: {error}\n")
-        return 2
+        return EXIT_CANNOT_START
     if new_event_loop is asyncio.new_event_loop:
         logger.warning("uvloop is not installed: on asyncio's own event loop tokens cost more CPU time")
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)
     await runner.setup()
+    owners = app[STATE].owners
     try:
         try:
             sites = await _listen(runner, settings, ", ".join(options.name for options in models))
         except _CannotListen as error:
             sys.stderr.write(f"pagestream gateway: cannot listen on {error}\n")
-            return 1
-        if not await _until_drained(app[STATE], sites):
-            return 1
+            return EXIT_FAILED
+        is_drained = await _until_drained(app[STATE], sites)
+        if owners.failed.is_set():
+            _end_at_once(EXIT_CANNOT_START if owners.is_refused else EXIT_FAILED)
+        if not is_drained:
+            return EXIT_FAILED
     finally:
         await runner.cleanup()
         await connections.aclose()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
     return 0
+
+
+def _end_at_once(status: int) -> NoReturn:
+    """What an orderly end waits for may be what failed. Clients resume at another gateway, or at the next life."""
+    logging.shutdown()
+    os._exit(status)
 
 
 def _clients(
@@ -124,8 +136,8 @@ def _clients(
 
 
 async def _until_drained(state: GatewayState, sites: Sequence[web.BaseSite]) -> bool:
-    """Serves until a signal, and then what is open. False: the model cannot be served."""
-    settling = asyncio.create_task(_settle(state))
+    """Serves until a signal, and then what is open. False: the model cannot be served, or an owner task failed."""
+    settling = state.owners.start("settle", _settle(state), may_return=lambda: True)
     try:
         if not await _until_signal(state):
             return False
@@ -134,10 +146,14 @@ async def _until_drained(state: GatewayState, sites: Sequence[web.BaseSite]) -> 
     state.open_requests.draining = True
     for site in sites:
         await site.stop()
+    await _until_first(_drain(state), state.owners.failed.wait())
+    return not state.owners.failed.is_set()
+
+
+async def _drain(state: GatewayState) -> None:
     drain_seconds = state.settings.drain_seconds
     if not await state.open_requests.wait_idle(drain_seconds):
         logger.warning("streams were still open after %g s", drain_seconds)
-    return True
 
 
 async def _settle(state: GatewayState) -> None:
@@ -168,20 +184,21 @@ async def _listen(runner: web.AppRunner, settings: GatewaySettings, names: str) 
 
 
 async def _until_signal(state: GatewayState) -> bool:
-    """False: there is nothing to serve, and there will not be."""
+    """False: there is nothing to serve, and there will not be; or an owner task failed."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(state.model_failed.wait())]
+    await _until_first(stop.wait(), state.model_failed.wait(), state.owners.failed.wait())
+    return stop.is_set() and not state.owners.failed.is_set()
+
+
+async def _until_first(*waits: Coroutine[Any, Any, object]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await wait
-    return stop.is_set()
+        await cancel_and_wait(tasks)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ It runs before every walk, and names the middlewares that a chat's way in begins
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from gateway.settings import GatewaySettings
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
 from gateway.work_process import WorkProcesses
+from shared.tasks import cancel_and_wait
 from shared.tracing import Tracing
 
 _UNCHANGED = web_urldispatcher._default_expect_handler
@@ -114,9 +114,13 @@ def create_app(
     operations = tuple(operation for group in groups for operation in group.OPERATIONS)
     app.add_routes([web.route(operation.method, operation.path, operation.handler) for operation in operations])
     app[OPERATIONS_OF_ALL] = operations
-    runs = [_run(work) for work in (app[STATE].load_models, app[STATE].watch.run, access.watch, watch_descriptors)]
+    state = app[STATE]
+    runs = [_run("load_models", state.load_models, may_return=lambda: True), _run("stream_watch", state.watch.run)]
+    runs.append(_run("key_watch", access.watch, may_return=lambda: not access.has_file))
+    runs.append(_run("descriptor_watch", watch_descriptors))
     if settings.files_dir is not None:
-        runs.append(_run(app[BATCHES].run, app[BATCHES].close))
+        is_draining = lambda: state.open_requests.draining  # noqa: E731
+        runs.append(_run("batches", app[BATCHES].run, app[BATCHES].close, may_return=is_draining))
     app.cleanup_ctx.extend([_inference_clients, *runs])
     return app
 
@@ -124,7 +128,7 @@ def create_app(
 async def _inference_clients(app: web.Application) -> AsyncIterator[None]:
     state = app[STATE]
     for service in state.models:
-        await service.client.start()
+        await service.client.start(state.owners)
     yield
     await state.background.finish()
     state.close()
@@ -132,16 +136,18 @@ async def _inference_clients(app: web.Application) -> AsyncIterator[None]:
 
 
 def _run(
-    work: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], object] = lambda: None
+    name: str,
+    work: Callable[[], Coroutine[Any, Any, None]],
+    then: Callable[[], object] = lambda: None,
+    *,
+    may_return: Callable[[], bool] = lambda: False,
 ) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Have `work` done from the application's start to its end, and call `then` behind it."""
+    """Own a task from the application's start to its end, and call `then` after it."""
 
     async def run(app: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(work())
+        task = app[STATE].owners.start(name, work(), may_return=may_return)
         yield
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancel_and_wait([task])
         then()
 
     return run

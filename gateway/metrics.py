@@ -151,6 +151,10 @@ class GatewayMetrics(_Metrics):
         self.files_limit = self._gauge("gateway_files_limit_bytes", "The most that they may have, of all keys together")
         for result in ("answered", "failed", "cancelled"):
             self.batch_lines.labels(result)  # there before the first, or its rate would not be seen
+        self.owner_task_up = self._gauge(
+            "owner_task_up", "0 if a task that runs as long as the gateway has failed; the process ends", ("task",)
+        )
+        self.handler_errors = self._counter("gateway_handler_errors_total", "Background work that failed")
         self.redis_up = self._gauge("redis_up", "1 if the store answered at the last scrape")
         self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory, or of its machine's")
         self.redis_duration = Histogram(
@@ -236,6 +240,11 @@ class DeliveryCollector(Collector):
             ("bad_messages", "Messages of the store that were no frames", counts.num_bad_messages),
             ("pubsub_gaps", "Reconnects of the subscription, in which messages may be lost", counts.num_gaps),
             ("repeated_tokens", "Tokens that came more than once, and were left out", streams.num_repeated_tokens),
+            (
+                "message_errors",
+                "Messages or streams that ended because their handler failed",
+                counts.num_message_errors,
+            ),
             ("torn_streams", "Streams whose lost tokens a worker made otherwise", counts.num_torn_streams),
             ("restored_requests", "Requests given back to a store that lost them", counts.num_restored_requests),
         ):

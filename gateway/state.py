@@ -27,6 +27,7 @@ from gateway.http.kept_bodies import KeptBodies
 from gateway.http.media_type import charset_of, check_encoding, media_type_of
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, ModelService, ModelTable
+from gateway.owner_tasks import OwnerTasks
 from gateway.requests.generation_fields import Timeouts
 from gateway.requests.planning import get_ready
 from gateway.requests.request_body import MAX_BODY_BYTES
@@ -60,7 +61,8 @@ class GatewayState:
         self.pool = FairPool()
         self._processes = processes
         self.readers = FairPool() if processes is None else FairPool(NUM_PROCESSES, processes.run)
-        self.background = BackgroundWork()
+        self.background = BackgroundWork(metrics.handler_errors.inc)
+        self.owners = OwnerTasks(lambda task, is_up: metrics.owner_task_up.labels(task).set(is_up))
         self.open_requests = OpenRequests(metrics.open_requests, settings.max_num_streams, self._count_refusal)
         self.bytes_in_flight = bytes_in_flight(settings.max_bytes_in_flight)
         self.kept_bodies = KeptBodies(self.bytes_in_flight)

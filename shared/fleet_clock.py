@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from shared.redis_client import is_transient
 from shared.redis_scripts import RedisScripts
+from shared.store_errors import StoreRetry
 from shared.ticks import next_tick
 
 TICK_SECONDS = 1.0
@@ -34,13 +34,17 @@ class FleetClock:
         return self._seen_seconds + self._clock() - self._seen_at
 
     async def run(self) -> None:
-        """Owner task. While the store is away, the own count goes on."""
+        """Owner task. While the store is away, the own count goes on.
+
+        It writes once a second, so this is where a process learns that it cannot use the store: raises StoreRefused.
+        """
+        retry = StoreRetry(has_succeeded=self.is_set)
         while True:
             try:
                 await self.tick()
+                retry.succeeded()
             except (RedisError, OSError) as error:
-                if not is_transient(error):
-                    raise
+                retry.delay_after(error)
                 logger.debug("no tick of the fleet's clock: %s", error)
             await next_tick(TICK_SECONDS)
 

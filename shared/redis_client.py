@@ -7,8 +7,12 @@ their callers), and blocking reads, subscriptions and commands never share a con
 It lies under every walk that crosses the store. It knows no key and no script.
 """
 
+import asyncio
+import logging
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,32 +28,15 @@ from redis.asyncio import (
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    MasterDownError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-    TryAgainError,
-)
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
-SOCKET_TIMEOUT_SECONDS = 10.0
+from shared.store_errors import rule_of
+
+SOCKET_TIMEOUT_SECONDS = 5.0
 BLOCK_SECONDS = 1.0  # of a blocking read, whose end falls on a tick; far below the socket time-out
+RESET_SECONDS = 1.0  # between two resets: commands that fail together cause one
 
-# What passes by itself: the server is away, restarting, full, read-only after a failover, or cannot write its AOF.
-_NO_REPLY = (ConnectionError, TimeoutError, OSError)
-_TRANSIENT_REPLIES = (
-    BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    TryAgainError,
-)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +46,12 @@ class RedisConnections:
     commands: Redis  # short commands and scripts; a small pool, so concurrent callers do not wait for one another
     blocking: Redis  # XREADGROUP BLOCK of one reader
     subscriber: Redis  # pub/sub
+
+    async def reset(self) -> None:
+        """Close all connections, also those in use: their commands fail, and subscribers subscribe again."""
+        for client in (self.commands, self.blocking, self.subscriber):
+            with suppress(RedisError, OSError):
+                await client.connection_pool.disconnect(inuse_connections=True)
 
     async def aclose(self) -> None:
         for client in (self.commands, self.blocking, self.subscriber):
@@ -77,24 +70,14 @@ def connect(
     subscriptions and commands of its own.
     """
     max_commands = max_command_connections * num_models
-    commands = _pool(url, _CommandPool, max_commands, timeout=SOCKET_TIMEOUT_SECONDS)
-    return RedisConnections(
-        commands=_CommandRedis(commands, observe or _not_observed),
-        blocking=Redis(connection_pool=_pool(url, ConnectionPool, 2)),
-        subscriber=Redis(connection_pool=_pool(url, ConnectionPool, 8 * num_models)),
+    commands = _CommandRedis(
+        _pool(url, _CommandPool, max_commands, timeout=SOCKET_TIMEOUT_SECONDS), observe or _not_observed
     )
-
-
-def got_no_reply(error: BaseException) -> bool:
-    """The command may or may not have been applied."""
-    return isinstance(error, _NO_REPLY) and not isinstance(error, _TRANSIENT_REPLIES)
-
-
-def is_transient(error: BaseException) -> bool:
-    """Worth repeating later (only what is safe to repeat: our scripts and reads)."""
-    if isinstance(error, (*_NO_REPLY, *_TRANSIENT_REPLIES)):
-        return True
-    return isinstance(error, ResponseError) and str(error).startswith("MISCONF")
+    blocking = _CommandRedis(_pool(url, ConnectionPool, 2), _not_observed)
+    subscriber = Redis(connection_pool=_pool(url, ConnectionPool, 8 * num_models))
+    connections = RedisConnections(commands, blocking, subscriber)
+    commands.on_demoted = blocking.on_demoted = _Resets(connections).request
+    return connections
 
 
 def is_missing_group(error: RedisError) -> bool:
@@ -110,17 +93,28 @@ def _pack_command(_connection: Any, *words: Any) -> list[bytes]:
 
 
 async def _send_packed_command(connection: Any, command: Any, check_health: bool = True) -> None:
-    """Written at once: redis-py makes a task and a timer for each command, 60 us of a request. What the socket did not
-    take, a connection that is closing or not open yet, and health checks, which nobody asks for here, are its own."""
-    if connection.is_connected and isinstance(command, list) and not connection.health_check_interval:
-        transport = connection._writer.transport
-        # asyncio of Python 3.12 would watch the descriptor of a closing socket for room, and so that of the next one.
-        if not transport.is_closing():
+    """Write at once: redis-py makes a task and a timer for each command, 60 us of a request. redis-py itself opens the
+    connection, waits for what the socket did not take, and checks health, which nobody asks for here.
+
+    A closed connection raises ConnectionError. A write on its transport would raise RuntimeError in uvloop
+    (MagicStack/uvloop#506) and TypeError in CPython (redis/redis-py#4287); CPython 3.12 would also watch the descriptor
+    of the closed socket, and so that of the next one.
+    """
+    transport = connection._writer.transport if connection.is_connected else None
+    try:
+        if transport is not None and transport.is_closing():
+            raise ConnectionError("the connection was closed before the command was written")
+        if transport is not None and isinstance(command, list) and not connection.health_check_interval:
             connection._writer.writelines(command)
-        command = []
-        if not transport.get_write_buffer_size() and not transport.is_closing():
-            return
-    await AbstractConnection.send_packed_command(connection, command, check_health)
+            command = []
+            if not transport.get_write_buffer_size() and not transport.is_closing():
+                return
+        await AbstractConnection.send_packed_command(connection, command, check_health)
+    except (ConnectionError, RuntimeError, TypeError) as error:
+        if transport is None or not transport.is_closing():
+            raise
+        await connection.disconnect(nowait=True)
+        raise ConnectionError(f"the connection was closed while a command was written: {error}") from error
 
 
 class _TcpConnection(Connection):
@@ -175,7 +169,25 @@ class _CommandPool(BlockingConnectionPool):
             self._available_connections.append(connection)
 
 
+class _Resets:
+    """Resets connections that lead to a server which is no primary any more, at most once in RESET_SECONDS."""
+
+    def __init__(self, connections: RedisConnections) -> None:
+        self._connections = connections
+        self._not_before = -math.inf
+        self._task: asyncio.Task[None] | None = None  # the event loop itself keeps weak references only
+
+    def request(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now >= self._not_before:
+            self._not_before = now + RESET_SECONDS
+            logger.warning("the store's connections are reset: %s", error)
+            self._task = asyncio.create_task(self._connections.reset())
+
+
 class _CommandRedis(Redis):
+    on_demoted: Callable[[Exception], None]  # an error came that makes every open connection useless
+
     def __init__(self, pool: ConnectionPool, observe: Observe) -> None:
         super().__init__(connection_pool=pool)
         self._observe = observe
@@ -196,6 +208,10 @@ class _CommandRedis(Redis):
                 await self.connection_pool.release(connection)
             failed = False
             return reply
+        except (RedisError, OSError) as error:
+            if rule_of(error).closes_connections:
+                self.on_demoted(error)
+            raise
         finally:
             self._observe(words[0], time.perf_counter() - started, failed)
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-MIN_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 2.0
+from shared.store_errors import Backoff
+
 MAX_UNANSWERED_PINGS = 2
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Subscription:
         self._num_confirmed = 0
         self._unanswered_pings = 0
         self._next_ping = 0.0
-        self._backoff_seconds = MIN_BACKOFF_SECONDS
+        self._backoff = Backoff()
 
     async def get(self, timeout_seconds: float) -> Message | Gap | None:
         """The next message or gap; None after `timeout_seconds`, or sooner."""
@@ -72,8 +72,7 @@ class Subscription:
             _raise_if_cancelled()
             logger.warning("subscription to %s lost: %s", ", ".join(self._channels), error)
             await self.aclose()
-            await asyncio.sleep(min(self._backoff_seconds, timeout_seconds))
-            self._backoff_seconds = min(2 * self._backoff_seconds, MAX_BACKOFF_SECONDS)
+            await asyncio.sleep(min(self._backoff.next_delay(), timeout_seconds))
             return None
 
     def rest_until(self, moment: float) -> None:
@@ -112,7 +111,7 @@ class Subscription:
             self._num_confirmed += 1
             # More confirmations than channels: the client library reconnected on its own, which is a gap as well.
             if self._num_confirmed >= len(self._channels):
-                self._backoff_seconds = MIN_BACKOFF_SECONDS
+                self._backoff.reset()
                 return GAP
         return None
 

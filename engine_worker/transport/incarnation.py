@@ -25,17 +25,16 @@ from redis.exceptions import RedisError
 from engine_worker.transport.claims import Claims
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.request_stream import RequestStream
-from engine_worker.transport.token_publisher import (
-    MAX_BACKOFF_SECONDS,
-    MIN_BACKOFF_SECONDS,
-    SELF_FENCE_SECONDS,
-    TokenPublisher,
-)
+from engine_worker.transport.token_publisher import SELF_FENCE_SECONDS, TokenPublisher
 from shared.capabilities import Abilities
 from shared.fleet_clock import FleetClock
-from shared.redis_client import RedisConnections, is_transient
+from shared.reaping import reap_worker
+from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import ALL_ABILITIES, RedisScripts
+from shared.redis_scripts import ALL_ABILITIES, ReapMode, RedisScripts
+from shared.store_errors import StoreRetry
+
+MAX_FORMER_IDS = 4  # a failover with two primaries for a while takes up to three lives
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +45,7 @@ class Incarnation:
     claims: Claims
     requests: RequestStream
     tokens: TokenPublisher
+    former_ids: tuple[str, ...] = ()  # of this process's lives before, the last one last
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +70,24 @@ async def register(
     """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers. Raises
     ModelDiffers where the queue serves a model of another identity.
 
-    What a `previous` incarnation still holds is requeued first: nobody else knows that it is over.
+    What a `previous` incarnation still holds is requeued first, and what lives before it hold: nobody else knows that
+    they are over, and a store that failed over may have forgotten that they were handed back.
     """
     scripts = RedisScripts(connections.commands, keys)
     worker_id = f"{base_worker_id}.{secrets.token_hex(4)}"  # never used twice, or two lives would share a fence
-    backoff_seconds = MIN_BACKOFF_SECONDS
+    former_ids = (*previous.former_ids, previous.worker_id)[-MAX_FORMER_IDS:] if previous is not None else ()
+    is_running = previous is not None or (fleet_clock is not None and fleet_clock.is_set)
+    retry = StoreRetry(has_succeeded=is_running)
     while True:
         try:
-            if previous is not None:
-                await previous.requests.hand_back()
+            for former_id in former_ids:
+                await reap_worker(scripts, former_id, ReapMode.DRAIN)
             await scripts.register(worker_id, profile.identity)
             break
         except (RedisError, OSError) as error:
-            if not is_transient(error):
-                raise
-            logger.warning("cannot register with the store, trying again in %.1f s: %s", backoff_seconds, error)
-        await asyncio.sleep(backoff_seconds)
-        backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+            delay_seconds = retry.delay_after(error)
+            logger.warning("cannot register with the store, trying again in %.1f s: %s", delay_seconds, error)
+        await asyncio.sleep(delay_seconds)
     logger.info("registered as %s", worker_id)
     claims = Claims()
     return Incarnation(
@@ -102,4 +103,5 @@ async def register(
             abilities=profile.abilities,
         ),
         tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds, faults=faults),
+        former_ids=former_ids,
     )

@@ -17,9 +17,10 @@ from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.orphans import Orphans
 from shared.messages import FormatError, decode_heartbeat
 from shared.reaping import list_worker_ids, reap_worker
-from shared.redis_client import RedisConnections, is_transient
+from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
+from shared.store_errors import StoreRetry
 from shared.subscription import GAP, Message, Subscription
 from shared.ticks import until_tick
 
@@ -68,6 +69,7 @@ class Reaper:
         self._missed = MissedTicks(missed_ticks_until_dead)
         self.heard: set[str] = set()  # ids of all workers that sent a heartbeat
         self.faults = faults or FaultCounts()
+        self._retry = StoreRetry(clock=clock)
         self._orphans = Orphans(self._scripts, tick_seconds, self.faults)
 
     async def run(self) -> None:
@@ -102,9 +104,9 @@ class Reaper:
                 self.faults.num_reaped += 1
                 logger.warning("reaped worker %s: %s", worker_id, summary)
             await self._orphans.tick()
+            self._retry.succeeded()
         except (RedisError, OSError) as error:
-            if not is_transient(error):
-                raise
+            self._retry.delay_after(error)
             logger.warning("no reaping in this tick: %s", error)
 
     async def _listen_until(self, subscription: Subscription, deadline: float) -> bool:

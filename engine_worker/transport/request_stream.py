@@ -34,7 +34,7 @@ from shared.messages import (
     journal_choices,
 )
 from shared.reaping import ReapSummary, reap_worker
-from shared.redis_client import BLOCK_SECONDS, RedisConnections, is_missing_group, is_transient
+from shared.redis_client import BLOCK_SECONDS, RedisConnections, is_missing_group
 from shared.redis_keys import GROUP, NEWER
 from shared.redis_scripts import (
     ALL_ABILITIES,
@@ -48,11 +48,11 @@ from shared.redis_scripts import (
     gateway_message,
     queue_entry,
 )
+from shared.store_errors import StoreRetry
 from shared.ticks import until_tick
 
 REREAD_SECONDS = 5.0
 REREAD_MAX_ENTRIES = 4096  # far above what one worker holds
-RETRY_SECONDS = 0.2
 UNFIT_PAUSE_SECONDS = 1.0  # or a worker would read what it has just passed on, again and again; TAKE looks meanwhile
 SEAT_MILLISECONDS = 20  # while the last class may have nothing: until it is asked again whether it may
 
@@ -98,6 +98,7 @@ class RequestStream:
         self._fleet_clock = fleet_clock
         self._backlog: list[QueueEntry] = []  # read, not claimed
         self._patience = Patience(clock)
+        self._retry = StoreRetry(has_succeeded=True, clock=clock)  # it has registered
         self._reread_at = clock() + REREAD_SECONDS
         self._waits_for_newer_at = clock()  # when that queue may wake this worker again
         self.faults = faults or FaultCounts()
@@ -113,6 +114,7 @@ class RequestStream:
             return await self._nothing_to_claim(block)
         try:
             await self._fill_backlog(demand, block)
+            self._retry.succeeded()
             entries = self._next_entries(demand.requests)
             return await self._claim(entries) if entries else await self._nothing_to_claim(block and self._must_wait)
         except (RedisError, OSError) as error:
@@ -157,6 +159,18 @@ class RequestStream:
         """Give up this incarnation: every unfinished request goes back to the queue without counting an attempt."""
         return await reap_worker(self._scripts, self._worker_id, ReapMode.DRAIN)
 
+    async def hand_back_within(self, seconds: float) -> None:
+        """Repeat hand_back() while the store is away, at most for so long. Raises TimeoutError, and Fenced."""
+        ends_at = self._clock() + seconds
+        while True:
+            try:
+                await self.hand_back()
+                return
+            except (RedisError, OSError) as error:
+                if self._clock() >= ends_at:
+                    raise TimeoutError("the store is away") from error
+                await self._endure(error, block=True)
+
     async def _nothing_to_claim(self, block: bool) -> list[ClaimedRequest]:
         if block:
             await self._claims.wait_until_one_ends(BLOCK_SECONDS)
@@ -167,11 +181,10 @@ class RequestStream:
         self._reread_at = self._clock()
         if isinstance(error, RedisError) and is_missing_group(error):
             raise Fenced("the store lost its queues") from error
-        if not is_transient(error):
-            raise error
+        delay_seconds = self._retry.delay_after(error)
         logger.warning("claiming failed, will read the own pending entries again: %s", error)
         if block:
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(delay_seconds)
 
     async def _fill_backlog(self, demand: Demand, block: bool) -> None:
         if self._clock() >= self._reread_at:

@@ -27,11 +27,9 @@ from shared.messages import (
     TokenEvent,
     encode,
 )
-from shared.redis_client import got_no_reply, is_transient
 from shared.redis_scripts import Ending, Fenced, GatewayMessage, RedisScripts, StepFrame, gateway_message
+from shared.store_errors import StoreRetry, got_no_reply
 
-MIN_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 2.0
 SELF_FENCE_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
@@ -130,21 +128,19 @@ class TokenPublisher:
 
     async def _until_applied(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
         last_reply = self._clock()
-        backoff_seconds = MIN_BACKOFF_SECONDS
+        retry = StoreRetry(has_succeeded=True, clock=self._clock)
         while True:
             try:
                 return await call()
             except (RedisError, OSError) as error:
-                if not is_transient(error):
-                    raise
+                delay_seconds = retry.delay_after(error)
                 if not got_no_reply(error):
                     last_reply = self._clock()  # it answers, but cannot write now: nobody takes our requests meanwhile
                 elif self._clock() - last_reply >= self._self_fence_seconds:
                     raise Fenced(f"no reply from the store for {self._self_fence_seconds:.0f} s") from error
-                logger.warning("the store did not take a step, trying again in %.1f s: %s", backoff_seconds, error)
+                logger.warning("the store did not take a step, trying again in %.1f s: %s", delay_seconds, error)
             self.faults.num_retries += 1
-            await self._sleep(backoff_seconds)
-            backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+            await self._sleep(delay_seconds)
 
 
 def _frame(event: TokenEvent) -> bytes:

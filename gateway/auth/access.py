@@ -155,6 +155,10 @@ class Access:
             account.has_neighbors = len(self._ring.keys) > 1
         return account
 
+    @property
+    def has_file(self) -> bool:
+        return self._keys_file is not None
+
     async def watch(self) -> None:
         """Reads the file again whenever it changes."""
         while self._keys_file is not None:

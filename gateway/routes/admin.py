@@ -34,6 +34,9 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def livez(request: web.Request) -> web.Response:
+    owners = request.app[STATE].owners
+    if owners.failed.is_set():  # the process is about to end
+        return web.json_response({"state": "failed"}, status=503)
     return web.json_response({"state": "alive"})
 
 
@@ -131,7 +134,7 @@ OPERATIONS = (
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),
     ),
-    Operation("GET", "/livez", livez, "The process answers", answer=StateBody, is_open=True),
+    Operation("GET", "/livez", livez, "The process answers", answer=StateBody, other_statuses=(503,), is_open=True),
     Operation(
         "GET",
         "/ready",

@@ -22,9 +22,9 @@ from gateway.store.store_calls import NeedsNewerWorker, QueueFull, QueueShareFul
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
 from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
 from shared.new_requests import NewRequest, Share
-from shared.redis_client import got_no_reply
 from shared.redis_keys import NEWER
 from shared.redis_scripts import AcceptStatus, AttachStatus, QueueShareExceeded, RedisScripts
+from shared.store_errors import got_no_reply
 
 RESERVED_TOKENS = 1024  # of a choice without log-probabilities
 TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # of a token, of its own log-probability, of each other one

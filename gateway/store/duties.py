@@ -9,9 +9,9 @@ no client, no HTTP and nothing of what an answer says.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -31,6 +31,9 @@ from shared.messages import (
 )
 from shared.new_requests import PROLONG_SECONDS, RETAINED_SECONDS
 from shared.redis_scripts import RedisScripts
+from shared.store_errors import is_transient
+
+logger = logging.getLogger("gateway")
 
 
 async def _cancel(scripts: RedisScripts, terminal: TerminalEvent, priority_class: str, **whose: Any) -> bool:
@@ -67,11 +70,16 @@ class Withdrawals:
         self._open[request.request_id, ""] = request.priority_class, cancelled_event(ResponseStream(request))
 
     async def send(self) -> None:
-        """Never raises for the store: what is left is sent by the next call."""
-        with suppress(RedisError, OSError):
-            for (request_id, holder), (priority_class, terminal) in list(self._open.items()):
+        """Never raises for the store: what is left is sent by the next call. What it refuses for good is dropped, or it
+        would hold up the others."""
+        for (request_id, holder), (priority_class, terminal) in list(self._open.items()):
+            try:
                 await _cancel(self._scripts, terminal, priority_class, holder=holder)
-                self._open.pop((request_id, holder), None)
+            except (RedisError, OSError) as error:
+                if is_transient(error):
+                    return
+                logger.error("request %s cannot be withdrawn: %s", request_id, error)
+            self._open.pop((request_id, holder), None)
 
 
 class HeldAnswers:

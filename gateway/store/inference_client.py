@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from gateway.admission import Fleet, WorkerStatus
+from gateway.owner_tasks import OwnerTasks
 from gateway.store.acceptance import Acceptance
 from gateway.store.duties import HeldAnswers, OverdueRequests, Withdrawals
 from gateway.store.kv_watch import KVWatch
@@ -43,6 +44,7 @@ from shared.new_requests import RetentionTerms, Share
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import NameTaken, RedisScripts
+from shared.tasks import cancel_and_wait
 
 __all__ = [
     "InferenceClient",
@@ -90,11 +92,13 @@ class InferenceClient:
         self.counts = DeliveryCounts()
         self.fleet = Fleet(clock)
         self.store_memory = StoreMemory()
-        self.kv = KVWatch(connections, keys)
+        self._owned: list[asyncio.Task[None]] = []
+        self.kv = KVWatch(connections, keys, self.counts)
         self.archive = RequestArchive(connections.commands, keys, self._calls)
         self.probe = StoreProbe(connections.commands, keys, self._calls, self._fleet_clock, clock)
         self.streams = StreamTable(self._wake)
         self._withdrawals = Withdrawals(scripts, self._wake)
+        self.streams.on_failed = self._withdrawals.add
         self._held = HeldAnswers(scripts, clock)
         self._overdue = OverdueRequests(scripts, self._fleet_clock, self.streams, self.fleet.can_serve)
         self._listening = Listening(
@@ -109,13 +113,17 @@ class InferenceClient:
             self.streams, acceptance, self._recovery, self._held, self._withdrawals, self._calls, clock=clock
         )  # fmt: skip
 
-    async def start(self) -> None:
-        """Start the owner tasks; returns at once, also while the store is away."""
+    async def start(self, owners: OwnerTasks | None = None) -> None:
+        """Start the owner tasks among `owners`; returns at once, also while the store is away."""
+        owners = owners or OwnerTasks()
         duties = [self._withdrawals.send, self._held.prolong, self._overdue.end]
-        self._calls.own(self._listening.run())
-        self._calls.own(self._recovery.run(self._wake, duties))
-        self._calls.own(self._fleet_clock.run())
-        self._calls.own(self.store_memory.watch(self._redis))
+        self._owned = [
+            owners.start("listening", self._listening.run()),
+            owners.start("recovery", self._recovery.run(self._wake, duties)),
+            owners.start("fleet_clock", self._fleet_clock.run()),
+            owners.start("store_memory", self.store_memory.watch(self._redis)),
+            owners.start("kv_watch", self.kv.run()),
+        ]
 
     async def close(self) -> None:
         """Withdraw what still runs, but for what is kept, and end the owner tasks."""
@@ -125,7 +133,7 @@ class InferenceClient:
             if stream.terms is None:
                 self._withdrawals.add(stream)
         await self._calls.try_within(CLOSE_SECONDS, self._withdrawals.send())
+        await cancel_and_wait(self._owned)
         await self._calls.aclose()
-        await self.kv.aclose()
         await self._listening.aclose()
         self.archive.close()

@@ -15,12 +15,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from redis.exceptions import RedisError
 
+from gateway.store.stream_table import DeliveryCounts
 from shared.kv_snapshot import WATCH_SECONDS, KVSnapshot
 from shared.messages import FormatError, decode_kv_snapshot
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.subscription import Message, Subscription
-from shared.tasks import cancel_and_wait
+from shared.tasks import run_until_first_ends
 
 logger = logging.getLogger("gateway")
 
@@ -38,27 +39,41 @@ async def snapshots_of(watches: Sequence["KVWatch"]) -> AsyncIterator[AsyncItera
 
 
 class KVWatch:
-    def __init__(self, connections: RedisConnections, keys: RedisKeys) -> None:
+    def __init__(self, connections: RedisConnections, keys: RedisKeys, counts: DeliveryCounts) -> None:
         self._connections = connections
         self._keys = keys
+        self._counts = counts
         self._watchers: set[asyncio.Queue[KVSnapshot]] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._is_watched, self._is_unwatched, self._is_idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._is_idle.set()
+
+    async def run(self) -> None:
+        """Owner task: ask the workers and listen to them, while there is a watcher."""
+        while True:
+            await self._is_watched.wait()
+            self._is_idle.clear()
+            try:
+                await run_until_first_ends(self._ask(), self._listen(), self._until_unwatched())
+            finally:
+                self._is_idle.set()
 
     @asynccontextmanager
     async def into(self, queue: asyncio.Queue[KVSnapshot]) -> AsyncIterator[None]:
         self._watchers.add(queue)
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._ask()), asyncio.create_task(self._listen())]
+        self._is_watched.set()
         try:
             yield
         finally:
             self._watchers.discard(queue)
             if not self._watchers:
-                await self.aclose()
+                self._is_watched.clear()
+                self._is_unwatched.set()
+                await self._is_idle.wait()
 
-    async def aclose(self) -> None:
-        tasks, self._tasks = self._tasks, []
-        await cancel_and_wait(tasks)
+    async def _until_unwatched(self) -> None:
+        while self._watchers:
+            self._is_unwatched.clear()
+            await self._is_unwatched.wait()
 
     async def _ask(self) -> None:
         """The key that workers look for; it ends by itself, also when this gateway is killed."""
@@ -83,7 +98,12 @@ class KVWatch:
         try:
             snapshot = decode_kv_snapshot(data)
         except FormatError as error:
+            self._counts.num_bad_messages += 1
             logger.warning("dropped a KV snapshot: %s", error)
+            return
+        except Exception:
+            self._counts.num_message_errors += 1
+            logger.exception("a KV snapshot failed")
             return
         for queue in self._watchers:
             if queue.full():

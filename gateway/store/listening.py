@@ -66,7 +66,7 @@ class Listening:
         await self._subscription.aclose()
 
     async def understand(self, message: Message) -> None:
-        """One message; what cannot be read is counted, and never raises."""
+        """Handle one message. An error ends the message, or the stream that it belongs to, and is counted."""
         try:
             if message.channel == self._heartbeat_channel:
                 self._fleet.heard(decode_heartbeat(message.data))
@@ -78,8 +78,16 @@ class Listening:
         except FormatError as error:
             self._counts.num_bad_messages += 1
             logger.warning("dropped a message on %s: %s", message.channel, error)
-            if message.channel != self._heartbeat_channel:
-                self._streams.mark_behind(self._streams)  # nobody knows whose tokens it held
+            self._mark_lost(message)
+        except Exception:
+            self._counts.num_message_errors += 1
+            logger.exception("a message on %s failed", message.channel)
+            self._mark_lost(message)
+
+    def _mark_lost(self, message: Message) -> None:
+        """Nobody knows whose tokens it held."""
+        if message.channel != self._heartbeat_channel:
+            self._streams.mark_behind(self._streams)
 
     async def _deliver(self, events: Iterable[StreamEvent]) -> None:
         """Request by request, so that all of one is done while the processor still has it at hand: with 1,000 streams
@@ -91,10 +99,15 @@ class Listening:
                 if stream.is_set_aside:
                     continue
                 stream.last_heard = now
-                for event in its_events:
-                    stream.offer(event)
-                self._streams.settle(stream)
-                stream.on_news()
+                try:
+                    for event in its_events:
+                        stream.offer(event)
+                    self._streams.settle(stream)
+                    stream.on_news()
+                except Exception:
+                    self._counts.num_message_errors += 1
+                    logger.exception("request %s failed", request_id)
+                    self._streams.fail(stream)
             if time.perf_counter() >= self._turn_ends_at:
                 await self._let_others()
 

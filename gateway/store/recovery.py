@@ -11,8 +11,8 @@ the store. It knows no HTTP, and never speaks to a worker.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -26,6 +26,7 @@ from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of, was_refused_as_unreadable
 from shared.messages import ErrorCode, ErrorEvent, FormatError
 from shared.redis_scripts import AttachStatus
+from shared.store_errors import Backoff, is_transient
 from shared.ticks import until_tick
 
 QUIET_SECONDS = 2.0
@@ -61,6 +62,7 @@ class Recovery:
     async def run(self, wake: asyncio.Event, duties: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """Owner task: at every wake, or tick, what else is due with the store, then what streams miss. `duties` may
         raise the store's errors, and are repeated then."""
+        backoff = Backoff()
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(until_tick(TICK_SECONDS)):
@@ -70,9 +72,10 @@ class Recovery:
                 for duty in duties:
                     await duty()
                 await self._catch_up()
-            except (RedisError, OSError) as error:
+                backoff.reset()
+            except (RedisError, OSError) as error:  # of a store that cannot be used, FleetClock ends the process
                 logger.warning("cannot read journals: %s", error)
-                await asyncio.sleep(TICK_SECONDS)
+                await asyncio.sleep(backoff.next_delay())
 
     async def attach(self, streams: Sequence[ResponseStream]) -> None:
         """The streams of a kept answer go on from their journals, or have their end at once (`had_ended`). Raises
@@ -105,7 +108,8 @@ class Recovery:
         ]
         for stream in due:
             if stream.terms and stream.last_heard <= quiet_since:
-                await self._attach(stream, again=True)  # the worker may not know of this gateway, or it was ended
+                with self._only(stream):
+                    await self._attach(stream, again=True)  # the worker may not know of this gateway, or it was ended
         for start in range(0, len(due), BATCH_REQUESTS):
             await self._read_journals(due[start : start + BATCH_REQUESTS])
 
@@ -114,16 +118,39 @@ class Recovery:
         epochs = [stream.epoch for stream in streams]
         replies = await self._archive.read([stream.request_id for stream in streams], STORED_END)
         for stream, epoch, (stored, journal) in zip(streams, epochs, replies, strict=True):
-            stream.last_heard = self._clock()
-            if stream.epoch != epoch:
-                continue  # what was read is no more; it is behind
-            if is_missing(stored):
-                await self._restore(stream)
-                continue
-            stream.is_behind = False
-            self._calls.own(self._replay(stream, epoch, stored, journal))  # nobody waits for another's long journal
-            if stream.is_set_aside:
-                await self._acceptance.publish_mark(stream)  # the one before was lost, or is on its way
+            with self._only(stream):
+                await self._take_journal(stream, epoch, stored, journal)
+
+    async def _take_journal(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
+        for reply in (stored, journal):
+            if isinstance(reply, RedisError) and is_transient(reply):
+                raise reply
+        stream.last_heard = self._clock()
+        if stream.epoch != epoch:
+            return  # what was read is no more; it is behind
+        if is_missing(stored):
+            await self._restore(stream)
+            return
+        stream.is_behind = False
+        self._calls.own(self._replay_alone(stream, epoch, stored, journal))  # nobody waits for another's long journal
+        if stream.is_set_aside:
+            await self._acceptance.publish_mark(stream)  # the one before was lost, or is on its way
+
+    @contextmanager
+    def _only(self, stream: ResponseStream) -> Iterator[None]:
+        """An error that a repeat cannot help ends this stream, and is counted."""
+        try:
+            yield
+        except Exception as error:
+            if is_transient(error):
+                raise
+            self._counts.num_message_errors += 1
+            logger.exception("request %s failed", stream.request_id)
+            self._streams.fail(stream)
+
+    async def _replay_alone(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
+        with self._only(stream):
+            await self._replay(stream, epoch, stored, journal)
 
     async def _replay(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
         try:

@@ -6,11 +6,14 @@ Redis and no HTTP.
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.store.response_stream import ResponseStream
-from shared.messages import TerminalEvent
+from shared.messages import ErrorCode, ErrorEvent, TerminalEvent
+
+FAILED_MESSAGE = "the gateway failed to read the answer"
 
 
 @dataclass
@@ -22,6 +25,7 @@ class DeliveryCounts:
     num_restored_requests: int = 0
     num_gaps: int = 0
     num_torn_streams: int = 0
+    num_message_errors: int = 0
 
 
 class StreamTable:
@@ -32,6 +36,7 @@ class StreamTable:
         self._wake = wake
         self._num_epochs = 0
         self._set_aside: dict[int, ResponseStream] = {}  # by epoch
+        self.on_failed: Callable[[ResponseStream], None] = lambda stream: None  # to be withdrawn from the store
 
     def __len__(self) -> int:
         return sum(map(len, self._by_request_id.values()))
@@ -74,6 +79,13 @@ class StreamTable:
         """For its reader; the store is not told."""
         stream.end(terminal)
         self.discard(stream)
+
+    def fail(self, stream: ResponseStream) -> None:
+        """Its handler raised: the stream ends with an error, here and in the store, and the others go on."""
+        with suppress(Exception):  # what failed may be its reader's on_news()
+            stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, FAILED_MESSAGE))
+        self.discard(stream)
+        self.on_failed(stream)
 
     def settle(self, stream: ResponseStream) -> None:
         """After it was given something: it may have begun or ended, or miss what came before."""

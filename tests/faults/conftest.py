@@ -33,6 +33,7 @@ class Store:
     append_only: bool = True
     append_fsync: str = "always"
     environ: dict[str, str] = field(default_factory=dict)  # beside ours
+    options: list[str] = field(default_factory=list)  # beside ours
     port: int = field(default_factory=free_port)
     process: "subprocess.Popen[bytes] | None" = None
 
@@ -45,7 +46,7 @@ class Store:
         options += ["--appendonly", "yes" if self.append_only else "no", "--appendfsync", self.append_fsync]
         options += ["--maxmemory-policy", "noeviction"]
         with (self.directory / "log").open("ab") as log:
-            argv = [str(get_binary_path()), *options]
+            argv = [str(get_binary_path()), *options, *self.options]
             self.process = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, **self.environ})
         deadline = time.monotonic() + START_SECONDS
         with self.client() as client:

@@ -11,10 +11,12 @@ from pathlib import Path
 import redis
 
 from tests.faults.site import Site
+from tests.faults.tcp_proxy import TcpProxy
 
 MAX_PAUSE_SECONDS = 6.0  # twice --dead-after: some of the paused are reaped, others are not
 MAX_STORE_OUTAGE_SECONDS = 1.5
 MAX_CALM_SECONDS = 4.0
+MAX_PROXY_FAULT_SECONDS = 4.0
 
 
 class Disasters:
@@ -32,6 +34,8 @@ class Disasters:
             self._worker_killed, self._worker_killed, self._worker_paused, self._worker_drained, self._gateway_killed,
             self._gateway_drained, self._store_killed, self._listeners_dropped, self._connections_dropped,
         ]  # fmt: skip
+        if self._site.proxies:
+            kinds += 2 * [self._proxy_resets, self._proxy_closes, self._proxy_stalls]
         while time.monotonic() < ends_at or self.counts.total() < self._least:
             await asyncio.sleep(self._random.uniform(0.5, MAX_CALM_SECONDS))  # the faults' rhythm
             disaster = self._random.choice(kinds)
@@ -78,6 +82,28 @@ class Disasters:
 
     async def _connections_dropped(self) -> None:
         await asyncio.to_thread(self._drop, "normal")
+
+    async def _proxy_resets(self) -> None:
+        self._proxy().cut()
+
+    async def _proxy_closes(self) -> None:
+        """It accepts, and closes: what every proxy does while the store behind it is away."""
+        proxy = self._proxy()
+        proxy.is_down = True
+        proxy.cut()
+        await asyncio.sleep(self._random.uniform(0.5, MAX_PROXY_FAULT_SECONDS))
+        proxy.is_down = False
+
+    async def _proxy_stalls(self) -> None:
+        """Bytes vanish, connections stay; then they are reset."""
+        proxy = self._proxy()
+        proxy.is_silent = True
+        await asyncio.sleep(self._random.uniform(0.5, MAX_PROXY_FAULT_SECONDS))
+        proxy.cut()
+        proxy.is_silent = False
+
+    def _proxy(self) -> TcpProxy:
+        return self._random.choice(list(self._site.proxies.values()))
 
     def _drop(self, kind: str) -> None:
         with self._site.store.client() as client, contextlib.suppress(redis.ConnectionError):

@@ -1,9 +1,10 @@
 """make soak: streams of every kind, while processes are killed, paused, drained and cut off at random.
 
-    python -m tests.faults.mix --seconds 600 --streams 500 [--seed N] [--json FILE]
+    python -m tests.faults.mix --seconds 600 --streams 500 [--proxies] [--seed N] [--json FILE]
 
 Every client must get the text of an undisturbed server, each choice once, with one end; when the last one has it, no
-queue, pending list or block may hold anything. Prints a report; ends with 1 when a promise was broken.
+queue, pending list or block may hold anything. What a client has is at all times the beginning of that text: anything
+else is a violation. Prints a report; ends with 1 when a promise was broken.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from pagestream.demo_model import ensure_demo_model
 from tests.faults.disasters import Disasters
 from tests.faults.mixed_requests import MixedRequest, RequestMix
 from tests.faults.site import MODEL, Site, running_site
-from tests.faults.stream_client import Answer, ClientFailed, StreamClient
+from tests.faults.stream_client import Answer, ClientFailed, StreamClient, empty_answer
 
 WORKER_FLAGS = ["--script-step-seconds", "0.05", "--dead-after", "3", "--drain-seconds", "1"]
 NUM_WORKERS = 3
@@ -34,15 +35,30 @@ PATIENCE_SECONDS = 120.0  # for the last streams, when the disasters are over
 
 
 async def run_mix(
-    directory: Path, model: Path, *, seconds: float, num_streams: int, seed: int, least_disasters: int = 0
+    directory: Path,
+    model: Path,
+    *,
+    seconds: float,
+    num_streams: int,
+    seed: int,
+    least_disasters: int = 0,
+    with_proxies: bool = False,
 ) -> dict[str, Any]:
+    """`with_proxies`: each gateway reaches the store through a proxy of its own, which fails too."""
     source = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     mix = RequestMix(random.Random(source.getrandbits(64)), tokenizer, MODEL, max_tokens=200)
     requests = [mix.draw() for _ in range(num_streams)]
-    async with running_site(directory, model, num_workers=NUM_WORKERS, worker_flags=WORKER_FLAGS) as site:
+    async with running_site(
+        directory,
+        model,
+        num_workers=NUM_WORKERS,
+        worker_flags=WORKER_FLAGS,
+        are_gateways_behind_proxies=with_proxies,
+    ) as site:
         disasters = Disasters(site, random.Random(source.getrandbits(64)), least_disasters)
-        results = await _stream_all(site, requests, disasters, source, seconds)
+        violations: list[str] = []
+        results = await _stream_all(site, requests, disasters, source, seconds, violations)
         left = ""
         try:
             await site.nothing_is_left()
@@ -50,11 +66,16 @@ async def run_mix(
             left = str(error)
         if left or any(isinstance(result, str) for result in results):
             print(site.fleet.all_logs(), file=sys.stderr)
-    return _report(seed, requests, results, disasters.counts, left)
+    return {**_report(seed, requests, results, disasters.counts, left), "violations": violations}
 
 
 async def _stream_all(
-    site: Site, requests: list[MixedRequest], disasters: Disasters, source: random.Random, seconds: float
+    site: Site,
+    requests: list[MixedRequest],
+    disasters: Disasters,
+    source: random.Random,
+    seconds: float,
+    violations: list[str],
 ) -> list[Answer | str]:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=60)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -62,7 +83,7 @@ async def _stream_all(
         client = StreamClient(session, site.urls, random.Random(source.getrandbits(64)))
         starts = [source.uniform(0, 0.9 * seconds) for _ in requests]
         streams = [
-            asyncio.create_task(_stream(client, request, start))
+            asyncio.create_task(_stream(client, request, start, violations))
             for request, start in zip(requests, starts, strict=True)
         ]
         await disasters.run(seconds)
@@ -73,12 +94,15 @@ async def _stream_all(
     return ["no end" if isinstance(result, BaseException) else result for result in ended]
 
 
-async def _stream(client: StreamClient, request: MixedRequest, start: float) -> Answer | str:
+async def _stream(client: StreamClient, request: MixedRequest, start: float, violations: list[str]) -> Answer | str:
     await asyncio.sleep(start)
+    answer = empty_answer(request.body)
     try:
-        answer = await client.complete(request.body)
+        await client.complete(request.body, answer)
     except ClientFailed as failure:
         return str(failure)
+    finally:
+        violations += request.violations(answer)
     return request.difference(answer) or answer
 
 
@@ -101,7 +125,7 @@ def _report(
 
 
 def is_whole(report: dict[str, Any]) -> bool:
-    return not report["failures"] and not report["left_behind"]
+    return not report["failures"] and not report["left_behind"] and not report["violations"]
 
 
 def main() -> int:
@@ -109,6 +133,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--proxies", action="store_true", help="gateways reach the store through proxies that fail too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
@@ -116,9 +141,17 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ps-soak-") as directory:
         report = asyncio.run(
-            run_mix(Path(directory), model, seconds=options.seconds, num_streams=options.streams, seed=options.seed)
+            run_mix(
+                Path(directory),
+                model,
+                seconds=options.seconds,
+                num_streams=options.streams,
+                seed=options.seed,
+                with_proxies=options.proxies,
+            )
         )
     command = f"python -m tests.faults.mix --seconds {options.seconds:g} --streams {options.streams}"
+    command += " --proxies" if options.proxies else ""
     report = {**provenance(sys.argv[1:]), "command": f"{command} --seed {options.seed}", **report}
     report["took_seconds"] = round(time.monotonic() - started, 1)
     print(json.dumps(report, indent=1))

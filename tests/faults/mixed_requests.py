@@ -27,6 +27,12 @@ class MixedRequest:
             return f"{self.kind} {self.body}: ends {answer.finish_reasons}, {answer.num_ends} times"
         return ""
 
+    def violations(self, answer: Answer) -> list[str]:
+        """What no fault allows, also of an answer that is not whole: a wrong text, or several ends."""
+        wrong = [text for text, expected in zip(answer.texts, self.texts, strict=True) if not expected.startswith(text)]
+        found = [f"{self.kind} {self.body}: text {text!r}, expected {self.texts}" for text in wrong]
+        return found + ([f"{self.kind} {self.body}: {answer.num_ends} ends"] if answer.num_ends > 1 else [])
+
 
 class RequestMix:
     def __init__(self, source: random.Random, tokenizer: Tokenizer, model: str, *, max_tokens: int) -> None:

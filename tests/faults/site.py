@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from shared.redis_keys import GROUP, RedisKeys
 from shared.subscription import Message, Subscription
 from tests.e2e.fleet import STOP_SECONDS, Fleet, connected, running_fleet
 from tests.faults.conftest import SCRIPT, Store
+from tests.faults.tcp_proxy import TcpProxy
 
 MODEL = "m"
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ LEFTOVER_SECONDS = 100.0
 
 @dataclass
 class Site:
-    store: Store
+    store: Store  # not started where another one is named by `store_url`
     fleet: Fleet
     model: Path  # directory, for the tokenizer
     worker_flags: list[str]
@@ -32,6 +33,8 @@ class Site:
     name: str = MODEL
     worker_program: list[str] = field(default_factory=lambda: [SCRIPT, "--model", "/none"])
     environs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by name of a process: g0, w0, ...
+    store_url: str = ""  # of another store than `store`
+    proxies: dict[str, TcpProxy] = field(default_factory=dict)  # before the store, by name of a process
     ports: dict[str, int] = field(default_factory=dict)  # of gateways, by name
     _num_workers: int = 0
 
@@ -49,14 +52,31 @@ class Site:
 
     def start_gateway(self, name: str) -> None:
         port = self.ports.setdefault(name, free_port())
-        argv = ["-m", "gateway", *self._common, "--model", str(self.model), "--port", str(port), *self.gateway_flags]
+        argv = [
+            "-m",
+            "gateway",
+            *self._common(name),
+            "--model",
+            str(self.model),
+            "--port",
+            str(port),
+            *self.gateway_flags,
+        ]
         self.fleet.start(name, *argv, **self._environ(name))
 
     def start_worker(self) -> str:
         """Under a name that no worker had before."""
         name = f"w{self._num_workers}"
         self._num_workers += 1
-        argv = [*self.worker_program, *self._common, "--metrics-port", "0", "--worker-id", name, *self.worker_flags]
+        argv = [
+            *self.worker_program,
+            *self._common(name),
+            "--metrics-port",
+            "0",
+            "--worker-id",
+            name,
+            *self.worker_flags,
+        ]
         self.fleet.start(name, *argv, **self._environ(name))
         return name
 
@@ -72,7 +92,7 @@ class Site:
 
     async def nothing_is_left(self) -> None:
         """Queues and pending lists empty, every block of every worker free, within a while of the last answer."""
-        connections = connect(self.store.url)
+        connections = connect(self.store_url or self.store.url)
         subscription = Subscription(connections.subscriber, [self.keys.heartbeat_channel])
         beats: dict[str, WorkerHeartbeat] = {}
         try:
@@ -95,9 +115,11 @@ class Site:
     def _environ(self, name: str) -> dict[str, str]:
         return {"PYTHONPATH": str(ROOT), **self.environs.get(name, {})}
 
-    @property
-    def _common(self) -> list[str]:
-        return ["--served-model-name", self.name, "--redis-url", self.store.url]
+    def _common(self, name: str) -> list[str]:
+        url = self.store_url or self.store.url
+        if (proxy := self.proxies.get(name)) is not None:
+            url = f"redis://127.0.0.1:{proxy.port}/0"
+        return ["--served-model-name", self.name, "--redis-url", url]
 
 
 def _is_idle(beat: WorkerHeartbeat) -> bool:
@@ -112,21 +134,30 @@ async def running_site(
     num_workers: int,
     worker_flags: list[str],
     environs: Mapping[str, Mapping[str, str]] | None = None,
+    are_gateways_behind_proxies: bool = False,
+    store_url: str = "",
     **options: Any,
 ) -> AsyncIterator[Site]:
     """`environs`: of a Site, and of "store"; `options`: further fields of a Site."""
     environs = environs or {}
     (directory / "store").mkdir()
     store = Store(directory / "store", append_fsync="everysec", environ={**environs.get("store", {})})
-    store.start()
-    try:
-        with running_fleet(directory / "logs") as fleet:
-            site = Site(store, fleet, model, worker_flags, environs=environs, **options)
-            for number in range(NUM_GATEWAYS):
-                site.start_gateway(f"g{number}")
-            for _ in range(num_workers):
-                site.start_worker()
-            await site.ready(num_workers)
-            yield site
-    finally:
-        store.kill()
+    names = [f"g{number}" for number in range(NUM_GATEWAYS)]
+    async with AsyncExitStack() as stack:
+        if not store_url:
+            store.start()
+            stack.callback(store.kill)
+        proxies = {}
+        if are_gateways_behind_proxies:
+            for name in names:
+                proxies[name] = await stack.enter_async_context(TcpProxy("127.0.0.1", store.port))
+        fleet = stack.enter_context(running_fleet(directory / "logs"))
+        site = Site(
+            store, fleet, model, worker_flags, environs=environs, store_url=store_url, proxies=proxies, **options
+        )
+        for name in names:
+            site.start_gateway(name)
+        for _ in range(num_workers):
+            site.start_worker()
+        await site.ready(num_workers)
+        yield site

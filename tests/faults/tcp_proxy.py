@@ -46,7 +46,8 @@ class TcpProxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if self.is_down:
-            writer.transport.abort()
+            await reader.read(1)  # a client that has begun to speak is in the middle of a write
+            writer.close()
             return
         try:
             store_reader, store_writer = await asyncio.open_connection(self.host, self.target_port)

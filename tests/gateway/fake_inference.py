@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from gateway.admission import ready_workers
+from gateway.owner_tasks import OwnerTasks
 from gateway.store.inference_client import QueueStats, RetentionTerms, Share, WorkerStatus
 from gateway.store.response_stream import MAX_READ_TOKENS
 from gateway.store.store_probe import QueueLoad, StoreMemory
@@ -123,7 +124,7 @@ class FakeInferenceClient:
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
         self._cancellations: asyncio.Queue[str] = asyncio.Queue()
 
-    async def start(self) -> None: ...
+    async def start(self, owners: OwnerTasks | None = None) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from gateway.store.kv_watch import KVWatch, snapshots_of
+from gateway.store.stream_table import DeliveryCounts
 from shared.kv_snapshot import WATCH_SECONDS, KVRequest, KVSnapshot
 from shared.messages import encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
+from shared.tasks import cancel_and_wait
 from tests.gateway.conftest import Gateway
 from tests.patience import PATIENCE_SECONDS
 
@@ -76,9 +78,10 @@ async def test_the_stream_lasts_as_long_as_its_reader(gateway: Gateway) -> None:
 class TestWatch:
     @pytest.fixture
     async def watch(self, connections: RedisConnections, keys: RedisKeys) -> AsyncIterator[KVWatch]:
-        watch = KVWatch(connections, keys)
+        watch = KVWatch(connections, keys, DeliveryCounts())
+        running = asyncio.create_task(watch.run())
         yield watch
-        await watch.aclose()
+        await cancel_and_wait([running])
 
     async def test_asks_while_somebody_watches(
         self, watch: KVWatch, connections: RedisConnections, keys: RedisKeys

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from shared.redis_client import connect, got_no_reply, is_transient
+from shared.redis_client import connect
+from shared.store_errors import got_no_reply, is_transient
 from shared.subscription import GAP, Message, Subscription
 from tests.patience import PATIENCE_SECONDS
 

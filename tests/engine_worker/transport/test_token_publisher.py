@@ -89,7 +89,7 @@ async def test_the_back_off_is_bounded(rig):
     await start(rig, "a")
     rig.scripts.fail("emit", "refuse", times=8, error=OutOfMemoryError("OOM"))
     await rig.tokens.emit([token("a", 0, 1)])
-    assert rig.clock.sleeps == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
+    assert rig.clock.sleeps == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0])
 
 
 async def test_cancelled_requests_are_told_also_when_the_reply_was_lost(rig):
@@ -153,8 +153,8 @@ async def test_fences_itself_after_ten_seconds_without_a_reply(rig):
 
 async def test_a_store_that_answers_but_cannot_write_is_waited_for(rig):
     await start(rig, "a")
-    rig.scripts.fail("emit", "refuse", times=10, error=OutOfMemoryError("OOM"))
-    rig.scripts.fail("emit", "refuse", times=10, error=ResponseError("MISCONF cannot write to disk"))
+    rig.scripts.fail("emit", "refuse", times=20, error=OutOfMemoryError("OOM"))
+    rig.scripts.fail("emit", "refuse", times=20, error=ResponseError("MISCONF cannot write to disk"))
     rig.scripts.fail("emit", "refuse")  # silent only now: the ten seconds begin at the last answer
     await rig.tokens.emit([token("a", 0, 1)])
     assert rig.clock.now - 100 > 3 * SELF_FENCE_SECONDS
@@ -163,7 +163,7 @@ async def test_a_store_that_answers_but_cannot_write_is_waited_for(rig):
 
 async def test_an_error_of_ours_is_raised_at_once(rig):
     await start(rig, "a")
-    rig.scripts.fail("emit", "refuse", error=ResponseError("NOPERM"))
-    with pytest.raises(ResponseError, match="NOPERM"):
+    rig.scripts.fail("emit", "refuse", error=ResponseError("WRONGTYPE"))
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
         await rig.tokens.emit([token("a", 0, 1)])
     assert rig.clock.sleeps == []

@@ -1,0 +1,185 @@
+"""What each error of the store means for its caller: one table, and the back-off of whoever repeats.
+
+A caller repeats only what is safe to repeat: the scripts, and reads. Where no repeat can help, `StoreRetry` raises; if
+a person has to act, the error is `StoreRefused`, whose message says what to do.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from redis import exceptions
+
+MIN_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 1.0  # so that tokens flow at most 2 s after the store takes writes again
+# A proxy may lead to the old primary until its next check; a replica's address does so for good.
+REPLICA_AT_START_SECONDS = 5.0
+ROTATION_SECONDS = 60.0  # in which the store's password and this process's file of it may differ
+
+
+class Outcome(Enum):
+    REFUSED = "refused"  # nothing was applied: repeat
+    UNKNOWN = "unknown"  # it may have been applied: repeat by the script's rule
+    FINAL = "final"  # a repeat cannot help
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table.
+
+    Attributes:
+        outcome: What is known about the command.
+        closes_connections: Whether the open connections lead to a server that is no primary any more.
+        seconds_at_start: How long a caller that has never succeeded repeats.
+        seconds_running: How long a caller that has succeeded before repeats.
+        advice: What a person has to do when the repeats end; empty if the error is a programming error.
+    """
+
+    outcome: Outcome
+    closes_connections: bool = False
+    seconds_at_start: float = math.inf
+    seconds_running: float = math.inf
+    advice: str = ""
+
+
+class StoreRefused(Exception):
+    """The store cannot be used as it is configured; the message says what to change."""
+
+
+_REFUSED = Rule(Outcome.REFUSED)
+_NO_REPLY = Rule(Outcome.UNKNOWN)
+_NO_REPLY_IN_TIME = Rule(Outcome.UNKNOWN, closes_connections=True)
+_FINAL = Rule(Outcome.FINAL)
+_CLUSTER = Rule(
+    Outcome.FINAL,
+    advice="the store is a node of a Redis Cluster; give the address of a store without cluster mode",
+)
+_CREDENTIALS = Rule(
+    Outcome.REFUSED,
+    seconds_at_start=0.0,
+    seconds_running=ROTATION_SECONDS,
+    advice="the store refuses this user; check user name, password and permissions",
+)
+
+# By the first word of the server's reply.
+RULES = {
+    **dict.fromkeys(("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN"), _REFUSED),
+    **dict.fromkeys(("OOM", "MISCONF", "BUSY", "NOREPLICAS"), _REFUSED),
+    "ASK": _REFUSED,  # until the slot has moved
+    "READONLY": Rule(
+        Outcome.REFUSED,
+        closes_connections=True,
+        seconds_at_start=REPLICA_AT_START_SECONDS,
+        advice="the store is a read-only replica; give the address of the primary",
+    ),
+    "UNBLOCKED": Rule(Outcome.UNKNOWN, closes_connections=True),  # a blocking read at a primary that was demoted
+    **dict.fromkeys(("MOVED", "CROSSSLOT"), _CLUSTER),
+    **dict.fromkeys(("NOAUTH", "WRONGPASS", "NOPERM"), _CREDENTIALS),
+    "EXECABORT": _REFUSED,
+}
+
+# redis-py cuts the first word off the messages of these classes. The most special one comes first.
+_CODES = {
+    exceptions.BusyLoadingError: "LOADING",
+    exceptions.MasterDownError: "MASTERDOWN",
+    exceptions.ClusterDownError: "CLUSTERDOWN",
+    exceptions.TryAgainError: "TRYAGAIN",
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.MovedError: "MOVED",
+    exceptions.AskError: "ASK",
+    exceptions.ClusterCrossSlotError: "CROSSSLOT",
+    exceptions.AuthenticationError: "WRONGPASS",
+    exceptions.NoPermissionError: "NOPERM",
+    exceptions.ExecAbortError: "EXECABORT",
+}
+
+_OF_PIPELINE = " of pipeline caused error: "  # redis-py's words before the reply, which is a quoted tuple then
+
+
+def rule_of(error: BaseException) -> Rule:
+    """Look an exception of redis-py or of the socket up in the table."""
+    code = code_of(error)
+    if code == "EXECABORT":  # "Transaction discarded because of: NOPERM ..."
+        cause = RULES.get(str(error).rpartition("because of: ")[2].partition(" ")[0])
+        return cause or _REFUSED
+    if code in RULES:
+        return RULES[code]
+    if isinstance(error, exceptions.TimeoutError | TimeoutError):
+        return _NO_REPLY_IN_TIME
+    return _NO_REPLY if isinstance(error, exceptions.ConnectionError | OSError) else _FINAL
+
+
+def code_of(error: BaseException) -> str:
+    """Return the first word of the server's reply; empty if the error is no reply."""
+    code = next((code for error_class, code in _CODES.items() if isinstance(error, error_class)), "")
+    if not code and isinstance(error, exceptions.ResponseError):
+        reply = str(error).rpartition(_OF_PIPELINE)[2].lstrip("('\"")
+        return reply.partition(" ")[0]
+    return code
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether a repeat may succeed."""
+    return rule_of(error).outcome is not Outcome.FINAL
+
+
+def got_no_reply(error: BaseException) -> bool:
+    """Return whether the command may have been applied."""
+    return rule_of(error).outcome is Outcome.UNKNOWN
+
+
+class Backoff:
+    """Delays that double from MIN_BACKOFF_SECONDS to MAX_BACKOFF_SECONDS, until a success."""
+
+    def __init__(self) -> None:
+        self._seconds = MIN_BACKOFF_SECONDS
+
+    def reset(self) -> None:
+        self._seconds = MIN_BACKOFF_SECONDS
+
+    def next_delay(self) -> float:
+        """Return the seconds to wait before the next attempt."""
+        delay, self._seconds = self._seconds, min(2 * self._seconds, MAX_BACKOFF_SECONDS)
+        return delay
+
+
+class StoreRetry:
+    """The repeats of one caller of the store."""
+
+    def __init__(self, *, has_succeeded: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        """`has_succeeded`: the process is past its start, as another caller of it has had a reply."""
+        self._has_succeeded = has_succeeded
+        self._clock = clock
+        self._backoff = Backoff()
+        self._code = ""  # of the errors in a row
+        self._first_at = 0.0  # of them
+
+    def succeeded(self) -> None:
+        self._has_succeeded = True
+        self._code = ""
+        self._backoff.reset()
+
+    def delay_after(self, error: Exception) -> float:
+        """Return the seconds to wait before the next attempt.
+
+        Raises:
+            StoreRefused: If only a person can help.
+            Exception: `error` itself, if it is final and means a programming error.
+        """
+        rule, code = rule_of(error), code_of(error)
+        if code != self._code:
+            self._code, self._first_at = code, self._clock()
+        patience = rule.seconds_running if self._has_succeeded else rule.seconds_at_start
+        if rule.outcome is Outcome.FINAL or self._clock() - self._first_at >= patience:
+            if rule.advice:
+                raise StoreRefused(f"{rule.advice} (its reply: {_reply(code, error)})") from error
+            raise error
+        return self._backoff.next_delay()
+
+
+def _reply(code: str, error: Exception) -> str:
+    text = str(error)
+    return text if text.startswith(code) else f"{code} {text}"

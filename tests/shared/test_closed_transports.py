@@ -1,0 +1,129 @@
+"""A whole answer, with the store's connection closed before each of its writes in turn, on both event loops.
+
+Only uvloop raises RuntimeError when a closed transport is written to, so asyncio alone would not show it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvloop
+from redis.exceptions import ConnectionError
+
+from engine_worker.transport.incarnation import register
+from engine_worker.transport.reaper import Reaper
+from gateway.owner_tasks import OwnerTasks
+from gateway.store.inference_client import InferenceClient, StoreUnavailable
+from gateway.store.response_stream import ResponseStream
+from shared import redis_client, store_errors
+from shared.messages import FinishEvent, FinishReason, TokenEvent, Usage
+from shared.redis_client import RedisConnections, connect
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import Demand
+from tests.builders import make_request
+from tests.conftest import Valkey
+from tests.patience import PATIENCE_SECONDS
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+class Closing:
+    """Closes the connection before its write number `at`, of all connections together."""
+
+    def __init__(self, at: int) -> None:
+        self.num_writes = 0
+        self._at = at
+
+    async def before_write(self, connection: Any) -> None:
+        self.num_writes += 1
+        if self.num_writes == self._at and connection.is_connected:
+            connection._writer.transport.abort()
+            await asyncio.sleep(0.001)  # a busy loop's turn, in which the transport forgets its socket
+
+
+async def answer(url: str, keys: RedisKeys) -> None:
+    """Submit, claim, emit, finish and read, each with the real parts."""
+    of_gateway, of_worker = connect(url), connect(url)
+    owners = OwnerTasks()
+    client = InferenceClient(of_gateway, keys, "g", quiet_seconds=0.02)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await client.start(owners)
+            incarnation = await register(of_worker, keys, "w")
+            stream = await submitted(client)
+            while not await incarnation.requests.claim(Demand(1), block=True):
+                pass
+            for index in range(3):
+                await incarnation.tokens.emit([TokenEvent(stream.request_id, index, [5 + index])])
+            end = FinishEvent(stream.request_id, FinishReason.STOP, Usage(prompt_tokens=3, completion_tokens=3))
+            await incarnation.tokens.finish([end])
+            events = [event async for event in stream]
+            tokens = [token for event in events if isinstance(event, TokenEvent) for token in event.token_ids]
+            assert tokens == [5, 6, 7] and events[-1] == end
+            await Reaper(of_worker, keys).tick(could_hear=True)
+            await incarnation.requests.hand_back_within(PATIENCE_SECONDS)
+        assert not owners.failed.is_set()
+    finally:
+        await client.close()
+        for connections in (of_gateway, of_worker):
+            await connections.aclose()
+        await asyncio.sleep(0)  # lets the transports report their end to the loop
+
+
+async def submitted(client: InferenceClient) -> ResponseStream:
+    while True:
+        try:
+            return await client.submission.submit(make_request(3))
+        except StoreUnavailable:  # as a client that repeats after 503
+            pass
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_an_answer_survives_a_connection_closed_before_any_write(
+    valkey: Valkey, monkeypatch: pytest.MonkeyPatch, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    monkeypatch.setattr(store_errors, "MIN_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr("gateway.store.recovery.TICK_SECONDS", 0.02)
+    monkeypatch.setattr("engine_worker.transport.request_stream.BLOCK_SECONDS", 0.02)
+    plain_send = redis_client._TcpConnection.send_packed_command
+
+    def run(number: int) -> int:
+        closing = Closing(number)
+
+        async def send(connection: Any, *arguments: Any, **options: Any) -> None:
+            await closing.before_write(connection)
+            await plain_send(connection, *arguments, **options)
+
+        monkeypatch.setattr(redis_client._UnixConnection, "send_packed_command", send)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(answer(valkey.url, RedisKeys(f"model-{number}")))
+        return closing.num_writes
+
+    num_writes = run(0)
+    assert num_writes > 20
+    for number in range(1, num_writes + 1):
+        run(number)
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize("client", ["commands", "blocking"])
+def test_a_write_on_a_closed_transport_is_a_connection_error(
+    valkey: Valkey, new_loop: Callable[[], asyncio.AbstractEventLoop], client: str
+) -> None:
+    async def write() -> None:
+        connections: RedisConnections = connect(valkey.url)
+        redis = getattr(connections, client)
+        try:
+            connection = await redis.connection_pool.get_connection()
+            connection._writer.transport.abort()
+            await asyncio.sleep(0.001)  # a busy loop's turn, in which the transport forgets its socket
+            with pytest.raises(ConnectionError):
+                await connection.send_command("PING")
+            await redis.connection_pool.release(connection)
+            assert await redis.ping()
+        finally:
+            await connections.aclose()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(write())
