@@ -135,6 +135,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     traceparent: str = ""
     deadline: float | None = None  # when it must have ended, and when it must have begun: seconds of the fleet's clock
     queue_deadline: float | None = None
+    tenant_weight: float = 1.0  # share of the tenant's running slots and KV blocks relative to other tenants
+    tenant_max_running: int = 0  # sequences of the tenant that run at one time on a worker; 0 = no limit
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
