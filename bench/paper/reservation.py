@@ -121,6 +121,9 @@ class ReservedKVSlots:
         self._buddies.free(sequence.kv.block_table[0] - 1)
         sequence.kv.block_table = []
 
+    def discard(self, sequence: Sequence) -> None:
+        self.free(sequence)
+
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         num_slots = sum(len(sequence.kv.block_table) for sequence in running) * self.block_size
         return KVCacheStats(

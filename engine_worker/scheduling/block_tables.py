@@ -125,6 +125,10 @@ class BlockTables:
                 filled[block_id] = max(num_filled, filled.get(block_id, 0))
         return len(filled) * self._block_size - sum(filled.values())
 
+    def check_integrity(self, sequence: Sequence) -> None:
+        """Raise AssertionError if the table is longer than its tokens, and the window's next step, need."""
+        assert self._num_lacking(sequence) >= 0, f"{sequence.request_id} has more blocks than its tokens need"
+
     def _replace_shared(self, sequence: Sequence) -> None:
         """Replace the shared blocks that the next step of `sequence` writes to; what is computed in them is copied."""
         for index in self._to_replace(sequence):

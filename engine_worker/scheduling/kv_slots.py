@@ -84,6 +84,9 @@ class KVSlots(Protocol):
     def free(self, sequence: Sequence) -> None:
         """Give up all that `sequence` has."""
 
+    def discard(self, sequence: Sequence) -> None:
+        """Give up all that a failed `sequence` has, and let no other sequence share it from now on."""
+
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         """`running`: every sequence that has blocks."""
 

@@ -27,7 +27,7 @@ that is preempted then keeps its sample.
 Knows nothing of events, requests' validity, time or devices. Used by one thread.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -350,7 +350,7 @@ class Scheduler:
     def _fail(self, sequence: Sequence, error: str) -> SequenceUpdate:
         group = self._group(sequence.request_id)
         assert group is not None
-        self._end(group)
+        self._end(group, self._kv_cache.discard)
         return SequenceUpdate(sequence, error=error)
 
     def _update(self, sequence: Sequence, token_id: int | None, logprobs: EncodedLogprobs | None) -> SequenceUpdate:
@@ -390,11 +390,15 @@ class Scheduler:
         ]
         return [*updates[:-1], replace(updates[-1], ended_group=group)]
 
-    def _end(self, group: SequenceGroup) -> None:
-        """End a group that runs, or that was preempted while the step that ends it was running, or that never began."""
+    def _end(self, group: SequenceGroup, give_up: Callable[[Sequence], None] | None = None) -> None:
+        """End a group that runs, or that was preempted while the step that ends it was running, or that never began.
+
+        `give_up` takes its blocks; the default leaves them to the prefix cache.
+        """
+        give_up = give_up or self._kv_cache.free
         if self._running.pop(group.request_id, None) is None:
             self._policy.remove(group.request_id)
         self._forecast.ended(group.sequences)
         for sequence in group.active:
-            self._kv_cache.free(sequence)
+            give_up(sequence)
         group.end()

@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from engine_worker.engine import Engine
+from engine_worker.kv.span import KVSpan
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.scheduling.sequence import Sequence, ends_with_inflight_token
@@ -49,6 +50,13 @@ def random_settings(random: Random) -> dict[str, Any]:
         "enable_prefix_caching": random.random() < 0.7,
         "host_tier": random_host_tier(random, block_size),
     }
+
+
+def fill_pool(random: Random, settings: dict[str, Any], window: int) -> None:
+    """Blocks for one to three of the longest sequences, and a budget that is no multiple of the block size."""
+    settings["max_num_batched_tokens"] = settings["max_num_seqs"] + random.choice([1, 3, 5, 9, 13])
+    span = KVSpan(settings["block_size"], window, settings["max_num_batched_tokens"])
+    settings["num_blocks"] = 1 + max(2, random.choice([1, 1, 2, 3]) * span.most_blocks(settings["max_model_len"]))
 
 
 def random_host_tier(random: Random, block_size: int) -> HostTierConfig | None:
@@ -233,6 +241,38 @@ def random_window(seed: int) -> int:
     return Random(seed).choice([2, 5, 20, 40])
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+def test_a_dropped_copy_takes_no_block(async_scheduling: bool) -> None:
+    """The copied block was counted in the table after it was dropped: a worker crash."""
+    run_random_traffic(90339, async_scheduling, 0.2, 33)
+
+
+def test_a_window_in_a_full_pool_drops_the_copy() -> None:
+    """6 blocks of 8 with a window of 33: the second prompt finds a partly filled block and no room to keep it."""
+    engine = make_engine(
+        FakeModelRunner(num_blocks=7, block_size=8, window=33),
+        **{"num_blocks": 7, "block_size": 8, "window": 33, "max_num_batched_tokens": 4, "max_num_seqs": 4},
+    )
+    prompt, transcript = make_prompt(100, first=3), Transcript()
+    requests = [make_request(prompt[:length], max_tokens=3, ignore_eos=True) for length in (23, 41)]
+    for request in requests:
+        engine.add_request(request)
+    run_to_end(engine, transcript)
+    check_outputs(requests, transcript, engine, 33)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_traffic_in_an_exactly_full_pool(seed: int) -> None:
+    run_full_pool(seed)
+
+
+def run_full_pool(seed: int) -> "Promises":
+    """One schedule whose pool holds a whole number of the longest sequences, to the block, and often a window."""
+    random = Random(seed)
+    window = random.choice([0, 2, 5, 17, 20, 33, 40])
+    return run_random_traffic(seed, random.random() < 0.5, 0.2, window, full_pool=True)
+
+
 def test_random_traffic_with_a_window_preempts_and_shares() -> None:
     for async_scheduling in (False, True):
         runs = [run_random_traffic(seed, async_scheduling, 0.2, random_window(seed)) for seed in range(20)]
@@ -252,11 +292,15 @@ def test_random_traffic_is_long_and_preempts_often() -> None:
 
 
 @cache
-def run_random_traffic(seed: int, async_scheduling: bool, batch_ratio: float, window: int = 0) -> Promises:
+def run_random_traffic(
+    seed: int, async_scheduling: bool, batch_ratio: float, window: int = 0, full_pool: bool = False
+) -> Promises:
     random, classes = Random(seed), Random(seed)
     settings = random_settings(random)
     if window:  # else nobody would ever yield
         settings["num_blocks"] = 1 + max(2, settings["num_blocks"] // 2)
+    if full_pool:
+        fill_pool(Random(seed), settings, window)
     promises = Promises(settings)
     num_blocks, block_size = settings["num_blocks"], settings["block_size"]
     runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, window=window, before_step=promises)
