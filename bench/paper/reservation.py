@@ -103,6 +103,9 @@ class ReservedKVSlots:
     def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
         raise NotImplementedError("a reservation is kept to the end")
 
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        return False
+
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         raise NotImplementedError("a reservation is of one sequence")
 

@@ -64,7 +64,7 @@ class KVCacheManager:
         self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size)
         # Asked for every running sequence in every step: without a call between.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
-        self.allocate, self.fork = self.tables.allocate, self.tables.fork
+        self.allocate, self.fork, self.can_fork = self.tables.allocate, self.tables.fork, self.tables.can_fork
         self.most_blocks, self.release_behind = self._span.most_blocks, self.tables.release_behind
 
     @property

@@ -29,6 +29,11 @@ class SchedulerConfig:
         if cap is not None and cap < 1:
             raise ValueError(f"max_prefill_tokens_with_decodes is {cap}; prompts would starve")
 
+    @property
+    def max_beam_width(self) -> int:
+        """Half of the running slots: beams run together, and may not keep all others out."""
+        return max(1, self.max_num_seqs // 2)
+
     def prefill_budget(self, num_decodes: int) -> int:
         """Prompt tokens of a step beside `num_decodes` sequences that decode."""
         budget, cap = self.max_num_batched_tokens - num_decodes, self.max_prefill_tokens_with_decodes
