@@ -90,11 +90,15 @@ class Admission:
         self._take(group, 1)
         return True
 
-    def blocked(self) -> Iterator[SequenceGroup]:
-        """Yield the first interactive group of each tenant that waits for a slot, or for blocks since the last step."""
+    def blocked(self) -> Iterator[tuple[SequenceGroup, int]]:
+        """Yield the first interactive group of each tenant that has more waiting than slots are free, and the slots
+        that the tenant takes with one request more than these; also the one that lacked blocks in the last step."""
+        num_free = self._slots.num_free
         for group in self._policy.heads(is_background=False):
-            if group is self._lacks_blocks or group.num_slots_to_start > self._slots.num_free:
-                yield group
+            if group is self._lacks_blocks:
+                yield group, group.num_slots_to_start
+            elif group.num_slots_to_start > num_free or self._policy.num_ready_of(group) > num_free:
+                yield group, max(group.num_slots_to_start, num_free + 1)
 
     def headroom_blocks(self, num_slots: int) -> int:
         """Blocks an admission leaves free: one for each sequence, so that none is preempted for block_size steps.

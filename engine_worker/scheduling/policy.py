@@ -95,11 +95,11 @@ class FairShare:
 
     def num_ready(self, *, is_background: bool) -> int:
         """Return how many groups wait that no limit of their tenant keeps from running."""
-        queues = self._queues[is_background]
-        return sum(
-            self._slots.num_left(head.tenant, len(queues[head.tenant.name]))
-            for head in self.heads(is_background=is_background)
-        )
+        return sum(map(self.num_ready_of, self.heads(is_background=is_background)))
+
+    def num_ready_of(self, head: SequenceGroup) -> int:
+        """Return how many groups of the tenant of `head` wait that its limit does not keep from running."""
+        return self._slots.num_left(head.tenant, len(self._queues[head.is_background][head.tenant.name]))
 
     def choose_victim(self, running: dict[str, SequenceGroup], needing: SequenceGroup) -> SequenceGroup:
         """Return the group that yields so that `needing` gets a block. `running` is in order of admission.
@@ -109,9 +109,12 @@ class FairShare:
         unpinned = (group for group in self._victims(running, needing) if not group.is_pinned)
         return next(unpinned, None) or next(self._victims(running, needing), needing)
 
-    def choose_for_share(self, running: dict[str, SequenceGroup], waiting: SequenceGroup) -> SequenceGroup | None:
-        """Return the newest group whose tenant has, without it, still as much as that of `waiting` has with it."""
-        is_background, wanted = waiting.is_background, self._usage_with(waiting)
+    def choose_for_share(
+        self, running: dict[str, SequenceGroup], waiting: SequenceGroup, num_slots: int = 1
+    ) -> SequenceGroup | None:
+        """Return the newest group whose tenant, without it, still has as much as that of `waiting` with `num_slots`."""
+        is_background = waiting.is_background
+        wanted = self._slots.usage_with(waiting.tenant, num_slots, is_background=is_background)
         if self._slots.highest_usage(is_background=is_background) < wanted:
             return None
         victims = [

@@ -282,8 +282,8 @@ class Scheduler:
 
         Returns the group that yielded, if one did.
         """
-        for waiting in self._admission.blocked():
-            victim = self._policy.choose_for_share(self._running, waiting)
+        for waiting, num_slots in self._admission.blocked():
+            victim = self._policy.choose_for_share(self._running, waiting, num_slots)
             if victim is not None:
                 self._preempt(victim)
                 if waiting.sampling.use_beam_search:

@@ -35,6 +35,11 @@ pytestmark = pytest.mark.timeout(600)  # long histories
 
 NUM_SEEDS = 100
 NUM_REQUESTS = 40
+TENANTS: list[dict[str, Any]] = [
+    {"tenant": "a"},
+    {"tenant": "b", "tenant_weight": 2.0},
+    {"tenant": "c", "tenant_weight": 4.0, "tenant_max_running": 2},
+]
 
 
 def random_settings(random: Random) -> dict[str, Any]:
@@ -265,7 +270,15 @@ def run_full_pool(seed: int) -> "Promises":
     """One schedule whose pool holds a whole number of the longest sequences, to the block, and often a window."""
     random = Random(seed)
     window = random.choice([0, 2, 5, 17, 20, 33, 40])
-    return run_random_traffic(seed, random.random() < 0.5, 0.2, window, full_pool=True)
+    return run_random_traffic(
+        seed, random.random() < 0.5, 0.2, window, full_pool=True, has_tenants=random.random() < 0.3
+    )
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_traffic_of_several_tenants(seed: int, async_scheduling: bool) -> None:
+    run_random_traffic(seed, async_scheduling, 0.2, random_window(seed) * (seed % 2), has_tenants=True)
 
 
 def test_random_traffic_with_a_window_preempts_and_shares() -> None:
@@ -288,15 +301,20 @@ def test_random_traffic_is_long_and_preempts_often() -> None:
 
 @cache
 def run_random_traffic(
-    seed: int, async_scheduling: bool, batch_ratio: float, window: int = 0, full_pool: bool = False
+    seed: int,
+    async_scheduling: bool,
+    batch_ratio: float,
+    window: int = 0,
+    full_pool: bool = False,
+    has_tenants: bool = False,
 ) -> Promises:
-    random, classes = Random(seed), Random(seed)
+    random, classes, tenants = Random(seed), Random(seed), Random(seed)
     settings = random_settings(random)
     if window:  # else nobody would ever yield
         settings["num_blocks"] = 1 + max(2, settings["num_blocks"] // 2)
     if full_pool:
         fill_pool(Random(seed), settings, window)
-    promises = Promises(settings)
+    promises = Promises(settings, has_tenants)
     num_blocks, block_size = settings["num_blocks"], settings["block_size"]
     runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, window=window, before_step=promises)
     promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, window=window, **settings)
@@ -308,6 +326,8 @@ def run_random_traffic(
             request = random_request(random, number=len(requests))
             if classes.random() < batch_ratio:
                 request = structs.replace(request, request_id=f"b{len(requests):02}", priority_class="batch")
+            if has_tenants:
+                request = structs.replace(request, **tenants.choice(TENANTS))
             requests[request.request_id] = request
             promises.arrivals[request.request_id] = len(requests)
             engine.add_request(request)
