@@ -87,6 +87,7 @@ class QueueEntry:
     request_id: str  # empty if somebody deleted the entry while it was pending
     solo: bool
     queued_ms: int = 0  # when it came into the queues, by the store's clock
+    flow: str = ""  # the key that it has its turn by
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class Demand:
     background_room: int | None = None
     prompt_tokens: int | None = None  # of interactive prompts, that are enough for now; None: any number
     likely_prompt_tokens: int = 0  # of one whose entry does not tell
+    others: int = 0  # beside these: the next request of each key that is not one of `waiting_tenants`
+    waiting_tenants: frozenset[str] = frozenset()  # keys by name, of which requests wait at the worker
 
     @property
     def of_last(self) -> int:
@@ -190,7 +193,8 @@ _NOT_KEPT = RetentionTerms(b"", "")
 def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> QueueEntry:
     fields = fields or {}
     queued_ms = int(fields.get(b"t") or entry_id.split(b"-")[0])
-    return QueueEntry(queue.decode(), entry_id, fields.get(b"r", b"").decode(), fields.get(b"s") == b"1", queued_ms)
+    request_id, flow = (fields.get(name, b"").decode() for name in (b"r", b"f"))
+    return QueueEntry(queue.decode(), entry_id, request_id, fields.get(b"s") == b"1", queued_ms, flow)
 
 
 def load_sources() -> dict[str, str]:
@@ -279,13 +283,23 @@ class RedisScripts:
     async def register(self, worker_id: str) -> None:
         await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])
 
-    async def take(self, worker_id: str, demand: Demand, *, num_held: int = 0, is_impatient: bool = False) -> Taken:
+    async def take(
+        self,
+        worker_id: str,
+        demand: Demand,
+        *,
+        num_held: int = 0,
+        is_impatient: bool = False,
+        waiting_flows: Iterable[str] = (),
+    ) -> Taken:
         """Read new entries without waiting, a share that leaves peers theirs. `num_held`: requests that it has.
+        `waiting_flows`: those of `demand.waiting_tenants`.
 
         Not to be repeated: read the own pending entries instead.
         """
         arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts(), self._prefixes[0]]
         arguments += ["" if demand.prompt_tokens is None else demand.prompt_tokens, demand.likely_prompt_tokens]
+        arguments += [demand.others, *waiting_flows]
         keys = [*self.keys.held, *self.keys.turns, *self.keys.queues]
         reply = await self._fenced_call("take", worker_id, keys, arguments)
         entries = [

@@ -32,6 +32,11 @@ class RunningSlots:
     def num_background(self) -> int:
         return self._num_taken_of_class[True]
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether a tenant with a name, which is an API key, holds slots."""
+        return any(self._weights)
+
     def take(self, tenant: Tenant, num_slots: int, *, is_background: bool) -> None:
         held = self._by_class[is_background]
         held[tenant.name] = held.get(tenant.name, 0) + num_slots

@@ -105,7 +105,8 @@ class Scheduler:
         intake = self._forecast.intake(waiting, self._slots.num_free, self._num_spare_blocks(), budget_tokens)
         tenants = self._policy.waiting_tenants(is_background=False)
         num_new = sum(not self._slots.held(name) for name in tenants)
-        return replace(intake, num_others=max(0, MAX_NEW_TENANTS - num_new), waiting_tenants=frozenset(tenants))
+        num_others = max(0, MAX_NEW_TENANTS - num_new) if self._slots.has_keys else 0
+        return replace(intake, num_others=num_others, waiting_tenants=frozenset(tenants))
 
     @property
     def background_intake(self) -> Intake:
@@ -153,7 +154,8 @@ class Scheduler:
 
     def withdraw_waiting(self, most: int) -> list[str]:
         """Drop interactive requests of which nothing was computed here, the newest first. Returns their ids."""
-        fresh = [group for group in self._policy if not group.is_background and group.is_fresh]
+        fresh = [group for group in self._policy.waiting(is_background=False) if group.is_fresh]
+        fresh.sort(key=lambda group: group.arrival)
         return self._withdraw(fresh[max(0, len(fresh) - most) :])
 
     def withdraw(self, request_ids: Collection[str]) -> list[str]:

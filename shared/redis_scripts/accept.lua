@@ -67,8 +67,14 @@ end
 for n = 1, count do
   local r, j = KEYS[4 + 2 * n], KEYS[5 + 2 * n]
   local id, body, journal, record, holder, grace, _, prompt, cost = unpack(ARGV, 5 + 9 * n, 13 + 9 * n)
-  local entry = prompt == '0' and redis.call('XADD', q, '*', 'r', id, 's', '0')
-    or redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt)
+  local fields = {'r', id, 's', '0'}
+  if prompt ~= '0' then
+    fields[#fields + 1], fields[#fields + 2] = 'p', prompt
+  end
+  if flow ~= '' then
+    fields[#fields + 1], fields[#fields + 2] = 'f', flow
+  end
+  local entry = redis.call('XADD', q, '*', unpack(fields))
   if flow ~= '' then
     redis.call('ZADD', order, start, entry)
     start = start + tonumber(cost)

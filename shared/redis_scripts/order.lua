@@ -104,3 +104,32 @@ local function read_in_turn(order, times, q, ahead, group, most, r_prefix, read,
   end
   return taken, true
 end
+
+local MOST_LOOKED_AT = 64 -- entries whose turn is next
+
+local function flow_of(entry)
+  local fields = entry and entry[2] or {}
+  for f = 1, #fields, 2 do
+    if fields[f] == 'f' then
+      return fields[f + 1]
+    end
+  end
+end
+
+-- Read up to `most` entries of flows that are not in `unwanted`, one of each, among those whose turn is next. Returns their
+-- number. `ahead` has no unread entry.
+local function read_of_others(order, times, q, ahead, group, most, r_prefix, unwanted, read)
+  local turns = redis.pcall('ZRANGE', order, 0, MOST_LOOKED_AT - 1, 'WITHSCORES')
+  local last, taken = last_read_of(q, group), 0
+  for i = 1, turns.err and 0 or #turns, 2 do
+    local entry, start = turns[i], turns[i + 1]
+    local flow = taken < most and entry_is_after(entry, last) and flow_of(redis.call('XRANGE', q, entry, entry)[1])
+    if flow and not unwanted[flow] then
+      unwanted[flow] = true
+      move_ahead(q, ahead, entry, r_prefix)
+      taken = taken + #read(ahead, 1)
+      had_turn(order, times, {entry}, start)
+    end
+  end
+  return taken
+end

@@ -7,7 +7,9 @@
 -- KEYS  w, held, held of the last class, order, times, q... in order of priority: three
 -- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, most entries, requests that it has room
 --       for, then these two for the last queue, then the prefix of r, and so many tokens of prompts that are enough of
---       the queue in the middle (or ''), and what a prompt is likely to have whose entry does not tell
+--       the queue in the middle (or ''), and what a prompt is likely to have whose entry does not tell, then the entries
+--       that it takes beside these of flows that are none of the rest: a worker without room sees every key's next request,
+--       and gives that key its share of the running slots
 -- reply {FENCED} | {OK, {{q, entries}, ...}, entries that it could still have had, those of the last queue,
 --       1 = others wait that it may not have}
 local QUANTUM, QUANTUM_RATIO, MOST = 2, 8, 1048576
@@ -53,6 +55,7 @@ end
 local wanted, room, wanted_of_last, room_of_last = count_of(ARGV[5]), ARGV[6], count_of(ARGV[7]), ARGV[8]
 local of_all = share(KEYS[2], wanted)
 local of_last = share(KEYS[3], math.min(wanted, wanted_of_last))
+local of_others = math.max(0, share(KEYS[2], wanted + count_of(ARGV[12] or 0)) - of_all)
 local found = {}
 local missing = tonumber(ARGV[10]) or math.huge -- tokens of prompts
 
@@ -118,6 +121,13 @@ for i = FIRST, LAST do
   if limited and num_read >= most and refused == 0 and waits(KEYS[i]) then
     refused = 1
   end
+end
+if of_others > 0 and not waits(KEYS[FIRST]) then
+  local unwanted = {}
+  for i = 13, #ARGV do
+    unwanted[ARGV[i]] = true
+  end
+  taken = taken + read_of_others(order, times, KEYS[IN_TURN], KEYS[FIRST], group, of_others, ARGV[9], unwanted, read)
 end
 for i, left in ipairs({count_of(room) - taken, count_of(room_of_last) - taken}) do
   if left > 0 then

@@ -1,0 +1,53 @@
+"""A worker whose slots one key holds takes the next request of each other key from the queue, and starts it."""
+
+from msgspec import structs
+
+from shared.messages import GenerationRequest
+from shared.redis_client import RedisConnections
+from shared.redis_keys import RedisKeys
+from tests.builders import expected_output, make_request
+from tests.engine_worker.worker_harness import FOREVER_STEPS, WorkerHarness, eventually
+
+
+def of_key(tenant: str, count: int, max_tokens: int = 100, **fields: int) -> list[GenerationRequest]:
+    return [
+        structs.replace(
+            make_request(3, f"{tenant}{n}", max_tokens=max_tokens, ignore_eos=True), tenant=tenant, **fields
+        )
+        for n in range(count)
+    ]
+
+
+async def fill(harness: WorkerHarness, requests: list[GenerationRequest], num_slots: int) -> None:
+    await harness.submit_all(*requests)
+    await eventually(lambda: harness.gate.batches and len(harness.gate.batches[-1]) == num_slots)
+
+
+async def test_the_next_request_of_another_key_starts_in_two_steps(
+    connections: RedisConnections, keys: RedisKeys
+) -> None:
+    hostile, other = of_key("a", 40), of_key("b", 1, max_tokens=1)
+    async with WorkerHarness(connections, keys, num_steps=6, max_num_seqs=4).serving() as harness:
+        await fill(harness, hostile, 4)
+        await eventually(lambda: len(harness.gate.batches) == 7)  # the seventh step waits
+        await harness.submit_all(*other)
+        await eventually(lambda: "b0" in harness.worker.tenants())
+        harness.gate.allow(3)
+        await eventually(lambda: len(harness.gate.batches) == 10)
+        assert any("b0" in batch for batch in harness.gate.batches[7:9])
+        harness.gate.allow(FOREVER_STEPS)
+        for request in (*hostile, *other):
+            assert (await harness.finish(request.request_id))[0] == expected_output(request)
+
+
+async def test_one_request_of_each_key_waits_at_a_full_worker(connections: RedisConnections, keys: RedisKeys) -> None:
+    async with WorkerHarness(connections, keys, num_steps=6, max_num_seqs=4).serving() as harness:
+        await fill(harness, of_key("a", 40), 4)
+        await eventually(lambda: len(harness.gate.batches) == 7)
+        num_of_a = harness.num_held
+        for tenant in "bcde":
+            await harness.submit_all(*of_key(tenant, 20, max_tokens=1))
+        await eventually(lambda: harness.num_held == num_of_a + 4)
+        held = set(harness.worker.tenants())
+        assert {"b0", "c0", "d0", "e0"} <= held
+        assert harness.num_held <= 4 + 1 + 4
