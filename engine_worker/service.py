@@ -178,6 +178,7 @@ class WorkerService:
     async def _serve(self, loaded: LoadedEngine) -> None:
         self._metrics.engine_is_ready(loaded.info)
         self._status.max_model_len = loaded.info.max_model_len
+        self._status.max_num_seqs = self._settings.execution.bounds.max_num_seqs
         self._note = loaded.note
         self._dump_others = loaded.dump_others
         if loaded.tell_end_to is not None:

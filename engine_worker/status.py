@@ -31,6 +31,7 @@ class WorkerStatus:
     def __init__(self, worker_id: str, version: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.worker_id = worker_id  # the base until the first incarnation is registered, then that incarnation's
         self.max_model_len = 0
+        self.max_num_seqs = 0
         self.stats: EngineStats | None = None
         self._version = version
         self._clock = clock
@@ -70,6 +71,7 @@ class WorkerStatus:
             kv_blocks_total=stats.kv_cache.num_blocks if stats else 0,
             kv_blocks_free=stats.kv_cache.num_available_blocks if stats else 0,
             version=self._version,
+            max_num_seqs=self.max_num_seqs,
         )
 
     def _print(self) -> None:

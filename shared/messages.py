@@ -244,6 +244,11 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     events: list[StreamEvent]
 
 
+def max_beam_width(max_num_seqs: int) -> int:
+    """Return half of a worker's running slots: beams run together, and may not keep all other requests out."""
+    return max(1, max_num_seqs // 2)
+
+
 class WorkerPhase(StrEnum):
     """The phase of a worker; the first two are told by the supervisor, in order until READY."""
 
@@ -271,6 +276,7 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0  # those of the prefix cache that no request uses are free to it
     version: str = ""
+    max_num_seqs: int = 0  # running slots; 0 = not known yet
 
 
 # A sixth of the time of msgpack.packb(to_builtins()). No function around it: it is called three times a token.

@@ -68,6 +68,8 @@ def _problems(request: GenerationRequest, stored: Sequence[StoredChoice], limits
     ):
         if (token_id := _first_outside(token_ids, limits.vocab_size)) is not None:
             yield f"{name} holds {token_id}; token ids of this model are 0..{limits.vocab_size - 1}"
+    if not 0.0 < request.tenant_weight < inf:
+        yield f"tenant_weight is {request.tenant_weight}; it must be finite and above 0"
     yield from _sampling_problems(sampling)
     yield from _choice_problems(sampling, limits)
 

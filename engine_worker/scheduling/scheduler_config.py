@@ -5,6 +5,8 @@ It is used once, at a worker's start, by the scheduler.
 
 from dataclasses import dataclass
 
+from shared.messages import max_beam_width
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -31,8 +33,7 @@ class SchedulerConfig:
 
     @property
     def max_beam_width(self) -> int:
-        """Half of the running slots: beams run together, and may not keep all others out."""
-        return max(1, self.max_num_seqs // 2)
+        return max_beam_width(self.max_num_seqs)
 
     def prefill_budget(self, num_decodes: int) -> int:
         """Prompt tokens of a step beside `num_decodes` sequences that decode."""
