@@ -117,6 +117,11 @@ class Engine:
         return frozenset(self._request_ids)
 
     @property
+    def max_num_seqs(self) -> int:
+        """Running slots."""
+        return self._scheduler.config.max_num_seqs
+
+    @property
     def intake(self) -> Intake:
         """The claims that a worker should make of interactive requests."""
         return self._scheduler.intake

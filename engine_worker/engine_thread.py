@@ -12,6 +12,7 @@ the engine wants.
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -67,7 +68,15 @@ class EngineThread:
         self._added_ids: list[str] = []
         self._stopping = False
         # A daemon, so that a hung step cannot keep a process alive that is told to end.
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the thread, which goes on while it computes and stands still while it waits."""
+        if self._thread.ident is None or not self._thread.is_alive():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     async def call(self, function: Callable[[], _Result]) -> _Result:
         """Run `function` between two steps; what it raises is raised here and does not end the thread."""
