@@ -41,7 +41,7 @@ from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus, finish_reason
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.stats import KVCacheStats
-from engine_worker.scheduling.step_plan import Place, StepDemand, StepPlan, collect_demand
+from engine_worker.scheduling.step_plan import Place, StepDemand, StepPlan, collect_demand, running_of
 from shared.messages import EncodedLogprobs
 
 __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
@@ -269,14 +269,15 @@ class Scheduler:
         """
         has_preempted = False
         for demand in demands:
-            needing = demand.needs_blocks
+            needing = running_of(demand.needs_blocks)
             while needing and not self._kv_cache.can_allocate(*(sequence for _, sequence in needing)):
                 self._preempt(self._policy.choose_victim(self._running, needing[0][0]))
+                needing = running_of(needing)
                 has_preempted = True
-                for each in demands:
-                    each.drop_preempted()
             for _, sequence in needing:
                 self._kv_cache.allocate(sequence)
+        for demand in demands if has_preempted else ():
+            demand.drop_preempted()
         return has_preempted
 
     def _yield_to_share(self, *demands: StepDemand) -> SequenceGroup | None:

@@ -43,7 +43,12 @@ class StepDemand:
     def drop_preempted(self) -> None:
         """Keep the sequences that still run."""
         for places in (self.decodes, self.prefills, self.needs_blocks):
-            places[:] = [place for place in places if place[1].status is SequenceStatus.RUNNING]
+            places[:] = running_of(places)
+
+
+def running_of(places: list[Place]) -> list[Place]:
+    """Return those whose sequence runs."""
+    return [place for place in places if place[1].status is SequenceStatus.RUNNING]
 
 
 def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple[StepDemand, StepDemand]:
