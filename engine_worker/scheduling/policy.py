@@ -14,7 +14,7 @@ Source: start-time fair queueing orders the same tenants in the store (shared/re
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain, count
+from itertools import chain, count, islice
 
 from engine_worker.scheduling.running_slots import RunningSlots
 from engine_worker.scheduling.sequence_group import SequenceGroup
@@ -92,6 +92,11 @@ class FairShare:
         if len(heads) > 1:
             heads.sort(key=lambda head: (self._usage_with(head), head.arrival))
         return heads
+
+    def ready(self, *, is_background: bool) -> Iterator[SequenceGroup]:
+        """Yield the waiting groups that no limit of their tenant keeps from running."""
+        for head in self.heads(is_background=is_background):
+            yield from islice(self._queues[is_background][head.tenant.name].values(), self.num_ready_of(head))
 
     def num_ready(self, *, is_background: bool) -> int:
         """Return how many groups wait that no limit of their tenant keeps from running."""

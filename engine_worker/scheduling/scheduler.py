@@ -101,7 +101,7 @@ class Scheduler:
     def intake(self) -> Intake:
         """The claims to make of interactive requests."""
         budget_tokens = self.config.prefill_budget(min(1, self.num_running))  # nobody knows how many will decode
-        waiting = self._policy.waiting(is_background=False)
+        waiting = self._policy.ready(is_background=False)
         intake = self._forecast.intake(waiting, self._slots.num_free, self._num_spare_blocks(), budget_tokens)
         tenants = self._policy.waiting_tenants(is_background=False)
         num_new = sum(not self._slots.held(name) for name in tenants)

@@ -40,14 +40,26 @@ async def test_the_next_request_of_another_key_starts_in_two_steps(
             assert (await harness.finish(request.request_id))[0] == expected_output(request)
 
 
+async def test_requests_over_the_limit_of_their_key_keep_nobody_out(
+    connections: RedisConnections, keys: RedisKeys
+) -> None:
+    limited, others = of_key("a", 40, max_tokens=20, tenant_max_running=1), of_key("b", 20, max_tokens=20)
+    async with WorkerHarness(connections, keys, max_num_seqs=4).serving() as harness:
+        await harness.submit_all(*limited)
+        await harness.submit_all(*others)
+        for request in (*others, *limited):
+            assert (await harness.finish(request.request_id))[0] == expected_output(request)
+        batches = harness.gate.batches
+        assert max(sum(name[0] == "a" for name in batch) for batch in batches) == 1
+        assert sum(len(batch) == 4 for batch in batches) >= 100  # three slots of b beside one of a: 20 * 20 / 3
+
+
 async def test_one_request_of_each_key_waits_at_a_full_worker(connections: RedisConnections, keys: RedisKeys) -> None:
     async with WorkerHarness(connections, keys, num_steps=6, max_num_seqs=4).serving() as harness:
         await fill(harness, of_key("a", 40), 4)
         await eventually(lambda: len(harness.gate.batches) == 7)
-        num_of_a = harness.num_held
         for tenant in "bcde":
             await harness.submit_all(*of_key(tenant, 20, max_tokens=1))
-        await eventually(lambda: harness.num_held == num_of_a + 4)
-        held = set(harness.worker.tenants())
-        assert {"b0", "c0", "d0", "e0"} <= held
-        assert harness.num_held <= 4 + 1 + 4
+        await eventually(lambda: {"b0", "c0", "d0", "e0"} <= harness.worker.tenants().keys())
+        others = [name for name in harness.worker.tenants() if name[0] != "a"]
+        assert len(others) == 4 and harness.num_held <= 2 * 4 + 4
