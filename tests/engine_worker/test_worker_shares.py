@@ -18,23 +18,27 @@ def of_key(tenant: str, count: int, max_tokens: int = 100, **fields: int) -> lis
     ]
 
 
-async def fill(harness: WorkerHarness, requests: list[GenerationRequest], num_slots: int) -> None:
+async def fill(harness: WorkerHarness, requests: list[GenerationRequest], num_slots: int) -> int:
+    """Let `requests` take all slots, and return the number of steps that have begun; the last one waits."""
     await harness.submit_all(*requests)
-    await eventually(lambda: harness.gate.batches and len(harness.gate.batches[-1]) == num_slots)
+    await eventually(lambda: harness.num_held >= num_slots)
+    harness.gate.allow(6)
+    await eventually(lambda: len(harness.gate.batches) == 7)
+    assert len(harness.gate.batches[-1]) == num_slots
+    return 7
 
 
 async def test_the_next_request_of_another_key_starts_in_two_steps(
     connections: RedisConnections, keys: RedisKeys
 ) -> None:
     hostile, other = of_key("a", 40), of_key("b", 1, max_tokens=1)
-    async with WorkerHarness(connections, keys, num_steps=6, max_num_seqs=4).serving() as harness:
-        await fill(harness, hostile, 4)
-        await eventually(lambda: len(harness.gate.batches) == 7)  # the seventh step waits
+    async with WorkerHarness(connections, keys, num_steps=0, max_num_seqs=4).serving() as harness:
+        num_steps = await fill(harness, hostile, 4)
         await harness.submit_all(*other)
         await eventually(lambda: "b0" in harness.worker.tenants())
         harness.gate.allow(3)
-        await eventually(lambda: len(harness.gate.batches) == 10)
-        assert any("b0" in batch for batch in harness.gate.batches[7:9])
+        await eventually(lambda: len(harness.gate.batches) == num_steps + 3)
+        assert any("b0" in batch for batch in harness.gate.batches[num_steps : num_steps + 2])
         harness.gate.allow(FOREVER_STEPS)
         for request in (*hostile, *other):
             assert (await harness.finish(request.request_id))[0] == expected_output(request)
@@ -55,9 +59,8 @@ async def test_requests_over_the_limit_of_their_key_keep_nobody_out(
 
 
 async def test_one_request_of_each_key_waits_at_a_full_worker(connections: RedisConnections, keys: RedisKeys) -> None:
-    async with WorkerHarness(connections, keys, num_steps=6, max_num_seqs=4).serving() as harness:
+    async with WorkerHarness(connections, keys, num_steps=0, max_num_seqs=4).serving() as harness:
         await fill(harness, of_key("a", 40), 4)
-        await eventually(lambda: len(harness.gate.batches) == 7)
         for tenant in "bcde":
             await harness.submit_all(*of_key(tenant, 20, max_tokens=1))
         await eventually(lambda: {"b0", "c0", "d0", "e0"} <= harness.worker.tenants().keys())
