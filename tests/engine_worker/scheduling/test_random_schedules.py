@@ -198,9 +198,7 @@ class Promises:
         decodes = [
             item
             for item in batch.sequences
-            if (self._is_background(item.sequence) or life(item.sequence) in self.running)
-            and item.num_new_tokens == 1
-            and item.samples
+            if life(item.sequence) in self.running and item.num_new_tokens == 1 and item.samples
         ]
         cap = self.settings["max_prefill_tokens_with_decodes"]
         assert cap is None or not decodes or batch.num_tokens - len(decodes) <= cap
