@@ -9,11 +9,9 @@ from tests.builders import make_sequence
 
 
 def make_group(
-    tenant: str = "", *, is_background: bool = False, weight: float = 1.0, max_running: int = 0, **sampling: int
+    tenant: str = "", *, is_background: bool = False, weight: float = 1.0, max_running: int = 0
 ) -> SequenceGroup:
-    return SequenceGroup(
-        [make_sequence(**sampling)], is_background=is_background, tenant=Tenant(tenant, weight, max_running)
-    )
+    return SequenceGroup([make_sequence()], is_background=is_background, tenant=Tenant(tenant, weight, max_running))
 
 
 class Running:

@@ -249,7 +249,11 @@ def test_a_window_in_a_full_pool_drops_the_copy() -> None:
     """6 blocks of 8 with a window of 33: the second prompt finds a partly filled block and no room to keep it."""
     engine = make_engine(
         FakeModelRunner(num_blocks=7, block_size=8, window=33),
-        **{"num_blocks": 7, "block_size": 8, "window": 33, "max_num_batched_tokens": 4, "max_num_seqs": 4},
+        num_blocks=7,
+        block_size=8,
+        window=33,
+        max_num_batched_tokens=4,
+        max_num_seqs=4,
     )
     prompt, transcript = make_prompt(100, first=3), Transcript()
     requests = [make_request(prompt[:length], max_tokens=3, ignore_eos=True) for length in (23, 41)]
