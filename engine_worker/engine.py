@@ -25,6 +25,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.intake import Intake
 from engine_worker.scheduling.prefix_cache import cache_root
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
+from engine_worker.scheduling.running_slots import Tenant
 from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus, finish_reason
 from engine_worker.scheduling.sequence_group import SequenceGroup
@@ -37,6 +38,7 @@ from shared.messages import (
     FinishReason,
     GenerationRequest,
     PromptLogprobs,
+    SamplingParams,
     StoredChoice,
     StreamEvent,
     TokenEvent,
@@ -95,7 +97,7 @@ class Engine:
             capacity_blocks=scheduler.num_usable_blocks,
             block_size=scheduler.block_size,
             most_blocks_each=scheduler.most_blocks_each,
-            max_num_seqs=scheduler.config.max_num_seqs,
+            max_beam_width=scheduler.config.max_beam_width,
         )
         self._clock = clock
         self._async_scheduling = async_scheduling
@@ -113,6 +115,11 @@ class Engine:
     def request_ids(self) -> frozenset[str]:
         """Requests that were added and have not ended."""
         return frozenset(self._request_ids)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Running slots."""
+        return self._scheduler.config.max_num_seqs
 
     @property
     def intake(self) -> Intake:
@@ -237,10 +244,14 @@ class Engine:
     def _group(self, request: GenerationRequest, choices: list[StoredChoice]) -> SequenceGroup | FinishEvent:
         """Return the group of the sequences that are left to generate, or the request's end if there are none."""
         sampling, is_background = request.sampling, request.priority_class != PRIORITY_CLASSES[0]
+        tenant = Tenant(request.tenant, request.tenant_weight, request.tenant_max_running)
         sequences = [self._sequence(request, number, choice) for number, choice in enumerate(choices)]
         if sampling.use_beam_search and not choices[0].token_ids:
-            return SequenceGroup(sequences[:1], is_background=is_background)  # a search is begun anew, or it is over
-        longest = self._scheduler.max_num_tokens_of(len(request.prompt_token_ids), sampling.num_sequences)
+            # A search begins again, or it is over.
+            return SequenceGroup(sequences[:1], is_background=is_background, tenant=tenant)
+        longest = self._scheduler.max_num_tokens_of(
+            len(request.prompt_token_ids), sampling.beam_width if sampling.use_beam_search else 1
+        )
         reasons = [
             choice.finish_reason or finish_reason(sequence, longest)
             for choice, sequence in zip(choices, sequences, strict=True)
@@ -248,7 +259,7 @@ class Engine:
         num_ended_tokens = sum(len(choice.token_ids) for choice, reason in zip(choices, reasons, strict=True) if reason)
         left = [sequence for sequence, reason in zip(sequences, reasons, strict=True) if reason is None]
         if left and not sampling.use_beam_search:
-            return SequenceGroup(left, num_ended_tokens, is_background=is_background)
+            return SequenceGroup(left, num_ended_tokens, is_background=is_background, tenant=tenant)
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
         return FinishEvent(request.request_id, reasons[-1] or FinishReason.LENGTH, usage)
@@ -259,7 +270,7 @@ class Engine:
         return Sequence(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            sampling=structs.replace(sampling, seed=choice_seed(sampling.seed, number)) if number else sampling,
+            sampling=_of_choice(sampling, number) if number else sampling,
             stop_token_ids=eos_token_ids.union(sampling.stop_token_ids),
             output_token_ids=choice.token_ids,
             choice=number,
@@ -277,6 +288,11 @@ class Engine:
                 self._request_ids.remove(event.request_id)
                 self._recorder.record_end(event.reason if isinstance(event, FinishEvent) else ERROR)
         return events
+
+
+def _of_choice(sampling: SamplingParams, number: int) -> SamplingParams:
+    """Return the parameters of a choice after the first, which scores the prompt for all."""
+    return structs.replace(sampling, seed=choice_seed(sampling.seed, number), prompt_logprobs=None)
 
 
 def _prompt_events(result: StepResult) -> list[StreamEvent]:

@@ -12,8 +12,10 @@ the engine wants.
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +28,10 @@ from shared.messages import GenerationRequest, StoredChoice, StreamEvent
 from shared.redis_scripts import Demand
 
 MAX_STEPS_AHEAD = 2  # one on its way to the store, one waiting behind it: hides a round trip as long as a step
+
+# A worker without room looks this often for the requests of tenants of which none waits here. Each look is a script of
+# 20 to 40 us in the store.
+OTHERS_SECONDS = 0.05
 
 _Result = TypeVar("_Result")
 
@@ -51,7 +57,7 @@ class EngineThread:
         self._engine: Engine | None = None
         self._deliver: Callable[[Turn], None] = lambda turn: None
         self._gate = GrammarGate(lambda grammar: None, self._pass_on)  # until start() brings a real one
-        self._on_way: dict[str, int] = {}  # requests that no turn knows of yet: how many tokens their prompts have
+        self._on_way: dict[str, GenerationRequest] = {}  # requests that no turn knows of yet
         self._latest_turn = Turn(None, (), NOTHING, NOTHING)
         self._turned = asyncio.Event()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -62,7 +68,15 @@ class EngineThread:
         self._added_ids: list[str] = []
         self._stopping = False
         # A daemon, so that a hung step cannot keep a process alive that is told to end.
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the thread, which goes on while it computes and stands still while it waits."""
+        if self._thread.ident is None or not self._thread.is_alive():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     async def call(self, function: Callable[[], _Result]) -> _Result:
         """Run `function` between two steps; what it raises is raised here and does not end the thread."""
@@ -82,7 +96,7 @@ class EngineThread:
 
     def add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice]) -> None:
         """Takes part in the next step, or when its grammar is compiled."""
-        self._on_way[request.request_id] = len(request.prompt_token_ids)
+        self._on_way[request.request_id] = request
         self._gate.add(request, stored)
 
     def abort_request(self, request_id: str, aborted: Callable[[str], None]) -> None:
@@ -123,23 +137,37 @@ class EngineThread:
         return await self.call(lambda: self._running_engine().kv_events(since))
 
     async def wait_for_demand(self) -> Demand:
-        """Wait until at least one request is to be claimed for the next two steps; those just added are counted."""
+        """Wait until at least one request is to be claimed for the next two steps; those just added are counted.
+
+        While there is no room for any, return every OTHERS_SECONDS a demand of requests of other tenants.
+        """
+        look_at = self._loop.time() + OTHERS_SECONDS
         while (demand := self.demand).requests <= 0:
+            if self._loop.time() >= look_at:
+                if demand.others:
+                    return demand
+                look_at = self._loop.time() + OTHERS_SECONDS
             self._turned.clear()
-            await self._turned.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(look_at):
+                    await self._turned.wait()
         return demand
 
     @property
     def demand(self) -> Demand:
-        num, num_tokens = len(self._on_way), sum(self._on_way.values())
+        on_way = self._on_way.values()
+        num, num_tokens = len(on_way), sum(len(request.prompt_token_ids) for request in on_way)
         intake, background_intake = self._latest_turn.intake, self._latest_turn.background_intake
+        num_requests = intake.num_most(num, num_tokens)
         return Demand(
-            requests=intake.num_most(num, num_tokens),
+            requests=num_requests,
             background_requests=background_intake.num_wanted(num, num_tokens),
             prompt_tokens=intake.num_wanted_tokens(num_tokens),
             likely_prompt_tokens=intake.likely_prompt_tokens,
             room=max(0, intake.room - num),
             background_room=max(0, background_intake.room - num),
+            others=0 if num_requests else max(0, intake.num_others - num),
+            waiting_tenants=intake.waiting_tenants.union(request.tenant for request in on_way),
         )
 
     async def withdraw_waiting(self, most: int) -> list[str]:

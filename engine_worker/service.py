@@ -125,6 +125,7 @@ class WorkerService:
             faults=self._faults,
         )
         self._identity: dict[str, str] = {}  # of the model as it is served
+        self._watchdog = StepWatchdog(self._engine, settings.step_timeout_seconds, self._end_hung)
         self._worker: Worker | None = None
         self._note = ""
         self._dump_others: Callable[[], None] | None = None
@@ -155,7 +156,7 @@ class WorkerService:
                         lambda: self._status.worker_id,
                         lambda: self._worker.tenants() if self._worker else {},
                     ).run(),
-                    StepWatchdog(self._engine, self._settings.step_timeout_seconds, self._end_hung).run(),
+                    self._watchdog.run(),
                 )
         except (PortUnavailable, ModelDiffers) as error:
             raise CannotStart(str(error)) from error
@@ -213,6 +214,9 @@ class WorkerService:
     async def _serve(self, loaded: LoadedEngine) -> None:
         self._metrics.engine_is_ready(loaded.info)
         self._status.max_model_len = loaded.info.max_model_len
+        self._status.max_num_seqs = loaded.engine.max_num_seqs
+        # The thread of rank 0 of a group also waits for the others, in a loop.
+        self._watchdog.is_cpu = loaded.info.device == "cpu" and self._settings.execution.tensor_parallel_size == 1
         self._note = loaded.note
         self._dump_others = loaded.dump_others
         if loaded.tell_end_to is not None:

@@ -26,7 +26,9 @@ class WorkerSettings:
     redis_url: str = setting("redis://127.0.0.1:6379/0", help="the store; unix:///path/to/socket works too")
     worker_id: str = setting("", help="base of this worker's ids; default: host name and process id")
     drain_seconds: float = setting(30.0, help="time after SIGTERM to finish running requests")
-    step_timeout_seconds: int = setting(30, help="an engine step that takes longer ends the process")
+    step_timeout_seconds: int = setting(
+        30, help="an engine step that takes longer ends the process; ten times as long while it computes on a CPU"
+    )
     dead_after_seconds: int = setting(
         15,
         aliases=("--dead-after",),

@@ -33,6 +33,7 @@ class WorkerStatus:
         self.worker_id = worker_id  # the base until the first incarnation is registered, then that incarnation's
         self.max_model_len = 0
         self.fingerprint = ""  # of the model as it is served
+        self.max_num_seqs = 0
         self.stats: EngineStats | None = None
         self._version = version
         self._clock = clock
@@ -74,6 +75,7 @@ class WorkerStatus:
             version=self._version,
             capabilities=SUPPORTED,
             fingerprint=self.fingerprint,
+            max_num_seqs=self.max_num_seqs,
         )
 
     def _print(self) -> None:

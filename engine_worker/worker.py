@@ -136,7 +136,7 @@ class Worker:
         while not self._draining.is_set():
             demand = await self._engine.wait_for_demand()
             if not self._draining.is_set():
-                for claimed in await requests.claim(demand, block=True):
+                for claimed in await requests.claim(demand, block=demand.requests > 0):
                     self._take(claimed)
         await self._is_idle.wait()
 

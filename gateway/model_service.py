@@ -29,6 +29,7 @@ from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.text.served_model import ServedModel, is_complete, load_served_model
 from gateway.turns import LoopTurns
+from shared.messages import max_beam_width
 from shared.model_files import ModelFilesError
 from shared.models_file import ModelEntry, check_names, read_models
 from shared.settings import SettingsError
@@ -210,7 +211,9 @@ class ModelService:
         if not ready and (last_ready := self.client.fleet.last_ready) is not None:
             ready = [last_ready.heartbeat]
         told = [beat.max_model_len for beat in ready if beat.max_model_len]
-        return ModelLimits(min(model.max_model_len, max(told, default=model.max_model_len)), model.vocab_size)
+        context = min(model.max_model_len, max(told, default=model.max_model_len))
+        widths = [max_beam_width(beat.max_num_seqs) for beat in ready if beat.max_num_seqs]
+        return ModelLimits(context, model.vocab_size, min(widths, default=None))
 
 
 @dataclass(frozen=True, slots=True)

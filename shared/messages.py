@@ -253,6 +253,11 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     events: list[StreamEvent]
 
 
+def max_beam_width(max_num_seqs: int) -> int:
+    """Return half of a worker's running slots: beams run together, and may not keep all other requests out."""
+    return max(1, max_num_seqs // 2)
+
+
 class WorkerPhase(StrEnum):
     """The phase of a worker; the first two are told by the supervisor, in order until READY."""
 
@@ -282,6 +287,7 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     version: str = ""
     capabilities: int = 0  # bits of shared/capabilities.py; 0: a worker older than those
     fingerprint: str = ""  # of the served model and the release (model_identity.py)
+    max_num_seqs: int = 0  # running slots; 0 = not known yet
 
 
 # A sixth of the time of msgpack.packb(to_builtins()). No function around it: it is called three times a token.

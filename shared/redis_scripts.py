@@ -110,6 +110,7 @@ class QueueEntry:
     queued_ms: int = 0  # when it came into the queues, by the store's clock
     needs: int = 0  # bits of capabilities.py
     context_tokens: int = 0  # 0: not known
+    flow: str = ""  # the key that it has its turn by
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class Demand:
     background_room: int | None = None
     prompt_tokens: int | None = None  # of interactive prompts, that are enough for now; None: any number
     likely_prompt_tokens: int = 0  # of one whose entry does not tell
+    others: int = 0  # beside these: the next request of each key that is not one of `waiting_tenants`
+    waiting_tenants: frozenset[str] = frozenset()  # keys by name, of which requests wait at the worker
 
     @property
     def of_last(self) -> int:
@@ -214,14 +217,16 @@ ALL_ABILITIES = Abilities()
 def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> QueueEntry:
     fields = fields or {}
     queued_ms = int(fields.get(b"t") or entry_id.split(b"-")[0])
+    request_id, flow = (fields.get(name, b"").decode() for name in (b"r", b"f"))
     return QueueEntry(
         queue.decode(),
         entry_id,
-        fields.get(b"r", b"").decode(),
+        request_id,
         fields.get(b"s") == b"1",
         queued_ms,
         int(fields.get(b"n", 0)),
         int(fields.get(b"l", 0)),
+        flow,
     )
 
 
@@ -340,15 +345,16 @@ class RedisScripts:
         num_held: int = 0,
         is_impatient: bool = False,
         abilities: Abilities = ALL_ABILITIES,
+        waiting_flows: Iterable[str] = (),
     ) -> Taken:
         """Read new entries without waiting, a share that leaves peers theirs. `num_held`: requests that it has. What
-        the worker cannot serve is left to others.
+        the worker cannot serve is left to others. `waiting_flows`: those of `demand.waiting_tenants`.
 
         Not to be repeated: read the own pending entries instead.
         """
         arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts(), self._prefixes[0]]
         arguments += ["" if demand.prompt_tokens is None else demand.prompt_tokens, demand.likely_prompt_tokens]
-        arguments += [abilities.capabilities, abilities.max_model_len]
+        arguments += [abilities.capabilities, abilities.max_model_len, demand.others, *waiting_flows]
         _, times_of_last = self.keys.turns(PRIORITY_CLASSES[-1])
         keys = [*self.keys.held, *self.keys.turns(INTERACTIVE), times_of_last, *self.keys.queues]
         reply = await self._fenced_call("take", worker_id, keys, arguments)

@@ -103,6 +103,9 @@ class ReservedKVSlots:
     def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
         raise NotImplementedError("a reservation is kept to the end")
 
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        return False
+
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         raise NotImplementedError("a reservation is of one sequence")
 
@@ -120,6 +123,9 @@ class ReservedKVSlots:
     def free(self, sequence: Sequence) -> None:
         self._buddies.free(sequence.kv.block_table[0] - 1)
         sequence.kv.block_table = []
+
+    def discard(self, sequence: Sequence) -> None:
+        self.free(sequence)
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         num_slots = sum(len(sequence.kv.block_table) for sequence in running) * self.block_size

@@ -1,7 +1,7 @@
 """The share of background requests (class `batch`) in a worker: what others leave, but for room in which those begin.
 
-    alone    no interactive request for ALONE_AFTER_STEPS: all of a step, three quarters of the seats
-    beside   a sixteenth of the seats, 1/128 of a step's budget for their prompts; nothing in a step that computes
+    alone    no interactive request for ALONE_AFTER_STEPS: all of a step, three quarters of the running slots
+    beside   a sixteenth of the slots, 1/128 of a step's budget for their prompts; nothing in a step that computes
              an interactive prompt. So a chat that arrives waits for a short step, and shares the next with no batch.
 
 An eighth of the KV cache stays free of newly admitted ones either way. Counted in steps, because nothing here knows
@@ -28,13 +28,14 @@ class BackgroundShare:
         return self._num_quiet_steps >= ALONE_AFTER_STEPS
 
     @property
-    def seats(self) -> int:
-        seats = self._config.max_num_seqs
-        return max(1, seats * 3 // 4 if self.is_alone else seats // 16)
+    def num_slots(self) -> int:
+        """The running slots of the class."""
+        num_slots = self._config.max_num_seqs
+        return max(1, num_slots * 3 // 4 if self.is_alone else num_slots // 16)
 
-    def has_seats(self, num_taken: int, num_seats: int) -> bool:
-        """One that is alone in its class has them, however many choices it asks for."""
-        return num_taken == 0 or num_taken + num_seats <= self.seats
+    def has_slots(self, num_taken: int, num_slots: int) -> bool:
+        """Whether the class may take `num_slots` more; a request that is alone in its class may."""
+        return num_taken == 0 or num_taken + num_slots <= self.num_slots
 
     def prefill_budget(self, num_decodes: int) -> int:
         """Prompt tokens of a step beside `num_decodes` sequences that decode."""

@@ -134,6 +134,21 @@ class BlockPool:
         blocks = self._blocks
         return [block_id for block_id in block_ids if blocks[block_id].block_hash is not None]
 
+    def retract(self, block_hash: bytes) -> int | None:
+        """Let find() no longer give the block with this content; return its id, or None if there is none."""
+        block_id = self._by_hash.pop(block_hash, None)
+        if block_id is None:
+            return None
+        block = self._blocks[block_id]
+        block.block_hash = None
+        if block_id in self._cached:
+            now = self._durations.clock()
+            del self._cached[block_id]
+            self._durations.cached.add(now - block.since_seconds)
+            block.since_seconds = now
+            self._free_block_ids.append(block_id)
+        return block_id
+
     def free(self, block_ids: Iterable[int]) -> None:
         """One reference less for each; a block without references is cached if it is published, and free if not."""
         now, blocks = self._durations.clock(), self._blocks

@@ -56,6 +56,8 @@ class BlockTables:
         if len(sequences) == 1:
             return self.missing(sequences[0]) <= num_available
         num_missing = sum(map(self.missing, sequences))
+        if num_missing <= num_available:
+            return True
         writers = Counter(s.kv.block_table[index] for s in sequences for index in self._to_replace(s))
         num_kept = sum(number == self._pool.ref_count(block_id) for block_id, number in writers.items())
         return num_missing - num_kept <= num_available
@@ -64,6 +66,10 @@ class BlockTables:
         """Complete the block table and make its end writable; the caller has asked can_allocate."""
         self._replace_shared(sequence)
         sequence.kv.block_table += self._pool.allocate(self._num_lacking(sequence))
+
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        """Whether no window has taken a block that the token after `num_tokens` sees."""
+        return parent.kv.num_released_blocks <= self._span.first_block(num_tokens)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """`child` begins with `num_tokens` of the computed tokens of `parent`, and shares their blocks.
@@ -124,6 +130,10 @@ class BlockTables:
                 num_filled = max(0, sequence.kv.num_computed_tokens - index * self._block_size)
                 filled[block_id] = max(num_filled, filled.get(block_id, 0))
         return len(filled) * self._block_size - sum(filled.values())
+
+    def check_integrity(self, sequence: Sequence) -> None:
+        """Raise AssertionError if the table is longer than its tokens, and the window's next step, need."""
+        assert self._num_lacking(sequence) >= 0, f"{sequence.request_id} has more blocks than its tokens need"
 
     def _replace_shared(self, sequence: Sequence) -> None:
         """Replace the shared blocks that the next step of `sequence` writes to; what is computed in them is copied."""

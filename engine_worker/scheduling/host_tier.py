@@ -93,6 +93,10 @@ class HostTier:
         """The host block with this content, a swapped sequence's or a prefix's."""
         return self._pool.find(block_hash)
 
+    def retract(self, block_hash: bytes) -> None:
+        """Let find() no longer give the block with this content."""
+        self._pool.retract(block_hash)
+
     def share(self, host_block_ids: Iterable[int]) -> None:
         self._pool.share(host_block_ids)
 

@@ -32,6 +32,8 @@ class Intake:
     spare: int  # requests more that may wait, for seats that are about to be free
     request_tokens: float  # that the prompt of a request is likely to compute
     computed_ratio: float  # of its tokens
+    num_others: int = 0  # requests that may wait beside those, of tenants of which none waits
+    waiting_tenants: frozenset[str] = frozenset()  # of which requests wait here
 
     def num_most(self, num_added: int, num_added_prompt_tokens: int) -> int:
         """Requests to claim when so many are on their way to the engine already, as far as their prompts allow: no more
@@ -106,7 +108,7 @@ class IntakeForecast:
     def intake(
         self,
         waiting: Iterable[SequenceGroup],
-        free_seats: int,
+        free_slots: int,
         spare_blocks: int,
         budget_tokens: int,
         *,
@@ -115,14 +117,14 @@ class IntakeForecast:
         """`waiting`: those before a new one of the class; `budget_tokens`: of prompts, in a step."""
         ratio = self._computed_tokens / self._admitted_tokens if self._admitted_tokens else 1.0
         request_tokens = max(1.0, self._prompt_tokens * ratio)
-        needs = [(group.num_seats, group.sequences[0]) for group in waiting]
+        needs = [(_num_slots(group, free_slots), group.sequences[0]) for group in waiting]
         waiting_blocks = sum(self._blocks_of(first.num_uncomputed_tokens * ratio) for _, first in needs)
         begun = [*self._begun[False], *(self._begun[True] if is_background else ())]
         soon = _num_soon_computed([*begun, *(first for _, first in needs)])
         begun_tokens, waiting_tokens = sum(soon[: len(begun)]), sum(soon[len(begun) :]) * ratio
         blocks = spare_blocks - len(needs) - waiting_blocks
         blocks_each = 1 + self._blocks_of(request_tokens)
-        room = min(free_seats - sum(seats for seats, _ in needs), ceil(blocks / blocks_each))
+        room = min(free_slots - sum(slots for slots, _ in needs), ceil(blocks / blocks_each))
         return Intake(
             room=room,
             tokens=STEPS_AHEAD * budget_tokens - begun_tokens - waiting_tokens,
@@ -133,6 +135,12 @@ class IntakeForecast:
 
     def _blocks_of(self, num_tokens: float) -> float:
         return min(num_tokens / self._block_size, self._most_blocks_each)
+
+
+def _num_slots(group: SequenceGroup, free_slots: int) -> int:
+    """Return the slots that requests after `group` leave it: of beams that wait for more, those that they are owed."""
+    is_short = group.sampling.use_beam_search and group.num_slots_to_start > free_slots
+    return group.num_owed_slots if is_short else group.num_slots_to_start
 
 
 def _num_soon_computed(sequences: Iterable[Sequence]) -> list[int]:

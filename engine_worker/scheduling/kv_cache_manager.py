@@ -64,7 +64,7 @@ class KVCacheManager:
         self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size)
         # Asked for every running sequence in every step: without a call between.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
-        self.allocate, self.fork = self.tables.allocate, self.tables.fork
+        self.allocate, self.fork, self.can_fork = self.tables.allocate, self.tables.fork, self.tables.can_fork
         self.most_blocks, self.release_behind = self._span.most_blocks, self.tables.release_behind
 
     @property
@@ -100,16 +100,19 @@ class KVCacheManager:
         if self._pool.num_available_blocks <= headroom_blocks:
             return False  # at least one new block is needed: a queue that waits is not looked up in every step
         match = self._longest_hit(sequence)
-        num_hit_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
-        num_new = self._span.num_blocks(num_hit_tokens, sequence.num_tokens) - match.num_behind - len(match.block_ids)
         # With a window its first step takes less than a later one.
-        num_needed = max(num_new, self._span.most_blocks(sequence.num_tokens) - len(match.block_ids))
+        num_needed = max(
+            self._num_new_blocks(sequence, match),
+            self._span.most_blocks(sequence.num_tokens) - len(match.block_ids),
+        )
         spare = self._pool.num_available_blocks - num_needed - headroom_blocks
         spare -= sum(map(self._pool.is_cached, match.block_ids))
         if spare < 0:
             return False
         if match.copied_block_id is not None and self._pool.is_cached(match.copied_block_id) and spare == 0:
-            match = replace(match, copied_block_id=None)  # keeping it for the copy would take one block too many
+            # Keeping it for the copy would take one block too many.
+            match = replace(match, copied_block_id=None, num_copied_tokens=0)
+        num_new = self._num_new_blocks(sequence, match)  # with a window, fewer without the copied tokens
         self._begin(sequence, match, num_new)
         self._accounting.admitted(sequence, len(match.host_block_ids))
         return True
@@ -130,6 +133,8 @@ class KVCacheManager:
             sequence.num_preemptions += 1
             sequence.num_tokens_when_preempted = sequence.num_tokens
             blocks = sequence.kv.blocks
+            if self._prefixes and blocks:
+                self._prefixes.publish_end(sequence, self._accounting.step - 1)
             self._free_on_device(sequence)
             if mode is PreemptionMode.RECOMPUTE:
                 if self._prefixes:
@@ -191,6 +196,17 @@ class KVCacheManager:
         Last block first: without a cache a table that is handed out again has its blocks in order, and with it leaves
         are evicted before their prefixes.
         """
+        if self._prefixes and sequence.kv.block_table:
+            self._prefixes.publish_end(sequence, self._accounting.step - 1)
+        self._give_up(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Give up all blocks of a failed sequence; nothing of its prefix is found in the cache afterwards."""
+        if self._prefixes:
+            self._prefixes.retract(sequence)
+        self._give_up(sequence)
+
+    def _give_up(self, sequence: Sequence) -> None:
         self._free_on_device(sequence)
         if sequence.kv.host_block_table:
             assert self._host is not None
@@ -223,11 +239,17 @@ class KVCacheManager:
             assert not (sequence.kv.block_table and sequence.kv.host_block_table), (
                 f"{sequence.request_id} is in two places"
             )
+            self.tables.check_integrity(sequence)
             num_slots = (len(sequence.kv.block_table) + len(sequence.kv.host_block_table)) * self.block_size
             assert sequence.kv.num_computed_tokens <= num_slots, f"{sequence.request_id} computed outside its blocks"
 
     def _longest_hit(self, sequence: Sequence) -> PrefixMatch:
         return self._prefixes.longest_hit(sequence, self._accounting.step) if self._prefixes else PrefixMatch([])
+
+    def _num_new_blocks(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Return the blocks that the first step of `sequence` takes beside those of `match` on the device."""
+        num_hit_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
+        return self._span.num_blocks(num_hit_tokens, sequence.num_tokens) - match.num_behind - len(match.block_ids)
 
     def _begin(self, sequence: Sequence, match: PrefixMatch, num_new: int) -> None:
         if self._prefixes:
@@ -251,8 +273,6 @@ class KVCacheManager:
             sequence.kv.block_table.append(block_id)
 
     def _free_on_device(self, sequence: Sequence) -> None:
-        if self._prefixes and sequence.kv.block_table:
-            self._prefixes.publish_end(sequence, self._accounting.step - 1)
         self._pool.free(reversed(sequence.kv.blocks))
         sequence.kv.block_table = []
         sequence.kv.num_published_blocks = 0

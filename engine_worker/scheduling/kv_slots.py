@@ -75,6 +75,9 @@ class KVSlots(Protocol):
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """The step that is being planned computes `sequence` to `num_computed_tokens`."""
 
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        """Whether `parent` still has all blocks of its first `num_tokens` tokens that the next token sees."""
+
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """`child` begins with `num_tokens` of the computed tokens of `parent`."""
 
@@ -83,6 +86,9 @@ class KVSlots(Protocol):
 
     def free(self, sequence: Sequence) -> None:
         """Give up all that `sequence` has."""
+
+    def discard(self, sequence: Sequence) -> None:
+        """Give up all that a failed `sequence` has, and let no other sequence share it from now on."""
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         """`running`: every sequence that has blocks."""

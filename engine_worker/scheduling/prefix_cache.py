@@ -139,6 +139,12 @@ class PrefixCache:
             if self._publish(sequence, index, block_hash, packed, step):
                 self._partly_filled.add(sequence.kv.block_table[index])
 
+    def retract(self, sequence: Sequence) -> None:
+        """Publish no block of the prefix of `sequence` any longer, whoever computed it."""
+        for block_hash in sequence.kv.block_hashes:
+            if (block_id := self._pool.retract(block_hash)) is not None:
+                self.forget(block_id)
+
     def want(self, block_ids: Iterable[int]) -> None:
         """These blocks, as far as they are published, are used by one sequence more, or will be."""
         self._wanted.update(self._pool.published(block_ids))

@@ -25,7 +25,7 @@ class RequestLimits:
     capacity_blocks: int  # of this worker's KV cache
     block_size: int
     most_blocks_each: int  # that any sequence holds at one time
-    max_num_seqs: int
+    max_beam_width: int
 
 
 def check_request(request: GenerationRequest, stored: Sequence[StoredChoice], limits: RequestLimits) -> None:
@@ -37,10 +37,8 @@ def check_request(request: GenerationRequest, stored: Sequence[StoredChoice], li
 
 
 def _shortages(request: GenerationRequest, limits: RequestLimits) -> Iterator[str]:
-    """Yield what this worker lacks even when it does nothing else. Sequences share the prompt's full blocks."""
-    num_sequences = request.sampling.num_sequences
-    if num_sequences > limits.max_num_seqs:
-        yield f"{num_sequences} sequences at one time; this worker computes at most {limits.max_num_seqs}"
+    """Yield what this worker lacks even when it does nothing else. Beams share the prompt's full blocks."""
+    num_sequences = request.sampling.beam_width if request.sampling.use_beam_search else 1
     num_prompt = len(request.prompt_token_ids)
     shared_blocks = num_prompt // limits.block_size
     needed_blocks = shared_blocks + num_sequences * (-(-(num_prompt + 1) // limits.block_size) - shared_blocks)
@@ -70,6 +68,8 @@ def _problems(request: GenerationRequest, stored: Sequence[StoredChoice], limits
     ):
         if (token_id := _first_outside(token_ids, limits.vocab_size)) is not None:
             yield f"{name} holds {token_id}; token ids of this model are 0..{limits.vocab_size - 1}"
+    if not 0.0 < request.tenant_weight < inf:
+        yield f"tenant_weight is {request.tenant_weight}; it must be finite and above 0"
     yield from _sampling_problems(sampling)
     yield from _choice_problems(sampling, limits)
 
@@ -81,11 +81,16 @@ def _first_outside(token_ids: Iterable[int], vocab_size: int) -> int | None:
 def _choice_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterator[str]:
     if sampling.n < 1:
         yield f"n is {sampling.n}; it must be at least 1"
-    if not sampling.use_beam_search:
-        return
+    if sampling.use_beam_search:
+        yield from _beam_problems(sampling, limits)
+
+
+def _beam_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterator[str]:
     for name in ("grammar", "allowed_token_ids", "bad_words", "logprob_token_ids"):
         if getattr(sampling, name):
             yield f"{name}: a beam search does not follow it"
+    if sampling.beam_width > limits.max_beam_width:
+        yield f"beam_width is {sampling.beam_width}; this worker computes at most {limits.max_beam_width} beams"
     if sampling.beam_width < sampling.n:
         yield f"beam_width is {sampling.beam_width}; it must be at least n, {sampling.n}"
     # The first step chooses from the continuations of one sequence; ids of the model's end add a few to these.

@@ -1,36 +1,31 @@
-"""Which tokens are computed in the next step: schedule() decides, an executor computes, apply() takes in its samples.
+"""Decide what the next step computes: schedule() decides, an executor computes, apply() takes the samples.
 
     schedule() apply() schedule() apply() ...            one step at a time
     schedule() schedule() apply() schedule() apply() ... one ahead: what a running step samples counts as a token
 
-Results are applied in the order of scheduling, and at most one step is not applied when the next is scheduled.
-
-One token budget a step; there is no prefill or decode phase: every sequence's computed tokens catch up with its tokens.
+Results are applied in the order of scheduling, and at most one step is not applied when the next is scheduled. A step
+has one token budget; there is no prefill or decode phase: every sequence's computed tokens catch up with its tokens.
 
     1. running sequences that lack one token (they decode): always all of them, so no prompt ever delays a stream
     2. running sequences that lack more (prompts in chunks, oldest first), with what is left of the budget
-    3. waiting sequences, in order, while seats, budget and blocks last
+    3. the first sequences of waiting requests, then the others of running ones, while slots, budget and blocks last
+       (admission.py)
     4. the same of background requests, in their share (background_share.py), unless 2 or 3 found a prompt
 
-A request is a SequenceGroup. Its first sequence computes the prompt; in the step that reaches the prompt's end the
-others fork from it, and all sample their first token of the same logits. From then on each is a sequence like any
-other, but they come and go together: a group is admitted when there is room for all of it, and preempted as a whole.
-
-When a running sequence needs a block and none is free, the newest group is preempted: its KV goes to host memory, or
-is dropped and computed again later. Nobody is admitted in the same step, and never into the last free blocks (see
-_headroom_blocks). A group that is alone always fits, because none of its sequences gets longer than
-`max_num_tokens_of(...)` allows: so the oldest moves on in every step, and no group waits for ever.
+When running sequences lack blocks, the newest one yields: its KV goes to host memory, or is dropped and computed again
+later. Nobody is admitted in the same step, and never into the last free blocks. A sequence that is alone always fits
+(`max_num_tokens_of`), so the oldest moves on in every step, and no request waits forever. One sequence a step yields
+its slot when another tenant waits below its share (policy.py).
 
 A sequence that ends while a step with it is running is out at once, and what that step samples for it is dropped. One
-that is preempted then keeps its sample.
-
-Knows nothing of events, requests' validity, time or devices. Used by one thread.
+that is preempted then keeps its sample. Used by one thread.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from engine_worker.scheduling.admission import Admission
 from engine_worker.scheduling.background_share import BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
@@ -39,30 +34,41 @@ from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVTotals
 from engine_worker.scheduling.kv_slots import KVSlots
 from engine_worker.scheduling.kv_view import kv_view
-from engine_worker.scheduling.policy import FirstComeFirstServed
+from engine_worker.scheduling.policy import FairShare
 from engine_worker.scheduling.preemption import PreemptionMode
+from engine_worker.scheduling.running_slots import RunningSlots
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus, finish_reason
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.stats import KVCacheStats
-from engine_worker.scheduling.step_plan import StepPlan, survey
+from engine_worker.scheduling.step_plan import Place, StepDemand, StepPlan, collect_demand, running_of
 from shared.messages import EncodedLogprobs
 
 __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
 
+MAX_NEW_TENANTS = 4  # that wait here without a running slot: so that a share can be given to them
+
 
 class Scheduler:
-    """It decides what a step does. It has many members because metrics and heartbeats read its counts between steps."""
+    """Decide what a step does; metrics and heartbeats read its counts between steps."""
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVSlots, policy: FirstComeFirstServed | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVSlots) -> None:
         self.config = config
         self._kv_cache = kv_cache
         self.most_blocks_each = kv_cache.most_blocks(config.max_model_len)  # that any sequence holds at one time
-        self._policy = policy or FirstComeFirstServed()
-        self._running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
+        self._slots = RunningSlots(config.max_num_seqs)
+        self._policy = FairShare(self._slots)
         self._background_share = BackgroundShare(config, kv_cache.num_usable_blocks)
         self._forecast = IntakeForecast(config, kv_cache.block_size, self.most_blocks_each)
-        self._waits_for = ""  # what the first of the queue lacked in the last step
+        self._admission = Admission(
+            kv_cache,
+            self._policy,
+            self._slots,
+            self._background_share,
+            self._forecast,
+            most_blocks_each=self.most_blocks_each,
+        )
+        self._running = self._admission.running
 
     @property
     def num_usable_blocks(self) -> int:
@@ -83,8 +89,8 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        """The waiting requests whose KV is in host memory."""
-        return sum(group.is_swapped for group in self._policy)
+        """The requests with KV in host memory."""
+        return sum(group.is_swapped for group in (*self._policy, *self._running.values()))
 
     @property
     def needs_last_tokens(self) -> bool:
@@ -95,29 +101,33 @@ class Scheduler:
     def intake(self) -> Intake:
         """The claims to make of interactive requests."""
         budget_tokens = self.config.prefill_budget(min(1, self.num_running))  # nobody knows how many will decode
-        seats, blocks = self._num_free_seats(), self._num_spare_blocks()
-        return self._forecast.intake(self._policy.interactive, seats, blocks, budget_tokens)
+        waiting = self._policy.ready(is_background=False)
+        intake = self._forecast.intake(waiting, self._slots.num_free, self._num_spare_blocks(), budget_tokens)
+        tenants = self._policy.waiting_tenants(is_background=False)
+        num_new = sum(not self._slots.held(name) for name in tenants)
+        num_others = max(0, MAX_NEW_TENANTS - num_new) if self._slots.has_keys else 0
+        return replace(intake, num_others=num_others, waiting_tenants=frozenset(tenants))
 
     @property
     def background_intake(self) -> Intake:
         """The claims to make of background requests (class `batch`); none while others wait."""
         if self._policy.num_interactive:
             return NOTHING
-        free_seats = min(self._num_free_seats(), self._background_share.seats - self._num_background_seats())
+        free_slots = min(self._slots.num_free, self._background_share.num_slots - self._slots.num_background)
         spare_blocks = self._num_spare_blocks() - (self._background_share.reserved_blocks if self._running else 0)
         budget_tokens = self._background_share.prefill_budget(self.num_running)
-        return self._forecast.intake(self._policy, free_seats, spare_blocks, budget_tokens, is_background=True)
+        return self._forecast.intake(self._policy, free_slots, spare_blocks, budget_tokens, is_background=True)
 
-    def max_num_tokens_of(self, num_prompt_tokens: int, num_sequences: int) -> int:
-        """The longest that each sequence of a group gets, so that all of it fits when it is alone.
+    def max_num_tokens_of(self, num_prompt_tokens: int, num_beams: int = 1) -> int:
+        """Return the longest that a sequence gets, so that it fits when it is alone, or beams when they are.
 
-        They share at least the full blocks of their prompt, and may come to share nothing else. Where each can have
+        Beams share at least the full blocks of their prompt, and may come to share nothing else. Where each can have
         what it holds at most, as it may with a window, they may get any length.
         """
-        if self.most_blocks_each * num_sequences <= self._kv_cache.num_usable_blocks:
+        if self.most_blocks_each * num_beams <= self._kv_cache.num_usable_blocks:
             return self.config.max_model_len
         shared_blocks = num_prompt_tokens // self.block_size
-        own_blocks = (self._kv_cache.num_usable_blocks - shared_blocks) // num_sequences
+        own_blocks = (self._kv_cache.num_usable_blocks - shared_blocks) // num_beams
         return min(self.config.max_model_len, (shared_blocks + own_blocks) * self.block_size)
 
     def add(self, sequence: Sequence) -> None:
@@ -126,10 +136,10 @@ class Scheduler:
 
     def add_group(self, group: SequenceGroup) -> None:
         """Queue `group`, whose request id is not in use."""
-        first = group.sequences[0]
-        group.max_num_tokens = self.max_num_tokens_of(group.num_prompt_tokens, group.sampling.num_sequences)
+        first, num_slots = group.sequences[0], group.num_slots_to_start
+        group.max_num_tokens = self.max_num_tokens_of(group.num_prompt_tokens, num_slots)
         assert first.num_tokens < group.max_num_tokens, f"{group.request_id} could never be computed and sampled"
-        assert group.num_seats <= self.config.max_num_seqs, f"{group.request_id} needs {group.num_seats} seats"
+        assert num_slots <= self.config.max_num_seqs, f"{group.request_id} needs {num_slots} running slots"
         if group.sampling.use_beam_search:
             max_output_tokens = min(group.sampling.max_tokens, group.max_num_tokens - group.num_prompt_tokens)
             group.beam_search = BeamSearch(group.sampling, first.stop_token_ids, max_output_tokens)
@@ -144,7 +154,8 @@ class Scheduler:
 
     def withdraw_waiting(self, most: int) -> list[str]:
         """Drop interactive requests of which nothing was computed here, the newest first. Returns their ids."""
-        fresh = [group for group in self._policy if not group.is_background and group.is_fresh]
+        fresh = [group for group in self._policy.waiting(is_background=False) if group.is_fresh]
+        fresh.sort(key=lambda group: group.arrival)
         return self._withdraw(fresh[max(0, len(fresh) - most) :])
 
     def withdraw(self, request_ids: Collection[str]) -> list[str]:
@@ -159,22 +170,21 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Decide what is computed next; from here on it counts as computed."""
         self._kv_cache.release_behind()
+        wanted, background = collect_demand(self._running.values(), self._kv_cache)
+        yielded = self._yield_to_share(wanted, background)
         # Before anything forks: forks get no room in this step.
-        wanted, background = survey(self._running.values(), self._kv_cache)
-        preempted = self._make_room([*wanted.needing, *background.needing])
-        if preempted:
-            wanted.drop(preempted)
-            background.drop(preempted)
-        self._waits_for = "blocks" if preempted else "its share of a step"
-        plan = StepPlan(self._kv_cache)
-        self._forecast.scheduling((of for _, of in wanted.behind), (of for _, of in background.behind))
+        has_preempted = self._make_room(wanted, background)
+        incomplete = [*wanted.incomplete, *background.incomplete]
+        self._admission.begin_step(incomplete, has_preempted=has_preempted, yielded=yielded)
+        plan = StepPlan(self._kv_cache, self._admission.claim_fork)
+        self._forecast.scheduling((of for _, of in wanted.prefills), (of for _, of in background.prefills))
         plan.add_decodes(wanted.decodes)
-        prefills = self._prefills(wanted.behind, may_admit=not preempted)
+        prefills = self._prefills(wanted, is_background=False)
         has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences)))
         self._background_share.count_step(has_interactive=bool(plan.sequences or self._policy.num_interactive))
         if not has_prompts:
-            plan.add_decodes(background.first_decodes(self._background_share.seats))
-            prefills = self._prefills(background.behind, may_admit=not preempted, is_background=True)
+            plan.add_decodes(background.first_decodes(self._background_share.num_slots))
+            prefills = self._prefills(background, is_background=True)
             plan.add_prefills(prefills, self._background_share.prefill_budget(len(plan.sequences)))
         transfers = self._kv_cache.take_transfers()
         return ScheduledBatch(
@@ -213,7 +223,7 @@ class Scheduler:
     def kv_view(self) -> dict[str, Any]:
         """Describe the KV of all sequences; children that have no blocks yet wait for the first of their group."""
         sequences = [sequence for group in (*self._running.values(), *self._policy) for sequence in group.sequences]
-        return kv_view(self._kv_cache, sequences, self._waits_for if self.num_waiting else "")
+        return kv_view(self._kv_cache, sequences, self._admission.waits_for if self.num_waiting else "")
 
     def kv_events(self, since: int) -> dict[str, Any]:
         """Return the events after the number `since`."""
@@ -229,128 +239,97 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless block tables, pool and statuses agree. Between steps only."""
-        active = self._active_sequences()
-        waiting = [sequence for group in self._policy for sequence in group.sequences]
-        self._kv_cache.check_integrity([*active, *waiting])
-        for sequence in waiting:
-            assert bool(sequence.kv.host_block_table) == (sequence.status is SequenceStatus.SWAPPED), (
-                sequence.request_id
-            )
-        assert all(sequence.status is SequenceStatus.RUNNING for sequence in active)
-        assert all(0 <= sequence.num_inflight_tokens <= 1 for sequence in active)
-        assert all(len(group.active) in (1, len(group.sequences)) for group in self._running.values())
-        assert len(active) <= self._num_taken_seats() <= self.config.max_num_seqs
+        groups = [*self._running.values(), *self._policy]
+        self._kv_cache.check_integrity([sequence for group in groups for sequence in group.sequences])
+        for group in groups:
+            for sequence in group.sequences:
+                is_running, is_swapped = sequence in group.active, sequence.status is SequenceStatus.SWAPPED
+                assert (sequence.status is SequenceStatus.RUNNING) is is_running, sequence.request_id
+                assert bool(sequence.kv.host_block_table) is is_swapped, sequence.request_id
+                assert 0 <= sequence.num_inflight_tokens <= 1, sequence.request_id
+        assert all(group.active for group in self._running.values())
+        assert not any(group.active for group in self._policy)
+        self._slots.check_integrity(
+            (group.tenant, group.num_slots, group.is_background) for group in self._running.values()
+        )
 
     def _active_sequences(self) -> list[Sequence]:
         return [sequence for group in self._running.values() for sequence in group.active]
 
-    def _num_taken_seats(self) -> int:
-        return sum(group.num_seats for group in self._running.values())
-
-    def _num_background_seats(self) -> int:
-        return sum(group.num_seats for group in self._running.values() if group.is_background)
-
-    def _num_free_seats(self) -> int:
-        return self.config.max_num_seqs - self._num_taken_seats()
-
     def _num_spare_blocks(self) -> int:
-        return self._kv_cache.num_available_blocks - self._headroom_blocks(1)
+        return self._kv_cache.num_available_blocks - self._admission.headroom_blocks(1)
 
     def _group(self, request_id: str) -> SequenceGroup | None:
         return self._running.get(request_id) or self._policy.get(request_id)
 
-    def _make_room(self, needing: list[tuple[SequenceGroup, list[Sequence]]]) -> list[SequenceGroup]:
-        """All blocks for those that are `needing` some, oldest first. Returns the preempted."""
-        preempted: list[SequenceGroup] = []
-        for group, sequences in needing:
-            if group.request_id in self._running:  # else it yielded to an older one
-                preempted += self._make_room_for(group, sequences)
-        return preempted
+    def _make_room(self, *demands: StepDemand) -> bool:
+        """Give all running sequences the blocks that they lack; return whether some were preempted for it.
 
-    def _make_room_for(self, group: SequenceGroup, needing: list[Sequence]) -> list[SequenceGroup]:
-        """All or nothing: a group that yields has no copy planned, which would come too late for a swap."""
-        preempted: list[SequenceGroup] = []
-        while not self._kv_cache.can_allocate(*needing):
-            victim = self._policy.choose_victim(self._running, group)
-            self._preempt(victim)
-            preempted.append(victim)
-            if victim is group:
-                return preempted
-        for sequence in needing:
-            self._kv_cache.allocate(sequence)
-        return preempted
+        Preempt first, allocate then: a sequence that yields has no copy planned, which would come too late for a swap.
+        """
+        has_preempted = False
+        for demand in demands:
+            needing = running_of(demand.needs_blocks)
+            while needing and not self._kv_cache.can_allocate(*(sequence for _, sequence in needing)):
+                self._preempt(self._policy.choose_victim(self._running, needing[0][0]))
+                needing = running_of(needing)
+                has_preempted = True
+            for _, sequence in needing:
+                self._kv_cache.allocate(sequence)
+        for demand in demands if has_preempted else ():
+            demand.drop_preempted()
+        return has_preempted
 
-    def _prefills(
-        self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool, is_background: bool = False
-    ) -> Iterator[tuple[SequenceGroup, Sequence]]:
-        """Yield the sequences that are `behind`, then those of new groups, each admitted when it is asked for.
+    def _yield_to_share(self, *demands: StepDemand) -> SequenceGroup | None:
+        """Preempt one sequence if a tenant waits below its share, whose request is admitted in this step or the next.
+
+        Returns the group that yielded, if one did.
+        """
+        for waiting, num_slots in self._admission.blocked():
+            victim = self._policy.choose_for_share(self._running, waiting, num_slots)
+            if victim is not None:
+                self._preempt(victim)
+                if waiting.sampling.use_beam_search:
+                    waiting.num_owed_slots += victim.num_slots_to_start
+                for demand in demands:
+                    demand.drop_preempted()
+                return victim
+        return None
+
+    def _prefills(self, demand: StepDemand, *, is_background: bool) -> Iterator[Place]:
+        """Yield the sequences that lack more than one token, then new ones, each admitted when it is asked for.
 
         One whose KV comes from the host is admitted now and takes part in the next step, so that the copy and this step
-        run at the same time; so does a forked one, which then gets copies of the blocks that it shares and writes to.
+        run at the same time.
         """
-        yield from behind
-        while may_admit and (group := self._admit(is_background)) is not None:
-            first, *others = group.active
-            if not others and not self._kv_cache.is_arriving(first) and group.num_prefill_tokens(first):
-                self._forecast.begun(first, is_background=is_background)
-                yield group, first
-
-    def _admit(self, is_background: bool) -> SequenceGroup | None:
-        group = self._policy.first()
-        if group is None or group.is_background != is_background:
-            return None
-        self._waits_for = self._reserve(group)
-        if self._waits_for:
-            return None
-        self._policy.pop_first()
-        for sequence in group.active:
-            sequence.status = SequenceStatus.RUNNING
-        self._running[group.request_id] = group
-        return group
-
-    def _reserve(self, group: SequenceGroup) -> str:
-        """Give `group` its blocks, if there are a seat and room for it; else what it waits for is returned."""
-        if self._num_taken_seats() + group.num_seats > self.config.max_num_seqs:
-            return "a seat" if group.num_seats == 1 else f"{group.num_seats} seats"
-        if group.is_background and not self._background_share.has_seats(self._num_background_seats(), group.num_seats):
-            return "a seat of its class"
-        if group.has_inflight_tokens:  # preempted just now; its tokens come before the next step is scheduled
-            return "its token in flight"
-        return "" if self._try_admit(group, self._headroom_blocks(group.num_seats)) else "blocks"
-
-    def _try_admit(self, group: SequenceGroup, headroom_blocks: int) -> bool:
-        """Blocks for what is active, and room for what is to be forked."""
-        first = group.sequences[0]
-        headroom_blocks += group.num_fork_blocks(self.block_size, self.most_blocks_each)
-        if group.is_background and self._running:
-            headroom_blocks += self._background_share.reserved_blocks
-        if group.is_swapped:
-            return self._kv_cache.try_swap_in(group.active, headroom_blocks)
-        if not self._kv_cache.try_admit(first, headroom_blocks):
-            return False
-        if group.num_preemptions == 0:
-            group.num_cached_tokens = first.num_cached_tokens
-            self._forecast.admitted(group)
-        group.active = [first]
-        return True
-
-    def _headroom_blocks(self, num_seats: int) -> int:
-        """Blocks an admission leaves free: one for each sequence, so that none is preempted for block_size steps.
-
-        Half as many where a preempted one is swapped, which costs the others next to nothing (ADR 0048).
-        """
-        num_blocks = self._num_taken_seats() + num_seats if self._running else 0
-        return -(-num_blocks // 2) if self._kv_cache.may_swap else num_blocks
+        yield from demand.prefills
+        for group, sequence in self._admission.admit(is_background=is_background):
+            if not self._kv_cache.is_arriving(sequence) and group.num_prefill_tokens(sequence):
+                self._forecast.begun(sequence, is_background=is_background)
+                yield group, sequence
 
     def _preempt(self, group: SequenceGroup) -> None:
-        del self._running[group.request_id]
-        group.preempted(is_swap=self._kv_cache.preempt(group.active) is PreemptionMode.SWAP)
-        self._policy.put_back(group)
+        """The newest sequence of `group` loses its place, or all of its beams."""
+        sequences, num_slots = group.newest, group.num_slots
+        mode = self._kv_cache.preempt(sequences)
+        group.preempted(sequences, is_swap=mode is PreemptionMode.SWAP)
+        self._give_back(group, num_slots - group.num_slots)
+        self._wait_if_idle(group)
+
+    def _wait_if_idle(self, group: SequenceGroup) -> None:
+        """Queue a running group of which no sequence runs."""
+        if not group.active:
+            del self._running[group.request_id]
+            self._policy.put_back(group)
+
+    def _give_back(self, group: SequenceGroup, num_slots: int) -> None:
+        if num_slots:
+            self._slots.give_back(group.tenant, num_slots, is_background=group.is_background)
 
     def _fail(self, sequence: Sequence, error: str) -> SequenceUpdate:
         group = self._group(sequence.request_id)
         assert group is not None
-        self._end(group)
+        self._end(group, self._kv_cache.discard)
         return SequenceUpdate(sequence, error=error)
 
     def _update(self, sequence: Sequence, token_id: int | None, logprobs: EncodedLogprobs | None) -> SequenceUpdate:
@@ -363,9 +342,13 @@ class Scheduler:
         if reason is not None:
             self._forecast.ended([sequence])
             self._kv_cache.free(sequence)
+            num_slots = group.num_slots
             group.end_sequence(sequence)
+            self._give_back(group, num_slots - group.num_slots)
             if not group.sequences:
                 self._end(group)
+            elif group.request_id in self._running:
+                self._wait_if_idle(group)
         return SequenceUpdate(
             sequence,
             [token_id],
@@ -390,11 +373,17 @@ class Scheduler:
         ]
         return [*updates[:-1], replace(updates[-1], ended_group=group)]
 
-    def _end(self, group: SequenceGroup) -> None:
-        """End a group that runs, or that was preempted while the step that ends it was running, or that never began."""
+    def _end(self, group: SequenceGroup, give_up: Callable[[Sequence], None] | None = None) -> None:
+        """End a group that runs, or that was preempted while the step that ends it was running, or that never began.
+
+        `give_up` takes its blocks; the default leaves them to the prefix cache.
+        """
+        give_up = give_up or self._kv_cache.free
         if self._running.pop(group.request_id, None) is None:
-            self._policy.remove(group.request_id)
+            self._policy.remove(group)
         self._forecast.ended(group.sequences)
-        for sequence in group.active:
-            self._kv_cache.free(sequence)
+        self._give_back(group, group.num_slots)
+        for sequence in group.sequences:
+            if sequence.status is not SequenceStatus.WAITING:
+                give_up(sequence)
         group.end()

@@ -5,6 +5,8 @@ It is used once, at a worker's start, by the scheduler.
 
 from dataclasses import dataclass
 
+from shared.messages import max_beam_width
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -28,6 +30,10 @@ class SchedulerConfig:
         cap = self.max_prefill_tokens_with_decodes
         if cap is not None and cap < 1:
             raise ValueError(f"max_prefill_tokens_with_decodes is {cap}; prompts would starve")
+
+    @property
+    def max_beam_width(self) -> int:
+        return max_beam_width(self.max_num_seqs)
 
     def prefill_budget(self, num_decodes: int) -> int:
         """Prompt tokens of a step beside `num_decodes` sequences that decode."""

@@ -1,19 +1,21 @@
-"""A request inside the engine: the sequences of its choices or beams, which share what they have in common.
+"""A request inside the engine: the sequences of its choices or beams, which share the KV of their prompt.
 
-    sequences   those that have not ended. The first one computes the prompt for all.
-    active      those that hold blocks, on the device or swapped to the host: none (waiting), the first (the prompt is
-                being computed), or all (forked)
+    sequences   those that have not ended, by index
+    active      those that run: they hold blocks and a running slot, in the order in which they got them
 
-A group is admitted, preempted and ended as a whole. Its blocks are shared by reference from the fork on, and copied
-when they are written to. Most groups are of one sequence, which is never forked. Knows nothing of events or devices. A
-takeover makes one of a claimed request; a block's walk admits, preempts and frees it.
+The first sequence computes the prompt, the others fork from it. Each is admitted and preempted by itself, so a request
+needs one slot to start. Beams are compared with each other in every step: they are admitted and preempted together.
+Blocks are shared by reference from the fork on, and copied when they are written to.
 """
 
 from collections.abc import Iterable
 from typing import Protocol
 
 from engine_worker.scheduling.beam_search import BeamSearch, Hypothesis
+from engine_worker.scheduling.running_slots import Tenant
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus
+
+NO_TENANT = Tenant()
 
 
 class ForkableTables(Protocol):
@@ -25,42 +27,77 @@ class ForkableTables(Protocol):
 
 
 class SequenceGroup:
-    """The sequences of one request. It has many members because the scheduler asks all of a request here."""
+    """The sequences of one request."""
 
-    def __init__(self, sequences: list[Sequence], num_ended_tokens: int = 0, *, is_background: bool = False) -> None:
-        """`sequences`: at least one, all of one request. `num_ended_tokens`: those of choices that ended elsewhere."""
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        num_ended_tokens: int = 0,
+        *,
+        is_background: bool = False,
+        tenant: Tenant = NO_TENANT,
+    ) -> None:
+        """Make the group of a request.
+
+        Args:
+            sequences: At least one, all of one request.
+            num_ended_tokens: Output tokens of choices that ended elsewhere.
+            is_background: Whether it is of the class that yields to interactive requests.
+            tenant: The API key that it counts for.
+        """
         first = sequences[0]
         self.request_id = first.request_id
-        self.is_background = is_background  # of the class that waits behind interactive requests
+        self.is_background = is_background
+        self.tenant = tenant
         self.sampling = first.sampling
         self.num_prompt_tokens = first.num_prompt_tokens
         self.sequences = sequences
         self.active: list[Sequence] = []
-        # Sequences that it has or may get: places in a batch that are kept for it.
-        self.num_seats = first.sampling.beam_width if first.sampling.use_beam_search else len(sequences)
-        self.num_preemptions = 0
+        # All beams at once, else one sequence.
+        self.num_slots_to_start = first.sampling.beam_width if first.sampling.use_beam_search else 1
+        self.num_owed_slots = 0  # of waiting beams: slots that requests after it leave free
+        self.arrival = 0  # the order in which requests were queued
+        self.has_started = False
+        self.num_preemptions = 0  # of it, or of one of its sequences
         self.num_cached_tokens = 0  # of the prompt, when it was first admitted
         self.max_num_tokens = 0  # the longest that one of its sequences gets; set when it is queued
         self.beam_search: BeamSearch | None = None
         self._num_ended_tokens = num_ended_tokens
 
     @property
-    def is_forked(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether all of its sequences run."""
         return len(self.active) == len(self.sequences)
+
+    @property
+    def num_slots(self) -> int:
+        """The running slots that it holds."""
+        return self.num_slots_to_start if self.active and self.sampling.use_beam_search else len(self.active)
 
     @property
     def is_fresh(self) -> bool:
         """Whether nothing of it was ever computed here."""
-        return self.num_preemptions == 0 and not self.active
+        return not self.has_started
 
     @property
     def is_swapped(self) -> bool:
-        return bool(self.active) and self.active[0].status is SequenceStatus.SWAPPED
+        """Whether it has KV in host memory."""
+        return any(sequence.status is SequenceStatus.SWAPPED for sequence in self.sequences)
+
+    @property
+    def next_waiting(self) -> Sequence:
+        """The sequence to admit next; not all run."""
+        return next(sequence for sequence in self.sequences if sequence.status is not SequenceStatus.RUNNING)
+
+    @property
+    def newest(self) -> list[Sequence]:
+        """The sequences that yield together: the one that was admitted last, or all beams."""
+        return list(self.active) if self.sampling.use_beam_search else self.active[-1:]
 
     @property
     def is_pinned(self) -> bool:
-        """Preempted more than once and no token further since it came back."""
-        return self.sequences[0].is_pinned
+        """Whether its newest sequence was preempted more than once and got no token since it came back."""
+        return self.active[0 if self.sampling.use_beam_search else -1].is_pinned
 
     @property
     def num_output_tokens(self) -> int:
@@ -68,40 +105,33 @@ class SequenceGroup:
         return self._num_ended_tokens + sum(sequence.num_output_tokens for sequence in self.sequences)
 
     @property
-    def has_inflight_tokens(self) -> bool:
-        return any(sequence.num_inflight_tokens for sequence in self.sequences)
-
-    @property
     def may_decode(self) -> bool:
         """Beams are compared with each other, so they wait until all of them lack one token."""
         if not self.sampling.use_beam_search:
             return True
-        return self.is_forked and all(sequence.num_uncomputed_tokens == 1 for sequence in self.active)
-
-    def num_fork_blocks(self, block_size: int, most_blocks_each: int) -> int:
-        """Blocks that the sequences that are not active yet need of their own, or will with their next token."""
-        shared_blocks = self.num_prompt_tokens // block_size
-        waiting = self.sequences[max(1, len(self.active)) :]
-        own = (-(-child.num_tokens // block_size) - shared_blocks for child in waiting)
-        return sum(min(num_blocks, most_blocks_each) for num_blocks in own)
+        return self.is_complete and all(sequence.num_uncomputed_tokens == 1 for sequence in self.active)
 
     def num_prefill_tokens(self, sequence: Sequence) -> int:
         """The tokens that it lacks; all but the last of a beam that was preempted, which does not sample on its own."""
         return sequence.num_uncomputed_tokens - (self.sampling.use_beam_search and sequence.num_output_tokens > 0)
 
-    def preempted(self, *, is_swap: bool) -> None:
-        """Its blocks are free; swapped sequences stay active, the others are forked from the first again."""
+    def activate(self, sequence: Sequence) -> None:
+        """`sequence` has its blocks and runs from now on."""
+        sequence.status = SequenceStatus.RUNNING
+        self.active.append(sequence)
+        self.has_started = True
+
+    def preempted(self, sequences: list[Sequence], *, is_swap: bool) -> None:
+        """These lost their place; their blocks are free."""
         self.num_preemptions += 1
-        for sequence in self.active:
+        for sequence in sequences:
             sequence.status = SequenceStatus.SWAPPED if is_swap else SequenceStatus.WAITING
-        if not is_swap:
-            self.active = []
+        self.active = [other for other in self.active if other.status is SequenceStatus.RUNNING]
 
     def end_sequence(self, sequence: Sequence) -> None:
         """One choice has ended; its blocks are free already."""
         self._num_ended_tokens += sequence.num_output_tokens
         sequence.status = SequenceStatus.FINISHED
-        self.num_seats -= 1
         self.sequences = [other for other in self.sequences if other is not sequence]
         self.active = [other for other in self.active if other is not sequence]
 

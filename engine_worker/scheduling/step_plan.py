@@ -1,20 +1,13 @@
 """The tokens of one step: what the running sequences want of it, and what of that is chosen.
 
-    survey()    one pass over every running sequence, in every step:
-                decodes   lack one token
-                behind    lack more: prompts in chunks, and what is computed again
-                needing   lack a block, or write into one that others share: by group, because a group gets all it needs
-                          or yields
-    StepPlan    what is added to it counts as computed, and forks what becomes due with it
+    collect_demand()   one pass over every running sequence, in every step
+    StepPlan           what is added to it counts as computed; a prompt that reaches its end forks
 
-Oldest group first in each list, interactive requests apart from those in the background. A sequence whose last token
-is in flight wants nothing. Order and budget are decided by the scheduler, not here.
-
-It is used in every step, between who runs and which blocks they get. It knows counts of tokens, no blocks and no
-device.
+The oldest group is first in each list, interactive requests apart from those in the background. A sequence whose last
+token is in flight wants nothing. The scheduler decides order and budget.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.batch import ScheduledSequence
@@ -26,56 +19,65 @@ from engine_worker.scheduling.sequence_group import SequenceGroup
 # sends and keeps before the next tokens, 26 to 41 ms on two cores. With one likeliest one a step of 8,192 is whole.
 MOST_PROMPT_LOGPROBS = 32_768
 
+Place = tuple[SequenceGroup, Sequence]
+
 
 @dataclass(slots=True)
-class Survey:
+class StepDemand:
     """The tokens and blocks that the running groups of one class want of the next step."""
 
-    decodes: list[tuple[SequenceGroup, Sequence]] = field(default_factory=list)
-    behind: list[tuple[SequenceGroup, Sequence]] = field(default_factory=list)
-    needing: list[tuple[SequenceGroup, list[Sequence]]] = field(default_factory=list)
+    decodes: list[Place] = field(default_factory=list)  # lack one token
+    prefills: list[Place] = field(default_factory=list)  # lack more: prompts in chunks, and what is computed again
+    needs_blocks: list[Place] = field(default_factory=list)  # lack a block, or write into one that others share
+    incomplete: list[SequenceGroup] = field(default_factory=list)  # have sequences that do not run
 
-    def first_decodes(self, num_seats: int) -> list[tuple[SequenceGroup, Sequence]]:
-        """The decodes of the oldest groups, as whole groups, until `num_seats` are taken."""
-        chosen: list[tuple[SequenceGroup, Sequence]] = []
+    def first_decodes(self, num_slots: int) -> list[Place]:
+        """Return the decodes of the oldest groups, as whole groups, until `num_slots` are taken."""
+        chosen: list[Place] = []
         for place in self.decodes:
-            if len(chosen) >= num_seats and place[0] is not chosen[-1][0]:
+            if len(chosen) >= num_slots and place[0] is not chosen[-1][0]:
                 break
             chosen.append(place)
         return chosen
 
-    def drop(self, groups: Iterable[SequenceGroup]) -> None:
-        """These have lost their place."""
-        dropped = set(groups)
-        self.decodes = [place for place in self.decodes if place[0] not in dropped]
-        self.behind = [place for place in self.behind if place[0] not in dropped]
+    def drop_preempted(self) -> None:
+        """Keep the sequences that still run."""
+        for places in (self.decodes, self.prefills, self.needs_blocks):
+            places[:] = running_of(places)
 
 
-def survey(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple[Survey, Survey]:
-    """(of interactive requests, of background ones)."""
-    interactive, background = Survey(), Survey()
+def running_of(places: list[Place]) -> list[Place]:
+    """Return those whose sequence runs."""
+    return [place for place in places if place[1].status is SequenceStatus.RUNNING]
+
+
+def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple[StepDemand, StepDemand]:
+    """Return the demand of interactive requests, and of background ones."""
+    interactive, background = StepDemand(), StepDemand()
     needs_room = kv_cache.needs_room
     for group in running:
         found = background if group.is_background else interactive
-        may_decode, needing = group.may_decode, None
-        for sequence in group.active:
+        may_decode, active = group.may_decode, group.active
+        for sequence in active:
             if sequence.num_inflight_tokens and ends_with_inflight_token(sequence, group.max_num_tokens):
                 continue
             num_tokens = sequence.num_tokens
             if needs_room(sequence, num_tokens):
-                needing = [sequence] if needing is None else [*needing, sequence]
+                found.needs_blocks.append((group, sequence))
             num_lacking = num_tokens - sequence.kv.num_computed_tokens
             if num_lacking > 1:
-                found.behind.append((group, sequence))
+                found.prefills.append((group, sequence))
             elif num_lacking and may_decode:
                 found.decodes.append((group, sequence))
-        if needing is not None:
-            found.needing.append((group, needing))
+        if len(active) != len(group.sequences):
+            found.incomplete.append(group)
     return interactive, background
 
 
 class StepPlan:
-    def __init__(self, kv_cache: KVSlots) -> None:
+    def __init__(self, kv_cache: KVSlots, claim_fork: Callable[[SequenceGroup, Sequence], bool]) -> None:
+        """`claim_fork`: takes a running slot for a sequence of a group, if there is one for it."""
+        self._claim_fork = claim_fork
         self.sequences: list[ScheduledSequence] = []
         self._kv_cache = kv_cache
         self._block_size = kv_cache.block_size
@@ -112,18 +114,27 @@ class StepPlan:
         kv.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
         self.sequences.append(ScheduledSequence(sequence, start, num_new_tokens, samples))
-        if end >= group.num_prompt_tokens and not group.is_forked:
-            self._fork(group, samples and end == group.num_prompt_tokens)
+        if end >= group.num_prompt_tokens and len(group.active) != len(group.sequences):
+            if sequence.sampling.use_beam_search:
+                self._fork_beams(group)
+            elif samples and end == group.num_prompt_tokens:
+                self._fork_new(group, sequence)
 
-    def _fork(self, group: SequenceGroup, samples: bool) -> None:
-        """All others share the first one's prompt; if it `samples` at the prompt's end, those without tokens do too."""
+    def _fork_new(self, group: SequenceGroup, first: Sequence) -> None:
+        """Fork the sequences without tokens for which there are slots: they sample of the logits of `first`."""
+        for child in group.sequences:
+            if child.status is not SequenceStatus.WAITING or child.num_tokens > group.num_prompt_tokens:
+                continue
+            if not self._claim_fork(group, child):
+                break
+            self._kv_cache.fork(first, child, group.num_prompt_tokens)
+            group.activate(child)
+            child.num_inflight_tokens += 1
+            self.sequences.append(ScheduledSequence(child, group.num_prompt_tokens, 0, samples=True))
+
+    def _fork_beams(self, group: SequenceGroup) -> None:
+        """Fork the beams of a preempted search from the first, which has computed the prompt again."""
         first, *others = group.sequences
         for child in others:
-            is_new = child.num_output_tokens == 0
-            # Without its own place in this step a new one computes the prompt's last token again to sample.
-            self._kv_cache.fork(first, child, group.num_prompt_tokens - (is_new and not samples))
-            child.status = SequenceStatus.RUNNING
-            if is_new and samples:
-                child.num_inflight_tokens += 1
-                self.sequences.append(ScheduledSequence(child, group.num_prompt_tokens, 0, samples=True))
-        group.active = list(group.sequences)
+            self._kv_cache.fork(first, child, group.num_prompt_tokens)
+            group.activate(child)

@@ -99,6 +99,13 @@ class StoredPrefixes:
         """`sequence` gives up its blocks, whose content `step` was the last to add to."""
         self._cache.publish_end(sequence, step)
 
+    def retract(self, sequence: Sequence) -> None:
+        """`sequence` failed: what it computed or shared may be the cause, so nobody finds it again."""
+        self._cache.retract(sequence)
+        if self._host:
+            for block_hash in sequence.kv.block_hashes:
+                self._host.retract(block_hash)
+
     def want(self, block_ids: list[int]) -> None:
         """The sequence that loses these blocks will be back."""
         self._cache.want(block_ids)

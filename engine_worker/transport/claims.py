@@ -22,6 +22,7 @@ class ClaimedRequest:
     solo: bool  # suspected of crashing workers: runs alone
     queued_ms: int = 0  # when it came into the queues, by the store's clock
     more_gateway_ids: tuple[str, ...] = ()  # attached since
+    flow: str = ""  # the key that it had its turn by in the queue
 
     @property
     def gateway_ids(self) -> tuple[str, ...]:

@@ -110,12 +110,12 @@ class RequestStream:
         One task at a time; cancel it only at shutdown. Raises Fenced; while the store is away it returns nothing.
         Cancelled and unreadable entries are finished here.
         """
-        if demand.requests <= 0 or self._claims.runs_solo:
+        if demand.requests + demand.others <= 0 or self._claims.runs_solo:
             return await self._nothing_to_claim(block)
         try:
             await self._fill_backlog(demand, block)
             self._retry.succeeded()
-            entries = self._next_entries(demand.requests)
+            entries = self._next_entries(demand.requests + demand.others)
             return await self._claim(entries) if entries else await self._nothing_to_claim(block and self._must_wait)
         except (RedisError, OSError) as error:
             await self._endure(error, block)
@@ -189,8 +189,8 @@ class RequestStream:
     async def _fill_backlog(self, demand: Demand, block: bool) -> None:
         if self._clock() >= self._reread_at:
             await self._reread_own_pending()
-        wanted = demand.requests - len(self._claimable)
-        if wanted <= 0 or self._solo_waits:
+        wanted = max(0, demand.requests - len(self._claimable))
+        if wanted + demand.others <= 0 or self._solo_waits:
             return
         demand = replace(demand, requests=wanted)
         taken = await self._scripts.take(
@@ -199,6 +199,7 @@ class RequestStream:
             num_held=self.num_held,
             is_impatient=self._patience.is_over,
             abilities=self._abilities,
+            waiting_flows=self._flows_of(demand.waiting_tenants),
         )
         self._backlog += taken.entries
         self._patience.observe(taken)
@@ -208,6 +209,9 @@ class RequestStream:
             await self._wait_for_entries(taken.batch_allowance)
         else:
             await asyncio.sleep(self._patience.pause_seconds)
+
+    def _flows_of(self, tenants: frozenset[str]) -> set[str]:
+        return {claim.flow for claim in self._claims if claim.flow and claim.request.tenant in tenants}
 
     async def _wait_for_entries(self, max_batch: int) -> None:
         """One entry a queue: the rest of a burst is taken by the next call, in strict order again."""
@@ -329,4 +333,5 @@ def _claimed(entry: QueueEntry, reply: ClaimReply, capabilities: int) -> Claimed
         entry_id=entry.entry_id,
         solo=reply.solo,
         queued_ms=entry.queued_ms,
+        flow=entry.flow,
     )

@@ -59,6 +59,7 @@ _FEW_MESSAGES = 64  # a template takes about 8 us a message, and is no code of o
 class ModelLimits:
     max_model_len: int
     vocab_size: int
+    max_beam_width: int | None = None  # None: no worker has said how many sequences it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,7 @@ def plan_requests(
 ) -> list[GenerationRequest]:
     """One a prompt, with all its choices. The answer has those of the first prompt first, as OpenAI's."""
     check_rules(request)
+    _check_beam_width(request, limits)
     planned, most = [], most_tokens(request, prompts_token_ids)
     for token_ids in prompts_token_ids:
         check_prompt(token_ids, request.prompt_param, limits)
@@ -223,6 +225,18 @@ def plan_requests(
         )
         planned.append(generation)
     return planned
+
+
+def _check_beam_width(request: CompletionRequest, limits: ModelLimits) -> None:
+    """Raise InvalidRequest for a search that is too wide for the smallest worker."""
+    choices, most = request.choices, limits.max_beam_width
+    if choices.use_beam_search and most is not None and choices.num_candidates > most:
+        param = "n" if choices.num_candidates == choices.n else "best_of"
+        raise InvalidRequest(
+            f"{param}: a beam search of width {choices.num_candidates}; expected at most {most}, half of the sequences "
+            "that a worker runs at one time (--max-num-seqs).",
+            param=param,
+        )
 
 
 def check_rules(request: CompletionRequest) -> None:

@@ -130,3 +130,25 @@ local function read_in_turn(turns, q, ahead, group, most, r_prefix)
   save_start(turns)
   return taken, true
 end
+
+local MOST_LOOKED_AT = 64 -- entries whose turn is next
+
+-- Read up to `most` entries of flows that are not in `unwanted`, one of each, among those whose turn is next. Returns their
+-- number. `ahead` has no unread entry.
+local function read_of_others(turns, q, ahead, group, most, r_prefix, unwanted)
+  local found = redis.pcall('ZRANGE', turns.order, 0, MOST_LOOKED_AT - 1, 'WITHSCORES')
+  local last, taken = last_read_of(q, group), 0
+  for i = 1, found.err and 0 or #found, 2 do
+    local kept = taken < most and entry_is_after(found[i], last) and redis.call('XRANGE', q, found[i], found[i])[1]
+    local flow = kept and fields_of(kept).f
+    if flow and not unwanted[flow] then
+      unwanted[flow] = true
+      turns.count(move_ahead(q, ahead, found[i], r_prefix))
+      turns.read_ahead(1)
+      had_turn(turns, {found[i]}, found[i + 1])
+      taken = taken + 1
+    end
+  end
+  save_start(turns)
+  return taken
+end

@@ -9,8 +9,10 @@
 -- KEYS  w, held, held of the last class, order, times, times of the last queue, q... in order of priority: four
 -- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, most entries, requests that it has room
 --       for, then these two for the last queue, then the prefix of r, and so many tokens of prompts that are enough of
---       the queue before the last (or ''), what a prompt is likely to have whose entry does not tell, and of this worker
---       its capabilities and its longest context in tokens (0: not known)
+--       the queue before the last (or ''), what a prompt is likely to have whose entry does not tell, of this worker its
+--       capabilities and its longest context in tokens (0: not known), and the entries that it takes beside these of flows
+--       that are none of the rest: a worker without room sees every key's next request, and gives that key its share of the
+--       running slots
 -- reply {FENCED} | {OK, {{q, entries}, ...}, entries that it could still have had, those of the last queue,
 --       1 = others wait that it may not have}
 local QUANTUM, QUANTUM_RATIO, MOST = 2, 8, 1048576
@@ -44,6 +46,7 @@ end
 local wanted, room, wanted_of_last, room_of_last = count_of(ARGV[5]), ARGV[6], count_of(ARGV[7]), ARGV[8]
 local of_all = share(KEYS[2], wanted)
 local of_last = share(KEYS[3], math.min(wanted, wanted_of_last))
+local of_others = math.max(0, share(KEYS[2], wanted + count_of(ARGV[14] or 0)) - of_all)
 local found = {}
 local missing = tonumber(ARGV[10]) or math.huge -- tokens of prompts
 
@@ -174,6 +177,13 @@ for i = FIRST, LAST do
     local may_have_more = i == NEWER and next_fits(KEYS[i]) or i ~= NEWER and num_waiting(KEYS[i]) > 0
     refused = may_have_more and 1 or 0
   end
+end
+if of_others > 0 and num_waiting(KEYS[FIRST]) == 0 then
+  local unwanted = {}
+  for i = 15, #ARGV do
+    unwanted[ARGV[i]] = true
+  end
+  taken = taken + read_of_others(turns, KEYS[IN_TURN], KEYS[FIRST], group, of_others, ARGV[9], unwanted)
 end
 uncount(KEYS[5], counts)
 uncount(KEYS[6], counts_of_last)

@@ -149,7 +149,7 @@ def tokens_until_preemption(engine: Engine) -> int:
     while not engine.stats().counters.preemptions["recompute"]:
         transcript.add(engine.step())
     (preempted,) = engine._scheduler._policy
-    assert preempted.request_id == "b" and not preempted.has_inflight_tokens
+    assert preempted.request_id == "b" and not preempted.sequences[0].num_inflight_tokens
     return len(transcript.tokens["b"])
 
 

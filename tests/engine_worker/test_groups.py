@@ -1,5 +1,5 @@
-"""Requests of several choices: the prompt is computed once, blocks are shared until somebody writes, and the group is
-admitted, preempted, resumed and ended as one.
+"""Requests of several choices: the prompt is computed once, blocks are shared until somebody writes, and each choice is
+admitted and preempted by itself.
 """
 
 from typing import Any
@@ -160,54 +160,78 @@ def test_a_search_says_that_it_goes_on_and_answers_at_its_end() -> None:
     ]
 
 
-# All or nothing
+# One by one
 
 
-def test_a_group_waits_until_there_are_seats_for_all_of_it() -> None:
+def test_choices_fork_as_slots_become_free() -> None:
     engine, batches = counted_engine(max_num_seqs=4)
     for name, n in (("a", 3), ("b", 2), ("c", 1)):
         engine.add_request(sampled(request_id=name, n=n, max_tokens=4))
     transcript = run_to_end(engine)
-    names = [{scheduled.sequence.request_id for scheduled in batch.sequences} for batch in batches.seen]
-    assert names == [{"a"}] * 4 + [{"b", "c"}] * 4  # nobody overtakes
+    choices = [{(item.sequence.request_id, item.sequence.choice) for item in batch.sequences} for batch in batches.seen]
+    # The first choices go before the third of a and the second of b.
+    assert choices[0] == {("a", 0), ("a", 1), ("b", 0), ("c", 0)}
+    assert choices[4] == {("a", 2), ("b", 1)} and len(choices) == 8
     assert transcript.ends.keys() == {"a", "b", "c"}
 
 
-def test_a_group_is_preempted_as_a_whole_and_computes_its_prompt_once_again() -> None:
-    """15 blocks: a grows from 3 to 6 of its own, b of three sequences has to leave."""
+def test_the_newest_choice_yields_alone() -> None:
+    """15 blocks: a grows from 3 to 12, so the third and then the second choice of b have to leave."""
     engine, batches = counted_engine(num_blocks=16)
     requests = [sampled(8, "a", n=1, max_tokens=40), sampled(9, "b", max_tokens=12)]
     for request in requests:
         engine.add_request(request)
     transcript = run_to_end(engine)
     assert [outputs(transcript, request) for request in requests] == [expected(request) for request in requests]
-    assert [name for batch in batches.seen for name in preempted(engine._scheduler, batch)] == ["b"]
-    (again,) = [
-        (batch.sequences[index].num_new_tokens, scheduled.sequence.choice)
-        for batch in batches.seen[2:]
-        for index, scheduled in enumerate(batch.sequences)
-        if scheduled.start == 0
-    ]
-    assert again[1] == 0 and again[0] > 9  # the prompt and the first choice's tokens; the others start behind it
+    assert {name for batch in batches.seen for name in preempted(engine._scheduler, batch)} == {"b"}
+    prompts = [item.sequence.choice for batch in batches.seen for item in batch.sequences if item.start == 0]
+    assert prompts == [0, 0, 2]  # of a, of b, and of the choice that came back after all that held the prompt had ended
 
 
-@pytest.mark.parametrize("num_sequences", [3, 4])
-def test_a_group_alone_grows_as_far_as_all_of_it_fits(num_sequences: int) -> None:
-    """12 blocks, 2 of them shared: 3 sequences get 3 each of their own, and 4 get 2."""
-    engine = make_engine(num_blocks=13)
-    engine.add_request(request := sampled(9, n=num_sequences, max_tokens=100))
-    longest = {3: 20, 4: 16}[num_sequences]
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_choices_that_do_not_fit_together_are_not_shortened(
+    enable_prefix_caching: bool, async_scheduling: bool
+) -> None:
+    shape: dict[str, Any] = {"num_blocks": 65, "block_size": 16}
+    engine = make_engine(
+        FakeModelRunner(**shape),
+        **shape,
+        max_num_seqs=32,
+        max_model_len=1000,
+        enable_prefix_caching=enable_prefix_caching,
+        async_scheduling=async_scheduling,
+    )
+    engine.add_request(request := sampled(20, n=16, max_tokens=500))
     transcript = run_to_end(engine)
-    assert outputs(transcript, request) == expected(request, max_num_tokens=longest)
-    assert all(len(output) == longest - 9 for output in outputs(transcript, request))
+    assert outputs(transcript, request) == expected(request, max_num_tokens=1000)
+    assert all(len(output) == 500 for output in outputs(transcript, request))
 
 
-@pytest.mark.parametrize("sampling", [{"n": 9}, {"n": 5, "max_tokens": 2}])
-def test_a_group_that_never_fits_is_refused(sampling: dict[str, Any]) -> None:
-    engine = make_engine(num_blocks=7)
-    engine.add_request(sampled(**sampling))
+def test_beams_alone_grow_as_far_as_all_of_them_fit() -> None:
+    """12 blocks, 2 of them shared: 3 beams get 3 each of their own."""
+    engine = make_engine(num_blocks=13)
+    request = make_request(9, "a", use_beam_search=True, beam_width=3, n=3, max_tokens=100, ignore_eos=True)
+    engine.add_request(request)
+    outputs_of_20 = [output for output, _ in expected_beams(request, max_num_tokens=20)]
+    assert outputs(run_to_end(engine), request) == outputs_of_20
+
+
+def test_beams_that_never_fit_are_refused() -> None:
+    engine = make_engine(num_blocks=7, max_num_seqs=16)
+    engine.add_request(make_request(9, "a", use_beam_search=True, beam_width=5, n=5, max_tokens=2))
     (event,) = engine.step()
     assert isinstance(event, ErrorEvent) and event.code is ErrorCode.CAPACITY_EXCEEDED
+
+
+def test_beams_above_half_of_the_slots_are_refused() -> None:
+    engine = make_engine(max_num_seqs=8)
+    for width in (4, 5):
+        engine.add_request(make_request(9, f"{width}", use_beam_search=True, beam_width=width, n=1, max_tokens=2))
+    ends = run_to_end(engine).ends
+    assert isinstance(ends["4"], FinishEvent)
+    assert isinstance(refused := ends["5"], ErrorEvent) and refused.code is ErrorCode.INVALID_REQUEST
+    assert refused.message == "beam_width is 5; this worker computes at most 4 beams"
 
 
 def test_abort_and_failure_end_the_whole_group() -> None:

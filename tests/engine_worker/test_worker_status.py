@@ -60,8 +60,10 @@ def test_the_heartbeat_tells_phase_step_and_blocks() -> None:
     loading = status.heartbeat(num_steps=0)
     assert (loading.worker_id, loading.phase, loading.progress, loading.kv_blocks_total) == ("w0", "load", 0.25, 0)
     status.stats, status.max_model_len, status.worker_id = make_engine().stats(), 256, "w0.1"
+    status.max_num_seqs = 16
     status.report(WorkerPhase.READY, 1.0)
     ready = status.heartbeat(num_steps=17)
+    assert ready.max_num_seqs == 16
     assert (ready.worker_id, ready.phase, ready.step) == ("w0.1", WorkerPhase.READY, 17)
     assert (ready.kv_blocks_total, ready.kv_blocks_free, ready.max_model_len) == (64, 64, 256)
     assert (ready.running, status.heartbeat(17, in_step=True).running) == (0, 1)

@@ -27,6 +27,7 @@ from shared.messages import (
     encode,
     journal_choices,
 )
+from shared.new_requests import NewRequest, Share
 from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import RedisScripts
@@ -113,6 +114,12 @@ class WorkerHarness:
             request.request_id, encode(request), gateway_id="g", priority_class="interactive", journal=journal
         )
         return request.request_id
+
+    async def submit_all(self, *requests: GenerationRequest) -> None:
+        """As one body of the key that is their tenant."""
+        new = [NewRequest(request.request_id, encode(request), num_prompt_tokens=1) for request in requests]
+        share = Share(requests[0].tenant)
+        await self.scripts.accept_all(new, gateway_id="g", priority_class="interactive", share=share)
 
     async def tokens(self, request_id: str) -> list[int]:
         stored: Any = await self.scripts.redis.get(self.keys.journal(request_id))

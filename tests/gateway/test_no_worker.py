@@ -101,6 +101,16 @@ async def test_the_next_worker_is_taken_to_be_like_the_last(start_gateway: Calla
     assert "64 tokens" in body["error"]["message"]
 
 
+async def test_beams_above_half_of_the_smallest_worker_are_refused(start_gateway: Callable[..., Any]) -> None:
+    gateway = await start_gateway(FakeInferenceClient(says([5])))
+    gateway.engine.workers = [heartbeat(max_num_seqs=64), heartbeat(max_num_seqs=16), heartbeat()]
+    beams = {"prompt": "a", "use_beam_search": True, "stream": True}
+    status, body = await ask(gateway, "/v1/completions", {**beams, "n": 9})
+    assert (status, body["error"]["param"]) == (400, "n") and "expected at most 8" in body["error"]["message"]
+    status, body = await ask(gateway, "/v1/completions", {**beams, "n": 1, "best_of": 9})
+    assert (status, body["error"]["param"]) == (400, "best_of")
+
+
 async def test_lines_of_a_batch_wait_without_a_bound(start: Callable[..., Any], tmp_path: Path) -> None:
     """A line that has waited too long would have its result for good; a batch has the time."""
     gateway = await start(files_dir=tmp_path)

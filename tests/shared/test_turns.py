@@ -271,3 +271,34 @@ async def test_random_histories_lose_and_double_nothing(connections: RedisConnec
         assert sum([await redis.xlen(queue) for queue in keys.queues]) == len(history.alive)
         num_moved += history.num_moved
     assert num_moved > 100  # or little was tried
+
+
+async def take_of_others(scripts: RedisScripts, count: int, *waiting: str, wanted: int = 0) -> list[str]:
+    taken = await scripts.take(WORKER, Demand(wanted, others=count), waiting_flows=[f"k:{key}" for key in waiting])
+    return [entry.request_id for entry in taken.entries]
+
+
+async def test_a_full_worker_reads_one_request_of_each_other_key(store: RedisScripts) -> None:
+    await accept(store, *[f"h{number}" for number in range(300)])
+    assert await take_of_others(store, 2, "h") == []
+    for key in "pqr":
+        await accept(store, *[f"{key}{number}" for number in range(3)])
+    assert await take_of_others(store, 2, "h") == ["p0", "q0"]
+    assert await take_of_others(store, 9, "h", "p", "q") == ["r0"]
+    assert await take_of_others(store, 9, "h", "p", "q", "r") == []
+    assert set(await order(store, 306, each=306)) >= {"h299", "p2", "q2", "r2"}  # nothing is lost
+
+
+async def test_requests_of_others_come_beside_those_wanted(store: RedisScripts) -> None:
+    await accept(store, *[f"h{number}" for number in range(9)])
+    await accept(store, "p0")
+    assert await take_of_others(store, 1, "h", wanted=1) in (["h0", "p0"], ["p0"])
+
+
+async def test_a_full_worker_leaves_what_was_given_back_to_others(store: RedisScripts) -> None:
+    await accept(store, "h0", "h1")
+    await accept(store, "p0")
+    (entry,) = await take(store)
+    await store.claim(WORKER, [entry])
+    await store.unclaim(WORKER, [entry])
+    assert await take_of_others(store, 4, "h") == []  # it has a class above, and whose it is nobody knows

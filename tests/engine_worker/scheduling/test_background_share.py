@@ -90,10 +90,10 @@ def test_blocks_are_left_for_those_who_come() -> None:
 def test_a_batch_is_alone_again_after_a_while() -> None:
     config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=128, max_model_len=100)
     share = BackgroundShare(config, num_usable_blocks=80)
-    assert (share.seats, share.prefill_budget(8), share.reserved_blocks) == (24, 120, 10)
+    assert (share.num_slots, share.prefill_budget(8), share.reserved_blocks) == (24, 120, 10)
     share.count_step(has_interactive=True)
     for _ in range(ALONE_AFTER_STEPS - 1):
         share.count_step(has_interactive=False)
-    assert (share.seats, share.prefill_budget(8)) == (2, 8)
+    assert (share.num_slots, share.prefill_budget(8)) == (2, 8)
     share.count_step(has_interactive=False)
-    assert (share.seats, share.prefill_budget(8)) == (24, 120)
+    assert (share.num_slots, share.prefill_budget(8)) == (24, 120)

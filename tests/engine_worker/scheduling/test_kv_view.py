@@ -35,9 +35,9 @@ def test_shared_blocks_have_their_references() -> None:
     assert (view["device"]["ref_counts"], view["device"]["states"][:5]) == ({"1": 3}, "psaaa")
 
 
-def test_a_sequence_without_a_seat_waits_for_one() -> None:
+def test_a_sequence_without_a_running_slot_waits_for_one() -> None:
     engine = make_engine(max_num_seqs=1)
     for name in ("a", "b"):
         engine.add_request(make_request(5, name, max_tokens=12, ignore_eos=True))
     engine.step()
-    assert engine.kv_view()["waits_for"] == "a seat"
+    assert engine.kv_view()["waits_for"] == "a running slot"

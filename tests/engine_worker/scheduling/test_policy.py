@@ -1,33 +1,53 @@
-"""First come, first served: the queue's order, also after put_back and remove."""
+"""Who is next, also after put_back and remove, and who yields: within a tenant, between tenants, between classes."""
 
 import pytest
 
-from engine_worker.scheduling.policy import FirstComeFirstServed
+from engine_worker.scheduling.policy import FairShare
+from engine_worker.scheduling.running_slots import RunningSlots, Tenant
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from tests.builders import make_sequence
 
 
+def make_group(
+    tenant: str = "", *, is_background: bool = False, weight: float = 1.0, max_running: int = 0
+) -> SequenceGroup:
+    return SequenceGroup([make_sequence()], is_background=is_background, tenant=Tenant(tenant, weight, max_running))
+
+
+class Running:
+    """A policy, and groups that run in order of admission; none has got a token since it was preempted."""
+
+    def __init__(self) -> None:
+        self.slots = RunningSlots(64)
+        self.policy = FairShare(self.slots)
+        self.groups: dict[str, SequenceGroup] = {}
+
+    def run(self, group: SequenceGroup, num_preemptions: int = 0) -> SequenceGroup:
+        (sequence,) = group.sequences
+        sequence.num_preemptions, sequence.num_tokens_when_preempted = num_preemptions, sequence.num_tokens
+        group.activate(sequence)
+        self.slots.take(group.tenant, group.num_slots, is_background=group.is_background)
+        self.groups[group.request_id] = group
+        return group
+
+    def victim(self, needing: int) -> int:
+        in_order = list(self.groups.values())
+        return in_order.index(self.policy.choose_victim(self.groups, in_order[needing]))
+
+
+def order(policy: FairShare) -> list[SequenceGroup]:
+    return [*policy.candidates(is_background=False), *policy.candidates(is_background=True)]
+
+
 def test_order_of_admission() -> None:
-    policy = FirstComeFirstServed()
-    first, second, third, preempted = (SequenceGroup([make_sequence()]) for _ in range(4))
+    policy = Running().policy
+    first, second, third, preempted = (make_group() for _ in range(4))
     for group in (first, second, third):
         policy.add(group)
     policy.put_back(preempted)
-    policy.remove(second.request_id)
-    policy.remove("unknown")
-    assert policy.first() is preempted
-    assert [policy.pop_first() for _ in range(len(policy))] == [preempted, first, third]
-    assert policy.first() is None
-
-
-def running_sequences(*num_preemptions: int) -> dict[str, SequenceGroup]:
-    """In order of admission; none has got a token since it was preempted."""
-    running = {}
-    for number in num_preemptions:
-        sequence = make_sequence()
-        sequence.num_preemptions, sequence.num_tokens_when_preempted = number, sequence.num_tokens
-        running[sequence.request_id] = SequenceGroup([sequence])
-    return running
+    policy.remove(second)
+    assert order(policy) == [preempted, first, third]
+    assert len(policy) == 3 and policy.get(second.request_id) is None
 
 
 @pytest.mark.parametrize(
@@ -43,21 +63,20 @@ def running_sequences(*num_preemptions: int) -> dict[str, SequenceGroup]:
     ],
 )
 def test_who_yields(num_preemptions: tuple[int, ...], needing: int, victim: int) -> None:
-    running = running_sequences(*num_preemptions)
-    in_order = list(running.values())
-    assert in_order.index(FirstComeFirstServed().choose_victim(running, in_order[needing])) == victim
+    running = Running()
+    for number in num_preemptions:
+        running.run(make_group(), number)
+    assert running.victim(needing) == victim
 
 
 def test_interactive_requests_come_before_a_batch() -> None:
-    policy = FirstComeFirstServed()
-    line, chat, other = (
-        SequenceGroup([make_sequence()], is_background=is_background) for is_background in (True, False, False)
-    )
+    policy = Running().policy
+    line, chat, other = (make_group(is_background=is_background) for is_background in (True, False, False))
     for group in (line, chat, other):
         policy.add(group)
     assert list(policy) == [chat, other, line] and policy.num_interactive == 2 and policy.get(line.request_id) is line
-    policy.put_back(preempted := SequenceGroup([make_sequence()], is_background=True))
-    assert [policy.pop_first() for _ in range(4)] == [chat, other, preempted, line]
+    policy.put_back(preempted := make_group(is_background=True))
+    assert order(policy) == [chat, other, preempted, line]
 
 
 @pytest.mark.parametrize(
@@ -73,15 +92,73 @@ def test_interactive_requests_come_before_a_batch() -> None:
     ],
 )
 def test_a_batch_yields_first(classes: str, num_preemptions: tuple[int, ...], needing: int, victim: int) -> None:
-    running = running_sequences(*num_preemptions)
-    in_order = list(running.values())
-    for group, kind in zip(in_order, classes, strict=True):
-        group.is_background = kind == "b"
-    assert in_order.index(FirstComeFirstServed().choose_victim(running, in_order[needing])) == victim
+    running = Running()
+    for kind, number in zip(classes, num_preemptions, strict=True):
+        running.run(make_group(is_background=kind == "b"), number)
+    assert running.victim(needing) == victim
 
 
 def test_a_token_more_unpins() -> None:
-    running = running_sequences(0, 0, 2)
-    first, _, newest = running.values()
+    running = Running()
+    for number in (0, 0, 2):
+        newest = running.run(make_group(), number)
     newest.sequences[0].output_token_ids.append(1)
-    assert FirstComeFirstServed().choose_victim(running, first) is newest
+    assert running.victim(0) == 2
+
+
+@pytest.mark.parametrize(
+    ("tenants", "needing", "victim"),
+    [
+        ("aaab", 0, 2),  # a keeps two without its newest, b none
+        ("aaab", 3, 2),  # an older group of the tenant above its share yields to a newer one
+        ("aabb", 0, 3),  # equal: the newest
+        ("abab", 2, 3),
+        ("bbaaa", 1, 4),
+    ],
+)
+def test_the_tenant_furthest_above_its_share_yields(tenants: str, needing: int, victim: int) -> None:
+    running = Running()
+    for tenant in tenants:
+        running.run(make_group(tenant))
+    assert running.victim(needing) == victim
+
+
+def test_tenants_are_admitted_by_their_share() -> None:
+    running = Running()
+    for tenant in "aab":
+        running.run(make_group(tenant))
+    waiting = [make_group(tenant, weight=weight) for tenant, weight in (("a", 1), ("a", 1), ("b", 1), ("c", 4))]
+    for group in waiting:
+        running.policy.add(group)
+    assert order(running.policy) == [waiting[3], waiting[2], waiting[0], waiting[1]]
+
+
+@pytest.mark.parametrize(
+    ("held", "weight", "yields"),
+    [
+        ((0, 1), 1.0, False),  # the only one of its tenant would then wait in turn
+        ((0, 2), 1.0, True),
+        ((1, 2), 1.0, False),
+        ((31, 33), 1.0, True),
+        ((32, 32), 1.0, False),
+        ((20, 12), 2.0, True),  # of twice the weight: 21 are as 10.5
+        ((22, 12), 2.0, False),
+    ],
+)
+def test_a_tenant_below_its_share_takes_a_slot(held: tuple[int, int], weight: float, yields: bool) -> None:
+    running = Running()
+    for tenant, count in zip("ba", held, strict=True):
+        for _ in range(count):
+            newest = running.run(make_group(tenant, weight=weight if tenant == "b" else 1.0))
+    victim = running.policy.choose_for_share(running.groups, make_group("b", weight=weight))
+    assert victim is (newest if yields else None)
+
+
+def test_a_tenant_at_its_limit_is_passed_over() -> None:
+    running = Running()
+    running.run(make_group("a", max_running=1))
+    waiting = [make_group("a", max_running=1), make_group("b")]
+    for group in waiting:
+        running.policy.add(group)
+    assert list(running.policy.candidates(is_background=False)) == waiting[1:]
+    assert running.policy.num_ready(is_background=False) == 1

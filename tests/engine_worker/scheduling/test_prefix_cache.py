@@ -7,6 +7,7 @@ import pytest
 
 from engine_worker.scheduling.batch import BlockCopy
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.prefix_cache import cache_root
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import FinishEvent
@@ -215,6 +216,20 @@ def test_500_requests_compute_their_common_prefix_once(max_num_batched_tokens: i
         cached.append(end.usage.cached_tokens)
     assert cached == [0] + [1024] * 499
     assert runner.num_computed_tokens == 1024 + sum(2 + len(tokens) - 1 for tokens in transcript.tokens.values())
+
+
+@pytest.mark.parametrize("host_blocks", [0, 20])
+def test_a_failed_request_leaves_nothing_in_the_cache(host_blocks: int) -> None:
+    runner = FakeModelRunner()
+    host_tier = HostTierConfig(num_blocks=host_blocks) if host_blocks else None
+    engine = make_engine(runner, host_tier=host_tier)
+    for name, failure in (("a", None), ("b", "not a number"), ("c", None)):
+        if failure:
+            runner.failures[name] = failure
+        engine.add_request(make_request(TOKENS[:8], name, max_tokens=6, ignore_eos=True))
+        end = run_to_end(engine).ends[name]
+        if not failure:
+            assert cast(FinishEvent, end).usage.cached_tokens == 0  # c: b used what a had published
 
 
 def test_cached_tokens_reach_usage_and_count_the_first_admission_only() -> None:

@@ -11,7 +11,7 @@ from shared.messages import ErrorCode, StoredChoice
 from tests.builders import make_request
 
 LIMITS = RequestLimits(
-    vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, most_blocks_each=8, max_num_seqs=8
+    vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, most_blocks_each=8, max_beam_width=64
 )
 
 
@@ -41,6 +41,7 @@ LIMITS = RequestLimits(
         ({"n": 0}, "n is 0"),
         ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width is 2; it must be at least n, 3"),
         ({"use_beam_search": True, "beam_width": 51}, "only 100 tokens"),
+        ({"use_beam_search": True, "beam_width": 65}, "beam_width is 65; this worker computes at most 64 beams"),
         ({"use_beam_search": True, "beam_width": 2, "temperature": 1.0}, "does not sample"),
         ({"use_beam_search": True, "beam_width": 2, "length_penalty": nan}, "length_penalty is nan"),
     ],
@@ -71,17 +72,15 @@ def test_bad_prompts(prompt: list[int], resumed: list[int], code: ErrorCode, nam
 @pytest.mark.parametrize(
     ("num_prompt", "sampling", "named"),
     [
-        (3, {"n": 9}, "9 sequences at one time; this worker computes at most 8"),
-        (3, {"use_beam_search": True, "beam_width": 9}, "9 sequences"),
-        # 6 blocks of 4: 2 are shared, so 4 sequences can have one of their own, and 5 cannot
-        (8, {"n": 5}, "one token of each of 5 sequences need 13 KV slots; this worker has 24"),
-        (11, {"n": 5}, "need 28 KV slots"),
-        (15, {"n": 4}, "need 28 KV slots"),
+        # 6 blocks of 4: 2 are shared, so 4 beams can have one of their own, and 5 cannot
+        (8, {"beam_width": 5}, "one token of each of 5 sequences need 13 KV slots; this worker has 24"),
+        (11, {"beam_width": 5}, "need 28 KV slots"),
+        (15, {"beam_width": 4}, "need 28 KV slots"),
     ],
 )
-def test_groups_that_never_fit(num_prompt: int, sampling: dict[str, Any], named: str) -> None:
+def test_beams_that_never_fit(num_prompt: int, sampling: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestRefused, match=named) as refusal:
-        check_request(make_request(num_prompt, **sampling), [], replace(LIMITS, vocab_size=1000))
+        check_request(make_request(num_prompt, use_beam_search=True, **sampling), [], replace(LIMITS, vocab_size=1000))
     assert refusal.value.code is ErrorCode.CAPACITY_EXCEEDED
 
 
@@ -90,7 +89,7 @@ def test_groups_that_never_fit(num_prompt: int, sampling: dict[str, Any], named:
     [
         make_request([0, 99], temperature=0.0),
         make_request([1] * 11, n=4),
-        make_request([1] * 4, n=5, max_tokens=10_000),
+        make_request([1] * 4, n=64, max_tokens=10_000),  # each choice fits alone
         make_request([1], use_beam_search=True, beam_width=6, n=2, length_penalty=-2.0, early_stopping="never"),
         make_request([1] * 23, max_tokens=10_000),  # it ends at the context's end, which is no error
         make_request([1], temperature=2.0, top_k=5, top_p=1.0, min_p=1.0, repetition_penalty=1.3),
