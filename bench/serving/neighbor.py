@@ -70,7 +70,7 @@ async def _measure_all(options: argparse.Namespace) -> dict[str, Any]:
     measured = {}
     for name in options.pattern or PATTERNS:
         measured[name] = await _measure(options, name)
-        print(f"{name}: {measured[name]['misses'] or 'as it should be'}", file=sys.stderr)
+        print(table({name: measured[name]}), measured[name]["misses"] or "as it should be", file=sys.stderr, flush=True)
     return measured
 
 
