@@ -77,8 +77,7 @@ async def turn_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
     async def accept(count: int, key: int, name: str) -> None:
         requests = [NewRequest(f"{name}-{number}", b"body", num_prompt_tokens=100) for number in range(count)]
         share = Share(hashlib.sha256(str(key).encode()).hexdigest())
-        options = {"gateway_id": "g", "priority_class": "interactive", "max_queued": 10**6}
-        await scripts.accept_all(requests, share=share, **options)
+        await scripts.accept_all(requests, gateway_id="g", priority_class="interactive", max_queued=10**6, share=share)
 
     async def fill() -> None:
         for number in range(NUM_WAITING // BODY_REQUESTS):
