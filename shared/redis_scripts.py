@@ -55,7 +55,8 @@ ACCOUNT_SECONDS = 7_200  # what a key's requests hold, counted since its last on
 BARE_REQUEST_BYTES = 1_024  # of the store beside body, record and journal: fields, names, entries of queue and account
 # For which a choice's place counts in turns: else a thousand short prompts would cost as much as one long one.
 PLACE_TOKENS = 128
-FLOW = "k:"  # before a key's hash, which is empty where nobody has a key
+FLOW = "k:"  # before the beginning of a key's hash, which is empty where nobody has a key
+FLOW_DIGITS = 16  # 64 bits tell the keys of one server apart, and an entry is shorter
 MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
 MAX_ATTEMPTS = 10
 
@@ -278,7 +279,7 @@ class RedisScripts:
         max_bytes, account = None, self.keys.request(first_id)
         if share is not None and share.max_bytes is not None:
             max_bytes, account = share.max_bytes, self.keys.account(share.owner_key_hash)
-        flow = FLOW + share.owner_key_hash if share and queue_name != NEWER else ""
+        flow = FLOW + share.owner_key_hash[:FLOW_DIGITS] if share and queue_name != NEWER else ""
         weight = share.weight if share else 1.0
         turns = [self.keys.request(first_id)] * 2 if queue_name == NEWER else self.keys.turns(priority_class)
         pairs = self._pairs([request.request_id for request in requests])

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 import psutil
@@ -58,6 +58,9 @@ class Watched:
     memory_bytes: int = 0
 
 
+Phase: TypeAlias = tuple[tuple[list[RequestResult], Watched], dict[str, int]]  # chats, and the client's answers
+
+
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     result = {**provenance(["neighbor", *argv]), "patterns": asyncio.run(_measure_all(options))}
@@ -70,7 +73,7 @@ async def _measure_all(options: argparse.Namespace) -> dict[str, Any]:
     measured = {}
     for name in options.pattern or PATTERNS:
         measured[name] = await _measure(options, name)
-        print(f"{name}: {measured[name]['misses'] or 'as it should be'}", file=sys.stderr)
+        print(table({name: measured[name]}), measured[name]["misses"] or "as it should be", file=sys.stderr, flush=True)
     return measured
 
 
@@ -82,7 +85,7 @@ async def _measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
         await _chats(target, options, "warm-up", WARM_UP_CHATS)
         gateway = fleet.processes["gateway 0"]
         at_start = gateway.memory_info().rss
-        phases = {"alone": (await _watched_chats(fleet, target, options), {})}
+        phases: dict[str, Phase] = {"alone": (await _watched_chats(fleet, target, options), {})}
         if honest:
             phases["spread"] = await _chats_beside(options, name, fleet, target, [keys[key] for key in honest])
             await asyncio.sleep(QUIET_SECONDS)
@@ -95,7 +98,7 @@ async def _measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 async def _chats_beside(
     options: argparse.Namespace, name: str, fleet: OwnFleet, target: Target, keys: list[str]
-) -> tuple[tuple[list[RequestResult], Watched], dict[str, int]]:
+) -> Phase:
     """Chats beside a pattern, and how often its client had which answer."""
     hostile = await _begin(options, name, fleet.url, keys)
     assert hostile.stdout is not None
@@ -109,7 +112,7 @@ async def _chats_beside(
 def _figures(
     options: argparse.Namespace,
     pattern: Pattern,
-    phases: dict[str, tuple[tuple[list[RequestResult], Watched], dict[str, int]]],
+    phases: dict[str, Phase],
     growth_bytes: int,
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {"hostile_answers": phases["beside"][1], "gateway_growth_bytes": growth_bytes}

@@ -6,6 +6,7 @@ into that queue. Each figure is the best round, because other programs on the ma
 
 import argparse
 import asyncio
+import hashlib
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -75,9 +76,8 @@ async def turn_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
 
     async def accept(count: int, key: int, name: str) -> None:
         requests = [NewRequest(f"{name}-{number}", b"body", num_prompt_tokens=100) for number in range(count)]
-        share = Share(f"{key:064x}")
-        options = {"gateway_id": "g", "priority_class": "interactive", "max_queued": 10**6}
-        await scripts.accept_all(requests, share=share, **options)
+        share = Share(hashlib.sha256(str(key).encode()).hexdigest())
+        await scripts.accept_all(requests, gateway_id="g", priority_class="interactive", max_queued=10**6, share=share)
 
     async def fill() -> None:
         for number in range(NUM_WAITING // BODY_REQUESTS):

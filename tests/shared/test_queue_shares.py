@@ -1,6 +1,7 @@
 """Queue places are divided between API keys (accept.lua), and turns survive cancellation and older versions."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -73,7 +74,7 @@ async def cancel_body(scripts: RedisScripts, key: str, count: int, name: str = "
 
 async def unread(redis: Redis, keys: RedisKeys) -> list[bytes]:
     """Return the ids of interactive entries that no worker has read."""
-    entries = await redis.xrange(keys.queue(INTERACTIVE))
+    entries: Any = await redis.xrange(keys.queue(INTERACTIVE))
     groups = await redis.xinfo_groups(keys.queue(INTERACTIVE))
     last = groups[0]["last-delivered-id"]
     return [entry_id for entry_id, _ in entries if _order(entry_id) > _order(last)]
@@ -167,7 +168,7 @@ class TestTurns:
         await take(store, 4)
         for number in (8, 7):
             assert await store.cancel(f"a-{number}", INTERACTIVE)
-        in_order = await redis.zrange(keys.turns(INTERACTIVE)[0], 0, -1)
+        in_order: Any = await redis.zrange(keys.turns(INTERACTIVE)[0], 0, -1)
         assert sorted(in_order, key=_order) == await unread(redis, keys)
         assert len(in_order) == 6
 
@@ -228,10 +229,12 @@ class TestOlderVersions:
         await accept(store, "a", 9)
         await redis.xreadgroup(GROUP, WORKER, {queue: ">"})
         for number in range(9):
-            (entry_id, _), *_ = await redis.xrange(queue)
+            entries: Any = await redis.xrange(queue)
+            entry_id = entries[0][0]
             await store.finish(WORKER, [Ending(f"a-{number}", queue, entry_id)], [])
         await accept(store, "a", name="again")
-        assert (await redis.hget(keys.turns(INTERACTIVE)[1], "k:a")).endswith(b" 1")
+        stored: Any = await redis.hget(keys.turns(INTERACTIVE)[1], "k:a")
+        assert stored.endswith(b" 1")
 
     async def test_turn_without_a_count_is_read(self, store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
         await accept(store, "b", 2)
