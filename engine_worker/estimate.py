@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 
 from engine_worker.execution.kv_dtype_choice import chosen_kv_cache_dtype
 from engine_worker.execution.quantization_choice import chosen_quantization
-from engine_worker.execution.settings import CUDA_MEMORY_RATIO, IN_GROUPS, MODEL_IMPLS, QUANTIZATIONS, ExecutionSettings
+from engine_worker.execution.settings import (
+    CUDA_MEMORY_RATIO,
+    IN_GROUPS,
+    MAX_NUM_SEQS,
+    MODEL_IMPLS,
+    QUANTIZATIONS,
+    ExecutionSettings,
+)
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
@@ -51,13 +58,14 @@ class Estimate:
     weight_format: str = ""  # of products that are quantised
     window: int = 0  # tokens that each layer sees, where all have a window: a sequence keeps no more
     tensor_parallel_size: int = 1  # where there are more devices, all bytes are those of one of them
+    token_counts_bytes: int = 0  # of penalties: 2 bytes for each token of the vocabulary and each running slot
 
     @property
     def kv_cache_tokens(self) -> int:
         return self.kv_blocks * (self.kv_block_bytes // self.kv_bytes_per_token)
 
 
-def estimate(
+def estimate(  # noqa: PLR0913 - what `pagestream estimate` asks for
     config: ModelShape,
     *,
     memory_bytes: int,
@@ -67,8 +75,9 @@ def estimate(
     kv_dtype: str = "auto",
     blueprint: "Blueprint | None" = None,
     tensor_parallel_size: int = 1,
+    max_num_seqs: int = 0,
 ) -> Estimate:
-    """`memory_bytes`: of a device, for weights and KV. Raises DoesNotFit.
+    """`memory_bytes`: of a device, for weights, token counts and KV. Raises DoesNotFit.
 
     `kv_dtype`: one of KV_CACHE_DTYPES. `blueprint`: knows the share of `tensor_parallel_size` devices, and quantised
     weights; without it they are all of `config`, in `dtype`.
@@ -79,7 +88,8 @@ def estimate(
         share, weight_format = blueprint.share(tensor_parallel_size), blueprint.weight_format
         weights_bytes = blueprint.weights_bytes(tensor_parallel_size, itemsize)
     layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
-    kv_bytes = memory_bytes - weights_bytes
+    token_counts_bytes = 2 * max_num_seqs * config.vocab_size
+    kv_bytes = memory_bytes - weights_bytes - token_counts_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one is padding
     # As they stay, a token a step: while one computes its prompt it holds a step's tokens more than a window.
     needed = {tokens: layout.most_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
@@ -104,6 +114,7 @@ def estimate(
         tensor_parallel_size=tensor_parallel_size,
         weight_format=weight_format,
         window=layout.groups[0].window,
+        token_counts_bytes=token_counts_bytes,
     )
 
 
@@ -165,15 +176,18 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
         kv_dtype=options.kv_cache_dtype,
         blueprint=blueprint,
         tensor_parallel_size=size,
+        max_num_seqs=parse_count(options.max_num_seqs) if options.max_num_seqs else MAX_NUM_SEQS[options.device],
     )
 
 
 def _text(found: Estimate) -> str:
     products = f", products of {found.weight_format}" if found.weight_format else ""
     weights, kv_cache = (num_bytes / 2**30 for num_bytes in (found.weights_bytes, found.kv_cache_bytes))
+    counts = found.token_counts_bytes / 2**30
     token, block = found.kv_bytes_per_token / 1024, found.kv_block_bytes / 1024
     lines = [
         f"weights     {weights:8.2f} GiB   {found.parameters / 1e9:.2f} G parameters in {found.dtype}{products}",
+        f"counts      {counts:8.2f} GiB   token counts of penalties",
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
         f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block, in {found.kv_cache_dtype}",
     ]
@@ -210,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu-memory-utilization", type=float, default=CUDA_MEMORY_RATIO, help="of it, for weights and KV"
     )
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
+    parser.add_argument("--max-num-seqs", default="", metavar="N", help="as of a worker; default: that of --device")
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="default: as saved")
     parser.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="as of a worker (%(default)s)")
     parser.add_argument(

@@ -4,8 +4,8 @@
     count_drawn(counts, rows, token_ids)                           add the token that each row has drawn
     apply_penalties(scores, score_rows, counts, rows, penalties)   change the scores of the counted tokens
 
-A row of counts [R, W] int16 belongs to one sequence; W is the size of the vocabulary, padded to a multiple of 8. In each
-entry bit 15 marks a token of the prompt, and the other bits count it in the output, up to MAX_COUNT. A resumed sequence
+A row of counts [R, W] int16 belongs to one sequence; W is the size of the vocabulary, padded to a multiple of 8. Bit 15
+of an entry marks a token of the prompt, and the other bits count it in the output, up to MAX_COUNT. A resumed sequence
 and one that never stopped have the same counts, so they have the same scores.
 
 CPU tensors use the reference below, CUDA tensors token_counts_triton.py.
