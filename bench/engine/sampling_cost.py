@@ -43,7 +43,11 @@ def features(token_ids: range) -> dict[str, dict[str, Any]]:
 
 def sampling_cost(bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield the time of a step with each parameter, and its ratio to that of none before and after."""
+    kv_cache = bench.session.stats().kv_cache
     for prompt_tokens in PROMPT_TOKENS:
+        if BATCH * (prompt_tokens + OUTPUT_TOKENS) > kv_cache.num_blocks * kv_cache.block_size:
+            yield {"what": "sampling_cost", "prompt": prompt_tokens, "skipped": "its KV does not fit"}
+            continue
         prompts = [bench.prompt(prompt_tokens) for _ in range(BATCH)]
         before = 0.0
         for name, changes in {"to compute the prompts": {}, **features(bench.token_ids), "none again": {}}.items():

@@ -64,16 +64,16 @@ class SampledTokens:
     def by_sequence(self) -> dict[SampledSequence, int]:
         """Waits for the device, as collect() does, and may be called before it."""
         self._wait()
-        return dict(zip(self._inputs.sequences, self._host_token_ids.tolist(), strict=True))
+        return dict(zip(self._inputs.sequences, self._host_token_ids.numpy().tolist(), strict=True))
 
     def collect(self) -> Samples:
         self._wait()
         sequences = self._inputs.sequences
         failures = dict(self._inputs.refusals)
-        for sequence, best in zip(sequences, self._host_best.tolist(), strict=True):
+        for sequence, best in zip(sequences, self._host_best.numpy().tolist(), strict=True):
             if not math.isfinite(best):
                 failures.setdefault(sequence.request_id, _failure_message(best))
-        chosen = zip(self._host_token_ids.tolist(), sequences, strict=True)
+        chosen = zip(self._host_token_ids.numpy().tolist(), sequences, strict=True)
         token_ids = [None if sequence.request_id in failures else token_id for token_id, sequence in chosen]
         return Samples(token_ids, failures, self._logprobs())
 

@@ -37,6 +37,7 @@ from kernels.kv_block_copy import copy_kv_blocks_triton
 from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling.cuda import sample_tokens_triton
+from kernels.sampling.log_normalizers_triton import log_normalizers_triton
 from kernels.sampling.reference import SamplingRows
 from kernels.sampling.token_counts import counts_width
 from kernels.sampling.token_counts_triton import apply_penalties_triton, count_drawn_triton, recount_triton
@@ -198,6 +199,7 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
         apply_token_bitmask_triton(scores, numbers_of_rows, masks)
         apply_token_bitmask_triton(scores, At8Bytes(numbers_of_rows), masks)
         counts, rows_of_counts = empty(64, counts_width(vocab_size), dtype=torch.int16), At8Bytes(numbers_of_rows)
+        log_normalizers_triton(scores)
         for rows_of in (numbers_of_rows, rows_of_counts):
             spans, token_ids = empty(32, 4, dtype=torch.int32), empty(999, dtype=torch.int32)
             recount_triton(counts, rows_of, token_ids, spans)

@@ -107,6 +107,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "draw_kernel",
         "_unpack_inputs_kernel",
         "_token_bitmask_kernel",
+        "_log_normalizer_kernel",
         "_recount_kernel",
         "_count_drawn_kernel",
         "_apply_penalties_kernel",

@@ -7,6 +7,7 @@ from bench.engine.sampling_memory import measure
 from bench.kernel.cases import Check
 from bench.kernel.gpu_check import all_checks
 from bench.kernel.sampling import run_checks
+from kernels.sampling.log_normalizers import log_normalizers, top_scores
 from kernels.sampling.token_counts import apply_penalties, count_drawn, new_counts, recount
 from kernels.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
 
@@ -64,6 +65,19 @@ def test_token_counts_on_the_gpu_equal_the_reference(vocab_size: int) -> None:
         results.append((counts.cpu()[:, :vocab_size], penalized.cpu()))
     (found, found_scores), (expected, expected_scores) = results
     assert torch.equal(found, expected) and torch.equal(found_scores, expected_scores)
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 49_152, 151_936])
+def test_log_probabilities_on_the_gpu_equal_float64(vocab_size: int) -> None:
+    scores = 4 * torch.randn(70, vocab_size, device="cuda")
+    scores[3, ::2] = -torch.inf
+    best, log_sums = log_normalizers(scores)
+    exact = scores.double().logsumexp(-1)
+    assert torch.allclose((best + log_sums).double(), exact, atol=4e-6)  # two roundings of numbers below 32
+    alone = [log_normalizers(scores[row : row + 1])[1] for row in range(0, 70, 9)]
+    assert torch.equal(torch.cat(alone), log_sums[::9])
+    values, token_ids = top_scores(scores, 20)
+    assert torch.equal(values, scores.topk(20).values) and torch.equal(scores.gather(1, token_ids), values)
 
 
 def test_sampling_takes_no_more_memory_than_was_measured() -> None:
