@@ -12,7 +12,7 @@ from bench.engine.session import step_figures
 from shared.messages import SamplingParams
 
 BATCH = 256
-PROMPT_TOKENS = (1024, 4096)
+PROMPT_TOKENS = (4096, 1024)
 OUTPUT_TOKENS = 192  # more than the steps that compute 256 prompts of 4,096 tokens
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1}
 
