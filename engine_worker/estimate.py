@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,7 @@ class Estimate:
         return self.kv_blocks * (self.kv_block_bytes // self.kv_bytes_per_token)
 
 
-def estimate(  # noqa: PLR0913 - what `pagestream estimate` asks for
+def estimate(
     config: ModelShape,
     *,
     memory_bytes: int,
@@ -75,9 +75,8 @@ def estimate(  # noqa: PLR0913 - what `pagestream estimate` asks for
     kv_dtype: str = "auto",
     blueprint: "Blueprint | None" = None,
     tensor_parallel_size: int = 1,
-    max_num_seqs: int = 0,
 ) -> Estimate:
-    """`memory_bytes`: of a device, for weights, token counts and KV. Raises DoesNotFit.
+    """`memory_bytes`: of a device, for weights and KV. Raises DoesNotFit.
 
     `kv_dtype`: one of KV_CACHE_DTYPES. `blueprint`: knows the share of `tensor_parallel_size` devices, and quantised
     weights; without it they are all of `config`, in `dtype`.
@@ -88,8 +87,7 @@ def estimate(  # noqa: PLR0913 - what `pagestream estimate` asks for
         share, weight_format = blueprint.share(tensor_parallel_size), blueprint.weight_format
         weights_bytes = blueprint.weights_bytes(tensor_parallel_size, itemsize)
     layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
-    token_counts_bytes = 2 * max_num_seqs * config.vocab_size
-    kv_bytes = memory_bytes - weights_bytes - token_counts_bytes
+    kv_bytes = memory_bytes - weights_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one is padding
     # As they stay, a token a step: while one computes its prompt it holds a step's tokens more than a window.
     needed = {tokens: layout.most_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
@@ -114,7 +112,6 @@ def estimate(  # noqa: PLR0913 - what `pagestream estimate` asks for
         tensor_parallel_size=tensor_parallel_size,
         weight_format=weight_format,
         window=layout.groups[0].window,
-        token_counts_bytes=token_counts_bytes,
     )
 
 
@@ -167,17 +164,19 @@ def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
 def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) -> Estimate:
     config = blueprint.shape
     length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
-    return estimate(
+    max_num_seqs = parse_count(options.max_num_seqs) if options.max_num_seqs else MAX_NUM_SEQS[options.device]
+    token_counts_bytes = 2 * max_num_seqs * config.vocab_size
+    found = estimate(
         config,
-        memory_bytes=int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization),
+        memory_bytes=int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization) - token_counts_bytes,
         block_size=options.block_size,
         max_model_len=length,
         dtype=options.dtype or config.dtype,
         kv_dtype=options.kv_cache_dtype,
         blueprint=blueprint,
         tensor_parallel_size=size,
-        max_num_seqs=parse_count(options.max_num_seqs) if options.max_num_seqs else MAX_NUM_SEQS[options.device],
     )
+    return replace(found, token_counts_bytes=token_counts_bytes)
 
 
 def _text(found: Estimate) -> str:

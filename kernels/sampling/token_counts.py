@@ -8,14 +8,17 @@ A row of counts [R, W] int16 belongs to one sequence; W is the size of the vocab
 of an entry marks a token of the prompt, and the other bits count it in the output, up to MAX_COUNT. A resumed sequence
 and one that never stopped have the same counts, so they have the same scores.
 
-CPU tensors use the reference below, CUDA tensors token_counts_triton.py.
+CPU tensors use token_counts_reference.py, CUDA tensors token_counts_triton.py.
 """
 
 import torch
 from torch import Tensor
 
-MAX_COUNT = 2**15 - 1
-_IN_PROMPT = -(2**15)
+from kernels.sampling.token_counts_reference import (
+    apply_penalties_reference,
+    count_drawn_reference,
+    recount_reference,
+)
 
 
 def new_counts(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -67,7 +70,7 @@ def apply_penalties(scores: Tensor, score_rows: Tensor, counts: Tensor, rows: Te
     """Penalize the scores of tokens that occur: repetition in prompt and output, frequency and presence in the output.
 
     Args:
-        scores: [N, V], float32, modified in place.
+        scores: [N, V], float32, contiguous, modified in place.
         score_rows: [P], int32, rows of `scores`, none twice.
         counts: [R, W], int16.
         rows: [P], int32, the row of `counts` of each score row.
@@ -81,33 +84,3 @@ def apply_penalties(scores: Tensor, score_rows: Tensor, counts: Tensor, rows: Te
         apply_penalties_triton(scores, score_rows, counts, rows, penalties)
     else:
         apply_penalties_reference(scores, score_rows, counts, rows, penalties)
-
-
-def recount_reference(counts: Tensor, rows: Tensor, token_ids: Tensor, spans: Tensor) -> None:
-    """Do what recount() does, with torch."""
-    width = counts.shape[1]
-    for row, (prompt, prompt_end, output, output_end) in zip(rows.tolist(), spans.tolist(), strict=True):
-        drawn = torch.bincount(token_ids[output:output_end], minlength=width).clamp_(max=MAX_COUNT)
-        counts[row] = drawn.to(torch.int16)
-        in_prompt = token_ids[prompt:prompt_end].long()
-        counts[row, in_prompt] |= _IN_PROMPT
-
-
-def count_drawn_reference(counts: Tensor, rows: Tensor, score_rows: Tensor, token_ids: Tensor) -> None:
-    """Do what count_drawn() does, with torch."""
-    drawn = token_ids[score_rows]
-    found = counts[rows, drawn]
-    counts[rows, drawn] = found + (found & MAX_COUNT < MAX_COUNT)
-
-
-def apply_penalties_reference(
-    scores: Tensor, score_rows: Tensor, counts: Tensor, rows: Tensor, penalties: Tensor
-) -> None:
-    """Do what apply_penalties() does, with torch."""
-    found = counts[rows, : scores.shape[1]]
-    places, token_ids = found.nonzero(as_tuple=True)
-    count = found[places, token_ids] & MAX_COUNT
-    repetition, frequency, presence = penalties[places].unbind(1)
-    values = scores[score_rows[places], token_ids]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    scores[score_rows[places], token_ids] = values - frequency * count - presence * (count > 0)

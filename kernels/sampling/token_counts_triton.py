@@ -1,18 +1,16 @@
-"""The Triton kernels of token_counts.py, where the contract and its reference are.
+"""The Triton kernels of token_counts.py, where the contract is.
 
 A program counts a whole row in recount(): outputs first, by atomic additions to words of two counts, then the marks of
 the prompt. An addition that passes MAX_COUNT is taken back. At most LANES of them are on their way at once, so a count
 never carries into its neighbor.
 """
-# Arguments of a launch are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sampling.token_counts import MAX_COUNT
+from kernels.sampling.token_counts_reference import MAX_COUNT
 
 _MAX_COUNT = tl.constexpr(MAX_COUNT)
 _LANES, _RECOUNT_WARPS = 1024, 8
@@ -59,14 +57,14 @@ def _count_drawn_kernel(counts, rows, score_rows, token_ids, num_rows, row_strid
 
 @triton.jit(do_not_specialize_on_alignment=_ROWS)
 def _apply_penalties_kernel(
-    scores, score_rows, counts, rows, penalties, scores_stride, counts_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    scores, score_rows, counts, rows, penalties, counts_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
     place = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row_of_counts = counts + tl.load(rows + place).to(tl.int64) * counts_stride
     count = tl.load(row_of_counts + columns, mask=columns < VOCAB, other=0).to(tl.int32)
     occurs = count != 0
-    row_of_scores = scores + tl.load(score_rows + place).to(tl.int64) * scores_stride
+    row_of_scores = scores + tl.load(score_rows + place).to(tl.int64) * VOCAB
     value = tl.load(row_of_scores + columns, mask=occurs, other=0.0)
     repetition = tl.load(penalties + place * 3)
     frequency = tl.load(penalties + place * 3 + 1)
@@ -94,8 +92,8 @@ def count_drawn_triton(counts: Tensor, rows: Tensor, score_rows: Tensor, token_i
 
 def apply_penalties_triton(scores: Tensor, score_rows: Tensor, counts: Tensor, rows: Tensor, penalties: Tensor) -> None:
     vocab_size = scores.shape[1]
-    assert scores.stride(1) == 1 and penalties.is_contiguous() and counts.shape[1] >= vocab_size
+    assert scores.is_contiguous() and penalties.is_contiguous() and counts.shape[1] >= vocab_size
     _apply_penalties_kernel[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
-        scores, score_rows, counts, rows, penalties, scores.stride(0), counts.stride(0),
+        scores, score_rows, counts, rows, penalties, counts.stride(0),
         VOCAB=vocab_size, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,  # as the reference rounds
     )  # fmt: skip
