@@ -57,10 +57,10 @@ def launch_beam_candidates(logits: Tensor, sequences: Sequence[SampledSequence])
         rows = list(group)
         by_shape[len(rows), sequences[rows[0]].num_beam_candidates].append(rows)
     searches = []
-    for (num_beams, num_candidates), rows in by_shape.items():
+    for (num_beams, num_candidates), searching in by_shape.items():
         at_once = max(1, ROWS_AT_ONCE // num_beams)  # bounds the copies of logits
-        for first in range(0, len(rows), at_once):
-            searches.append(_launch(logits, rows[first : first + at_once], num_candidates, sequences))
+        for first in range(0, len(searching), at_once):
+            searches.append(_launch(logits, searching[first : first + at_once], num_candidates, sequences))
     return DeviceCandidates(searches)
 
 

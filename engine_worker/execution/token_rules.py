@@ -79,9 +79,8 @@ class TokenRules:
         with_rules = [(row, one) for row, one in enumerate(sequences) if _has_rules(one.sampling)]
         self._of = {sequence: self._of.get(sequence) or self._read(sequence) for _, sequence in with_rules}
         rules = [(row, self._of[sequence]) for row, sequence in with_rules]
-        self.refusals = {
-            one.request_id: self._of[one].refusal for _, one in with_rules if self._of[one].refusal is not None
-        }
+        refusals = ((one.request_id, self._of[one].refusal) for _, one in with_rules)
+        self.refusals = {request_id: refusal for request_id, refusal in refusals if refusal is not None}
         self._with_words = [(row, one, words) for row, one in with_rules if (words := self._of[one].words) is not None]
         self._forbidden = _Forbidden.of([(row, one.forbidden_until) for row, one in rules])
         self.allowed = self._sent_masks([(row, one.mask) for row, one in rules if one.mask is not None])
