@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from engine_worker.engine import Engine
 from engine_worker.execution.model_runner import ModelRunner
@@ -20,7 +20,7 @@ OUTPUT_TOKENS = 40
 CONFIG: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
-class OutputPenalties(LogitsProcessor):
+class OutputPenalties:
     """OpenAI's presence and frequency penalties, which transformers does not have."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
@@ -86,7 +86,7 @@ def test_greedy_texts_equal_those_of_transformers(
     mode: PreemptionMode | None,
     async_scheduling: bool,
 ) -> None:
-    pool = {"preemption_mode": mode} if mode is not None else {}
+    pool: dict[str, Any] = {"preemption_mode": mode} if mode is not None else {}
     engine = make_engine(small_runner if pool else runner, async_scheduling=async_scheduling, **CONFIG, **pool)
     for number in range(len(PROMPTS)):
         engine.add_request(request(number))
