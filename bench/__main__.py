@@ -21,6 +21,8 @@ PROGRAMS = {
     "step-channel": "engine.step_channel",  # what telling the other ranks of a step costs rank 0
     "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
+    "sampling-memory": "engine.sampling_memory",  # random sampling steps, and the memory measured at start
+    "restarts": "engine.restarts",  # the same bits after restarts with little memory or a cold kernel cache
     "model-impls": "engine.model_impls",  # one model by our code and by that of transformers
     "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory
     "quality": "engine.quality",  # what fewer bits cost: perplexity and likeliest tokens

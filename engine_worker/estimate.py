@@ -12,13 +12,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_worker.execution.kv_dtype_choice import chosen_kv_cache_dtype
 from engine_worker.execution.quantization_choice import chosen_quantization
-from engine_worker.execution.settings import CUDA_MEMORY_RATIO, IN_GROUPS, MODEL_IMPLS, QUANTIZATIONS, ExecutionSettings
+from engine_worker.execution.settings import (
+    CUDA_MEMORY_RATIO,
+    IN_GROUPS,
+    MAX_NUM_SEQS,
+    MODEL_IMPLS,
+    QUANTIZATIONS,
+    ExecutionSettings,
+)
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
@@ -51,6 +58,7 @@ class Estimate:
     weight_format: str = ""  # of products that are quantised
     window: int = 0  # tokens that each layer sees, where all have a window: a sequence keeps no more
     tensor_parallel_size: int = 1  # where there are more devices, all bytes are those of one of them
+    token_counts_bytes: int = 0  # of penalties: 2 bytes for each token of the vocabulary and each running slot
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -156,9 +164,11 @@ def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
 def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) -> Estimate:
     config = blueprint.shape
     length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
-    return estimate(
+    max_num_seqs = parse_count(options.max_num_seqs) if options.max_num_seqs else MAX_NUM_SEQS[options.device]
+    token_counts_bytes = 2 * max_num_seqs * config.vocab_size
+    found = estimate(
         config,
-        memory_bytes=int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization),
+        memory_bytes=int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization) - token_counts_bytes,
         block_size=options.block_size,
         max_model_len=length,
         dtype=options.dtype or config.dtype,
@@ -166,14 +176,17 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
         blueprint=blueprint,
         tensor_parallel_size=size,
     )
+    return replace(found, token_counts_bytes=token_counts_bytes)
 
 
 def _text(found: Estimate) -> str:
     products = f", products of {found.weight_format}" if found.weight_format else ""
     weights, kv_cache = (num_bytes / 2**30 for num_bytes in (found.weights_bytes, found.kv_cache_bytes))
+    counts = found.token_counts_bytes / 2**30
     token, block = found.kv_bytes_per_token / 1024, found.kv_block_bytes / 1024
     lines = [
         f"weights     {weights:8.2f} GiB   {found.parameters / 1e9:.2f} G parameters in {found.dtype}{products}",
+        f"counts      {counts:8.2f} GiB   token counts of penalties",
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
         f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block, in {found.kv_cache_dtype}",
     ]
@@ -210,6 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu-memory-utilization", type=float, default=CUDA_MEMORY_RATIO, help="of it, for weights and KV"
     )
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
+    parser.add_argument("--max-num-seqs", default="", metavar="N", help="as of a worker; default: that of --device")
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="default: as saved")
     parser.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="as of a worker (%(default)s)")
     parser.add_argument(

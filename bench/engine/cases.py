@@ -21,7 +21,7 @@ from bench.provenance import provenance
 from bench.workload import read_trace
 from shared.garbage_collection import search_rarely
 
-SECTIONS = ("decode", "prefill", "trace", "prefix", "unshared", "parallel", "beam", "pressure", "profile")
+SECTIONS = ("decode", "prefill", "trace", "prefix", "unshared", "parallel", "beam", "pressure", "profile", "sampling")
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -61,6 +61,7 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
     import torch  # noqa: PLC0415
 
     from bench.engine.profile import profile  # noqa: PLC0415
+    from bench.engine.sampling_cost import sampling_cost  # noqa: PLC0415
 
     emit(
         {
@@ -83,7 +84,7 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
         seed=random.Random(options.seed),
     )
     bench.warm_up()
-    failed = _run_sections(options, {**BY_NAME, "profile": profile}, bench, started_at, emit)
+    failed = _run_sections(options, {**BY_NAME, "profile": profile, "sampling": sampling_cost}, bench, started_at, emit)
     loaded.engine.check_integrity()
     return failed
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling_pieces import ROWS_AT_ONCE
 from engine_worker.scheduling.batch import BeamCandidate
 
 
@@ -55,9 +56,12 @@ def launch_beam_candidates(logits: Tensor, sequences: Sequence[SampledSequence])
     for _, group in groupby(beam_rows, key=lambda row: sequences[row].request_id):
         rows = list(group)
         by_shape[len(rows), sequences[rows[0]].num_beam_candidates].append(rows)
-    return DeviceCandidates(
-        [_launch(logits, rows, num_candidates, sequences) for (_, num_candidates), rows in by_shape.items()]
-    )
+    searches = []
+    for (num_beams, num_candidates), searching in by_shape.items():
+        at_once = max(1, ROWS_AT_ONCE // num_beams)  # bounds the copies of logits
+        for first in range(0, len(searching), at_once):
+            searches.append(_launch(logits, searching[first : first + at_once], num_candidates, sequences))
+    return DeviceCandidates(searches)
 
 
 def _launch(
@@ -69,7 +73,7 @@ def _launch(
     so_far = torch.tensor([[sequences[row].beam_score for row in beams] for beams in rows], dtype=torch.float32)
     log_probs = logits[index.to(logits.device, non_blocking=True)].float().log_softmax(dim=-1)
     log_probs = log_probs.view(num_searches, num_beams, vocab_size)
-    log_probs = log_probs + so_far.to(logits.device, non_blocking=True)[:, :, None]
+    log_probs += so_far.to(logits.device, non_blocking=True)[:, :, None]
     scores, places = log_probs.view(num_searches, -1).topk(num_candidates, dim=-1)
     return _Searches(
         request_ids=[sequences[beams[0]].request_id for beams in rows],

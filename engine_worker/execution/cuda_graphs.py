@@ -143,6 +143,7 @@ class StepGraphs:
             graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
             self._model.forward(model_input, self._device, logits=logits)
             graph.capture_end()
+        graph.replay()  # uploads it, which the first step of its size would wait for
         self._graphs[key] = graph
 
     def _model_input(self, key: GraphKey) -> ModelInput:

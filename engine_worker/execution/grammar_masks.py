@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from engine_worker.execution.grammar_compiler import GrammarCompiler
 from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.sampling_inputs import TokenMasks
-from engine_worker.execution.token_rules import TokensInFlight
+from engine_worker.execution.token_rules import TokenMasks, TokensInFlight
 from shared.grammars import GrammarError, shortened
 from shared.messages import Grammar
 
@@ -45,8 +44,8 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    words: torch.Tensor  # int32: masks, and behind them their rows
-    num_rows: int
+    words: torch.Tensor  # int32: masks, and after them their rows
+    rows: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +159,12 @@ class GrammarMasks:
         words[num_mask_words:] = rows
         masks = words[:num_mask_words].reshape(len(rows), self._num_words)
         fill_next_token_bitmask_par(self._executor, list(zip(matchers, range(len(rows)), strict=True)), masks)
-        return _Filled(self._buffer[:num_words], len(rows))
+        return _Filled(self._buffer[:num_words], rows)
 
     def _sent(self, filled: "_Filled") -> TokenMasks:
         sent = filled.words.to(self._device, non_blocking=True)
         if self._read is not None:
             self._read.record()
-        num_mask_words = filled.num_rows * self._num_words
-        return TokenMasks(sent[num_mask_words:], sent[:num_mask_words].view(filled.num_rows, self._num_words))
+        num_rows = len(filled.rows)
+        num_mask_words = num_rows * self._num_words
+        return TokenMasks(filled.rows, sent[num_mask_words:], sent[:num_mask_words].view(num_rows, self._num_words))

@@ -6,13 +6,13 @@ OpenAI and vLLM report. Of equal ones the chosen token is listed first, then the
 how a token was chosen. It is used by the sampler on a token's way back, in steps where a row asks.
 """
 
-import math
 from dataclasses import dataclass
-from operator import le
 
+import torch
 from torch import Tensor
 
 from engine_worker.execution.sampling_inputs import LogprobRows
+from kernels.sampling.log_normalizers import log_normalizers, top_scores
 from shared.messages import TokenLogprobs
 
 
@@ -32,33 +32,45 @@ class DeviceLogprobs:
         return DeviceLogprobs(self.asked, *(tensor.to("cpu", non_blocking=True) for tensor in tensors))
 
     def per_row(self, num_rows: int) -> list[TokenLogprobs | None]:
+        """Return the answer of each row of the piece. Of a value on the host: see to_host()."""
         answers: list[TokenLogprobs | None] = [None] * num_rows
-        columns = (self.rows, self.token_ids, self.chosen, self.top, self.top_token_ids, self.named)
-        values = zip(self.asked.num_top, self.asked.named, *(column.tolist() for column in columns), strict=True)
-        for num_top, names, row, token_id, chosen, top, top_token_ids, named in values:
+        top = self.top.numpy()
+        # top_scores() has equal ones in any order.
+        has_ties = (top[:, :-1] <= top[:, 1:]).any(axis=1)
+        # Lists by numpy: those of torch take 5 us for each row, also for an empty one.
+        tensors = (self.rows, self.token_ids, self.chosen, self.top, self.top_token_ids, self.named)
+        columns = (has_ties.tolist(), *(tensor.numpy().tolist() for tensor in tensors))
+        values = zip(self.asked.num_top, self.asked.named, *columns, strict=True)
+        for num_top, names, is_tied, row, token_id, chosen, scores, top_token_ids, named in values:
             if names:
                 answers[row] = TokenLogprobs(chosen, tuple(names), tuple(named[: len(names)]))
-            else:
-                answers[row] = _ranked(token_id, chosen, top_token_ids, top, num_top)
+                continue
+            ranked = _ranked(token_id, scores, top_token_ids) if is_tied else (scores, top_token_ids)
+            answers[row] = TokenLogprobs(chosen, tuple(ranked[1][:num_top]), tuple(ranked[0][:num_top]))
         return answers
 
 
-def _ranked(token_id: int, chosen: float, top_token_ids: list[int], top: list[float], num_top: int) -> TokenLogprobs:
-    if any(map(le, top, top[1:])):  # topk() has equal ones in any order, and the chosen one a step before its place
-        ranked = sorted(zip(top, top_token_ids, strict=True), key=lambda pair: (-pair[0], pair[1] != token_id, pair[1]))
-        top, top_token_ids = [value for value, _ in ranked], [other for _, other in ranked]
-    return TokenLogprobs(chosen, tuple(top_token_ids[:num_top]), tuple(top[:num_top]))
+def _ranked(token_id: int, scores: list[float], token_ids: list[int]) -> tuple[list[float], list[int]]:
+    pairs = zip(scores, token_ids, strict=True)
+    ranked = sorted(pairs, key=lambda pair: (-pair[0], pair[1] != token_id, pair[1]))
+    return [score for score, _ in ranked], [other for _, other in ranked]
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor, asked: LogprobRows) -> DeviceLogprobs:
     """`logits` [N, V] as the model gave them, `token_ids` [N] int64 as they were chosen."""
-    raw = logits[asked.rows].float()  # a copy
-    # Not logsumexp(): torch shares a single row out among threads or blocks, which changes the last bits.
-    log_probs = raw.log_softmax(dim=-1)
+    raw = logits if len(asked.num_top) == len(logits) else logits[asked.rows]
+    best, log_sums = log_normalizers(raw)
+
+    def log_probs(scores: Tensor) -> Tensor:
+        return scores.float() - best[:, None] - log_sums[:, None]
+
     ids = token_ids[asked.rows, None]
-    named = raw[:, :0] if asked.named_token_ids is None else log_probs.gather(1, asked.named_token_ids)
-    # topk() takes any of equal scores: the chosen token's is one step greater, so that the list has it.
-    raw.scatter_(1, ids, raw.gather(1, ids).nextafter(raw.new_tensor(math.inf)))
-    top_token_ids = raw.topk(max(asked.num_top), dim=-1).indices
-    chosen, top = log_probs.gather(1, ids), log_probs.gather(1, top_token_ids)
-    return DeviceLogprobs(asked, asked.rows, ids.squeeze(1), chosen.squeeze(1), top, top_token_ids, named)
+    chosen = raw.gather(1, ids)
+    top, top_token_ids = top_scores(raw, max(asked.num_top))
+    # Of equal scores at the list's end any are in it: the chosen token takes the last place then.
+    is_left_out = (chosen >= top[:, -1:]) & (top_token_ids != ids).all(dim=1, keepdim=True)
+    top_token_ids[:, -1:] = torch.where(is_left_out, ids, top_token_ids[:, -1:])
+    named = raw[:, :0] if asked.named_token_ids is None else raw.gather(1, asked.named_token_ids)
+    return DeviceLogprobs(
+        asked, asked.rows, ids.squeeze(1), log_probs(chosen).squeeze(1), log_probs(top), top_token_ids, log_probs(named)
+    )

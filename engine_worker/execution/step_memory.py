@@ -1,9 +1,7 @@
 """The memory of the largest step on CUDA beside weights and KV, measured by running one before the KV pool exists.
 
-The step has as many prompt tokens as the budget allows, and samples as many sequences as there are seats, with top-p,
-which takes the most. Its KV goes to one block over and over; nobody reads what it answers.
-
-It is used once, at a worker's start, for load.py. It knows no request.
+The step has as many prompt tokens as the budget allows, and samples as many sequences as there are running slots, with
+every parameter that takes memory. Its KV goes to one block over and over; nobody reads what it answers.
 """
 
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine_worker.execution.beam_candidates import launch_beam_candidates
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.settings import StepBounds
@@ -18,6 +17,10 @@ from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
 from engine_worker.model.spec import kv_layout
 from engine_worker.scheduling.batch import made_up_batch
+from shared.messages import MAX_LOGPROBS, SamplingParams
+
+MAX_BEAM_WIDTH = 64  # of the API
+_MAX_NAMED_TOKENS = 128  # as many logprobs of named tokens, or more, as a request asks for
 
 
 @torch.inference_mode()
@@ -50,10 +53,40 @@ def measure_step_bytes(
 
 
 def sample_largest(sampler: Sampler, logits: Tensor, block_size: int) -> None:
-    """Sample made-up sequences of `logits` [N, V] with top-p, which takes the most."""
-    batch = made_up_batch(len(logits), 0, 1, block_size, temperature=1.0, top_p=0.9)
-    sequences = [scheduled.sequence for scheduled in batch.sequences]
-    sampler.sample(logits, sequences)
+    """Sample made-up sequences of `logits` [N, V] with all that takes memory, and search by beams in as many rows."""
+    num_rows, vocab_size = logits.shape
+    # Those of grammars take as much again as those of allowed tokens.
+    masks = torch.empty(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=logits.device)
+    batch = made_up_batch(num_rows, 0, 1, block_size, everything(vocab_size))
+    sampler.sample(logits, [scheduled.sequence for scheduled in batch.sequences])
+    width = min(MAX_BEAM_WIDTH, num_rows)
+    searching = SamplingParams(max_tokens=1, seed=0, temperature=0.0, use_beam_search=True, beam_width=width)
+    beams = [scheduled.sequence for scheduled in made_up_batch(num_rows, 0, 1, block_size, searching).sequences]
+    for row, beam in enumerate(beams):
+        beam.request_id = str(row // width)
+    launch_beam_candidates(logits, beams).collect()
+    del masks
+
+
+def everything(vocab_size: int) -> SamplingParams:
+    """Return parameters that make a row take all the memory that sampling can take."""
+    some = tuple(range(min(_MAX_NAMED_TOKENS, vocab_size)))
+    return SamplingParams(
+        max_tokens=2,
+        seed=0,
+        temperature=1.0,
+        top_p=0.9,
+        top_k=min(50, vocab_size),
+        min_p=0.01,
+        min_tokens=1,
+        stop_token_ids=some[:4],
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias=dict.fromkeys(some, 0.1),
+        allowed_token_ids=some,
+        logprobs=MAX_LOGPROBS,
+    )
 
 
 def _model_input(device: torch.device, bounds: StepBounds, max_model_len: int, block_size: int) -> ModelInput:

@@ -1,71 +1,128 @@
-"""How often each token that a penalty can touch is in a sequence's output, carried from step to step.
+"""The token counts of a batch's penalized sequences: one row of device memory for each, while it is in the batch.
 
-Counting 2000 tokens anew takes as long as a decode step; here a step adds the token that is new. Sequences that leave
-the batch are forgotten and counted again when they come back. Knows nothing of logits. It is used in a step, by the
-sampler, for rows with penalties.
+A row is counted from its tokens when its sequence comes, or comes back. After that the device adds each token that it
+draws, so a step can be prepared while the token before it is in flight.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engine_worker.execution.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling_pieces import ROWS_AT_ONCE, piece_bounds, to_device
+from kernels.sampling.token_counts import apply_penalties, count_drawn, new_counts, recount
+
+_TOKENS_AT_ONCE = 2**18  # sent to be counted: 1 MiB, unless one sequence is longer
+
+_Stale = list[tuple[SampledSequence, int]]  # sequences, and how many tokens of their output are counted
 
 
-class TokenCounts:
-    """Repetition penalties touch prompt and output (as in `transformers`), the others the output (as OpenAI's). The
-    sequence only ever appends to its output."""
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """The penalized rows of one piece of a batch."""
 
-    def __init__(self, sequence: SampledSequence) -> None:
-        self._sequence = sequence
-        self._places: dict[int, int] = {}
-        self._num_counted = 0
-        self._token_ids = np.empty(256, dtype=np.int64)
-        self._counts = np.zeros(256, dtype=np.float32)
-        if sequence.sampling.repetition_penalty != 1.0:
-            for token_id in sequence.prompt_token_ids:
-                self._place(token_id)
+    counts: Tensor  # [max_num_seqs, W] int16
+    score_rows: Tensor  # [P] int32, rows of the piece
+    count_rows: Tensor  # [P] int32, rows of `counts`
+    penalties: Tensor  # [P, 3] float32: repetition, frequency, presence
 
-    @property
-    def token_ids(self) -> "np.ndarray[Any, Any]":
-        """[K] int64, each once."""
-        return self._token_ids[: len(self._places)]
+    def apply(self, scores: Tensor) -> None:
+        """Penalize `scores` [N, V] float32 in place."""
+        apply_penalties(scores, self.score_rows, self.counts, self.count_rows, self.penalties)
 
-    @property
-    def counts(self) -> "np.ndarray[Any, Any]":
-        """[K] float32; 0 for tokens of the prompt alone."""
-        return self._counts[: len(self._places)]
-
-    def update(self) -> None:
-        output = self._sequence.output_token_ids
-        for token_id in output[self._num_counted :]:
-            place = self._place(token_id)  # may replace the arrays
-            self._counts[place] += 1
-        self._num_counted = len(output)
-
-    def _place(self, token_id: int) -> int:
-        place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._token_ids):
-            self._token_ids = np.concatenate((self._token_ids, np.empty_like(self._token_ids)))
-            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._token_ids[place] = token_id
-        return place
+    def count(self, token_ids: Tensor) -> None:
+        """Add what was drawn: `token_ids` [N] int64, one for each row of the piece."""
+        count_drawn(self.counts, self.count_rows, self.score_rows, token_ids)
 
 
 class PenaltyCounts:
-    """The token counts of a batch's penalised sequences."""
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+        """Take 2 bytes for each token of the vocabulary and each of `max_num_seqs` sequences."""
+        self._counts = new_counts(max_num_seqs, vocab_size, device)
+        self._device = device
+        self._free_rows = list(range(max_num_seqs))
+        self._row_of: dict[SampledSequence, int] = {}
+        self._batch_rows: list[int] = []  # beside _row_of: rows of the batch
+        self._num_counted: list[
+            int
+        ] = []  # beside it: output tokens in the counts, with the one in flight; -1: no row yet
+        self.pieces: dict[int, PenaltyRows] = {}  # by number
 
-    def __init__(self) -> None:
-        self._of: dict[SampledSequence, TokenCounts] = {}
+    def follow(self, sequences: Sequence[SampledSequence]) -> None:
+        """Give each penalized sequence of a new batch a row, and take the rows of all others."""
+        num_counted = dict(zip(self._row_of, self._num_counted, strict=True))
+        penalized = [(row, one) for row, one in enumerate(sequences) if one.sampling.has_penalties]
+        staying = {sequence for _, sequence in penalized}
+        self._free_rows += [row for sequence, row in self._row_of.items() if sequence not in staying]
+        row_of = self._row_of
+        self._row_of = {one: row_of[one] if one in row_of else self._free_rows.pop() for _, one in penalized}
+        self._batch_rows = [row for row, _ in penalized]
+        self._num_counted = [num_counted.get(one, -1) for _, one in penalized]
+        self.pieces = self._sent()
 
-    def keep_only(self, sequences: Sequence[SampledSequence]) -> None:
-        penalised = [sequence for sequence in sequences if sequence.sampling.has_penalties]
-        self._of = {sequence: self._of.get(sequence) or TokenCounts(sequence) for sequence in penalised}
+    def prepare(self, indices: list[int]) -> None:
+        """Make the counts those of the output before `indices[row]`. The token that is drawn next is counted then."""
+        wanted = [indices[row] for row in self._batch_rows]
+        if wanted != self._num_counted:
+            pairs = zip(self._row_of, wanted, self._num_counted, strict=True)
+            for stale in _in_parts([(sequence, index) for sequence, index, counted in pairs if index != counted]):
+                self._recount(stale)
+        self._num_counted = [index + 1 for index in wanted]
 
-    def of(self, sequence: SampledSequence) -> TokenCounts | None:
-        """With all tokens that are known by now; None if no penalty touches the sequence."""
-        counts = self._of.get(sequence)
-        if counts is not None:
-            counts.update()
-        return counts
+    def _recount(self, stale: _Stale) -> None:
+        """Send the tokens of `stale` in one copy. Choices of one request share their prompt's."""
+        spans: list[tuple[int, int, int, int]] = []
+        parts: list[NDArray[np.int32]] = []
+        prompts: dict[int, tuple[int, int]] = {}
+        num_tokens = 0
+        for sequence, index in stale:
+            assert index <= sequence.num_output_tokens, "a token in flight is counted when it is drawn"
+            prompt = sequence.prompt_token_ids if sequence.sampling.repetition_penalty != 1.0 else []
+            if id(prompt) not in prompts or not prompt:
+                prompts[id(prompt)] = num_tokens, num_tokens + len(prompt)
+                parts.append(np.array(prompt, dtype=np.int32))
+                num_tokens += len(prompt)
+            spans.append((*prompts[id(prompt)], num_tokens, num_tokens + index))
+            parts.append(np.array(sequence.output_token_ids[:index], dtype=np.int32))
+            num_tokens += index
+        rows = np.array([self._row_of[sequence] for sequence, _ in stale], dtype=np.int32)
+        sent = to_device(np.concatenate((rows, np.array(spans, dtype=np.int32).ravel(), *parts)), self._device)
+        num_rows = len(stale)
+        recount(self._counts, sent[:num_rows], sent[5 * num_rows :], sent[num_rows : 5 * num_rows].view(num_rows, 4))
+
+    def _sent(self) -> dict[int, PenaltyRows]:
+        if not self._row_of:
+            return {}
+        samplings = [sequence.sampling for sequence in self._row_of]
+        rows = np.array(self._batch_rows, dtype=np.int32)
+        penalties = np.array(
+            [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in samplings], dtype=np.float32
+        )
+        count_rows = np.array(list(self._row_of.values()), dtype=np.int32)
+        packed = np.concatenate((rows % ROWS_AT_ONCE, count_rows, penalties.view(np.int32).ravel()))
+        sent = to_device(packed, self._device)
+        num_rows = len(rows)
+        sent_penalties = sent[2 * num_rows :].view(torch.float32).view(num_rows, 3)
+        return {
+            number: PenaltyRows(
+                self._counts, sent[first:end], sent[num_rows + first : num_rows + end], sent_penalties[first:end]
+            )
+            for number, (first, end) in piece_bounds(rows).items()
+        }
+
+
+def _in_parts(stale: _Stale) -> Iterator[_Stale]:
+    part: _Stale = []
+    num_tokens = 0
+    for sequence, index in stale:
+        part.append((sequence, index))
+        num_tokens += len(sequence.prompt_token_ids) + index
+        if num_tokens >= _TOKENS_AT_ONCE:
+            yield part
+            part, num_tokens = [], 0
+    if part:
+        yield part

@@ -1,15 +1,9 @@
-"""Runs the shapes of typical steps once, so that the first request does not pay for kernels compiled at first use.
+"""Run the shapes of typical steps once, so that no request pays for kernels that are compiled or loaded at first use.
 
 On a CPU nothing is compiled, and a shape's first step takes as long as its second: a step of each kind shows that the
 model runs. The shapes of a GPU would be 5 of the 8 s that a worker of SmolLM2-135M takes to start on one thread.
 
-Decodes beside a prompt are steps of their own: there the decode kernel of a Hopper GPU is another one, in each of its
-forms by the number of sequences (kernels/attention/decode_shares.py), and it would stop all streams for a second.
-
-The steps are real ones on made-up sequences; their KV lies in blocks that nobody owns yet and nobody will read. One
-has what few requests ask for, a mask of tokens and a block's copy: their kernels would else be compiled while all wait.
-
-It is the last phase of a worker's start. It knows no request; what it computes is thrown away.
+The steps are real ones on made-up sequences. Their KV lies in blocks that nobody owns yet and nobody will read.
 """
 
 from collections.abc import Iterator
@@ -17,13 +11,19 @@ from dataclasses import replace
 
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import StepBounds
+from engine_worker.execution.step_memory import everything
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, made_up_batch
 
 _PREFILL_TOKENS = {"cpu": 32, "cuda": 512}
 _DECODE_SIZES = {"cpu": (1,), "cuda": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
 _DECODE_LENGTH_TOKENS = 32
+# Decodes beside a prompt take other forms of the decode kernel, by the number of sequences (decode_shares.py).
 _MIXED_SIZES = {"cpu": (), "cuda": (2, 16, 64)}  # sequences, of which one has a piece of a prompt
 _MIXED_PREFILL_TOKENS = 32
+# Of steps that are no graph: cuBLAS loads another kernel for each range of rows, of all products and of the head's.
+# The largest comes first and leaves its memory in the allocator's cache.
+_BURST_TOKENS = {"cpu": (), "cuda": (8192, 4096, 2048, 1280)}
+_BURST_SAMPLES = (1024, 512, 256, 128, 32, 1)
 
 
 def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, str]]:
@@ -33,10 +33,12 @@ def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, st
     batches = [made_up_batch(1, 0, prefill, runner.block_size)]
     decode_length = min(_DECODE_LENGTH_TOKENS, longest)
     first, *sizes = [size for size in _DECODE_SIZES[runner.device_type] if size <= bounds.max_num_seqs]
-    rare = made_up_batch(first, decode_length - 1, 1, runner.block_size, allowed_token_ids=(0,))
+    # Kernels of what few requests ask for: a copy of a block, and all parameters of sampling.
+    rare = made_up_batch(first, decode_length - 1, 1, runner.block_size, everything(runner.model_spec.vocab_size))
     batches.append(replace(rare, block_copies=[BlockCopy(1, runner.num_blocks - 1)]))
     batches += [made_up_batch(size, decode_length - 1, 1, runner.block_size) for size in sizes]
     batches += _mixed_batches(runner, bounds, decode_length)
+    batches += _burst_batches(runner, bounds, decode_length)
     for number, batch in enumerate(batches, start=1):
         runner.execute(batch)
         yield number / len(batches), f"{len(batch.sequences)} sequences, {batch.num_tokens} tokens"
@@ -49,3 +51,20 @@ def _mixed_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) 
             decodes = made_up_batch(size - 1, decode_length - 1, 1, runner.block_size).sequences
             prompt = made_up_batch(1, 0, prefill, runner.block_size).sequences
             yield ScheduledBatch([*decodes, *prompt])
+
+
+def _burst_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) -> Iterator[ScheduledBatch]:
+    """Prompts of a full step's tokens beside decodes, as after a start whose clients have waited for it."""
+    longest = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
+    sizes = [size for size in _BURST_TOKENS[runner.device_type] if size <= bounds.max_num_batched_tokens]
+    samples = [count for count in _BURST_SAMPLES if count <= bounds.max_num_seqs]
+    for number in range(max(len(sizes), len(samples)) if sizes else 0):
+        num_tokens = sizes[min(number, len(sizes) - 1)]
+        num_samples = samples[min(number, len(samples) - 1)]
+        num_decodes = max(0, num_samples - -(-num_tokens // longest))
+        batch = made_up_batch(num_decodes, decode_length - 1, 1, runner.block_size).sequences
+        num_prompts = min(num_samples, -(-(num_tokens - num_decodes) // longest))
+        for prompt in range(num_prompts):
+            num_left = num_tokens - num_decodes - prompt * longest
+            batch += made_up_batch(1, 0, min(num_left, longest), runner.block_size).sequences
+        yield ScheduledBatch(batch)

@@ -149,24 +149,21 @@ class SequenceUpdate:
         return self.sequence.num_output_tokens - len(self.new_token_ids)
 
 
+_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+
+
 def made_up_batch(
     num_sequences: int,
     start: int,
     num_new_tokens: int,
     block_size: int,
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    allowed_token_ids: tuple[int, ...] | None = None,
+    sampling: SamplingParams = _GREEDY,
 ) -> ScheduledBatch:
     """A step that nobody asked for, of sequences that all share the first blocks of the pool. Greedy by default."""
     num_tokens = start + num_new_tokens
     block_table = list(range(1, -(-num_tokens // block_size) + 1))
-    params = SamplingParams(
-        max_tokens=1, seed=0, temperature=temperature, top_p=top_p, allowed_token_ids=allowed_token_ids
-    )
     made_up = [
-        Sequence("warmup", [0] * num_tokens, params, kv=SequenceKV(block_table=block_table))
+        Sequence("warmup", [0] * num_tokens, sampling, kv=SequenceKV(block_table=block_table))
         for _ in range(num_sequences)
     ]
     return ScheduledBatch([ScheduledSequence(one, start, num_new_tokens, samples=True) for one in made_up])

@@ -64,7 +64,7 @@ class Sequence:
     @property
     def needs_last_token_on_host(self) -> bool:
         """Its next token cannot be sampled before the host has seen the last one: no step ahead for it."""
-        return self.sampling.has_penalties or self.sampling.use_beam_search
+        return self.sampling.use_beam_search
 
     @property
     def num_beam_candidates(self) -> int:

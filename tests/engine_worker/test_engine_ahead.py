@@ -172,19 +172,22 @@ def test_a_sample_of_a_sequence_that_yields_meanwhile_is_kept() -> None:
     assert third.stats().counters.preemptions["recompute"] == 1 and len(transcript.tokens["b"]) == num_tokens
 
 
-def test_steps_of_a_sequence_with_penalties_follow_one_another() -> None:
+def test_steps_of_a_beam_search_follow_one_another() -> None:
     log: list[str] = []
     engine = ahead(LoggedRunner(FakeModelRunner(), log))
     engine.add_request(make_request(5, "a", max_tokens=4, ignore_eos=True))
     transcript = Transcript()
     transcript.add(engine.step())
-    engine.add_request(make_request(5, "penalised", max_tokens=2, ignore_eos=True, presence_penalty=0.5))
+    beams = {"temperature": 0.0, "use_beam_search": True, "beam_width": 2}
+    engine.add_request(make_request(5, "beams", max_tokens=2, ignore_eos=True, **beams))
     run_to_end(engine, transcript)
-    assert log == [
-        "submit 0",
-        *("submit 1", "collect 0"),  # the first token of the penalised one depends on its prompt alone
-        *("collect 1", "submit 2", "collect 2"),
-        "submit 3",
-        "collect 3",
-    ]
-    assert [len(tokens) for tokens in transcript.tokens.values()] == [4, 2]
+    assert log[:6] == ["submit 0", "submit 1", "collect 0", "collect 1", "submit 2", "collect 2"]
+    assert len(transcript.tokens["a"]) == 4
+
+
+def test_penalties_do_not_end_the_step_ahead() -> None:
+    log: list[str] = []
+    engine = ahead(LoggedRunner(FakeModelRunner(), log))
+    engine.add_request(make_request(5, max_tokens=3, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5))
+    run_to_end(engine)
+    assert log == ["submit 0", "submit 1", "collect 0", "submit 2", "collect 1", "collect 2"]

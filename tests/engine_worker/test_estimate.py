@@ -153,3 +153,17 @@ def test_fp8_is_a_byte_and_its_scales(
     assert found["weights_bytes"] == expected + norms_and_embeddings
     names = {"auto": "fp8, a scale for each 128 x 128", "fp8": "fp8, quantised while loading", "none": ""}
     assert found["weight_format"] == names[quantization]
+
+
+def test_token_counts_of_running_slots_take_memory_from_the_kv_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    found = []
+    for max_num_seqs in ("1", "1001"):
+        assert main([str(tmp_path), "--json", "--max-num-seqs", max_num_seqs]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    few, many = found
+    vocab_size = LLAMA_8B["vocab_size"]
+    assert many["token_counts_bytes"] - few["token_counts_bytes"] == 2 * 1000 * vocab_size
+    assert few["kv_cache_bytes"] - many["kv_cache_bytes"] == 2 * 1000 * vocab_size

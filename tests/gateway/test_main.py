@@ -12,11 +12,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from aiohttp import web
 
 from bench.serving.free_port import free_port
-from gateway.__main__ import new_event_loop
+from gateway.__main__ import _listen, new_event_loop
+from gateway.settings import GatewaySettings
 from tests.patience import PATIENCE_SECONDS
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -116,3 +120,15 @@ def test_without_uvloop_it_says_so_and_answers(start: Start, tmp_path: Path) -> 
     _, log = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
     assert "uvloop is not installed" in log
+
+
+async def test_a_burst_of_connections_waits_for_the_loop() -> None:
+    """1,000 clients connect while the event loop does something else; aiohttp's own backlog takes 128 of them."""
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    listen = SimpleNamespace(host="127.0.0.1", port=0, reuse_port=False, own_port=None)
+    await _listen(runner, cast(GatewaySettings, listen), "m")
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(socket.create_connection(runner.addresses[0][:2], timeout=0.5))
+    await runner.cleanup()

@@ -37,7 +37,10 @@ from kernels.kv_block_copy import copy_kv_blocks_triton
 from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling.cuda import sample_tokens_triton
+from kernels.sampling.log_normalizers_triton import log_normalizers_triton
 from kernels.sampling.reference import SamplingRows
+from kernels.sampling.token_counts import counts_width
+from kernels.sampling.token_counts_triton import apply_penalties_triton, count_drawn_triton, recount_triton
 from kernels.scaled import Scaled
 from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantised, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
@@ -195,6 +198,14 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
         masks, numbers_of_rows = empty(32, -(-vocab_size // 32), dtype=torch.int32), empty(32, dtype=torch.int32)
         apply_token_bitmask_triton(scores, numbers_of_rows, masks)
         apply_token_bitmask_triton(scores, At8Bytes(numbers_of_rows), masks)
+        counts, rows_of_counts = empty(64, counts_width(vocab_size), dtype=torch.int16), At8Bytes(numbers_of_rows)
+        log_normalizers_triton(scores)
+        for rows_of in (numbers_of_rows, rows_of_counts):
+            spans, token_ids = empty(32, 4, dtype=torch.int32), empty(999, dtype=torch.int32)
+            recount_triton(counts, rows_of, token_ids, spans)
+            count_drawn_triton(counts, rows_of, rows_of, empty(256, dtype=torch.int64))
+            penalized, penalties = empty(128, vocab_size, dtype=torch.float32), empty(32, 3, dtype=torch.float32)
+            apply_penalties_triton(penalized, rows_of, counts, rows_of, penalties)
 
     return launch
 

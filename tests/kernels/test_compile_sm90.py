@@ -107,6 +107,10 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "draw_kernel",
         "_unpack_inputs_kernel",
         "_token_bitmask_kernel",
+        "_log_normalizer_kernel",
+        "_recount_kernel",
+        "_count_drawn_kernel",
+        "_apply_penalties_kernel",
     }
 
 
@@ -124,7 +128,18 @@ def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> Non
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
 
 
-@pytest.mark.parametrize("kernel", ["group_kernel", "floor_kernel", "draw_kernel", "_token_bitmask_kernel"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "group_kernel",
+        "floor_kernel",
+        "draw_kernel",
+        "_token_bitmask_kernel",
+        "_recount_kernel",
+        "_count_drawn_kernel",
+        "_apply_penalties_kernel",
+    ],
+)
 def test_no_number_of_sampled_rows_compiles_a_kernel_of_its_own(reports: list[Report], kernel: str) -> None:
     found = of(reports, kernel, "sampling llama-8b")
     assert len(found) == 2 and len({report["hash"] for report in found}) == 1

@@ -134,7 +134,7 @@ def run_watched(
 
 def _runner(plan: LoadPlan, replica: Replica, ranks: ProcessGroup, sender: BroadcastSender) -> ModelRunner:
     shape = plan.blueprint.shape
-    sampler = Sampler(shape.vocab_size, shape.eos_token_ids, plan.device, None)
+    sampler = Sampler(shape.vocab_size, shape.eos_token_ids, plan.settings.bounds.max_num_seqs, plan.device, None)
     return ModelRunner(ReplicaGroup(replica, ranks, sender, lambda: None), sampler)
 
 

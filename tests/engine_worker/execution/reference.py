@@ -112,7 +112,7 @@ def make_runner(
         kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block // tensor_parallel_size,  # of a rank
         swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
         max_model_len=longest if layout.groups[0].window else min(num_blocks * block_size, longest),
-        max_num_seqs=2,  # what is warmed up; the scheduler has its own
+        max_num_seqs=16,  # of the sampler; the scheduler has its own
         max_num_batched_tokens=16,
         **options,
     )

@@ -107,7 +107,7 @@ def test_a_cpu_is_warmed_by_a_step_of_each_kind(model_dir: Path) -> None:
 def test_what_few_requests_ask_for_has_run_before_any_does(model_dir: Path) -> None:
     """On a GPU its kernels would be compiled in the middle of everybody's steps."""
     settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
-    masks = mock.patch("engine_worker.execution.sampler.apply_token_bitmask", wraps=apply_token_bitmask)
+    masks = mock.patch("engine_worker.execution.sampling_inputs.apply_token_bitmask", wraps=apply_token_bitmask)
     copies = mock.patch.object(KVCache, "copy_blocks", autospec=True)
     with masks as masked, copies as copied:
         load_model_runner(

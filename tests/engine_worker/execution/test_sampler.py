@@ -24,7 +24,7 @@ def sequence(
 
 
 def sampler(vocab_size: int = VOCAB_SIZE) -> Sampler:
-    return Sampler(vocab_size, eos_token_ids=[EOS])
+    return Sampler(vocab_size, eos_token_ids=[EOS], max_num_seqs=NUM_DRAWS)
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int | None], dict[str, str]]:
@@ -318,7 +318,7 @@ def test_equal_logits_at_the_edge_of_top_k_are_kept_together() -> None:
 
 def test_sampling_in_three_parts_is_sampling_at_once() -> None:
     """prepare() sees how many tokens are out, not which: the next step can be prepared before they are known."""
-    sequences, logits = [seq for seq in mixed_batch() if not seq.needs_last_token_on_host], random_logits(6)
+    sequences, logits = [seq for seq in mixed_batch() if not seq.sampling.has_penalties], random_logits(6)
     expected = sampler().sample(logits, sequences)
     for seq in sequences:
         seq.output_token_ids[:] = [299] * seq.num_output_tokens
@@ -378,8 +378,3 @@ def test_a_chosen_token_that_ties_with_the_last_of_the_list_is_in_it(num_top: in
     asked = LogprobRows(torch.tensor([0]), [num_top], [()], None)
     (found,) = launch_logprobs(logits, torch.tensor([200]), asked).to_host().per_row(1)
     assert found is not None and found.top_token_ids[0] == 200 and len(set(found.top_token_ids)) == num_top
-
-
-def test_penalties_alone_need_the_last_token_on_the_host() -> None:
-    needing = [seq.request_id for seq in mixed_batch() if seq.needs_last_token_on_host]
-    assert needing == ["penalties"]

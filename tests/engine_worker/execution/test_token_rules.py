@@ -26,7 +26,11 @@ LOGITS = -torch.arange(WORDS, dtype=torch.float32)[None]  # token 0 is the likel
 
 
 def chosen(output: tuple[int, ...] = (), **sampling: Any) -> int | None:
-    (token_id,) = Sampler(WORDS, [99]).sample(LOGITS, [make_sequence(3, output_token_ids=output, **sampling)]).token_ids
+    (token_id,) = (
+        Sampler(WORDS, [99], max_num_seqs=8)
+        .sample(LOGITS, [make_sequence(3, output_token_ids=output, **sampling)])
+        .token_ids
+    )
     return token_id
 
 
@@ -46,7 +50,7 @@ def test_rows_have_their_own_tokens_and_leave_the_logits_alone() -> None:
         make_sequence(3, bad_words=((0,), (1,))),
         make_sequence(3, allowed_token_ids=(0, 9), bad_words=((0,),)),
     ]
-    sampler = Sampler(WORDS, [99])
+    sampler = Sampler(WORDS, [99], max_num_seqs=8)
     assert sampler.sample(logits, sequences).token_ids == [0, 7, 2, 9]
     assert sampler.sample(logits[1:], sequences[1:]).token_ids == [7, 2, 9]
     assert sampler.sample(logits[:1], [make_sequence(3)]).token_ids == [0]
@@ -73,11 +77,11 @@ def test_a_bad_word_is_never_completed(
 
 def test_a_word_is_not_found_across_the_prompts_end() -> None:
     sequence = make_sequence([5], bad_words=((5, 0),))
-    assert Sampler(WORDS, [99]).sample(LOGITS, [sequence]).token_ids == [0]
+    assert Sampler(WORDS, [99], max_num_seqs=8).sample(LOGITS, [sequence]).token_ids == [0]
 
 
 def test_a_token_in_flight_begins_a_word() -> None:
-    sampler, sequence = Sampler(WORDS, [99]), make_sequence(3, bad_words=((0, 0),))
+    sampler, sequence = Sampler(WORDS, [99], max_num_seqs=8), make_sequence(3, bad_words=((0, 0),))
     first = sampler.launch(LOGITS, sampler.prepare([sequence], [0]))
     second = sampler.launch(LOGITS, sampler.prepare([sequence], [1]))  # before the first one is in the output
     assert (first.collect().token_ids, second.collect().token_ids) == ([0], [1])
@@ -102,7 +106,7 @@ def test_named_tokens_take_the_place_of_the_likeliest() -> None:
         make_sequence(3, logprobs=0, logprob_token_ids=(1,), allowed_token_ids=(4,)),
         make_sequence(3, logprobs=0),
     ]
-    samples = Sampler(WORDS, [99]).sample(LOGITS.repeat(4, 1), sequences)
+    samples = Sampler(WORDS, [99], max_num_seqs=8).sample(LOGITS.repeat(4, 1), sequences)
     exact = LOGITS[0].double().log_softmax(-1)
     for (logprobs, token_id), names in zip(
         zip(samples.logprobs, (0, 0, 4, 0), strict=True), ([50, 2, 9], [0, 1], [1], []), strict=True

@@ -1,5 +1,6 @@
 """A worker's start runs each form of a step once, and nothing beyond the bounds of a step."""
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ class RecordingRunner:
     """It has the sizes of a runner, and keeps the batches that it is given."""
 
     max_model_len, num_blocks, block_size = 2048, 1000, 16
+    model_spec = SimpleNamespace(vocab_size=1000)
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type

@@ -104,7 +104,7 @@ def random_request(random: Random, number: int) -> GenerationRequest:
         temperature=random.choice([0.0, 1.0]),
         seed=random.randrange(2**32),
         stop_token_ids=tuple(random.sample(range(VOCAB_SIZE), k=random.choice([0, 0, 10]))),
-        presence_penalty=random.choice([0.0] * 9 + [1.0]),  # the fake knows none; such a step is not prepared ahead
+        presence_penalty=random.choice([0.0] * 9 + [1.0]),
         n=random.choice([1, 1, 1, 2, 3, 5]),
     )
 

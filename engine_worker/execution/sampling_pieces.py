@@ -1,0 +1,29 @@
+"""A batch is sampled ROWS_AT_ONCE rows at a time where its scores are copied, so that a copy stays small.
+
+All 1,024 rows of 151,936 tokens take 593 MiB in float32, and log-probabilities take several such tensors.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ROWS_AT_ONCE = 128
+
+
+def piece_bounds(rows: "NDArray[Any] | Sequence[int]") -> dict[int, tuple[int, int]]:
+    """Return the slice of `rows` (ascending rows of a batch) that lies in each piece: by the piece's number."""
+    if not len(rows):
+        return {}
+    numbers, firsts = np.unique(np.asarray(rows) // ROWS_AT_ONCE, return_index=True)
+    ends = [*firsts[1:].tolist(), len(rows)]
+    return dict(zip(numbers.tolist(), zip(firsts.tolist(), ends, strict=True), strict=True))
+
+
+def to_device(values: "NDArray[Any]", device: torch.device) -> Tensor:
+    """Copy without a wait for the device: a copy from memory that is not pinned would wait."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
