@@ -48,7 +48,7 @@ class Estimate:
     kv_blocks: int
     max_model_len: int
     sequences_at_tokens: dict[int, int]  # length in tokens -> how many fit at once
-    weight_format: str = ""  # of products that are quantised
+    weight_format: str = ""  # of products that are quantized
     window: int = 0  # tokens that each layer sees, where all have a window: a sequence keeps no more
     tensor_parallel_size: int = 1  # where there are more devices, all bytes are those of one of them
 
@@ -70,7 +70,7 @@ def estimate(
 ) -> Estimate:
     """`memory_bytes`: of a device, for weights and KV. Raises DoesNotFit.
 
-    `kv_dtype`: one of KV_CACHE_DTYPES. `blueprint`: knows the share of `tensor_parallel_size` devices, and quantised
+    `kv_dtype`: one of KV_CACHE_DTYPES. `blueprint`: knows the share of `tensor_parallel_size` devices, and quantized
     weights; without it they are all of `config`, in `dtype`.
     """
     share, itemsize = config, ITEMSIZES[dtype]

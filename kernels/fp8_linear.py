@@ -10,7 +10,7 @@ accumulator of 8-bit floats has 14 bits on Hopper; those sums are scaled and add
 row's result does not depend on its neighbours, nor on T with tiles of as many halves. The rest is as in
 skinny_linear.py: a ring of steps filled by TMA, each program an even share of the tiles, weights asked for before the
 kernel before has ended. Where long rows have few tiles, two programs have half of K each, and the second to end adds
-the other's sums. Does not quantise (fp8_quantise.py does), nor know which tiles are fast (fp8_tiles.py does). Gluon has
+the other's sums. Does not quantize (fp8_quantize.py does), nor know which tiles are fast (fp8_tiles.py does). Gluon has
 no interpreter. It is used in every step, for products of a network.
 """
 # Arguments of a launch are flat (ADR 0108).

@@ -2,12 +2,12 @@
 
     rms_norm(x, weight, eps)               x [T, H], weight [H]                -> normed [T, H]
     add_rms_norm(x, residual, weight, eps) x, residual [T, H], weight [H]      -> (normed [T, H], new_residual [T, H])
-    add_rms_norm_quantised(..., is_grouped)                                    -> (normed as Scaled, new_residual)
+    add_rms_norm_quantized(..., is_grouped)                                    -> (normed as Scaled, new_residual)
 
 normed = x / sqrt(mean(x^2) + eps) * weight in float32 with one rounding at the end, to the dtype of x. The sum x +
 residual is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may be
-strided, the last dimension is contiguous. Inputs are not modified. What is quantised is normed, in the dtype of x, as
-quantise_rows() or quantise_groups() would (fp8_quantise.py). Does not know what a layer is. It is used twice a layer in
+strided, the last dimension is contiguous. Inputs are not modified. What is quantized is normed, in the dtype of x, as
+quantize_rows() or quantize_groups() would (fp8_quantize.py). Does not know what a layer is. It is used twice a layer in
 every step.
 """
 # Arguments of a launch are flat (ADR 0108).
@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.fp8_quantise import quantised
+from kernels.fp8_quantize import quantized
 from kernels.scaled import GROUP, Scaled, empty_rows
 
 
@@ -41,7 +41,7 @@ def store_normed_row(
     values, weight_row, normed, scales, row, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`values` and `weight_row` float32, 0 from HIDDEN on. GROUP: elements with one scale where `normed` is quantised.
+    """`values` and `weight_row` float32, 0 from HIDDEN on. GROUP: elements with one scale where `normed` is quantized.
 
     It is 0 where `normed` is not; DTYPE: what `normed` has then.
     """
@@ -50,9 +50,9 @@ def store_normed_row(
     inverse_rms = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
     scaled = values * inverse_rms * weight_row
     if GROUP:
-        # As if it had been stored: the same bits as of a norm, and of what quantises it.
+        # As if it had been stored: the same bits as of a norm, and of what quantizes it.
         exact = scaled.to(DTYPE).to(tl.float32).reshape(BLOCK // GROUP, GROUP)
-        small, scale_of = quantised(exact, tl.max(tl.abs(exact), axis=1)[:, None])
+        small, scale_of = quantized(exact, tl.max(tl.abs(exact), axis=1)[:, None])
         groups = tl.arange(0, BLOCK // GROUP)[:, None]
         tl.store(scales + groups * tl.num_programs(0) + row, scale_of, mask=groups * GROUP < HIDDEN)
         tl.store(normed + row * HIDDEN + columns, small.reshape(BLOCK), mask=inside)
@@ -97,7 +97,7 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return normed, new_residual
 
 
-def add_rms_norm_quantised(
+def add_rms_norm_quantized(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
 ) -> tuple[Scaled, Tensor]:
     hidden = x.shape[1]

@@ -5,7 +5,7 @@
         weights            scales [R]: one a row       or [R / 128, K / 128], rounded up: one a block of 128 x 128
 
     empty_rows(x, K, is_grouped)                                [T, K] for the T rows of x, not yet written
-    quantise_rows_reference(x), quantise_groups_reference(x)    x [T, K] -> rows, as the kernels of fp8_quantise.py do
+    quantize_rows_reference(x), quantize_groups_reference(x)    x [T, K] -> rows, as the kernels of fp8_quantize.py do
 
 The two layouts of scales are those of compressed-tensors' channel and block strategies. It knows no product.
 
@@ -60,11 +60,11 @@ def empty_rows(x: Tensor, width: int, is_grouped: bool) -> Scaled:
     return Scaled(values, scales)
 
 
-def quantise_rows_reference(x: Tensor) -> Scaled:
+def quantize_rows_reference(x: Tensor) -> Scaled:
     scales = (x.abs().amax(-1).float() / E4M3_MAX).clamp(min=TINY)
     return Scaled((x.float() / scales[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scales)
 
 
-def quantise_groups_reference(x: Tensor) -> Scaled:
-    grouped = quantise_rows_reference(x.reshape(-1, GROUP))
+def quantize_groups_reference(x: Tensor) -> Scaled:
+    grouped = quantize_rows_reference(x.reshape(-1, GROUP))
     return Scaled(grouped.values.view(x.shape), grouped.scales.view(len(x), -1).T.contiguous())

@@ -1,10 +1,10 @@
 """The gate of a gated feed-forward layer: SwiGLU, or GEGLU with tanh for the error function.
 
     silu_and_mul(x)             x [T, 2 * I], gate in columns [0, I), up in [I, 2 * I)   -> silu(gate) * up [T, I]
-    silu_and_mul_quantised(x)   the same, quantised by rows                              -> Scaled
+    silu_and_mul_quantized(x)   the same, quantized by rows                              -> Scaled
     gelu_tanh_and_mul(x)        x as above                                               -> gelu(gate) * up [T, I]
 
-Float32 inside, one rounding at the end, to the dtype of x; what is quantised has been rounded so too. Rows may be
+Float32 inside, one rounding at the end, to the dtype of x; what is quantized has been rounded so too. Rows may be
 strided, columns are contiguous. x is not modified.
 
 It is called once a layer in every step. It knows no layer.
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.fp8_quantise import launch_rows, store_quantised_row
+from kernels.fp8_quantize import launch_rows, store_quantized_row
 from kernels.scaled import Scaled, empty_rows
 
 # 1024 elements for 4 warps: one 16-byte load of gate and one of up a thread in bf16.
@@ -53,7 +53,7 @@ def _gate_and_mul_kernel(
 
 
 @triton.jit
-def _silu_and_mul_quantised_kernel(
+def _silu_and_mul_quantized_kernel(
     x, values, scales, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     if DEPENDENT:
@@ -65,14 +65,14 @@ def _silu_and_mul_quantised_kernel(
     gate = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row_stride + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     exact = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
-    store_quantised_row(exact, values, scales, row, columns, WIDTH)
+    store_quantized_row(exact, values, scales, row, columns, WIDTH)
 
 
-def silu_and_mul_quantised(x: Tensor) -> Scaled:
+def silu_and_mul_quantized(x: Tensor) -> Scaled:
     double_width = x.shape[1]
     assert double_width % 2 == 0 and x.stride(1) == 1
     rows = empty_rows(x, double_width // 2, is_grouped=False)
-    launch_rows(_silu_and_mul_quantised_kernel, x, rows)
+    launch_rows(_silu_and_mul_quantized_kernel, x, rows)
     return rows
 
 

@@ -2,7 +2,7 @@
 
     RowExchange(rank, own, buffers, counts)       memory that all reach, see below; memory_elements(size) says how much
     sum_add_rms_norm(part, residual, weight, eps, exchange)   [T, H] of 16 bits  -> (normed [T, H], new_residual [T, H])
-    sum_add_rms_norm_quantised(..., is_grouped)                                  -> (normed as Scaled, new_residual)
+    sum_add_rms_norm_quantized(..., is_grouped)                                  -> (normed as Scaled, new_residual)
 
 Row by row: store the part in every other rank's buffer, release a flag there, wait for the flags of all, add the parts
 in the order of the ranks in float32, round to their type. From there on it is add_rms_norm() (rms_norm.py), bit by bit:
@@ -146,7 +146,7 @@ def sum_add_rms_norm(
     return normed, new_residual
 
 
-def sum_add_rms_norm_quantised(
+def sum_add_rms_norm_quantized(
     part: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: RowExchange, is_grouped: bool
 ) -> tuple[Scaled, Tensor]:
     hidden = part.shape[1]

@@ -5,7 +5,7 @@ each token given those before it in its window. Told are the perplexity of a wor
 likeliest is the same. Texts are the pages of docs/ unless given; a smaller part of them with --most-tokens.
 
 A window comes in two chunks, so that keys and values are read from the cache as they are in serving. On a CPU fp8
-weights are dequantised, so inputs keep their 16 or 32 bits there; on CUDA they are quantised, too.
+weights are dequantized, so inputs keep their 16 or 32 bits there; on CUDA they are quantized, too.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Checks of products of 8-bit floats on a GPU, and of what quantises their inputs, against float64.
+"""Checks of products of 8-bit floats on a GPU, and of what quantizes their inputs, against float64.
 
-Each product is compared with what its quantised operands are exactly, so the error is that of summing and rounding.
+Each product is compared with what its quantized operands are exactly, so the error is that of summing and rounding.
 Used by gpu_check.py. Knows the kernels and the product that a worker calls, no model.
 """
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from bench.kernel.cases import Check, Error, measure_error, poisoned, same_bits
 from engine_worker.model.linear import Input
-from engine_worker.model.quantisation.fp8_cuda import Fp8Linear
+from engine_worker.model.quantization.fp8_cuda import Fp8Linear
 from engine_worker.model.spec import Activation
 from kernels.fp8_kv import E4M3_MAX
-from kernels.fp8_quantise import quantise_groups, quantise_rows
-from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised
-from kernels.scaled import GROUP, Scaled, quantise_groups_reference, quantise_rows_reference
-from kernels.silu_and_mul import silu_and_mul, silu_and_mul_quantised, silu_and_mul_reference
+from kernels.fp8_quantize import quantize_groups, quantize_rows
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized
+from kernels.scaled import GROUP, Scaled, quantize_groups_reference, quantize_rows_reference
+from kernels.silu_and_mul import silu_and_mul, silu_and_mul_quantized, silu_and_mul_reference
 
 # Outputs, inputs, is gated: of two 8B models, of a smaller one and one of two GPUs, and a K of five groups.
 PRODUCTS = (
@@ -37,7 +37,7 @@ def random_weight(num_outputs: int, num_inputs: int, is_grouped: bool, generator
     exact = torch.randn(num_outputs, num_inputs, device=device, generator=generator) * 0.02
     if not is_grouped:
         exact *= 10 ** torch.rand(num_outputs, 1, device=device, generator=generator)
-        return quantise_rows_reference(exact)
+        return quantize_rows_reference(exact)
     blocks = exact.view(num_outputs // GROUP, GROUP, num_inputs // GROUP, GROUP)
     blocks *= 10 ** torch.rand(len(blocks), 1, blocks.shape[2], 1, device=device, generator=generator)
     scales = blocks.abs().amax((1, 3)) / E4M3_MAX
@@ -57,7 +57,7 @@ def check_product(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: i
             return _tensor(product.gated(rows, Activation.SILU) if is_gated else product(rows))
 
         output = poisoned(lambda: run(x))
-        rows = quantise_groups_reference(x) if is_grouped else quantise_rows_reference(x)
+        rows = quantize_groups_reference(x) if is_grouped else quantize_rows_reference(x)
         exact = rows.exact_rows().double() @ weight.exact_weight().double().T
         exact = silu_and_mul_reference(exact) if is_gated else exact
         errors = [measure_error(output, exact, 2 * torch.finfo(torch.bfloat16).eps), same_bits(run(x), output)]
@@ -83,7 +83,7 @@ def check_invariance(num_outputs: int, num_inputs: int, is_gated: bool, is_group
     return check
 
 
-def check_quantisers(num_rows: int, width: int) -> Check:
+def check_quantizers(num_rows: int, width: int) -> Check:
     """Values of the reference, and fused kernels of the same bits as those that they stand for."""
 
     def check(generator: torch.Generator) -> list[Error]:
@@ -95,17 +95,17 @@ def check_quantisers(num_rows: int, width: int) -> Check:
         normed, new_residual = add_rms_norm(x, residual, weight, 1e-5)
         errors = []
         for is_grouped, reference, kernel in (
-            (False, quantise_rows_reference, quantise_rows),
-            (True, quantise_groups_reference, quantise_groups),
+            (False, quantize_rows_reference, quantize_rows),
+            (True, quantize_groups_reference, quantize_groups),
         ):
             expected, found = reference(x), poisoned(lambda kernel=kernel: kernel(x))
             # The kernel divides by a reciprocal's product: a value between two others may go to the other one.
             errors.append(measure_error(found.exact_rows(), expected.exact_rows().double(), 2**-3))
             errors.append(measure_error(found.exact_rows(), x.double(), 2**-4))
-            fused, added = add_rms_norm_quantised(x, residual, weight, 1e-5, is_grouped)
+            fused, added = add_rms_norm_quantized(x, residual, weight, 1e-5, is_grouped)
             errors += [_same(fused, kernel(normed)), same_bits(added, new_residual)]
         gate_up = random(num_rows, 2 * width)
-        return [*errors, _same(silu_and_mul_quantised(gate_up), quantise_rows(silu_and_mul(gate_up)))]
+        return [*errors, _same(silu_and_mul_quantized(gate_up), quantize_rows(silu_and_mul(gate_up)))]
 
     return check
 
@@ -131,5 +131,5 @@ def fp8_checks() -> dict[str, Check]:
                 num_outputs, num_inputs, is_gated, is_grouped
             )
     for num_rows, width in ((1, 4096), (3, 14_336), (1000, 896), (70, 128)):
-        checks[f"fp8 quantisers {num_rows} x {width}"] = check_quantisers(num_rows, width)
+        checks[f"fp8 quantizers {num_rows} x {width}"] = check_quantizers(num_rows, width)
     return checks

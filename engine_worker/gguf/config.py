@@ -112,7 +112,7 @@ def _factors(file: GgufFile, name: str, rotated: int) -> list[float] | None:
 
 
 def _dtype(file: GgufFile) -> str:
-    """The type of the largest tensor where that is a float, else bfloat16, which is wider than quantised ones."""
+    """The type of the largest tensor where that is a float, else bfloat16, which is wider than quantized ones."""
     largest = max(file.tensors.values(), key=lambda tensor: int(tensor.n_elements), default=None)
     kind = "" if largest is None else largest.tensor_type.name
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")

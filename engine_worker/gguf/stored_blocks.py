@@ -1,7 +1,7 @@
-"""The quantised tensors of a GGUF file as they lie in it, beside their dequantised copies: stored_blocks.safetensors.
+"""The quantized tensors of a GGUF file as they lie in it, beside their dequantized copies: stored_blocks.safetensors.
 
 Each is [rows, bytes of a row] under its Hugging Face name; the file's metadata have its type. Only types that a CPU
-multiplies as they are: blocks of 32 numbers with a scale. Who reads them: model/quantisation/stored_blocks.py. It is
+multiplies as they are: blocks of 32 numbers with a scale. Who reads them: model/quantization/stored_blocks.py. It is
 used once a file, by convert_gguf.py; it knows no layer and no product.
 """
 

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file as safetensors under their Hugging Face names, dequantised.
+"""The tensors of a GGUF file as safetensors under their Hugging Face names, dequantized.
 
 Which tensors there are the ModelSpec says; how llama.cpp calls each of them the package `gguf` knows. It is used once a
 file, by convert_gguf.py, before anything is served; it does not know how a weight is used.
@@ -114,7 +114,7 @@ def _is_norm(tensor: Tensor) -> bool:
 
 
 def _values(tensor: Tensor) -> np.ndarray:
-    values = _dequantised(tensor.source)
+    values = _dequantized(tensor.source)
     if tensor.offset:
         values = values - np.float32(tensor.offset)
     return undo_rotary_permutation(values, tensor.num_heads) if tensor.num_heads else values
@@ -124,9 +124,9 @@ def _in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
     return to_bfloat16_bits(values) if dtype == "bfloat16" else values.astype(dtype)
 
 
-def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
+def _dequantized(tensor: gguf.ReaderTensor) -> np.ndarray:
     try:
         return gguf.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         kind = gguf.GGMLQuantizationType(tensor.tensor_type).name
-        raise ConversionError(f"tensor {tensor.name}: type {kind} cannot be dequantised") from None
+        raise ConversionError(f"tensor {tensor.name}: type {kind} cannot be dequantized") from None

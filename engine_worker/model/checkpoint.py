@@ -79,7 +79,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 def check_checkpoint(spec: ModelSpec, found: dict[str, StoredTensor]) -> None:
     """Raises ModelFilesError for the first kind of difference, with names."""
     wanted = checkpoint_tensors(spec)
-    fp8, format_name = {f"{module}.weight" for module in fp8_modules(spec)}, spec.quantisation.name
+    fp8, format_name = {f"{module}.weight" for module in fp8_modules(spec)}, spec.quantization.name
     for name, tensor in found.items():
         if name in fp8 and tensor.dtype not in FP8:
             raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; in {format_name} it is {FP8[0]}")

@@ -48,9 +48,9 @@ def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
 
     The head is multiplied in 16 or 32 bits whatever the checkpoint has.
     """
-    tensors, stored = _dense_tensors(spec), spec.quantisation
+    tensors, stored = _dense_tensors(spec), spec.quantization
     dense_bytes = spec.num_parameters() * itemsize
-    if stored.is_dequantised:
+    if stored.is_dequantized:
         return dense_bytes
     schemes = {module: scheme for module in _products(spec, tensors) if (scheme := stored.scheme_of(module))}
     shapes = {module: tensors[f"{module}.weight"] for module in schemes if f"{module}.weight" != spec.names.head}
@@ -59,7 +59,7 @@ def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
 
 
 def _fp8_modules(spec: ModelSpec, tensors: Mapping[str, Shape]) -> dict[str, Fp8Scheme]:
-    schemes = {module: spec.quantisation.stored_scheme(module) for module in _products(spec, tensors)}
+    schemes = {module: spec.quantization.stored_scheme(module) for module in _products(spec, tensors)}
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
 
 

@@ -60,10 +60,10 @@ class CompiledStep:
         """-> (normed, x + residual)."""
         return self._kernels.add_rms_norm(x, residual, norm.scaled_weight, norm.eps), x
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
     ) -> tuple[Scaled, Tensor]:
-        raise NotImplementedError("no product on a CPU quantises its inputs")
+        raise NotImplementedError("no product on a CPU quantizes its inputs")
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
         """Over the last dimension."""

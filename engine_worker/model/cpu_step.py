@@ -66,10 +66,10 @@ class CpuStep:
         length = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
         return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype), residual
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
     ) -> tuple[Scaled, Tensor]:
-        raise NotImplementedError("no product on a CPU quantises its inputs")
+        raise NotImplementedError("no product on a CPU quantizes its inputs")
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
         """Over the last dimension."""

@@ -1,6 +1,6 @@
 """The operators of one forward pass on CUDA beside its matrix products: Triton kernels.
 
-Same methods as CpuStep. Products are the weights' own (quantisation/).
+Same methods as CpuStep. Products are the weights' own (quantization/).
 
 It is used in every step of a worker on a GPU, captured or not; network.py calls it. It knows no family, no sequence
 and no sampling.
@@ -18,7 +18,7 @@ from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import KVScales
-from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised, rms_norm
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
 from kernels.scaled import Scaled
 
@@ -50,10 +50,10 @@ class CudaStep:
         self._input = model_input
         self._plan = device.attention.begin(model_input)
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
     ) -> tuple[Scaled, Tensor]:
-        return add_rms_norm_quantised(x, residual, norm.weight, norm.eps, is_grouped=scaling is Scaling.GROUPS)
+        return add_rms_norm_quantized(x, residual, norm.weight, norm.eps, is_grouped=scaling is Scaling.GROUPS)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, norm.weight, norm.eps)

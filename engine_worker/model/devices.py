@@ -31,7 +31,7 @@ class DeviceStep(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """-> (normed, x + residual)"""
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
     ) -> tuple[Scaled, Tensor]: ...
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None: ...

@@ -1,4 +1,4 @@
-"""The size of weights in groups of 32 inputs on a CPU (quantisation/grouped.py), before they are read: no torch.
+"""The size of weights in groups of 32 inputs on a CPU (quantization/grouped.py), before they are read: no torch.
 
 A product is as large as its blocks, which packing (kernels/cpu/linear.py) only puts in another order. Of a file of
 stored blocks the header is read. Parts of one product in several formats have 16 or 32 bits. The head is held beside
@@ -22,7 +22,7 @@ _INT8 = "Q8_0"  # has as many bytes
 
 def grouped_weights_bytes(spec: ModelSpec, itemsize: int) -> int:
     """The size of all weights; `itemsize`: bytes of an element that is in no group."""
-    tensors, blocks = checkpoint_tensors(spec), spec.quantisation.blocks
+    tensors, blocks = checkpoint_tensors(spec), spec.quantization.blocks
     types = stored_types(blocks) if blocks is not None else dict.fromkeys(tensors, _INT8)
     total = sum(map(math.prod, tensors.values())) * itemsize
     for names, halves in _products(spec):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine_worker.model.architectures import has_family, spec_from_json
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors, weights_bytes
 from engine_worker.model.grouped_bytes import grouped_weights_bytes
-from engine_worker.model.quantisation_config import refuse_quantised
+from engine_worker.model.quantization_config import refuse_quantized
 from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.weight_format import STORED_BLOCKS, chosen_format
@@ -40,13 +40,13 @@ class NativeBlueprint:
     def weights_bytes(self, size: int, itemsize: int) -> int:
         share = self.share(size)
         return (
-            grouped_weights_bytes(share, itemsize) if share.quantisation.in_groups else weights_bytes(share, itemsize)
+            grouped_weights_bytes(share, itemsize) if share.quantization.in_groups else weights_bytes(share, itemsize)
         )
 
     @property
     def weight_format(self) -> str:
-        stored = self.shape.quantisation
-        return "" if stored.is_dequantised else stored.name
+        stored = self.shape.quantization
+        return "" if stored.is_dequantized else stored.name
 
     def build(
         self,
@@ -69,13 +69,13 @@ class NativeBlueprint:
         """Build the network of one rank of several."""
         from engine_worker.model.network import Network  # noqa: PLC0415 - as above
         from engine_worker.model.parallel_linear import ParallelMethod  # noqa: PLC0415
-        from engine_worker.model.quantisation import linear_method  # noqa: PLC0415
+        from engine_worker.model.quantization import linear_method  # noqa: PLC0415
         from engine_worker.model.weights import ShardedWeights  # noqa: PLC0415
 
-        if self.shape.quantisation.blocks:
+        if self.shape.quantization.blocks:
             raise ValueError("--quantization as-stored: blocks are not divided among ranks; int8, auto and none are")
         spec = sharded(self.shape, ranks.rank, ranks.size)
-        stored = linear_method(spec.quantisation, weights.device.type, is_deterministic)
+        stored = linear_method(spec.quantization, weights.device.type, is_deterministic)
         method = ParallelMethod(stored, ranks, spec.vocab_size, is_deterministic)
         parts = tensor_parts(self.shape, ranks.rank, ranks.size)
         own = ShardedWeights(weights, checkpoint_tensors(self.shape), parts)
@@ -107,8 +107,8 @@ def blueprint(
 ) -> "Blueprint":
     if is_native(config, wanted):
         spec = spec_from_json(config, generation)
-        return NativeBlueprint(replace(spec, quantisation=chosen_format(spec.quantisation, quantization, blocks)))
+        return NativeBlueprint(replace(spec, quantization=chosen_format(spec.quantization, quantization, blocks)))
     from engine_worker.model.transformers_backend.network import TransformersBlueprint  # noqa: PLC0415 - takes seconds
 
-    refuse_quantised(config, quantization)
+    refuse_quantized(config, quantization)
     return TransformersBlueprint.of(config, generation)

@@ -2,11 +2,11 @@
 
     method.load(LinearSpec, source) -> Linear        from a checkpoint; a LinearMethod is a way of storing weights
     Linear(x), Linear.gated(x, activation, scaling)  the product, and the product of a gated MLP's first half
-    Linear.scaling                                   how it quantises its inputs: who makes them may do it for it
+    Linear.scaling                                   how it quantizes its inputs: who makes them may do it for it
     method.head(weight, name, source) -> Head        the product whose outputs are logits
 
 A layer says what it multiplies and where that lies in a checkpoint. How weights are fused, packed, scaled or tiled the
-method knows alone (quantisation/): nobody else looks at a weight. Loaded at a start; multiplied in every step, on a
+method knows alone (quantization/): nobody else looks at a weight. Loaded at a start; multiplied in every step, on a
 block's walk beside the attention of each layer (network.py). It knows no family, no sequence and no rank.
 """
 
@@ -20,8 +20,8 @@ from engine_worker.model.spec import Activation
 from engine_worker.model.weights import WeightSource
 from kernels.scaled import Scaled
 
-NOTHING_QUANTISED = "who quantises nothing is given nothing quantised"
-Input = Tensor | Scaled  # of a product: as it is, or quantised as the product would
+NOTHING_QUANTIZED = "who quantizes nothing is given nothing quantized"
+Input = Tensor | Scaled  # of a product: as it is, or quantized as the product would
 
 
 class Role(StrEnum):
@@ -39,7 +39,7 @@ class Split(StrEnum):
 
 
 class Scaling(StrEnum):
-    """A product that quantises its inputs has a scale for each row of them, or for each group of a row."""
+    """A product that quantizes its inputs has a scale for each row of them, or for each group of a row."""
 
     NONE = "none"  # inputs stay as they are
     ROWS = "rows"
@@ -78,12 +78,12 @@ class Linear(Protocol):
     def scaling(self) -> Scaling: ...
 
     def __call__(self, x: Input) -> Tensor:
-        """x [T, inputs] -> [T, outputs] in the dtype of activations; it is quantised only by `self.scaling`."""
+        """x [T, inputs] -> [T, outputs] in the dtype of activations; it is quantized only by `self.scaling`."""
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
         """x [T, inputs] -> activation(gate) * up [T, outputs / 2]: gate and up are halves of the outputs.
 
-        The result may be quantised by `scaling`, that of the product that takes it.
+        The result may be quantized by `scaling`, that of the product that takes it.
         """
 
 

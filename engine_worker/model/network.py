@@ -20,8 +20,8 @@ from engine_worker.model.kv_scales import read_kv_scales
 from engine_worker.model.layers import NormWeight, RotaryTable, load_attention
 from engine_worker.model.linear import Input, Linear, LinearMethod, LinearSpec, Role, Scaling
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantised, takes_sums
-from engine_worker.model.quantisation import dense_tensor, linear_method
+from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantized, takes_sums
+from engine_worker.model.quantization import dense_tensor, linear_method
 from engine_worker.model.rotary import rotary_table
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import LayerSpec, ModelSpec
@@ -87,7 +87,7 @@ def _enter(
     if norm is not None:
         if product.scaling is Scaling.NONE:
             return add_norm(step, hidden, residual, norm)
-        return add_norm_quantised(step, hidden, residual, norm, product.scaling)
+        return add_norm_quantized(step, hidden, residual, norm, product.scaling)
     residual = residual + hidden
     return residual, residual
 
@@ -130,7 +130,7 @@ class Network:
         """
         self.spec, self._is_deterministic = spec, is_deterministic
         self.is_whole = ranks.size == 1  # and no rank's part
-        method = method or linear_method(spec.quantisation, weights.device.type, is_deterministic)
+        method = method or linear_method(spec.quantization, weights.device.type, is_deterministic)
         names = spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
         ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
@@ -162,7 +162,7 @@ class Network:
         first, end = spec.head_rows or (0, spec.vocab_size)
         if spec.tie_word_embeddings:
             return self._embedding[first:end]
-        return dense_tensor(weights, spec.quantisation, spec.names.head, (end - first, spec.hidden_size))
+        return dense_tensor(weights, spec.quantization, spec.names.head, (end - first, spec.hidden_size))
 
     @property
     def dtype(self) -> torch.dtype:

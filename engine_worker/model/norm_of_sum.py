@@ -2,7 +2,7 @@
 
     NormOfSum       stands where a NormWeight would, in a network of several ranks; NormShapes makes them
     add_norm()      the norm of hidden + residual, whether `hidden` is whole or a rank's part of it;
-                    add_norm_quantised() for a product that takes it so
+                    add_norm_quantized() for a product that takes it so
 
 So the sum, the addition and the norm are one launch where the ranks reach each other's memory (kernels/sum_norm.py),
 and what they are else: a sum, then the device's own norm. It knows no layer. It is used in every step of a group of
@@ -63,16 +63,16 @@ def add_norm(step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeigh
     return step.add_rms_norm(hidden, residual, norm)
 
 
-def add_norm_quantised(
+def add_norm_quantized(
     step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
 ) -> tuple[Scaled, Tensor]:
-    """As add_norm(); the first result is quantised."""
+    """As add_norm(); the first result is quantized."""
     if isinstance(norm, NormOfSum):
         if (peers := norm.peers(hidden)) is not None:
             is_grouped = scaling is Scaling.GROUPS
-            return peers.add_rms_norm_quantised(hidden, residual, norm.weight, norm.eps, is_grouped)
+            return peers.add_rms_norm_quantized(hidden, residual, norm.weight, norm.eps, is_grouped)
         hidden = norm.summed(hidden)
-    return step.add_rms_norm_quantised(hidden, residual, norm, scaling)
+    return step.add_rms_norm_quantized(hidden, residual, norm, scaling)
 
 
 def takes_sums(layers: tuple[LayerSpec, ...], ranks: TensorParallel) -> bool:

@@ -60,10 +60,10 @@ class SharedRows:
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self._kernels.sum_add_rms_norm(part, residual, weight, eps, self._exchange)
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
     ) -> tuple[Scaled, Tensor]:
-        return self._kernels.sum_add_rms_norm_quantised(part, residual, weight, eps, self._exchange, is_grouped)
+        return self._kernels.sum_add_rms_norm_quantized(part, residual, weight, eps, self._exchange, is_grouped)
 
 
 def peer_norm(device: torch.device, size: int) -> PeerNorm | None:

@@ -48,7 +48,7 @@ class PeerNorm(Protocol):
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """-> (normed, residual + the sum of the ranks' parts), as rms_norm.py has them behind a sum"""
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
     ) -> tuple[Scaled, Tensor]: ...
 

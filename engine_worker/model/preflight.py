@@ -9,7 +9,7 @@ from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
 from engine_worker.model.checkpoint_tensors import scale_names
 from engine_worker.model.implementation import is_native
-from engine_worker.model.quantisation_config import refuse_quantised
+from engine_worker.model.quantization_config import refuse_quantized
 from engine_worker.model.scale_values import check_scales
 from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size
 from shared.model_files import read_model_files
@@ -32,7 +32,7 @@ def check_files(
     if spec is not None:
         check_tensor_parallel_size(spec, tensor_parallel_size)
     else:
-        refuse_quantised(files.config, quantization)
+        refuse_quantized(files.config, quantization)
         check_one_rank(tensor_parallel_size)
     if load_format == "dummy":
         return

@@ -59,7 +59,7 @@ class Blueprint(Protocol):
     def shape(self) -> ModelShape: ...
     @property
     def weight_format(self) -> str:
-        """The name of the format in which products' weights are quantised; empty where they are not."""
+        """The name of the format in which products' weights are quantized; empty where they are not."""
 
     @property
     def refused_options(self) -> dict[str, str]:
@@ -76,7 +76,7 @@ class Blueprint(Protocol):
         """The shape of the largest part of the model, rank 0's of `size`. Raises ValueError as above."""
 
     def weights_bytes(self, size: int, itemsize: int) -> int:
-        """The size of the weights of that part on a GPU; `itemsize`: bytes of an element that is not quantised."""
+        """The size of the weights of that part on a GPU; `itemsize`: bytes of an element that is not quantized."""
 
     def build(
         self,

@@ -46,7 +46,7 @@ def valid_tensor_parallel_sizes(spec: ModelSpec) -> list[int]:
     sizes = [size for size in range(1, most + 1) if all(_divides(size, layer) for layer in layers)]
     if not _has_blocks(spec):
         return sizes
-    head = spec.quantisation.stored_scheme(spec.names.head.removesuffix(".weight"))
+    head = spec.quantization.stored_scheme(spec.names.head.removesuffix(".weight"))
     if head is not None and head.per is ScalePer.BLOCK and not spec.tie_word_embeddings:
         return [1]  # its tokens are shared by other numbers than blocks have
     return [size for size in sizes if size == 1 or all(_keeps_blocks(spec, layer, size) for layer in layers)]
@@ -96,7 +96,7 @@ def tensor_parts(spec: ModelSpec, rank: int, size: int) -> dict[str, Part]:
         parts |= {prefix + name: part for name, part in _layer_parts(spec, layer, rank, size)}
     if not spec.tie_word_embeddings:
         parts[spec.names.head] = Part(0, (_head_rows(spec.vocab_size, rank, size),))
-    return parts | dict(_scale_parts(parts, spec.quantisation))
+    return parts | dict(_scale_parts(parts, spec.quantization))
 
 
 def _scale_parts(parts: Mapping[str, Part], stored: WeightFormat) -> Iterator[tuple[str, Part]]:
@@ -120,7 +120,7 @@ def _divides(size: int, layer: LayerSpec) -> bool:
 
 
 def _has_blocks(spec: ModelSpec) -> bool:
-    return any(group.scheme.per is ScalePer.BLOCK for group in spec.quantisation.groups)
+    return any(group.scheme.per is ScalePer.BLOCK for group in spec.quantization.groups)
 
 
 def _keeps_blocks(spec: ModelSpec, layer: LayerSpec, size: int) -> bool:

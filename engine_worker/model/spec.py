@@ -184,7 +184,7 @@ class ModelSpec:
     rounds_embedding_scale: bool = False  # to the type that the model computes in, before it multiplies
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: they stay as they are
-    quantisation: WeightFormat = DENSE
+    quantization: WeightFormat = DENSE
     names: NamesSpec = field(default_factory=NamesSpec)
     head_rows: tuple[int, int] | None = None  # tokens whose logits a rank computes, from the first up to the second
 

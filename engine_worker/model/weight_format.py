@@ -3,7 +3,7 @@
     WeightFormat   of a whole model: the scheme of each module, and those that stay in 16 bits
     Fp8Scheme      of some modules: weight = e4m3 * scale, with a scale for all of it, for each row or for each block
 
-Read from a checkpoint by quantisation_config/, or chosen by `--quantization`. Nothing here knows tensors or devices. It
+Read from a checkpoint by quantization_config/, or chosen by `--quantization`. Nothing here knows tensors or devices. It
 is used at a worker's start and by estimates.
 """
 
@@ -53,10 +53,10 @@ class WeightFormat:
     name: str = ""  # as messages call it; empty where all weights are 16 or 32 bits
     groups: tuple[FormatGroup, ...] = ()
     ignored: tuple[str, ...] = ()  # patterns, as above
-    is_online: bool = False  # the checkpoint has 16 or 32 bits; weights are quantised while they load
-    is_dequantised: bool = False  # while they load, whatever the device multiplies
+    is_online: bool = False  # the checkpoint has 16 or 32 bits; weights are quantized while they load
+    is_dequantized: bool = False  # while they load, whatever the device multiplies
     in_groups: bool = False  # 4 and 8 bits, with scales for groups of 32 inputs: on a CPU
-    blocks: Path | None = None  # of these: the file that has them; None where they are quantised while loading
+    blocks: Path | None = None  # of these: the file that has them; None where they are quantized while loading
 
     def scheme_of(self, module: str) -> Fp8Scheme | None:
         """`module`: the name of a product in the checkpoint, without `.weight`. None: it has 16 or 32 bits."""
@@ -65,7 +65,7 @@ class WeightFormat:
         return next((group.scheme for group in self.groups if group.has(module)), None)
 
     def stored_scheme(self, module: str) -> Fp8Scheme | None:
-        """As scheme_of(), of the checkpoint's own tensors, which are not in fp8 where weights are quantised online."""
+        """As scheme_of(), of the checkpoint's own tensors, which are not in fp8 where weights are quantized online."""
         return None if self.is_online else self.scheme_of(module)
 
 
@@ -81,11 +81,11 @@ def _matches(patterns: tuple[str, ...], module: str) -> bool:
 
 DENSE = WeightFormat()
 ONLINE = WeightFormat(
-    name="fp8, quantised while loading", groups=(FormatGroup(scheme=Fp8Scheme(per=ScalePer.ROW)),), is_online=True
+    name="fp8, quantized while loading", groups=(FormatGroup(scheme=Fp8Scheme(per=ScalePer.ROW)),), is_online=True
 )
-INT8 = WeightFormat(name="int8 in groups of 32, quantised while loading", in_groups=True)
+INT8 = WeightFormat(name="int8 in groups of 32, quantized while loading", in_groups=True)
 AS_STORED = WeightFormat(name="blocks of 4 and 8 bits, as the GGUF file has them", in_groups=True)
-STORED_BLOCKS = "stored_blocks.safetensors"  # beside the dequantised weights of a GGUF file
+STORED_BLOCKS = "stored_blocks.safetensors"  # beside the dequantized weights of a GGUF file
 
 
 def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None = None) -> WeightFormat:
@@ -96,7 +96,7 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
     if quantization == "as-stored" and blocks is None:
         raise ValueError(
             f"--quantization as-stored: the model has no {STORED_BLOCKS}, which conversion makes of a GGUF file in "
-            "Q4_0, Q4_1 or Q8_0; --quantization int8 quantises other weights while loading"
+            "Q4_0, Q4_1 or Q8_0; --quantization int8 quantizes other weights while loading"
         )
     if quantization == "as-stored":
         return replace(AS_STORED, blocks=blocks)
@@ -105,5 +105,5 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
     if quantization == "int8":
         return INT8
     if quantization == "none" and stored.groups:
-        return replace(stored, is_dequantised=True)
+        return replace(stored, is_dequantized=True)
     return ONLINE if quantization == "fp8" and not stored.groups else stored

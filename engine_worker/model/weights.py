@@ -167,7 +167,7 @@ class RandomWeights:
         self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """The whole is drawn for any part of it, so that the ranks of a group have one model."""
-        whole = self._drawn(name, shape) if dtype is None else self._quantised(name, shape, dtype)
+        whole = self._drawn(name, shape) if dtype is None else self._quantized(name, shape, dtype)
         tensor = whole if part is None else _taken(whole, part)
         self.loaded_bytes += tensor.nbytes
         return tensor
@@ -178,7 +178,7 @@ class RandomWeights:
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype).mul_(0.02)
 
-    def _quantised(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _quantized(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if dtype != torch.float8_e4m3fn:
             return torch.full(shape, _RANDOM_SCALE, device=self.device, dtype=dtype)
         most = torch.finfo(dtype).max

@@ -1,6 +1,6 @@
 """Products of 8-bit and 4-bit weights with groups of 32 inputs, in C++ (csrc/linear.h says how they are computed).
 
-    GroupedWeight      numbers and scales as they are stored, which a file or quantised() gives
+    GroupedWeight      numbers and scales as they are stored, which a file or quantized() gives
     PackedLinear       the same in the order of the instructions; called with rows
     linear_products()  the functions that this processor has, each compared with plain loops once
 
@@ -29,7 +29,7 @@ _FUNCTIONS = {InstructionSet.AVX2: "pagestream_linear_avx2", InstructionSet.AVX5
 _PLAIN = "pagestream_linear_plain"
 _NO_MEMORY = 1
 _TRIED_ROWS = (5, 13, 19, 23)  # of a comparison: tiles of 4 and 1 rows; AVX-512's panels of 6 to 12 rows
-_QUANTISED_AT_ONCE = 2**14  # numbers: they stay in a cache, and operators of so few wake no threads
+_QUANTIZED_AT_ONCE = 2**14  # numbers: they stay in a cache, and operators of so few wake no threads
 _ROUNDING = 1.5 * 2**23  # a float32 beside it has no fraction: as round(), which wakes threads for 2,048 numbers
 
 Product = Any  # a function of the library
@@ -90,7 +90,7 @@ def joined_rows(parts: Sequence[GroupedWeight]) -> GroupedWeight:
     )
 
 
-def quantised(weight: Tensor) -> GroupedWeight:
+def quantized(weight: Tensor) -> GroupedWeight:
     """[N, K] of 16 or 32 bits -> INT8, each group's largest number 127. Raises ValueError where a scale is no float16.
 
     Numbers are rounded against the scale as it is stored, as ggml's quantize_row_q8_0_ref() does not.
@@ -98,15 +98,15 @@ def quantised(weight: Tensor) -> GroupedWeight:
     num_groups = -(-weight.shape[1] // GROUP)
     quants = torch.empty((len(weight), num_groups, GROUP), dtype=torch.int8)
     scales = torch.empty((len(weight), num_groups), dtype=torch.float16)
-    rows = max(1, _QUANTISED_AT_ONCE // max(1, weight.shape[1]))
+    rows = max(1, _QUANTIZED_AT_ONCE // max(1, weight.shape[1]))
     for part, of_quants, of_scales in zip(weight.split(rows), quants.split(rows), scales.split(rows), strict=True):
-        _quantise(part, of_quants, of_scales)
+        _quantize(part, of_quants, of_scales)
     if not scales.isfinite().all():
         raise ValueError("weights are too large, infinite or NaN: scales of groups in 8 bits are float16")
     return GroupedWeight(GroupFormat.INT8, quants, scales)
 
 
-def _quantise(weight: Tensor, quants: Tensor, scales: Tensor) -> None:
+def _quantize(weight: Tensor, quants: Tensor, scales: Tensor) -> None:
     groups = F.pad(weight.float(), (0, quants.shape[1] * GROUP - weight.shape[1])).unflatten(1, (-1, GROUP))
     scales.copy_(groups.abs().amax(2) / _INT8_MOST)
     exact = scales.float()[..., None]

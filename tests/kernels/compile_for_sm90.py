@@ -31,18 +31,18 @@ from kernels.attention.prefill import attend_prefill
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
-from kernels.fp8_quantise import quantise_groups, quantise_rows
+from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.fp8_tiles import fp8_tiles
 from kernels.kv_block_copy import copy_kv_blocks_triton
-from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton, rms_norm_triton
+from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling.cuda import sample_tokens_triton
 from kernels.sampling.reference import SamplingRows
 from kernels.scaled import Scaled
-from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantised, silu_and_mul_triton
+from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantized, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
-from kernels.sum_norm import RowExchange, memory_elements, most_rows, sum_add_rms_norm, sum_add_rms_norm_quantised
+from kernels.sum_norm import RowExchange, memory_elements, most_rows, sum_add_rms_norm, sum_add_rms_norm_quantized
 from kernels.token_bitmask_triton import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 from tests.kernels.ingredients import ingredients, sources_read
@@ -215,7 +215,7 @@ def skinny_products() -> None:
 
 
 def fp8_products() -> None:
-    """A gated product and one that is not, of an 8B layer, with their most rows and the fewest; what quantises rows."""
+    """A gated product and one that is not, of an 8B layer, with their most rows and the fewest; what quantizes rows."""
     products = products_of(MODELS["Llama-3.1-8B"])
     for shape, numbers_of_rows in ((products["gate_up"], (1, 64)), (products["down"], (32, 64, 128))):
         num_outputs, num_inputs, is_gated = shape
@@ -224,14 +224,14 @@ def fp8_products() -> None:
         of_rows = torch.empty(len(weight), device="meta")
         for num_rows in numbers_of_rows:
             x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
-            for scales, quantise in ((of_rows, quantise_rows), (of_blocks, quantise_groups)):
+            for scales, quantize in ((of_rows, quantize_rows), (of_blocks, quantize_groups)):
                 tiles = fp8_tiles(shape, num_rows, scales is of_blocks)
                 assert tiles is not None
-                (gated_fp8_linear if is_gated else fp8_linear)(quantise(x), Scaled(weight, scales), tiles)
+                (gated_fp8_linear if is_gated else fp8_linear)(quantize(x), Scaled(weight, scales), tiles)
     x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
     for is_grouped in (False, True):
-        add_rms_norm_quantised(x, x, x[0], 1e-5, is_grouped)
-    silu_and_mul_quantised(x)
+        add_rms_norm_quantized(x, x, x[0], 1e-5, is_grouped)
+    silu_and_mul_quantized(x)
 
 
 def summing() -> None:
@@ -249,7 +249,7 @@ def summing_and_norming() -> None:
         x = torch.empty(64, hidden, dtype=torch.bfloat16, device="meta")
         sum_add_rms_norm(x, x, x[0], 1e-5, exchange)
         sum_add_rms_norm(x, x, x[0], 1e-5, replace(exchange, most_spins=2**22))
-        sum_add_rms_norm_quantised(x, x, x[0], 1e-5, exchange, is_grouped=hidden == 8192)
+        sum_add_rms_norm_quantized(x, x, x[0], 1e-5, exchange, is_grouped=hidden == 8192)
 
 
 def unpacking() -> None:

@@ -92,9 +92,9 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "prefill_kernel",
         "_rms_norm_kernel",
         "_gate_and_mul_kernel",
-        "_silu_and_mul_quantised_kernel",
-        "_quantise_rows_kernel",
-        "_quantise_groups_kernel",
+        "_silu_and_mul_quantized_kernel",
+        "_quantize_rows_kernel",
+        "_quantize_groups_kernel",
         "fp8_linear_kernel",
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
@@ -200,7 +200,7 @@ def test_all_programs_that_wait_for_another_gpu_are_at_once_on_an_h200(reports: 
 
 
 def test_a_sum_is_tried_with_the_kernel_that_serves(reports: list[Report]) -> None:
-    """However long it would wait: three widths and numbers of ranks, plain and quantised."""
+    """However long it would wait: three widths and numbers of ranks, plain and quantized."""
     found = of(reports, "_sum_norm_kernel", "sums and norms")
     assert len(found) == 9 and len({report["hash"] for report in found}) == 6
 
@@ -213,9 +213,9 @@ def test_a_sum_is_tried_with_the_kernel_that_serves(reports: list[Report]) -> No
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
         "fp8_linear_kernel",
-        "_quantise_rows_kernel",
-        "_quantise_groups_kernel",
-        "_silu_and_mul_quantised_kernel",
+        "_quantize_rows_kernel",
+        "_quantize_groups_kernel",
+        "_silu_and_mul_quantized_kernel",
     ],
 )
 def test_kernels_that_may_start_early_wait_once(reports: list[Report], kernel: str) -> None:

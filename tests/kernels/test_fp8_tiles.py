@@ -8,7 +8,7 @@ import torch
 from bench.kernel.products import all_shapes
 from kernels.fp8_linear import MAX_ROWS
 from kernels.fp8_tiles import fp8_tiles, most_fp8_rows
-from kernels.scaled import GROUP, quantise_groups_reference, quantise_rows_reference
+from kernels.scaled import GROUP, quantize_groups_reference, quantize_rows_reference
 
 ROWS = range(1, MAX_ROWS + 1)
 SHAPES = [*all_shapes(), (1280, 640, False), (1536, 576, True), (100, 4096, False), (64, 128, False)]
@@ -38,11 +38,11 @@ def test_sizes_that_no_tile_fits_are_the_librarys() -> None:
     assert [most_fp8_rows((64, 128, False), is_grouped) for is_grouped in (False, True)] == [MAX_ROWS, 0]
 
 
-def test_quantised_rows_and_groups_are_exact_where_the_scale_is_a_power_of_two() -> None:
+def test_quantized_rows_and_groups_are_exact_where_the_scale_is_a_power_of_two() -> None:
     x = torch.tensor([[448.0, -3.5, 0.0, 2.0] * 64, [896.0, 64.0, -0.25, 0.0] * 64])
-    assert torch.equal(quantise_rows_reference(x).exact_rows(), x)
+    assert torch.equal(quantize_rows_reference(x).exact_rows(), x)
     x[1, :128] /= 256
-    grouped = quantise_groups_reference(x)
+    grouped = quantize_groups_reference(x)
     assert torch.equal(grouped.exact_rows(), x)
     assert grouped.scales.tolist() == [[1.0, 2 / 256], [1.0, 2.0]]
     assert torch.equal(grouped.part(1, 2).exact_rows(), x[1:])

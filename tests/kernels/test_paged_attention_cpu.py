@@ -160,14 +160,14 @@ def test_started_blocks_are_those_begun_and_not_filled() -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
-def test_a_cache_in_e4m3_equals_its_numbers_dequantised(name: str, block_size: int) -> None:
+def test_a_cache_in_e4m3_equals_its_numbers_dequantized(name: str, block_size: int) -> None:
     arguments = random_batch(BATCHES[name], block_size=block_size, num_kv_heads=2, group=3, dtype=torch.float32)
     query, keys, values, *rest = arguments
     scales = KVScales(key=0.75, value=1.5)
     pool = torch.stack((keys, values), dim=1)[:, None]  # [N, 1, 2, Hkv, BS, D]
     stored = torch.stack([to_e4m3(pool[:, :, 0], scales.key), to_e4m3(pool[:, :, 1], scales.value)], dim=2)
-    dequantised = stored[:, 0, 0].float() * scales.key, stored[:, 0, 1].float() * scales.value
-    expected = paged_attention_reference(query, *dequantised, *rest)
+    dequantized = stored[:, 0, 0].float() * scales.key, stored[:, 0, 1].float() * scales.value
+    expected = paged_attention_reference(query, *dequantized, *rest)
     cached = stored[:, 0, 0], stored[:, 0, 1]
     both: list[Callable[..., torch.Tensor]] = [paged_attention_cpu, paged_attention_reference]
     for attention in both:

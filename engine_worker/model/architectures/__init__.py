@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_worker.model.architectures.gguf_family import GgufFamily
-from engine_worker.model.quantisation_config import weight_format
+from engine_worker.model.quantization_config import weight_format
 from engine_worker.model.spec import ModelSpec
 from shared.model_files import read_model_files
 
@@ -57,7 +57,7 @@ def spec_from_json(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
         names = ", ".join(MODULES)
         raise ValueError(f"config.json: model_type {model_type!r} is not supported; these are: {names}")
     spec: ModelSpec = import_module(f"{__name__}.{MODULES[model_type]}").spec(config, generation)
-    return replace(spec, quantisation=weight_format(config))
+    return replace(spec, quantization=weight_format(config))
 
 
 def gguf_family_of(architecture: str) -> GgufFamily:

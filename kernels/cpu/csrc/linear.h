@@ -31,9 +31,9 @@ constexpr int BASE = 255;
 constexpr float MOST = 127 * BASE + 127;
 constexpr int MOST_ROWS = 8;      // that are multiplied at a time
 constexpr int ROWS_A_PASS = 128;  // whose quants stay in the second cache while all weights pass by
-constexpr int ROWS_BY_ONE = 4;    // fewer are quantised by one thread: sharing them out takes longer
+constexpr int ROWS_BY_ONE = 4;    // fewer are quantized by one thread: sharing them out takes longer
 
-struct Rows {  // quantised
+struct Rows {  // quantized
     int8_t* quants;      // [rows][groups][2][GROUP]: a quant is BASE times the first byte and the second; or whole in
                          // 16 bits, of each four the first, third, second and fourth
     float* scales;       // [rows][groups]
@@ -87,7 +87,7 @@ inline void store_whole(const __m256i (&integers)[4], int8_t* quants) {
 // group that holds NaN or an infinity has the scale NaN, so its row's outputs are NaN and no other row's; one too small
 // for a scale is zeros.
 template <class Element>
-void quantise_group(const Element* from, int64_t count, bool is_whole, int8_t* quants, float* scale, int32_t* sum) {
+void quantize_group(const Element* from, int64_t count, bool is_whole, int8_t* quants, float* scale, int32_t* sum) {
     __m256 values[4];
     __m256i bits = _mm256_setzero_si256();  // the largest magnitude: of floats in the order of their bits, NaN last
     for (int part = 0; part < 4; part++) {
@@ -122,10 +122,10 @@ void quantise_group(const Element* from, int64_t count, bool is_whole, int8_t* q
 }
 
 template <class Element>
-void quantise_row(const Element* from, int64_t inputs, bool is_whole, const Rows& rows, int64_t row) {
+void quantize_row(const Element* from, int64_t inputs, bool is_whole, const Rows& rows, int64_t row) {
     for (int64_t group = 0; group < rows.groups; group++) {
         const int64_t at = row * rows.groups + group;
-        quantise_group(from + group * GROUP, inputs - group * GROUP, is_whole, rows.quants + at * 2 * GROUP,
+        quantize_group(from + group * GROUP, inputs - group * GROUP, is_whole, rows.quants + at * 2 * GROUP,
                        rows.scales + at, rows.sums + at);
         rows.scaled_sums[at] = rows.scales[at] * (float)rows.sums[at];
     }
@@ -247,12 +247,12 @@ int linear(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs;
     const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, passes = (num_rows + ROWS_A_PASS - 1) / ROWS_A_PASS;
     const bool is_whole = Set::has_whole_rows(weight.format);
-    auto quantise = [=](int64_t row, uint8_t* shared) {
+    auto quantize = [=](int64_t row, uint8_t* shared) {
         const Rows rows = rows_in(shared, num_rows, groups);
         if (x_type == FLOAT32)
-            quantise_row((const float*)x + row * x_stride, inputs, is_whole, rows, row);
+            quantize_row((const float*)x + row * x_stride, inputs, is_whole, rows, row);
         else
-            quantise_row((const uint16_t*)x + row * x_stride, inputs, is_whole, rows, row);
+            quantize_row((const uint16_t*)x + row * x_stride, inputs, is_whole, rows, row);
     };
     auto multiply_block = [=](int64_t part, uint8_t* shared) {
         const int64_t row = part / blocks * ROWS_A_PASS, left = num_rows - row;
@@ -260,7 +260,7 @@ int linear(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x
                            row + (left < ROWS_A_PASS ? left : ROWS_A_PASS), (uint8_t*)out, out_stride, out_type);
     };
     const Operation operations[2] = {
-        operation(num_rows, num_rows < ROWS_BY_ONE ? num_rows : num_rows / (4 * num_threads), quantise),
+        operation(num_rows, num_rows < ROWS_BY_ONE ? num_rows : num_rows / (4 * num_threads), quantize),
         // Blocks go to whoever is free: on a busy machine one thread may get half of a processor.
         operation(passes * blocks, blocks / (num_threads * 8), multiply_block, num_rows * groups * (2 * GROUP + 12)),
     };

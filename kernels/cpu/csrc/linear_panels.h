@@ -8,7 +8,7 @@
 
 #include <utility>
 
-#include "quantise_four.h"
+#include "quantize_four.h"
 
 namespace {
 
@@ -54,27 +54,27 @@ inline int64_t place(const Tiles& tiles, int64_t groups, int64_t tile, int64_t g
 
 // Where a tile has fewer rows than it has places, its last one comes again; nothing is stored of that.
 template <class Element>
-void quantise_tile(const Element* x, int64_t stride, int rows, TileGroup& to) {
+void quantize_tile(const Element* x, int64_t stride, int rows, TileGroup& to) {
     for (int first = 0; first < TILE_ROWS; first += FOUR) {
         const Element* of[FOUR];
         for (int row = 0; row < FOUR; row++) of[row] = x + (first + row < rows ? first + row : rows - 1) * stride;
-        quantise_four(of, &to.quants[0][first], TILE_ROWS, to.scales + first, to.scaled_sums + first);
+        quantize_four(of, &to.quants[0][first], TILE_ROWS, to.scales + first, to.scaled_sums + first);
     }
 }
 
 // A row's last group, of `count` inputs and zeros.
 template <class Element>
-__attribute__((noinline)) void quantise_last(const Element* x, int64_t stride, int rows, int64_t count, TileGroup& to) {
+__attribute__((noinline)) void quantize_last(const Element* x, int64_t stride, int rows, int64_t count, TileGroup& to) {
     Element padded[TILE_ROWS][GROUP] = {};
     for (int row = 0; row < rows; row++) memcpy(padded[row], x + row * stride, count * sizeof(Element));
-    quantise_tile(&padded[0][0], GROUP, rows, to);
+    quantize_tile(&padded[0][0], GROUP, rows, to);
 }
 
 template <class Element>
-inline void quantise_group_of(const Element* x, int64_t stride, int rows, int64_t inputs, int64_t group, TileGroup& to) {
+inline void quantize_group_of(const Element* x, int64_t stride, int rows, int64_t inputs, int64_t group, TileGroup& to) {
     const int64_t count = inputs - group * GROUP;
-    if (count < GROUP) return quantise_last(x + group * GROUP, stride, rows, count, to);
-    quantise_tile(x + group * GROUP, stride, rows, to);
+    if (count < GROUP) return quantize_last(x + group * GROUP, stride, rows, count, to);
+    quantize_tile(x + group * GROUP, stride, rows, to);
 }
 
 // What a group adds to the sums of a row and a block.
@@ -225,20 +225,20 @@ int linear_by_panels(const LinearWeight& of_weight, const void* x, int64_t x_str
     const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, inputs = weight.inputs;
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs, of_panel = weight.gate ? OUTPUTS : PANEL_OUTPUTS;
     const int64_t panels = (width + of_panel - 1) / of_panel;
-    auto quantise = [=](int64_t part, uint8_t* shared) {
+    auto quantize = [=](int64_t part, uint8_t* shared) {
         const int64_t tile = part / groups, group = part % groups, at = tiles.first_row(tile) * x_stride;
         TileGroup& to = ((TileGroup*)shared)[place(tiles, groups, tile, group)];
         if (x_type == FLOAT32)
-            quantise_group_of((const float*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
+            quantize_group_of((const float*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
         else
-            quantise_group_of((const uint16_t*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
+            quantize_group_of((const uint16_t*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
     };
     auto multiply = [=](int64_t part, uint8_t* shared) {
         compute_panel<Set>(weight, part % panels, groups, tiles, part / panels, (const TileGroup*)shared, (uint8_t*)out,
                            out_stride, out_type);
     };
     const Operation operations[2] = {
-        operation(tiles.count * groups, tiles.count * groups / (4 * num_threads), quantise),
+        operation(tiles.count * groups, tiles.count * groups / (4 * num_threads), quantize),
         // Panels go to whoever is free: on a busy machine one thread may get half of a processor.
         operation(tiles.passes * panels, panels / (num_threads * 8), multiply, tiles.count * groups * sizeof(TileGroup)),
     };

@@ -41,7 +41,7 @@ struct Row {
     std::vector<float> scales;
 };
 
-Row quantised(const LinearWeight& weight, const void* x, int64_t at, int type, int64_t groups) {
+Row quantized(const LinearWeight& weight, const void* x, int64_t at, int type, int64_t groups) {
     Row row{std::vector<int>(groups * 32), std::vector<int>(groups), std::vector<float>(groups)};
     for (int64_t group = 0; group < groups; group++) {
         const int64_t count = weight.inputs - group * 32 < 32 ? weight.inputs - group * 32 : 32;
@@ -109,7 +109,7 @@ PAGESTREAM_EXPORT int pagestream_linear_plain(const LinearWeight* weight, const 
                                               int64_t num_rows, void* out, int64_t out_stride, int out_type, int) {
     const int64_t groups = (weight->inputs + 31) / 32, width = weight->gate ? weight->outputs / 2 : weight->outputs;
     for (int64_t row = 0; row < num_rows; row++) {
-        const Row of_row = quantised(*weight, x, row * x_stride, x_type, groups);
+        const Row of_row = quantized(*weight, x, row * x_stride, x_type, groups);
         for (int64_t output = 0; output < width; output++) {
             const int64_t block = output / 16;
             const int lane = output % 16;

@@ -70,7 +70,7 @@ struct Program {
 
 thread_local Program* recorded = nullptr;
 
-// Memory of this thread that outlives a call: an allocation of 100 KB costs as much as quantising into it.
+// Memory of this thread that outlives a call: an allocation of 100 KB costs as much as quantizing into it.
 uint8_t* kept_memory(size_t bytes) {
     static thread_local Memory memory;
     static thread_local size_t size = 0;

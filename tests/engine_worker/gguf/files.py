@@ -48,7 +48,7 @@ def write_gguf(
         permuted = heads.get(name.split(".")[-2], 0) if architecture == "llama" else 0
         offset = 1.0 if architecture == "gemma3" and "norm" in name else 0.0  # added by llama.cpp's converter
         values = permuted_as_llama_cpp_does(parameter.detach().numpy() + np.float32(offset), permuted)
-        data, stored = quantised(values, kind if values.ndim > 1 else Kind.F32)
+        data, stored = quantized(values, kind if values.ndim > 1 else Kind.F32)
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
         writer.add_tensor(known, data, raw_dtype=stored)
@@ -81,7 +81,7 @@ def architecture_number(name: str) -> gguf.MODEL_ARCH:
     return next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
 
 
-def quantised(values: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
+def quantized(values: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
     """K-quants, which `gguf` reads only, are random blocks of the shape: values of about the usual deviation."""
     if kind in K_SCALES:
         return random_blocks(values.shape, kind), kind

@@ -1,4 +1,4 @@
-"""Every family that is read from GGUF, and every quantisation: greedy tokens of transformers on the same weights."""
+"""Every family that is read from GGUF, and every quantization: greedy tokens of transformers on the same weights."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +125,7 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, tmp_path: Path) -> 
         assert worst < FP32_MARGIN, request.request_id
 
 
-def test_every_family_and_every_quantisation_is_tried() -> None:
+def test_every_family_and_every_quantization_is_tried() -> None:
     assert {case.architecture for case in CASES} == set(GGUF_MODULES)
     wanted = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
     assert {case.kind.name for case in CASES} == set(wanted)

@@ -37,7 +37,7 @@ class Fp8Model:
 @dataclass(frozen=True)
 class Layout:
     config: Mapping[str, Any]  # config.json's quantization_config
-    quantise: Callable[[Tensor], Tensor]  # [N, K] -> scales, as they are stored
+    quantize: Callable[[Tensor], Tensor]  # [N, K] -> scales, as they are stored
     scale_name: str = "weight_scale"
     scale_dtype: torch.dtype = torch.float32
     input_scale: str = ""
@@ -137,14 +137,14 @@ def write_fp8(
     is_fp8: Callable[[str], bool] = lambda module: module.endswith("_proj"),
 ) -> Fp8Model:
     """`is_fp8`: whether a module is."""
-    exact, quantised = write_family(directory / "exact", case), directory / "fp8"
+    exact, quantized = write_family(directory / "exact", case), directory / "fp8"
     stored: dict[str, Tensor] = {}
     multiplied: dict[str, Tensor] = {}
     for name, weight in load_file(exact / "model.safetensors").items():
         stored[name] = multiplied[name] = weight
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and is_fp8(module):
-            tensors = quantised_tensors(module, weight, layout)
+            tensors = quantized_tensors(module, weight, layout)
             stored |= tensors
             multiplied[name] = exact_weight(tensors, module, layout)
     for index in range(3):
@@ -152,25 +152,25 @@ def write_fp8(
             f"model.layers.{index}.{name}": torch.tensor(0.25 if ".v_" in name else 0.5) for name in layout.others
         }
     save_file(multiplied, exact / "model.safetensors", {"format": "pt"})
-    quantised.mkdir()
-    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
+    quantized.mkdir()
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     config = json.loads((exact / "config.json").read_text())
     if layout.file == "config.json":
         config["quantization_config"] = layout.config
     else:
-        (quantised / layout.file).write_text(json.dumps(layout.config))
-    (quantised / "config.json").write_text(json.dumps(config))
-    return Fp8Model(quantised, exact)
+        (quantized / layout.file).write_text(json.dumps(layout.config))
+    (quantized / "config.json").write_text(json.dumps(config))
+    return Fp8Model(quantized, exact)
 
 
-def quantised_tensors(module: str, weight: Tensor, layout: Layout) -> dict[str, Tensor]:
-    scale = layout.quantise(weight).to(layout.scale_dtype)
+def quantized_tensors(module: str, weight: Tensor, layout: Layout) -> dict[str, Tensor]:
+    scale = layout.quantize(weight).to(layout.scale_dtype)
     rows, columns = weight.shape
-    values = weight / spread(scale, (rows, columns), layout.quantise is of_blocks)
+    values = weight / spread(scale, (rows, columns), layout.quantize is of_blocks)
     tensors = {f"{module}.weight": values.clamp(-MOST, MOST).to(FP8), f"{module}.{layout.scale_name}": scale.clone()}
     if layout.input_scale:
         factor = torch.tensor(0.25 if "k_proj" in module else 0.125)
-        tensors[f"{module}.{layout.input_scale}"] = factor[None] if layout.quantise is of_all_in_a_list else factor
+        tensors[f"{module}.{layout.input_scale}"] = factor[None] if layout.quantize is of_all_in_a_list else factor
     return tensors
 
 
@@ -178,4 +178,4 @@ def exact_weight(tensors: Mapping[str, Tensor], module: str, layout: Layout) -> 
     weight = tensors[f"{module}.weight"].float()
     rows, columns = weight.shape
     scale = tensors[f"{module}.{layout.scale_name}"]
-    return weight * spread(scale, (rows, columns), layout.quantise is of_blocks)
+    return weight * spread(scale, (rows, columns), layout.quantize is of_blocks)

@@ -84,7 +84,7 @@ def ways(directory: Path, device: str, kv: str) -> dict[str, Any]:
 def num_products(directory: Path, device: str) -> int:
     if device != "cuda":
         return 0
-    linear = import_module("engine_worker.model.quantisation.fp8_cuda").Fp8Linear  # imports triton
+    linear = import_module("engine_worker.model.quantization.fp8_cuda").Fp8Linear  # imports triton
     runner = load(directory, device, "bf16", "all at once", "none")
     number = sum(isinstance(one, linear) for one in gc.get_objects())
     del runner

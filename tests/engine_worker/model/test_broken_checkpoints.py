@@ -96,7 +96,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: change_tensors(d, lambda t: t.update({first(t): torch.zeros(3, 5)})),
         r"has shape \(3, 5\); config\.json makes it \(\d+",
     ),
-    "a tensor is quantised": (
+    "a tensor is quantized": (
         lambda d: change_tensors(d, lambda t: t.update({first(t): t[first(t)].to(torch.float8_e4m3fn)})),
         rf"is F8_E4M3 in {SHARD}; only F32, F16, BF16 are read",
     ),

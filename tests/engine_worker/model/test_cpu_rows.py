@@ -11,7 +11,7 @@ from engine_worker.model.compiled_step import CompiledDevice, step_kernels
 from engine_worker.model.decode_programs import decode_programs
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Network
-from engine_worker.model.quantisation.dense_cpu import rows_are_independent
+from engine_worker.model.quantization.dense_cpu import rows_are_independent
 from engine_worker.model.weights import RandomWeights
 from kernels.cpu import step
 from kernels.cpu.build import NoLibrary

@@ -17,8 +17,8 @@ from engine_worker.model.cuda_step import CudaDevice
 from engine_worker.model.devices import Device
 from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Network
-from engine_worker.model.quantisation import linear_method
-from engine_worker.model.quantisation.dense_cpu import CpuLinear
+from engine_worker.model.quantization import linear_method
+from engine_worker.model.quantization.dense_cpu import CpuLinear
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import Activation, ModelShape
 from engine_worker.model.weight_format import DENSE

@@ -175,7 +175,7 @@ def test_a_gpu_without_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_another_type_beside_products_of_fp8_is_named(dtype: torch.dtype) -> None:
-    """They are bfloat16 on CUDA; a CPU dequantises to any type."""
+    """They are bfloat16 on CUDA; a CPU dequantizes to any type."""
     told = str(dtype).removeprefix("torch.")
     with pytest.raises(ValueError, match=rf"products of fp8 are bfloat16 and the model is {told}: --dtype bfloat16"):
         check_weight_format("modelopt FP8", torch.device("cuda", 0), dtype)

@@ -1,4 +1,4 @@
-"""fp8 checkpoints: the logits of the same model multiplied out in float32, dequantised or by products of fp8."""
+"""fp8 checkpoints: the logits of the same model multiplied out in float32, dequantized or by products of fp8."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
-from engine_worker.model.quantisation import dense, linear_method
-from engine_worker.model.quantisation.dense_cpu import CpuLinear
-from engine_worker.model.quantisation.fp8 import Fp8Method
+from engine_worker.model.quantization import dense, linear_method
+from engine_worker.model.quantization.dense_cpu import CpuLinear
+from engine_worker.model.quantization.fp8 import Fp8Method
 from engine_worker.model.sharding import valid_tensor_parallel_sizes
 from engine_worker.model.spec import Activation, ModelSpec, kv_layout
 from engine_worker.model.weight_format import DENSE
@@ -100,7 +100,7 @@ def logits_by_products(directory: Path) -> Tensor:
     """By fp8_cuda's interface; all tensors are used."""
     ReferenceLinear.made = []
     spec, weights = spec_of(directory), source_of(directory)
-    method = Fp8Method(spec.quantisation, dense.method("cpu"), ReferenceLinear)
+    method = Fp8Method(spec.quantization, dense.method("cpu"), ReferenceLinear)
     network = Network(spec, weights, 64, method=method)
     weights.check_all_used()
     return logits_of(network)
@@ -111,7 +111,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_fp8(tmp_path_factory.mktemp("fp8"), LAYOUTS[request.param])
 
 
-def test_a_checkpoint_is_dequantised_on_a_cpu(model: Fp8Model, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_is_dequantized_on_a_cpu(model: Fp8Model, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="worker")
     check_files(model.directory)
     found = blueprint_from_directory(model.directory)
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_dequantised_on_a_cpu(model: Fp8Model, caplog: pytest.Lo
     assert isinstance(network, Network)
     assert torch.equal(logits_of(network), exact_logits(model))
     assert caplog.messages == [
-        f"weights: {found.weight_format}, dequantised while they load: the cpu multiplies no fp8"
+        f"weights: {found.weight_format}, dequantized while they load: the cpu multiplies no fp8"
     ]
     assert weights.loaded_bytes == 4 * found.shape.num_parameters()
 

@@ -35,7 +35,7 @@ OF_KV = (".k_scale", ".v_scale")
 
 
 def write_compressed(directory: Path, config: dict[str, Any], case: Case) -> Path:
-    """By the library alone: it quantises, names and stores; the scales are what it observes of weights."""
+    """By the library alone: it quantizes, names and stores; the scales are what it observes of weights."""
     package = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: make dev")
     quantization = package.quantization
     model = AutoModelForCausalLM.from_pretrained(write_family(directory / "exact", case))
@@ -115,10 +115,10 @@ def kinds(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of it
 def test_transformers_reads_the_same_of_the_same_directory(tmp_path: Path) -> None:
-    """Its model quantises inputs, too, which a CPU does not here: its weights are put into one that does not."""
+    """Its model quantizes inputs, too, which a CPU does not here: its weights are put into one that does not."""
     directory = write_compressed(tmp_path, CONFIGS["compressed-tensors, rows"], LLAMA)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    greedy_of(theirs)  # it dequantises them in its first step
+    greedy_of(theirs)  # it dequantizes them in its first step
     weights = {name: tensor for name, tensor in theirs.state_dict().items() if not name.endswith("_scale")}
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32)
     plain.load_state_dict(weights)

@@ -21,8 +21,8 @@ from engine_worker.model.checkpoint import SINGLE
 from engine_worker.model.devices import check_quantization
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
-from engine_worker.model.quantisation import dense, grouped
-from engine_worker.model.quantisation.stored_blocks import StoredBlocks
+from engine_worker.model.quantization import dense, grouped
+from engine_worker.model.quantization.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import AS_STORED, STORED_BLOCKS
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
@@ -47,7 +47,7 @@ needs_library = pytest.mark.skipif(not has_library(), reason="no C++ kernels her
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_blocks_are_read_as_gguf_dequantises_them(type_: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+def test_blocks_are_read_as_gguf_dequantizes_them(type_: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
     blocks = gguf.quantize(values, type_)
     save_file({"a": blocks}, tmp_path / STORED_BLOCKS, metadata={"a": type_.name})
@@ -109,9 +109,9 @@ def test_a_model_as_stored_has_the_logits_of_its_numbers(directory: Path) -> Non
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_in_8_bits_has_almost_the_logits(directory: Path, dtype: torch.dtype) -> None:
-    exact, quantised = logits_of(directory, "none"), logits_of(directory, "int8", dtype)
+    exact, quantized = logits_of(directory, "none"), logits_of(directory, "int8", dtype)
     # 8 bits of each weight, 1 / 254 of a group's largest, through three layers of random ones: 5 %, in bfloat16 6 %.
-    assert float((exact - quantised).std()) < 0.1 * float(exact.std())
+    assert float((exact - quantized).std()) < 0.1 * float(exact.std())
 
 
 @needs_library
@@ -142,7 +142,7 @@ def test_without_the_library_16_bits_are_multiplied_and_the_log_says_so(
 
 def test_what_a_model_or_a_device_has_not_is_refused(directory: Path) -> None:
     (directory / STORED_BLOCKS).unlink()
-    with pytest.raises(ValueError, match=r"as-stored: the model has no stored_blocks.safetensors.* int8 quantises"):
+    with pytest.raises(ValueError, match=r"as-stored: the model has no stored_blocks.safetensors.* int8 quantizes"):
         blueprint_from_directory(directory, quantization="as-stored")
     for quantization in ("int8", "as-stored"):
         with pytest.raises(ValueError, match=f"--quantization {quantization}: for a CPU; on cuda: auto, none, fp8"):

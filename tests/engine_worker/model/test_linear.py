@@ -11,8 +11,8 @@ from torch import Tensor
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.linear import Input, Linear, LinearSpec, Role, Scaling, Split
 from engine_worker.model.network import Network
-from engine_worker.model.quantisation import linear_method
-from engine_worker.model.quantisation.dense_cpu import CpuHead
+from engine_worker.model.quantization import linear_method
+from engine_worker.model.quantization.dense_cpu import CpuHead
 from engine_worker.model.spec import Activation
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import RandomWeights, WeightSource

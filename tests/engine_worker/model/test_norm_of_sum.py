@@ -33,7 +33,7 @@ class Rows:
             raise MemoryError("a compiler has none")
         return add_rms_norm_reference(summed, residual, weight, eps)
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
     ) -> tuple[Scaled, Tensor]:
         raise NotImplementedError("of GPUs")

@@ -11,10 +11,10 @@ from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
-from engine_worker.model.quantisation import dense, linear_method
-from engine_worker.model.quantisation.fp8 import Fp8Method
+from engine_worker.model.quantization import dense, linear_method
+from engine_worker.model.quantization.fp8 import Fp8Method
 from engine_worker.model.weights import RandomWeights
-from kernels.scaled import quantise_rows_reference
+from kernels.scaled import quantize_rows_reference
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.fp8_checkpoints import LAYOUTS, LLAMA, PHI3, ROWS, Fp8Model, write_fp8
 from tests.engine_worker.model.test_fp8_weights import (
@@ -46,7 +46,7 @@ def test_16_bits_become_what_a_checkpoint_of_rows_would_have(model: Fp8Model) ->
 def test_products_of_fp8_are_made_of_16_bits(model: Fp8Model) -> None:
     ReferenceLinear.made = []
     spec, weights = spec_of(model.directory, "fp8"), source_of(model.directory)
-    method = Fp8Method(spec.quantisation, dense.method("cpu"), ReferenceLinear)
+    method = Fp8Method(spec.quantization, dense.method("cpu"), ReferenceLinear)
     assert torch.equal(logits_of(Network(spec, weights, 64, method=method)), exact_logits(model))
     assert len(ReferenceLinear.made) == 4 * NUM_LAYERS
     assert weights.loaded_bytes == blueprint_from_directory(model.directory, "native", "fp8").weights_bytes(1, 4)
@@ -56,9 +56,9 @@ def test_none_multiplies_an_fp8_checkpoint_in_16_bits(tmp_path: Path, caplog: py
     caplog.set_level(logging.INFO, logger="worker")
     model = write_fp8(tmp_path, LAYOUTS["fp8, blocks"])
     found = blueprint_from_directory(model.directory, "native", "none")
-    method = linear_method(spec_of(model.directory, "none").quantisation, "cuda")  # which would multiply fp8
+    method = linear_method(spec_of(model.directory, "none").quantization, "cuda")  # which would multiply fp8
     assert not isinstance(method, Fp8Method)
-    assert caplog.messages[-1].endswith("dequantised while they load: --quantization none")
+    assert caplog.messages[-1].endswith("dequantized while they load: --quantization none")
     assert found.weight_format == ""
     network = found.build(source_of(model.directory), 64, is_deterministic=False)
     assert isinstance(network, Network)
@@ -77,13 +77,13 @@ def test_rows_of_zeros_and_of_the_smallest_and_largest_numbers() -> None:
     rows[3] = torch.linspace(-448.0, 448.0, 16)
     rows[4, 5] = torch.finfo(torch.float32).smallest_normal / 2**20
     for dtype in (torch.float32, torch.bfloat16):
-        quantised = quantise_rows_reference(rows.to(dtype))
-        made, scale = quantised.exact_rows(), quantised.scales
+        quantized = quantize_rows_reference(rows.to(dtype))
+        made, scale = quantized.exact_rows(), quantized.scales
         assert made.isfinite().all() and scale.isfinite().all()
         # Four bits of mantissa with the hidden one: half a unit is 1/16 of a number, and what is under the smallest
         # is lost.
         assert ((made - rows.to(dtype).float()).abs() <= rows.abs() / 16 + scale[:, None] * 2.0**-9).all()
-        assert not quantised.values[0].float().any()
+        assert not quantized.values[0].float().any()
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors, rows", "fp8, blocks", "fp8, tensors, static"])
@@ -93,7 +93,7 @@ def test_random_weights_have_the_deviation_that_they_have_in_16_bits(name: str, 
     check_files(model.directory, load_format="dummy")
     ReferenceLinear.made = []
     spec = spec_of(model.directory)
-    method = Fp8Method(spec.quantisation, dense.method("cpu"), ReferenceLinear)
+    method = Fp8Method(spec.quantization, dense.method("cpu"), ReferenceLinear)
     Network(spec, RandomWeights(CPU, torch.float32), 64, method=method)
     for linear in ReferenceLinear.made:
         assert linear.weight.std() == pytest.approx(0.02, rel=0.02)
@@ -107,4 +107,4 @@ def test_a_start_names_the_format(model: Fp8Model) -> None:
     )  # fmt: skip
     load_replica(load_plan(settings), lambda phase, progress, detail: lines.append(detail))
     told = [line for line in lines if "of float32 weights on cpu" in line]
-    assert len(told) == 1 and "products from fp8, quantised while loading, native implementation" in told[0]
+    assert len(told) == 1 and "products from fp8, quantized while loading, native implementation" in told[0]

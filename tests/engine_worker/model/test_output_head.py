@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.model.quantisation.dense_cpu import CpuHead
+from engine_worker.model.quantization.dense_cpu import CpuHead
 
 ROOT = Path(__file__).parents[3]
 TWO_BFLOAT16_ROUNDINGS = 2.0**-16  # the product is split into two of 8 bits; float32 sums of 512 terms are closer

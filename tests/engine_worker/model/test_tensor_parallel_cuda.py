@@ -16,7 +16,7 @@ from engine_worker.model.peer_norm import SharedRows, peer_norm
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import ProcessGroup, TensorParallel
 from engine_worker.model.weights import RandomWeights
-from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized
 from tests.engine_worker.model.named_weights import step
 from tests.engine_worker.model.ranks import Ranks
 
@@ -160,10 +160,10 @@ def norms_of_sums(ranks: ProcessGroup, hidden: int, num_rows: int) -> list[bool]
         graph.replay()
     same += [is_same(each) for each in found]
     for is_grouped in (False, True):
-        wanted, _ = add_rms_norm_quantised(summed, residual, weight, 1e-5, is_grouped)
-        quantised, added = rows.add_rms_norm_quantised(part, residual, weight, 1e-5, is_grouped)
-        same.append(torch.equal(quantised.values.view(torch.uint8), wanted.values.view(torch.uint8)))
-        same.append(torch.equal(quantised.scales, wanted.scales) and torch.equal(added, expected[1]))
+        wanted, _ = add_rms_norm_quantized(summed, residual, weight, 1e-5, is_grouped)
+        quantized, added = rows.add_rms_norm_quantized(part, residual, weight, 1e-5, is_grouped)
+        same.append(torch.equal(quantized.values.view(torch.uint8), wanted.values.view(torch.uint8)))
+        same.append(torch.equal(quantized.scales, wanted.scales) and torch.equal(added, expected[1]))
     assert not rows.serves(torch.empty(257, hidden, dtype=torch.bfloat16, device=device))
     assert not rows.serves(part.float())
     return same

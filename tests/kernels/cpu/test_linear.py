@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.cpu import build, linear
 from kernels.cpu.library import InstructionSet, cpu_library
-from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantised
+from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantized
 from tests.kernels.cpu.emulation import emulated as emulated_functions
 
 try:
@@ -123,7 +123,7 @@ def test_avx512_computes_what_plain_loops_do(emulated: Product, case: Case) -> N
 
 @given(case=CASES)
 def test_plain_loops_compute_the_product(case: Case) -> None:
-    """Rows are numbers that quantising keeps, scales are powers of two: the sums are exact in float32."""
+    """Rows are numbers that quantizing keeps, scales are powers of two: the sums are exact in float32."""
     case = replace(case, is_gated=False)
     x = torch.randint(-127, 128, (case.rows, case.inputs), generator=case.generator()).float()
     x[:, ::GROUP] = 127  # a group's largest number: its scale is 1
@@ -196,9 +196,9 @@ def test_activations_are_torchs_to_a_few_units_of_the_last_place(gate: Gate) -> 
 
 
 @given(rows=st.integers(0, 5), columns=st.integers(1, 100), seed=st.integers(0, 2**16))
-def test_quantising_is_off_by_half_a_step(rows: int, columns: int, seed: int) -> None:
+def test_quantizing_is_off_by_half_a_step(rows: int, columns: int, seed: int) -> None:
     weight = torch.randn((rows, columns), generator=torch.Generator().manual_seed(seed)).bfloat16()
-    made = quantised(weight)
+    made = quantized(weight)
     values, steps = made.values(), made.scales.float().repeat_interleave(GROUP, 1)
     # A scale is rounded to float16: the largest number of a group may be 127 / 2048 of a step beyond the last quant.
     assert ((values[:, :columns] - weight.float()).abs() <= steps[:, :columns] * (0.5 + 127 / 2048)).all()
@@ -208,7 +208,7 @@ def test_quantising_is_off_by_half_a_step(rows: int, columns: int, seed: int) ->
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), 1e30])
 def test_weights_without_a_scale_are_refused(strange: float) -> None:
     with pytest.raises(ValueError, match="too large, infinite or NaN"):
-        quantised(torch.tensor([[1.0, strange]]))
+        quantized(torch.tensor([[1.0, strange]]))
 
 
 def test_weights_of_several_formats_are_not_joined() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.linear import PackedLinear, linear_products, quantised
+from kernels.cpu.linear import PackedLinear, linear_products, quantized
 from kernels.cpu.program import Buffers, NotRecordable, recording
 from kernels.cpu.step import StepKernels
 
@@ -19,7 +19,7 @@ class Block:
         self._kernels = StepKernels(library, 32, torch.float32, torch.float32)
         self._norm = torch.rand(HIDDEN)
         self._up, self._down = (
-            PackedLinear(quantised(torch.randn(outputs, inputs)), inputs, product=products(library))
+            PackedLinear(quantized(torch.randn(outputs, inputs)), inputs, product=products(library))
             for outputs, inputs in ((160, HIDDEN), (HIDDEN, 160))
         )
 

@@ -1,4 +1,4 @@
-"""The Triton kernels over a cache in e4m3, against its keys and values dequantised in float64.
+"""The Triton kernels over a cache in e4m3, against its keys and values dequantized in float64.
 
 The interpreter reads e4m3 exactly (but NaN, as 480), and rounds float32 to it wrongly where a number rounds up to a
 power of two: 2.3 % of normal ones come out as half of it. Those are left out where what is stored is compared.
@@ -37,7 +37,7 @@ def assert_exact(batch: AttentionBatch, output: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_mixed_batch_equals_the_dequantised_reference(block_size: int, dtype: torch.dtype) -> None:
+def test_a_mixed_batch_equals_the_dequantized_reference(block_size: int, dtype: torch.dtype) -> None:
     batch = build(MIXED, block_size, dtype)
     assert_exact(batch, paged_attention_triton(**vars(batch)))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton
+from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton
 from kernels.sum_norm import (
     MOST_ROWS,
     ROW_ELEMENTS,
@@ -19,7 +19,7 @@ from kernels.sum_norm import (
     memory_elements,
     most_rows,
     sum_add_rms_norm,
-    sum_add_rms_norm_quantised,
+    sum_add_rms_norm_quantized,
 )
 
 EPS = 1e-5
@@ -81,13 +81,13 @@ def test_rows_of_another_width_between_touch_nobodys() -> None:
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
-def test_quantised_as_a_norm_behind_the_sum_is(is_grouped: bool) -> None:
+def test_quantized_as_a_norm_behind_the_sum_is(is_grouped: bool) -> None:
     ranks, weight = exchanges(2), torch.ones(384)
     parts, residual = [random(2, 384, rank) for rank in range(2)], random(2, 384, 7)
     send(ranks, parts, weight)
-    expected, new_residual = add_rms_norm_quantised(in_order(parts), residual, weight, EPS, is_grouped)
+    expected, new_residual = add_rms_norm_quantized(in_order(parts), residual, weight, EPS, is_grouped)
     for rank, part in zip(ranks, parts, strict=True):
-        found, added = sum_add_rms_norm_quantised(part, residual, weight, EPS, rank, is_grouped)
+        found, added = sum_add_rms_norm_quantized(part, residual, weight, EPS, rank, is_grouped)
         assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(found.scales, expected.scales) and torch.equal(added, new_residual)
 

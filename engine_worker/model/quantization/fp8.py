@@ -1,8 +1,8 @@
 """Weights in fp8 (e4m3) with scales: for each output, for blocks of 128 x 128 or for a whole tensor, which is the first
-kind once it is loaded; or 16 bits that are quantised while they load.
+kind once it is loaded; or 16 bits that are quantized while they load.
 
     CUDA    fp8_cuda.py multiplies them as they are
-    CPU     they are dequantised while they load: no processor here multiplies them
+    CPU     they are dequantized while they load: no processor here multiplies them
 
 Knows no layer and no network. It is used at a worker's start, where weights load, and in every step.
 """
@@ -16,35 +16,35 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec, Role
-from engine_worker.model.quantisation import dense
-from engine_worker.model.quantisation.dequantised import (
-    DequantisedWeights,
+from engine_worker.model.quantization import dense
+from engine_worker.model.quantization.dequantized import (
+    DequantizedWeights,
     read_fp8,
 )
 from engine_worker.model.weight_format import BLOCK, Fp8Scheme, ScalePer, WeightFormat
 from engine_worker.model.weights import WeightSource, joined
-from kernels.scaled import quantise_rows_reference
+from kernels.scaled import quantize_rows_reference
 
 logger = logging.getLogger("worker")
 
 
 def method(stored: WeightFormat, device_type: str, is_deterministic: bool) -> LinearMethod:
-    if device_type != "cuda" or stored.is_dequantised:
-        why = "--quantization none" if stored.is_dequantised else f"the {device_type} multiplies no fp8"
-        logger.info("weights: %s, dequantised while they load: %s", stored.name, why)
-        return DequantisedMethod(stored, dense.method(device_type))
-    cuda = import_module("engine_worker.model.quantisation.fp8_cuda")  # imports triton
+    if device_type != "cuda" or stored.is_dequantized:
+        why = "--quantization none" if stored.is_dequantized else f"the {device_type} multiplies no fp8"
+        logger.info("weights: %s, dequantized while they load: %s", stored.name, why)
+        return DequantizedMethod(stored, dense.method(device_type))
+    cuda = import_module("engine_worker.model.quantization.fp8_cuda")  # imports triton
     return Fp8Method(stored, dense.method(device_type), partial(cuda.Fp8Linear, is_deterministic=is_deterministic))
 
 
-class DequantisedMethod:
+class DequantizedMethod:
     """fp8 weights that are multiplied as 16 or 32 bits."""
 
     def __init__(self, stored: WeightFormat, multiplied: LinearMethod) -> None:
         self._format, self._dense = stored, multiplied
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
-        return self._dense.load(spec, DequantisedWeights(source, self._format))
+        return self._dense.load(spec, DequantizedWeights(source, self._format))
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         return self._dense.head(weight, name, source)
@@ -55,7 +55,7 @@ class Fp8Method:
 
     def __init__(self, stored: WeightFormat, multiplied: LinearMethod, linear: Callable[..., Linear]) -> None:
         """`linear`: made of weight [N, K] e4m3, scales [N] or [N / 128, K / 128], bias, input_scale, is_gated."""
-        self._format, self._dense, self._linear = stored, DequantisedMethod(stored, multiplied), linear
+        self._format, self._dense, self._linear = stored, DequantizedMethod(stored, multiplied), linear
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         schemes = [scheme for name in spec.names if (scheme := self._format.scheme_of(name)) is not None]
@@ -63,7 +63,7 @@ class Fp8Method:
             logger.info("%s: its weights are multiplied in 16 bits: %s", spec.names[0], why)
         if why or not schemes:
             return self._dense.load(spec, source)
-        weight, scale, factor = _quantised(spec, source) if self._format.is_online else _stored(spec, source, schemes)
+        weight, scale, factor = _quantized(spec, source) if self._format.is_online else _stored(spec, source, schemes)
         weight, scale = _in_order(weight, scale, spec.row_order)
         bias = dense.rows_of(spec, source, "bias", ()) if spec.bias else None
         return self._linear(weight, scale, bias, input_scale=factor, is_gated=spec.role is Role.GATE_UP)
@@ -72,9 +72,9 @@ class Fp8Method:
         return self._dense.head(weight, name, source)
 
 
-def _quantised(spec: LinearSpec, source: WeightSource) -> tuple[Tensor, Tensor, None]:
+def _quantized(spec: LinearSpec, source: WeightSource) -> tuple[Tensor, Tensor, None]:
     rows = dense.rows_of(spec, source, "weight", (spec.inputs,))
-    made = quantise_rows_reference(rows)
+    made = quantize_rows_reference(rows)
     source.keep_as(rows.nbytes, made.values.nbytes + made.scales.nbytes)
     return made.values, made.scales, None
 

@@ -3,7 +3,7 @@
     few rows                    kernels/fp8_linear.py
     more, scales of rows        torch's row-wise product (CUTLASS)
     more, scales of blocks      cuBLASLt's product of 1 x 128 and 128 x 128, on Hopper
-    sizes that none of them takes, and blocks on other devices: in 16 bits, dequantised for each product
+    sizes that none of them takes, and blocks on other devices: in 16 bits, dequantized for each product
 
 With `--deterministic` all rows go through fp8_linear, some at a time: its bits do not depend on how many there are.
 Knows no layer and no network, and not how a checkpoint stores scales (fp8.py does). It is used at a worker's start,
@@ -20,10 +20,10 @@ from torch.nn.functional import ScalingType
 from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.spec import Activation
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
-from kernels.fp8_quantise import quantise_groups, quantise_rows
+from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.fp8_tiles import fp8_tiles, most_fp8_rows
 from kernels.scaled import GROUP, Scaled
-from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_quantised
+from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_quantized
 from kernels.skinny_linear_tiles import Shape, is_known
 
 _LIBRARY_MULTIPLE = 16  # of outputs and of inputs, in a row-wise product: TMA's 16 bytes
@@ -58,25 +58,25 @@ class Fp8Linear:
             )
 
     def __call__(self, x: Input) -> Tensor:
-        rows = self._quantised(x)
+        rows = self._quantized(x)
         product = self._own_product(rows, is_gated=False)
         if product is None:
             product = _library_product(rows, self._weight)
         return product if self._bias is None else product.add_(self._bias)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
-        rows = self._quantised(x)
+        rows = self._quantized(x)
         if activation is Activation.GELU_TANH:
-            return _quantised_by(scaling, gelu_tanh_and_mul(self(rows)))
+            return _quantized_by(scaling, gelu_tanh_and_mul(self(rows)))
         product = self._own_product(rows, is_gated=True) if self._bias is None else None
         if product is not None:
-            return _quantised_by(scaling, product)
+            return _quantized_by(scaling, product)
         product = self(rows)
         if scaling is Scaling.ROWS:
-            return silu_and_mul_quantised(product)
-        return _quantised_by(scaling, silu_and_mul(product))
+            return silu_and_mul_quantized(product)
+        return _quantized_by(scaling, silu_and_mul(product))
 
-    def _quantised(self, x: Input) -> Scaled:
+    def _quantized(self, x: Input) -> Scaled:
         return x if isinstance(x, Scaled) else _scaled_by(self.scaling, x)
 
     def _own_product(self, rows: Scaled, is_gated: bool) -> Tensor | None:
@@ -104,10 +104,10 @@ class Fp8Linear:
 
 
 def _scaled_by(scaling: Scaling, x: Tensor) -> Scaled:
-    return quantise_groups(x) if scaling is Scaling.GROUPS else quantise_rows(x)
+    return quantize_groups(x) if scaling is Scaling.GROUPS else quantize_rows(x)
 
 
-def _quantised_by(scaling: Scaling, x: Tensor) -> Input:
+def _quantized_by(scaling: Scaling, x: Tensor) -> Input:
     return x if scaling is Scaling.NONE else _scaled_by(scaling, x)
 
 

@@ -19,12 +19,12 @@ from engine_worker.model.weight_format import (
     WeightFormat,
 )
 from engine_worker.model.weights import WeightSource
-from kernels.scaled import quantise_rows_reference
+from kernels.scaled import quantize_rows_reference
 
 FP8 = torch.float8_e4m3fn
 
 
-def dequantised(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
+def dequantized(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
     """[N, K] e4m3 -> [N, K] float32. `scale`: of the shape that Fp8Scheme.scale_shape() gives."""
     exact = weight.float()
     if per is ScalePer.BLOCK:
@@ -34,8 +34,8 @@ def dequantised(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
     return exact.mul_(scale[:, None] if per is ScalePer.ROW else scale)
 
 
-class DequantisedWeights:
-    """The tensors of `source`, with products in 16 or 32 bits; quantised online, they are what fp8 leaves of them."""
+class DequantizedWeights:
+    """The tensors of `source`, with products in 16 or 32 bits; quantized online, they are what fp8 leaves of them."""
 
     def __init__(self, source: WeightSource, stored: WeightFormat) -> None:
         self._source, self._format = source, stored
@@ -53,12 +53,12 @@ class DequantisedWeights:
         scheme = self._format.scheme_of(module) if len(shape) == 2 and module != name else None
         if scheme is None or dtype is not None:
             return self._source.get(name, shape, part, dtype)
-        assert part is None, "a source of parts is dequantised, not parts of what is dequantised"
+        assert part is None, "a source of parts is dequantized, not parts of what is dequantized"
         if self._format.is_online:
-            rows = quantise_rows_reference(self._source.get(name, shape))
-            return dequantised(rows.values, rows.scales, scheme.per).to(self.dtype)
+            rows = quantize_rows_reference(self._source.get(name, shape))
+            return dequantized(rows.values, rows.scales, scheme.per).to(self.dtype)
         weight, scale, _ = read_fp8(self._source, module, shape, scheme)
-        made = dequantised(weight, scale, scheme.per).to(self.dtype)
+        made = dequantized(weight, scale, scheme.per).to(self.dtype)
         self._source.keep_as(weight.nbytes + scale.nbytes, made.nbytes)
         return made
 

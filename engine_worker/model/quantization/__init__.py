@@ -14,14 +14,14 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
     """`device_type`: `cpu` or `cuda`, on which the weights will be; `is_deterministic`: rows have the same bits in any
     batch."""
     if stored.groups:
-        from engine_worker.model.quantisation import fp8  # noqa: PLC0415 - a model without fp8 needs none of it
+        from engine_worker.model.quantization import fp8  # noqa: PLC0415 - a model without fp8 needs none of it
 
         return fp8.method(stored, device_type, is_deterministic)
     if stored.in_groups:
-        from engine_worker.model.quantisation import grouped  # noqa: PLC0415 - as above
+        from engine_worker.model.quantization import grouped  # noqa: PLC0415 - as above
 
         return grouped.method(stored, device_type)
-    from engine_worker.model.quantisation import dense  # noqa: PLC0415
+    from engine_worker.model.quantization import dense  # noqa: PLC0415
 
     return dense.method(device_type)
 
@@ -30,6 +30,6 @@ def dense_tensor(source: WeightSource, stored: WeightFormat, name: str, shape: t
     """The weight `name` in 16 or 32 bits, whatever the checkpoint has it in."""
     if stored.stored_scheme(name.removesuffix(".weight")) is None:
         return source.get(name, shape)
-    from engine_worker.model.quantisation.dequantised import DequantisedWeights  # noqa: PLC0415 - as above
+    from engine_worker.model.quantization.dequantized import DequantizedWeights  # noqa: PLC0415 - as above
 
-    return DequantisedWeights(source, stored).get(name, shape)
+    return DequantizedWeights(source, stored).get(name, shape)

@@ -1,4 +1,4 @@
-"""Kernels that quantise rows to 8-bit floats, alone and fused into others, against the reference.
+"""Kernels that quantize rows to 8-bit floats, alone and fused into others, against the reference.
 
 The interpreter rounds three of a hundred float32 to another 8-bit float than a GPU does, one of half the value among
 them. So inputs here are 8-bit floats times powers of two, which nothing rounds, wherever the reference is compared
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kernels.fp8_kv import E4M3_MAX
-from kernels.fp8_quantise import quantise_groups, quantise_rows
-from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton
-from kernels.scaled import GROUP, Scaled, quantise_groups_reference, quantise_rows_reference
-from kernels.silu_and_mul import silu_and_mul_quantised, silu_and_mul_triton
+from kernels.fp8_quantize import quantize_groups, quantize_rows
+from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton
+from kernels.scaled import GROUP, Scaled, quantize_groups_reference, quantize_rows_reference
+from kernels.silu_and_mul import silu_and_mul_quantized, silu_and_mul_triton
 
 
 def random(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -40,23 +40,23 @@ def same(found: Scaled, expected: Scaled) -> bool:
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 640), (2, 1536)])
 def test_groups_are_those_of_the_reference(num_rows: int, width: int) -> None:
     x = representable(num_rows, width)
-    found = quantise_groups(x)
-    assert same(found, quantise_groups_reference(x))
+    found = quantize_groups(x)
+    assert same(found, quantize_groups_reference(x))
     assert torch.equal(found.exact_rows(), x)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_rows_are_those_of_the_reference(num_rows: int) -> None:
     x = representable(num_rows, GROUP)
-    found = quantise_rows(x)
-    assert same(found, quantise_rows_reference(x))
+    found = quantize_rows(x)
+    assert same(found, quantize_rows_reference(x))
     assert torch.equal(found.exact_rows(), x)
 
 
 def test_the_largest_element_is_448_and_zeros_stay_zeros() -> None:
     x = torch.zeros(2, 256, dtype=torch.float16)
     x[0, 5], x[0, 200] = -3.0, 0.75
-    of_rows, of_groups = quantise_rows(x), quantise_groups(x)
+    of_rows, of_groups = quantize_rows(x), quantize_groups(x)
     assert of_rows.values[0, [5, 200]].tolist() == [-448.0, 112.0]
     assert of_groups.values[0, [5, 200]].tolist() == [-448.0, 448.0]
     assert of_groups.scales.shape == (2, 2), "a group is a row of scales: the layout that products read"
@@ -65,15 +65,15 @@ def test_the_largest_element_is_448_and_zeros_stay_zeros() -> None:
 
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 640)])
-def test_a_norm_that_quantises_is_the_norm_then_what_quantises(num_rows: int, width: int, is_grouped: bool) -> None:
+def test_a_norm_that_quantizes_is_the_norm_then_what_quantizes(num_rows: int, width: int, is_grouped: bool) -> None:
     x, residual, weight = random(num_rows, width), random(num_rows, width, 1), random(1, width, 2)[0]
     normed, new_residual = add_rms_norm_triton(x, residual, weight, 1e-5)
-    found, added = add_rms_norm_quantised(x, residual, weight, 1e-5, is_grouped)
+    found, added = add_rms_norm_quantized(x, residual, weight, 1e-5, is_grouped)
     assert torch.equal(added, new_residual)
-    assert same(found, quantise_groups(normed) if is_grouped else quantise_rows(normed))
+    assert same(found, quantize_groups(normed) if is_grouped else quantize_rows(normed))
 
 
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 1000)])
-def test_a_gate_that_quantises_is_the_gate_then_what_quantises(num_rows: int, width: int) -> None:
+def test_a_gate_that_quantizes_is_the_gate_then_what_quantizes(num_rows: int, width: int) -> None:
     x = random(num_rows, 2 * width)
-    assert same(silu_and_mul_quantised(x), quantise_rows(silu_and_mul_triton(x)))
+    assert same(silu_and_mul_quantized(x), quantize_rows(silu_and_mul_triton(x)))

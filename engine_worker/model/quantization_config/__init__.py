@@ -7,7 +7,7 @@ names and shapes of checkpoint_tensors.py.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine_worker.model.quantisation_config import compressed_tensors, fine_grained, modelopt
+from engine_worker.model.quantization_config import compressed_tensors, fine_grained, modelopt
 from engine_worker.model.weight_format import DENSE, WeightFormat
 
 READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
@@ -26,14 +26,14 @@ def weight_format(config: Mapping[str, Any]) -> WeightFormat:
     if not isinstance(method, str) or method not in READERS:
         raise ValueError(
             f"config.json: quantization_config ({method!r}) is not supported; fp8 weights of {', '.join(READERS)} are "
-            "read, and unquantised ones"
+            "read, and unquantized ones"
         )
     return READERS[method](written)
 
 
-def refuse_quantised(config: Mapping[str, Any], quantization: str) -> None:
-    """For networks of transformers: raises ValueError where weights are quantised, or are to be."""
-    why = "only models with an implementation of their own here have quantised weights"
+def refuse_quantized(config: Mapping[str, Any], quantization: str) -> None:
+    """For networks of transformers: raises ValueError where weights are quantized, or are to be."""
+    why = "only models with an implementation of their own here have quantized weights"
     if config.get("quantization_config"):
         weight_format(config)  # the sentence of a format that no model has comes first
         raise ValueError(f"config.json: quantization_config is not supported with this model: {why}")

@@ -1,7 +1,7 @@
 """Rows of activations as 8-bit floats with scales.
 
-    quantise_rows(x)      x [T, K]  -> Scaled: values [T, K] float8_e4m3fn, scales [T] float32
-    quantise_groups(x)    x [T, K]  -> Scaled: values [T, K] float8_e4m3fn, scales [K / 128, T] float32
+    quantize_rows(x)      x [T, K]  -> Scaled: values [T, K] float8_e4m3fn, scales [T] float32
+    quantize_groups(x)    x [T, K]  -> Scaled: values [T, K] float8_e4m3fn, scales [K / 128, T] float32
 
 A scale is the largest magnitude of what it scales / 448, the largest float8_e4m3fn; where all is 0 it is tiny, and the
 values are 0. Values are divided by it in float32 and rounded to nearest even, so none is beyond 448. A row's values
@@ -20,26 +20,26 @@ from triton.runtime.jit import JITFunction
 from kernels.dependent_launch import dependent_launch
 from kernels.scaled import GROUP, Scaled, empty_rows
 
-_GROUPS = 8  # a program of quantise_groups: 1,024 elements for 4 warps are one 16-byte load a thread in bf16
+_GROUPS = 8  # a program of quantize_groups: 1,024 elements for 4 warps are one 16-byte load a thread in bf16
 
 
 @triton.jit
-def quantised(values, largest):
+def quantized(values, largest):
     """`values` float32 as 8-bit floats, and their scale; `largest` is of their magnitudes and has their shape but 1."""
     scale = tl.maximum(largest / 448.0, 1e-12)
     return tl.clamp(values / scale, -448.0, 448.0).to(tl.float8e4nv), scale
 
 
 @triton.jit
-def store_quantised_row(exact, values, scales, row, columns, WIDTH: tl.constexpr):
+def store_quantized_row(exact, values, scales, row, columns, WIDTH: tl.constexpr):
     """`exact` float32 of one row, 0 in `columns` from WIDTH on, which are not stored."""
-    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=0))
+    small, scale = quantized(exact, tl.max(tl.abs(exact), axis=0))
     tl.store(values + row * WIDTH + columns, small, mask=columns < WIDTH)
     tl.store(scales + row, scale)
 
 
 @triton.jit
-def _quantise_rows_kernel(
+def _quantize_rows_kernel(
     x, values, scales, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     if DEPENDENT:
@@ -48,11 +48,11 @@ def _quantise_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     exact = tl.load(x + row * x_row_stride + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    store_quantised_row(exact, values, scales, row, columns, WIDTH)
+    store_quantized_row(exact, values, scales, row, columns, WIDTH)
 
 
 @triton.jit
-def _quantise_groups_kernel(
+def _quantize_groups_kernel(
     x, values, scales, x_row_stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     if DEPENDENT:
@@ -63,18 +63,18 @@ def _quantise_groups_kernel(
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = columns < WIDTH
     exact = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=1)[:, None])
+    small, scale = quantized(exact, tl.max(tl.abs(exact), axis=1)[:, None])
     tl.store(values + row * WIDTH + columns, small, mask=inside)
     places = groups[:, None] * tl.num_programs(0) + row
     tl.store(scales + places, scale, mask=groups[:, None] * 128 < WIDTH)
 
 
-def quantise_rows(x: Tensor) -> Scaled:
+def quantize_rows(x: Tensor) -> Scaled:
     num_rows, width = x.shape
     assert x.stride(1) == 1
     rows = empty_rows(x, width, is_grouped=False)
     if num_rows:
-        launch_rows(_quantise_rows_kernel, x, rows)
+        launch_rows(_quantize_rows_kernel, x, rows)
     return rows
 
 
@@ -88,13 +88,13 @@ def launch_rows(kernel: JITFunction[Any], x: Tensor, rows: Scaled) -> None:
     )
 
 
-def quantise_groups(x: Tensor) -> Scaled:
+def quantize_groups(x: Tensor) -> Scaled:
     num_rows, width = x.shape
     assert x.stride(1) == 1 and width % GROUP == 0
     rows = empty_rows(x, width, is_grouped=True)
     if num_rows:
         grid = (num_rows, triton.cdiv(width // GROUP, _GROUPS))
-        _quantise_groups_kernel[grid](
+        _quantize_groups_kernel[grid](
             x, rows.values, rows.scales, x.stride(0), WIDTH=width, GROUPS=_GROUPS, num_warps=4, **dependent_launch(x)
         )
     return rows

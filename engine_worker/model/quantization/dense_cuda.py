@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTISED, Input, Scaling
+from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
 from engine_worker.model.spec import Activation
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
@@ -37,7 +37,7 @@ class CudaLinear:
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Input) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         tiles = tiles_for(self.weight, len(x), is_gated=False)
         if tiles is None:
             return F.linear(x, self.weight, self.bias)
@@ -45,7 +45,7 @@ class CudaLinear:
         return product if self.bias is None else product.add_(self.bias)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         if activation is Activation.GELU_TANH:
             return gelu_tanh_and_mul(self(x))
         tiles = tiles_for(self.weight, len(x), is_gated=True)

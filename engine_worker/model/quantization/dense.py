@@ -17,14 +17,14 @@ from engine_worker.model.weights import WeightSource
 
 def method(device_type: str) -> LinearMethod:
     if device_type == "cuda":
-        from engine_worker.model.quantisation.dense_cuda import (  # noqa: PLC0415 - imports triton
+        from engine_worker.model.quantization.dense_cuda import (  # noqa: PLC0415 - imports triton
             CudaHead,
             CudaLinear,
             tell_product,
         )
 
         return DenseMethod(CudaLinear, CudaHead, tell_product)
-    from engine_worker.model.quantisation.dense_cpu import CpuHead, CpuLinear  # noqa: PLC0415 - of a CPU alone
+    from engine_worker.model.quantization.dense_cpu import CpuHead, CpuLinear  # noqa: PLC0415 - of a CPU alone
 
     return DenseMethod(CpuLinear, CpuHead, lambda name, weight, is_gated: None)
 

@@ -1,5 +1,5 @@
 """Weights in 4 and 8 bits with scales for groups of 32 inputs, on a CPU: as a GGUF file has them, or 8 bits that are
-made of 16 or 32 while they load. Rows are quantised by groups of 32, too (kernels/cpu/linear.py).
+made of 16 or 32 while they load. Rows are quantized by groups of 32, too (kernels/cpu/linear.py).
 
 What has no blocks in the file, or parts in several formats, is multiplied in 16 bits. Knows no layer and no network. It
 is used at a worker's start, where weights load, and in every step.
@@ -10,15 +10,15 @@ import logging
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTISED, Head, Input, Linear, LinearMethod, LinearSpec, Role, Scaling
-from engine_worker.model.quantisation import dense
-from engine_worker.model.quantisation.stored_blocks import StoredBlocks
+from engine_worker.model.linear import NOTHING_QUANTIZED, Head, Input, Linear, LinearMethod, LinearSpec, Role, Scaling
+from engine_worker.model.quantization import dense
+from engine_worker.model.quantization.stored_blocks import StoredBlocks
 from engine_worker.model.spec import Activation
 from engine_worker.model.weight_format import WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import cpu_library
-from kernels.cpu.linear import Gate, GroupedWeight, PackedLinear, joined_rows, linear_products, quantised
+from kernels.cpu.linear import Gate, GroupedWeight, PackedLinear, joined_rows, linear_products, quantized
 
 logger = logging.getLogger("worker")
 
@@ -52,7 +52,7 @@ class GroupedMethod:
         self._blocks = StoredBlocks(stored.blocks) if stored.blocks else None
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
-        weight = _quantised(spec, source) if self._blocks is None else self._stored(spec, source, self._blocks)
+        weight = _quantized(spec, source) if self._blocks is None else self._stored(spec, source, self._blocks)
         if weight is None:
             return self._dense.load(spec, source)
         bias = dense.rows_of(spec, source, "bias", ()) if spec.bias else None
@@ -73,7 +73,7 @@ class GroupedMethod:
         return weight if spec.row_order is None else weight.rows(spec.row_order)
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
-        stored = quantised(weight) if self._blocks is None else self._blocks.get(name, (len(weight), weight.shape[1]))
+        stored = quantized(weight) if self._blocks is None else self._blocks.get(name, (len(weight), weight.shape[1]))
         if stored is None:
             logger.info("%s: multiplied in 16 bits: it is not stored in 4 or 8", name)
             return self._dense.head(weight, name, source)
@@ -82,10 +82,10 @@ class GroupedMethod:
         return GroupedHead(packed)
 
 
-def _quantised(spec: LinearSpec, source: WeightSource) -> GroupedWeight:
+def _quantized(spec: LinearSpec, source: WeightSource) -> GroupedWeight:
     rows = dense.rows_of(spec, source, "weight", (spec.inputs,))
     source.keep_as(rows.nbytes, 0)
-    return quantised(rows)
+    return quantized(rows)
 
 
 def _served(x: Tensor) -> Tensor:
@@ -93,17 +93,17 @@ def _served(x: Tensor) -> Tensor:
 
 
 class GroupedLinear:
-    scaling: Scaling = Scaling.NONE  # a row is quantised where it is multiplied: 0.4 us a row of 576
+    scaling: Scaling = Scaling.NONE  # a row is quantized where it is multiplied: 0.4 us a row of 576
 
     def __init__(self, packed: PackedLinear) -> None:
         self._packed = packed
 
     def __call__(self, x: Input) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         return self._packed(_served(x)).to(x.dtype)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         return self._packed(_served(x), gate=_GATES[activation]).to(x.dtype)
 
 

@@ -1,14 +1,14 @@
 """compressed-tensors, as llm-compressor writes it: RedHatAI's `-FP8-dynamic`, `-FP8` and `-FP8-BLOCK`.
 
-Groups of modules, each with what its weights and its inputs are quantised to. W8A8 in fp8 is read: weights of e4m3 with
-a scale for all, for each row or for 128 x 128; inputs quantised while running, or with a scale measured beforehand. It
+Groups of modules, each with what its weights and its inputs are quantized to. W8A8 in fp8 is read: weights of e4m3 with
+a scale for all, for each row or for 128 x 128; inputs quantized while running, or with a scale measured beforehand. It
 is used at a worker's start and by estimates. It knows no tensors.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from engine_worker.model.quantisation_config.patterns import exact_or_regex
+from engine_worker.model.quantization_config.patterns import exact_or_regex
 from engine_worker.model.weight_format import BLOCK, FormatGroup, Fp8Scheme, ScalePer, WeightFormat
 
 NAME = "compressed-tensors fp8"

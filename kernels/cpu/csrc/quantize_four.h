@@ -1,4 +1,4 @@
-// A group of four rows into words of 16 bits, by AVX-512: the numbers of quantise_group(), four rows in a step.
+// A group of four rows into words of 16 bits, by AVX-512: the numbers of quantize_group(), four rows in a step.
 //
 // Four rows lie beside each other as soon as their words are made: a lane of 128 bits has two words of each, so their
 // maxima, divisions and sums are one instruction for all four, and a quarter of a tile's line is written at once.
@@ -49,7 +49,7 @@ inline __m128i most_bits_of(const __m512 (&values)[FOUR][2]) {
 
 // `rows` are addresses of GROUP numbers; quants [GROUP / 2 pairs][stride] get the words of four rows in each line.
 template <class Element>
-inline void quantise_four(const Element* const (&rows)[FOUR], int32_t* quants, int stride, float* scales, float* scaled_sums) {
+inline void quantize_four(const Element* const (&rows)[FOUR], int32_t* quants, int stride, float* scales, float* scaled_sums) {
     __m512 values[FOUR][2];
     for (int row = 0; row < FOUR; row++)
         for (int half = 0; half < 2; half++) values[row][half] = load16(rows[row] + half * 16);

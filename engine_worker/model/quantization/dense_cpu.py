@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTISED, Input, Scaling
+from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
 from engine_worker.model.spec import Activation
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.dense import DenseProduct, gate_and_mul, serves
@@ -84,7 +84,7 @@ class CpuLinear:
         self._product, self._library = cpu_product(weight, bias), _library()
 
     def __call__(self, x: Input) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         return self._product(x, x.dtype)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:

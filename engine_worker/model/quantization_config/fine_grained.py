@@ -6,7 +6,7 @@ It is used at a worker's start and by estimates. It knows no tensors.
 from collections.abc import Mapping
 from typing import Any
 
-from engine_worker.model.quantisation_config.patterns import within
+from engine_worker.model.quantization_config.patterns import within
 from engine_worker.model.weight_format import BLOCK, FormatGroup, Fp8Scheme, ScalePer, WeightFormat
 
 _ACCEPTED = (
