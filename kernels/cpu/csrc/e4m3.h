@@ -1,5 +1,6 @@
-// Keys and values of 8 bits: e4m3 of the OCP specification, whose largest is 448 and which has no infinity. Read exactly,
-// stored to nearest with ties to even, and beyond +-448 as +-448; a NaN stays one.
+// 8-bit keys and values: e4m3 of the OCP specification, with maximum 448 and no infinity. Reads are exact; stores round
+// to
+// nearest even and clamp to +-448. NaN stays NaN.
 #pragma once
 
 #include <cmath>
@@ -12,9 +13,9 @@ struct E4m3 {
     uint8_t bits;
 };
 
-constexpr float E4M3_MOST = 448.0f, LEAST_NORMAL = 0.015625f;  // below it numbers are 2^-9 apart
+constexpr float E4M3_MOST = 448.0f, LEAST_NORMAL = 0.015625f;  // smaller numbers are 2^-9 apart
 
-// As float16 its exponent is one of 5 bits: 2^-8 of the number. All bits set are the NaN.
+// Read as float16, the exponent has 5 bits and the number is 2^-8 of its value. All bits set is NaN.
 constexpr float OF_HALF = 256.0f;
 
 #if defined(__AVX512F__)
@@ -46,7 +47,7 @@ inline uint32_t bits_of(float x) {
 inline void narrow(E4m3* at, float x) {
     const float magnitude = fabsf(x), bounded = magnitude > E4M3_MOST ? E4M3_MOST : magnitude;
     const uint32_t bits = bits_of(bounded), normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    // 2^14 has its last bit at 2^-9.
+    // The last bit of 2^14 is 2^-9.
     const uint32_t least = bits_of(bounded + 16384.0f) - bits_of(16384.0f);
     const uint32_t rounded = x != x ? 0x7f : bounded < LEAST_NORMAL ? least : normal;
     at->bits = (uint8_t)(bits_of(x) >> 24 & 0x80) | (uint8_t)rounded;

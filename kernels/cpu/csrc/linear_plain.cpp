@@ -1,5 +1,6 @@
-// linear.h's products as plain loops, for every processor: what the fast ones are compared with, bit for bit, when the
-// library is loaded and in tests. It shares no code with them, so that an error in one is not in the other.
+// linear.h as plain loops for every processor. The fast kernels are compared with it bit for bit when the library is
+// loaded
+// and in tests. It shares no code with them, so an error in one is not in the other.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

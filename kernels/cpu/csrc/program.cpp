@@ -1,7 +1,8 @@
-// Operations one after another by some threads, and programs of them; compiled for every x86.
+// Run operations in order on several threads, alone or as a recorded program. Compiled for every x86.
 //
-// Threads are not waited for but parts: an operation begins as soon as all parts of the one before are done, whoever did
-// them. A thread that wakes late, or that a busy machine has put aside between two parts, holds nobody up.
+// Threads wait for parts, not for threads: an operation starts as soon as all parts of the previous one are done. A
+// thread
+// that wakes late, or is preempted between two parts, delays no other thread.
 #include "operation.h"
 
 #include <emmintrin.h>
@@ -17,7 +18,7 @@
 
 namespace {
 
-constexpr int SPINS = 500;  // of some 40 cycles: longer than a part takes. Then another thread may have the processor
+constexpr int SPINS = 500;  // about 40 cycles each, longer than a part takes; then yield the processor
 
 struct alignas(64) Progress {
     std::atomic<int64_t> taken{0}, done{0};
@@ -70,7 +71,7 @@ struct Program {
 
 thread_local Program* recorded = nullptr;
 
-// Memory of this thread that outlives a call: an allocation of 100 KB costs as much as quantizing into it.
+// Per-thread memory kept across calls: allocating 100 KB costs as much as quantizing into it.
 uint8_t* kept_memory(size_t bytes) {
     static thread_local Memory memory;
     static thread_local size_t size = 0;
@@ -100,13 +101,13 @@ bool perform(const Operation* operations, int count, int num_threads) {
     return true;
 }
 
-// What this thread performs from now on is recorded and not done, until the recording ends.
+// Operations performed by this thread are recorded, not executed, until the recording ends.
 PAGESTREAM_EXPORT void pagestream_begin_recording() {
     delete recorded;
     recorded = new Program;
 }
 
-// The program, or null where memory is missing.
+// Return the program, or null if out of memory.
 PAGESTREAM_EXPORT Program* pagestream_end_recording() {
     std::unique_ptr<Program> program(recorded);
     recorded = nullptr;

@@ -37,7 +37,7 @@ def test_the_name_follows_the_sources_and_the_flags(monkeypatch: pytest.MonkeyPa
 
 def test_another_processor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(build.NoLibrary, match="for x86-64 and this machine is aarch64"):
+    with pytest.raises(build.NoLibrary, match="need x86-64, and this machine is aarch64"):
         build.compiler()
 
 
@@ -59,7 +59,8 @@ def test_without_a_compiler_there_are_none_and_what_would_help_is_said(
     monkeypatch.setenv("PATH", "")
     told = (
         False,
-        "none, torch's operators serve, slower: there is no C++ compiler (g++, clang++, c++): apt-get install g++",
+        "none; falling back to torch operators, which are slower: "
+        "no C++ compiler found (tried g++, clang++, c++); install one, e.g. apt-get install g++",
     )
     assert look() == told
     assert made(None) == told
@@ -74,7 +75,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch: pytest.
     assert "no such kernel" in told
     assert list(build.cache_directory().iterdir()) == []
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    assert made(None)[1].endswith("/no/such/compiler cannot be run: No such file or directory")
+    assert made(None)[1].endswith("cannot run /no/such/compiler: No such file or directory")
 
 
 @needs_x86

@@ -79,7 +79,7 @@ def test_a_view_is_recorded_and_what_may_be_one_only_where_it_is(real: CpuLibrar
         with recording(real, Buffers()):
             block(x, residual)[1:].to(torch.float32).contiguous().view(-1)
         for copied in (lambda y: y.to(torch.bfloat16), lambda y: y[:, ::2].contiguous(), lambda y: y.T.reshape(-1)):
-            with pytest.raises(NotRecordable, match="is no C"), recording(real, Buffers()):
+            with pytest.raises(NotRecordable, match="is not a C"), recording(real, Buffers()):
                 copied(block(x, residual))
 
 

@@ -301,7 +301,7 @@ def test_every_number_of_8_bits_is_read(library: CpuLibrary) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "told"), [(20, torch.float32, "multiples of 8"), (64, torch.float16, "float16")]
+    ("head_dim", "dtype", "told"), [(20, torch.float32, "multiple of 8"), (64, torch.float16, "float16")]
 )
 def test_what_is_not_served_is_told(library: CpuLibrary, head_dim: int, dtype: torch.dtype, told: str) -> None:
     with pytest.raises(ValueError, match=told):
