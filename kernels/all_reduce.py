@@ -16,9 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.dependent_launch import dependent_launch
 
 BLOCK = 2048  # elements: 8 per thread for 256 threads, 16 bytes each
-MOST_BLOCKS = 512  # 2 MiB of bfloat16; all programs must be resident at once, because each waits for its twin
-SLOT_ELEMENTS = MOST_BLOCKS * BLOCK
-MEMORY_BYTES = 2 * SLOT_ELEMENTS * 2 + MOST_BLOCKS * 4  # two slots, then one int32 flag per block
+MAX_BLOCKS = 512  # 2 MiB of bfloat16; all programs must be resident at once, because each waits for its twin
+SLOT_ELEMENTS = MAX_BLOCKS * BLOCK
+MEMORY_BYTES = 2 * SLOT_ELEMENTS * 2 + MAX_BLOCKS * 4  # two slots, then one int32 flag per block
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Exchange:
 
     own: Tensor  # [MEMORY_BYTES / 2] bfloat16, written by the peer
     peer: Tensor  # the peer's `own`, mapped into this GPU's address space
-    counts: Tensor  # [MOST_BLOCKS] int32, local: number of exchanges so far per block
+    counts: Tensor  # [MAX_BLOCKS] int32, local: number of exchanges so far per block
 
 
 @triton.jit

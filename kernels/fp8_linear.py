@@ -23,11 +23,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.scaled import GROUP, Scaled
-from kernels.skinny_linear import NUM_SMS, store_turned
+from kernels.skinny_linear import NUM_SMS, store_transposed
 
 MAX_ROWS = 256
 _SHARED_BYTES = 225 * 1024
-_MOST_PLACES = 1024  # tiles times row blocks, when K is halved
+_MAX_TILES = 1024  # tiles times row blocks, when K is halved
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def fp8_linear_kernel(
             of_up = of_outputs + NUM_OUTPUTS
             up = _scaled_by_rows(second, of_up, x_scales, row_of_x, num_rows, ROWS_GROUPED, WEIGHT_GROUPED)
             result = _gated(result, up, output.dtype.element_ty)
-        store_turned(
+        store_transposed(
             result.to(output.dtype.element_ty),
             output,
             tile,
@@ -280,7 +280,7 @@ def _launch(x: Scaled, weight: Scaled, tiles: Fp8Tiles, num_outputs: int, is_gat
     halves = None
     if tiles.halves == 2:
         num_places = num_outputs // box_n * tiles.row_blocks
-        assert not is_gated and num_places <= _MOST_PLACES and num_inputs % (2 * tiles.block_k) == 0
+        assert not is_gated and num_places <= _MAX_TILES and num_inputs % (2 * tiles.block_k) == 0
         halves = x.values.new_empty(2 * num_places * box_n * block_m, dtype=torch.float32)
     fp8_linear_kernel[(num_shares * tiles.row_blocks * tiles.halves,)](
         _descriptor(weight.values, box_n),
@@ -312,7 +312,7 @@ def _launch(x: Scaled, weight: Scaled, tiles: Fp8Tiles, num_outputs: int, is_gat
 @cache
 def _arrivals(device: torch.device) -> Tensor:
     """Return the counters of arrived programs per tile; zero between layers, which run one after another."""
-    return torch.zeros(_MOST_PLACES, dtype=torch.int32, device=device)
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:

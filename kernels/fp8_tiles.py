@@ -11,13 +11,13 @@ from kernels.skinny_linear_tiles import Shape
 _FEW_TILES = 64  # of 64 outputs; half of the SMs have one each
 _MANY_OUTPUTS = 8192
 _LONG = 8192  # inputs from which a 2 us exchange costs less than the work of the idle SMs
-_MOST_ROWS_OF_ONE_ORDER = 64  # up to this number of rows, the order of a layer's sums does not change
+_MAX_ROWS_OF_ONE_ORDER = 64  # up to this number of rows, the order of a layer's sums does not change
 
 
 def fp8_tiles(shape: Shape, num_rows: int, is_grouped: bool) -> Fp8Tiles | None:
     """Return the tiles for this number of rows; None: use the library's kernel."""
     num_outputs, num_inputs, is_gated = shape
-    if num_rows > most_fp8_rows(shape, is_grouped):
+    if num_rows > max_fp8_rows(shape, is_grouped):
         return None
     has_few_tiles = num_outputs // 64 <= _FEW_TILES
     if is_gated:
@@ -29,7 +29,7 @@ def fp8_tiles(shape: Shape, num_rows: int, is_grouped: bool) -> Fp8Tiles | None:
     return Fp8Tiles(64, _deepest(num_inputs, 512 if num_rows <= 32 else 256))
 
 
-def most_fp8_rows(shape: Shape, is_grouped: bool, is_one_order: bool = False) -> int:
+def max_fp8_rows(shape: Shape, is_grouped: bool, is_one_order: bool = False) -> int:
     """Return the largest number of rows for which there are tiles; 0: only the library's kernel works.
 
     With `is_one_order`, limit it to row counts for which a row has the same bits.
@@ -39,10 +39,10 @@ def most_fp8_rows(shape: Shape, is_grouped: bool, is_one_order: bool = False) ->
         return 0
     # Many outputs, and gated layers, are left to the library above 64 rows: 36 us against 49 us at 128 rows.
     if is_one_order or is_gated or num_outputs > _MANY_OUTPUTS:
-        return _MOST_ROWS_OF_ONE_ORDER
+        return _MAX_ROWS_OF_ONE_ORDER
     return MAX_ROWS if num_outputs // 64 <= _FEW_TILES else 128
 
 
-def _deepest(num_inputs: int, most: int) -> int:
+def _deepest(num_inputs: int, max_block: int) -> int:
     """Return the elements of K per step; larger steps mean fewer and longer waits."""
-    return next(block for block in (most, 256, 128) if block <= most and num_inputs % block == 0)
+    return next(block for block in (max_block, 256, 128) if block <= max_block and num_inputs % block == 0)

@@ -85,16 +85,16 @@ def _load_rows(
 
 
 @gluon.jit
-def store_turned(
+def store_transposed(
     values, output, tile, first_row, num_rows,
     NUM_OUTPUTS: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Store values [BOX_N, BLOCK_M] as columns of output [num_rows, NUM_OUTPUTS], transposed for 16-byte writes."""
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
-    turned = gl.convert_layout(values, layout)
+    transposed = gl.convert_layout(values, layout)
     columns = tile * BOX_N + gl.arange(0, BOX_N, gl.SliceLayout(1, layout))[:, None]
     rows = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
-    gl.store(output + rows * NUM_OUTPUTS + columns, turned, mask=rows < num_rows)
+    gl.store(output + rows * NUM_OUTPUTS + columns, transposed, mask=rows < num_rows)
 
 
 # The number of rows changes from step to step and must not trigger a compilation.
@@ -160,7 +160,7 @@ def skinny_linear_kernel(
         else:
             result = warpgroup_mma_wait(0, deps=(first,))
         result = result.to(output.dtype.element_ty)
-        store_turned(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
+        store_transposed(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
 
 
 def skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor | None = None) -> Tensor:

@@ -79,7 +79,7 @@ def _busy(num_tiles: int) -> float:
     return num_tiles / (rounds * NUM_SMS)
 
 
-def most_rows(weight: Tensor, is_gated: bool) -> int:
+def max_rows(weight: Tensor, is_gated: bool) -> int:
     """Return the largest number of rows for which there are tiles; 0: only the library's kernel works."""
     for num_rows in range(MAX_ROWS, 0, -1):
         if tiles_for(weight, num_rows, is_gated) is not None:

@@ -20,7 +20,7 @@ from kernels.rms_norm import store_normed_row
 from kernels.scaled import GROUP, Scaled, empty_rows
 
 ROW_ELEMENTS = 8192  # maximum width of a row
-MOST_ROWS = 256  # two ranks: 512 threads per row and two rows per SM, because all programs must be resident at once
+MAX_ROWS = 256  # two ranks: 512 threads per row and two rows per SM, because all programs must be resident at once
 PROGRAMS_PER_SM = 2  # for every width: this limits a thread to 64 registers
 UNLIMITED = 2**31 - 1
 
@@ -32,22 +32,22 @@ class RowExchange:
     rank: int
     own: Tensor  # [memory_elements(size)] int16, written by the other ranks in the rows' dtype
     buffers: Tensor  # [size] int64: address of each rank's `own` as seen by this GPU
-    counts: Tensor  # [most_rows(size)] int32, local: number of exchanges so far per row
-    most_spins: int = UNLIMITED  # limit of the wait for a rank, after which sums are wrong; used to test connectivity
+    counts: Tensor  # [max_rows(size)] int32, local: number of exchanges so far per row
+    max_spins: int = UNLIMITED  # limit of the wait for a rank, after which sums are wrong; used to test connectivity
 
     @property
     def size(self) -> int:
         return len(self.buffers)
 
 
-def most_rows(size: int) -> int:
+def max_rows(size: int) -> int:
     """Return the maximum number of rows of an exchange between `size` ranks; each row is sent to all others."""
-    return MOST_ROWS // (size - 1)
+    return MAX_ROWS // (size - 1)
 
 
 def memory_elements(size: int) -> int:
     """Return the 16-bit elements of `own`: two slots with rows of every rank, then an int32 per rank and row."""
-    return size * most_rows(size) * (2 * ROW_ELEMENTS + 2)
+    return size * max_rows(size) * (2 * ROW_ELEMENTS + 2)
 
 
 @triton.jit
@@ -69,14 +69,14 @@ def _send(
 
 
 @triton.jit
-def _wait(flags, row, count, most_spins, RANK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
+def _wait(flags, row, count, max_spins, RANK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
     """Wait until every other rank has released its flag here."""
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             # A rank may be one exchange ahead. The difference stays correct when the counts wrap around.
             spins = 0
             while (tl.atomic_add(flags + rank * ROWS + row, 0, sem="acquire", scope="sys") - count < 0) & (
-                spins < most_spins
+                spins < max_spins
             ):
                 spins += 1
     tl.debug_barrier()
@@ -97,10 +97,10 @@ def _part_of(
 
 
 # One compiled kernel serves both the connectivity test with few spins and production.
-@triton.jit(do_not_specialize=["most_spins"])
+@triton.jit(do_not_specialize=["max_spins"])
 def _sum_norm_kernel(
     part, residual, weight, normed, new_residual, scales, own, buffers, counts,
-    part_row_stride, residual_row_stride, eps, most_spins,
+    part_row_stride, residual_row_stride, eps, max_spins,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, ROW_ELEMENTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def _sum_norm_kernel(
     mine = tl.load(part + wide_row * part_row_stride + columns, mask=inside, other=0.0)
     _send(mine, buffers, slot, row, columns, inside, count, RANK, SIZE, ROWS, ROW_ELEMENTS, FLAGS)
     before = tl.load(residual + wide_row * residual_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    _wait((own + FLAGS).to(tl.pointer_type(tl.int32)), row, count, most_spins, RANK, SIZE, ROWS)
+    _wait((own + FLAGS).to(tl.pointer_type(tl.int32)), row, count, max_spins, RANK, SIZE, ROWS)
     tl.store(counts + row, count)
     rows = own.to(tl.pointer_type(DTYPE)) + (slot + row) * ROW_ELEMENTS
     total = _part_of(0, mine, rows, columns, inside, RANK, ROWS, ROW_ELEMENTS)
@@ -171,7 +171,7 @@ def _launch(
     num_rows, hidden = part.shape
     assert part.dtype == residual.dtype and part.dtype.itemsize == 2 and residual.shape == part.shape
     assert part.stride(1) == residual.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous()
-    assert 0 < num_rows <= most_rows(exchange.size) and hidden <= ROW_ELEMENTS
+    assert 0 < num_rows <= max_rows(exchange.size) and hidden <= ROW_ELEMENTS
     block = triton.next_power_of_2(hidden)
     _sum_norm_kernel[(num_rows,)](
         part,
@@ -186,13 +186,13 @@ def _launch(
         part.stride(0),
         residual.stride(0),
         eps,
-        exchange.most_spins,
+        exchange.max_spins,
         HIDDEN=hidden,
         BLOCK=block,
         GROUP=group,
         RANK=exchange.rank,
         SIZE=exchange.size,
-        ROWS=most_rows(exchange.size),
+        ROWS=max_rows(exchange.size),
         ROW_ELEMENTS=ROW_ELEMENTS,
         num_warps=min(16, max(1, block // 256)),  # as in rms_norm.py
         **dependent_launch(part),

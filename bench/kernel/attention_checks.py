@@ -150,7 +150,7 @@ def check_tilings(shape: str, dtype: torch.dtype) -> Check:
             output = torch.empty_like(batch.query, memory_format=torch.contiguous_format)
             caches = (batch.key_cache, batch.value_cache, batch.block_tables)
             lengths = (batch.query_start_loc, batch.seq_lens)
-            launch_prefill(batch.query, *caches, *lengths, output, batch.scale, tiles, SplitPrefill(least_query_len=2))
+            launch_prefill(batch.query, *caches, *lengths, output, batch.scale, tiles, SplitPrefill(min_query_len=2))
             outputs.append(output)
         return [same_bits(output, outputs[0]) for output in outputs[1:]]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import AttentionSpec, ModelShape
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
-from kernels.attention.prefill import MOST_HEAD_DIM
+from kernels.attention.prefill import MAX_HEAD_DIM
 from kernels.attention.score_rules import ScoreRules
 from kernels.fp8_kv import UNIT_SCALES, KVScales
 
@@ -35,9 +35,9 @@ class CudaAttention:
 
     @staticmethod
     def supports(spec: AttentionSpec, dtype: str) -> str:
-        if spec.head_dim > MOST_HEAD_DIM or spec.head_dim % 2:
+        if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 2:
             return (
-                f"prefill_kernel serves heads of an even size up to {MOST_HEAD_DIM}; this model's have "
+                f"prefill_kernel serves heads of an even size up to {MAX_HEAD_DIM}; this model's have "
                 f"{spec.head_dim} elements"
             )
         return ""

@@ -26,7 +26,7 @@ from kernels.cpu.program import Buffers, NotRecordable, recording
 logger = logging.getLogger("worker")
 
 # More rows take long enough for their operators to be called one by one.
-MOST_ROWS = 32
+MAX_ROWS = 32
 
 
 def decode_programs(model: ServedModel, device: Device) -> "DecodePrograms | None":
@@ -40,13 +40,13 @@ class DecodePrograms:
         self._network, self._device = network, device
         self._by_rows: dict[int, _DecodeProgram] = {}
         self._buffers = Buffers()
-        self._logits: Tensor | None = None  # [MOST_ROWS, V], of all programs
+        self._logits: Tensor | None = None  # [MAX_ROWS, V], of all programs
         self._is_recordable = True
 
     def logits_of(self, model_input: ModelInput) -> Tensor | None:
         """[T, V] float32, overwritten by the next call; None where a step is none of one token a sequence."""
         num_rows = len(model_input.token_ids)
-        if not self._is_recordable or num_rows > MOST_ROWS or (ordered := _in_order_of_logits(model_input)) is None:
+        if not self._is_recordable or num_rows > MAX_ROWS or (ordered := _in_order_of_logits(model_input)) is None:
             return None
         model_input = ordered
         if num_rows not in self._by_rows:
@@ -60,7 +60,7 @@ class DecodePrograms:
 
     def _recorded(self, model_input: ModelInput) -> "_DecodeProgram":
         if self._logits is None:
-            self._logits = torch.empty(MOST_ROWS, self._network.spec.vocab_size)
+            self._logits = torch.empty(MAX_ROWS, self._network.spec.vocab_size)
         return _DecodeProgram(self._network, self._device, model_input, self._buffers, self._logits)
 
 

@@ -37,7 +37,7 @@ class PairedMemory:
         self._exchange = all_reduce.Exchange(
             own=handle.get_buffer(own, (num_elements,), torch.bfloat16),
             peer=handle.get_buffer(peer, (num_elements,), torch.bfloat16),
-            counts=torch.zeros(all_reduce.MOST_BLOCKS, dtype=torch.int32, device=device),
+            counts=torch.zeros(all_reduce.MAX_BLOCKS, dtype=torch.int32, device=device),
         )
         torch.cuda.synchronize(device)
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # from here on the other's flags are zeros too

@@ -39,22 +39,22 @@ class SharedRows:
             rank=rank,
             own=buffers[rank],
             buffers=torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device),
-            counts=torch.zeros(sum_norm.most_rows(size), dtype=torch.int32, device=device),
-            most_spins=_TRIED_SPINS,
+            counts=torch.zeros(sum_norm.max_rows(size), dtype=torch.int32, device=device),
+            max_spins=_TRIED_SPINS,
         )
         self._kept = (memory, buffers)  # mapped for as long as kernels write there
         at_once = sum_norm.PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-        self._most_rows = min(sum_norm.most_rows(size), at_once)
+        self._max_rows = min(sum_norm.max_rows(size), at_once)
         torch.cuda.synchronize(device)
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # from here on the others' flags are zeros too
         torch.cuda.synchronize(device)
 
     def wait_for_ever(self) -> None:
         """From now on, as a rank that does not come ends the group."""
-        self._exchange = replace(self._exchange, most_spins=self._kernels.UNLIMITED)
+        self._exchange = replace(self._exchange, max_spins=self._kernels.UNLIMITED)
 
     def serves(self, part: Tensor) -> bool:
-        is_small = 0 < part.shape[0] <= self._most_rows and part.shape[1] <= self._kernels.ROW_ELEMENTS
+        is_small = 0 < part.shape[0] <= self._max_rows and part.shape[1] <= self._kernels.ROW_ELEMENTS
         return is_small and part.dtype in {torch.bfloat16, torch.float16} and part.stride(1) == 1
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

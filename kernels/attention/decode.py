@@ -118,7 +118,7 @@ def _write_item(
     accumulator, sums, row_max, value_scale, sinks, output, split_outputs, split_lse, row, part, splits, first_head,
     num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write an item's normalised result: to the output if it is the row's only split, else to the partial results."""
+    """Write an item's normalized result: to the output if it is the row's only split, else to the partial results."""
     rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
     heads = first_head + rows
     owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]

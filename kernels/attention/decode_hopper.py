@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.decode_shares import ROW_FIELDS, SharePlan
-from kernels.attention.head_parts import load_query, normalised, operands, store_parts, zeros
+from kernels.attention.head_parts import load_query, normalized, operands, store_parts, zeros
 from kernels.attention.online_softmax import LOG2_E
 from kernels.attention.online_softmax_gluon import weigh, with_sinks
 from kernels.attention.pool_rows import PoolRows
@@ -188,7 +188,7 @@ def _write_split(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     PARTS: gl.constexpr, TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Write the normalised result to the output, or to the splits if the share has only a part of the row.
+    """Write the normalized result to the output, or to the splits if the share has only a part of the row.
 
     The program that arrives last joins the splits.
     """
@@ -199,8 +199,8 @@ def _write_split(
     if sinks is not None:
         with_sink = with_sinks(row_sum, row_max, sinks, heads, group < GROUP)
         divisor = gl.where(is_last & (split_tile == 0), with_sink, row_sum)
-    even = normalised(accumulator[0], divisor, value_scale)
-    attended = (even, normalised(accumulator[1], divisor, value_scale)) if PARTS == 2 else (even,)
+    even = normalized(accumulator[0], divisor, value_scale)
+    attended = (even, normalized(accumulator[1], divisor, value_scale)) if PARTS == 2 else (even,)
     if is_last & (split_tile == 0):
         start = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM
         store_parts(attended, output, start, group, GROUP, HEAD_DIM, PARTS, mma)

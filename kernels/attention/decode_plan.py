@@ -33,7 +33,7 @@ class DecodePlan:
     num_items: Tensor  # [1] int32
     sequence_items: Tensor  # [S, 2] int32: first item, number of items
     query_start_loc: Tensor  # [S + 1] int32
-    split_outputs: Tensor  # [max_items, Hq, D] float32, normalised per split
+    split_outputs: Tensor  # [max_items, Hq, D] float32, normalized per split
     split_lse: Tensor  # [max_items, Hq] float32, log2 of the sum of exponentials
 
 

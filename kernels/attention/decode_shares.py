@@ -55,7 +55,7 @@ H200_FP8_CONFIGS = (
 def share_config(num_rows: int, is_fp8: bool = False) -> ShareConfig:
     """Return the configuration for this number of rows, padding included."""
     configs = H200_FP8_CONFIGS if is_fp8 else H200_CONFIGS
-    return next(config for most, config in configs if most is None or num_rows <= most)
+    return next(config for max_rows, config in configs if max_rows is None or num_rows <= max_rows)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SharePlan:
     counts: Tensor  # [5] int32: rows with keys, rows without, tiles, tiles per long share, tiles per short share
     share_rows: Tensor  # [shares] int32: index of the row in which a share starts; undefined after the last tile
     arrivals: Tensor  # [shares, Hkv] int32, 0 between layers: finished splits of the row that leaves a share
-    splits: Tensor  # [shares * 2, Hq, D] float32, normalised per split
+    splits: Tensor  # [shares * 2, Hq, D] float32, normalized per split
     split_lse: Tensor  # [shares * 2, Hq] float32, log2 of the sum of exponentials
     num_long_shares: int
     num_shares: int

@@ -87,7 +87,7 @@ def zeros(WIDTH: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr):
 
 
 @gluon.jit
-def normalised(accumulator, row_sum, value_scale):
+def normalized(accumulator, row_sum, value_scale):
     attended = accumulator / row_sum[:, None]
     if value_scale is not None:
         attended *= value_scale

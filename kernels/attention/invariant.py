@@ -119,7 +119,7 @@ def attend_invariant(
     programs = PROGRAMS_PER_SM * num_multiprocessors(query.device) // (num_sequences * num_kv_heads)
     programs = min(programs, max_splits) if max_query_len == 1 else 1
     config = invariant_config(query.dtype, head_dim, max_query_len * (num_heads // num_kv_heads))
-    split = SplitPrefill(least_query_len=1, split_tokens=SPLIT_TOKENS)
+    split = SplitPrefill(min_query_len=1, split_tokens=SPLIT_TOKENS)
     if programs > 1:
         splits = query.new_empty(num_sequences, max_splits, num_heads, head_dim, dtype=torch.float32)
         split = SplitPrefill(1, SPLIT_TOKENS, programs, max_splits, splits, splits.new_empty(splits.shape[:3]))

@@ -12,7 +12,7 @@ from kernels.fp8_kv import E4M3
 
 COLUMNS = 64  # per copy: 128 bytes, the width of the swizzle
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16}
-MOST_HEADS_A_KV_HEAD = 16  # the rows of a product in the decode kernel
+MAX_HEADS_PER_KV_HEAD = 16  # the rows of a product in the decode kernel
 
 
 def supports_tma(key_cache: Tensor, num_heads: int) -> bool:
@@ -26,7 +26,7 @@ def supports_tma(key_cache: Tensor, num_heads: int) -> bool:
         and key_cache.dtype in {torch.bfloat16, torch.float16, E4M3}
         and head_dim in {64, 128}
         and block_size in {8, 16, 32, 64, 128}
-        and num_heads // num_kv_heads <= MOST_HEADS_A_KV_HEAD
+        and num_heads // num_kv_heads <= MAX_HEADS_PER_KV_HEAD
         and key_cache.stride(2) == head_dim
         and all(stride % head_dim == 0 for stride in key_cache.stride()[:2])
     )

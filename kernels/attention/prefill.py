@@ -45,7 +45,7 @@ SHORT_TILES, SMALL_TILES, LARGE_TILES = (
 # cache,
 # tiles of 64 keys spill 340 bytes and tiles of 32 keys 100 bytes.
 WIDE_TILES, WIDE_FP8_TILES = PrefillConfig(128, 64, 8, 2), PrefillConfig(128, 32, 8, 2)
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 def prefill_config(
@@ -150,7 +150,7 @@ def _attend_keys(
 
 @triton.jit
 def merge_split(combined, total, maximum, attended, lse):
-    """Merge another split (normalised; lse is the log2 of its sum of exponentials) into the earlier ones.
+    """Merge another split (normalized; lse is the log2 of its sum of exponentials) into the earlier ones.
 
     The same operations in the same order serve all callers, so no compiler can fuse them differently.
     """
@@ -187,7 +187,7 @@ def _attend_split(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Return (normalised result, log2 of the sum of exponentials) for keys [first_key, end_key).
+    """Return (normalized result, log2 of the sum of exponentials) for keys [first_key, end_key).
 
     No row sees a key before `first_visible`, and the last row sees none from `tile_end` on.
     """
@@ -229,7 +229,7 @@ def prefill_kernel(
     table_stride, num_sequences,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAST_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run program (KV head of a tile of tokens, share of the splits).
@@ -249,7 +249,7 @@ def prefill_kernel(
     query_len = tl.load(query_start_loc + sequence + 1) - first_row
     first_token = (tile - first_row // TILE_TOKENS - sequence) * TILE_TOKENS
     # With 2, sequences with one new token are left to the decode kernel.
-    if (query_len < LEAST_QUERY_LEN) | (first_token >= query_len):
+    if (query_len < MIN_QUERY_LEN) | (first_token >= query_len):
         return
     rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
     tokens = first_token + rows // GROUP
@@ -341,7 +341,7 @@ def attend_prefill(
     processors = num_multiprocessors(query.device)
     config = prefill_config(query.dtype, query.shape[2], num_rows, max_rows, processors, is_fp8)
     caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
-    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(least_query_len=2), value_scale, rules)
+    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(min_query_len=2), value_scale, rules)
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ class SplitPrefill:
     Several programs per row need room for the splits [S, max_splits, Hq, D] and their lse [S, max_splits, Hq], float32.
     """
 
-    least_query_len: int  # shorter sequences are skipped
+    min_query_len: int  # shorter sequences are skipped
     split_tokens: int = 0  # 0: no splits
     programs: int = 1  # per row
     max_splits: int = 0
@@ -404,7 +404,7 @@ def launch_prefill(
         BLOCK_SIZE=block_size,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
-        LEAST_QUERY_LEN=split.least_query_len,
+        MIN_QUERY_LEN=split.min_query_len,
         SPLIT_TOKENS=split.split_tokens,
         MAX_SPLITS=split.max_splits,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Over all sequences of a step, each counted with the longest length: 134 MB for a layer of an 8B model.
-MOST_WIDENED_TOKENS = 32768
+MAX_WIDENED_TOKENS = 32768
 _CHUNK = 8192  # elements per program
 
 
@@ -36,7 +36,7 @@ class WidenedBlocks:
     @staticmethod
     def suit(num_sequences: int, max_seq_len: int) -> bool:
         """Return whether a step is small enough to convert."""
-        return num_sequences * max_seq_len <= MOST_WIDENED_TOKENS
+        return num_sequences * max_seq_len <= MAX_WIDENED_TOKENS
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from kernels.cpu.library import CpuLibrary, InstructionSet, address, num_threads
 from kernels.cpu.step import DTYPES, SUFFIXES
 
 
-class DenseProduct:
+class DenseLinear:
     """A packed weight; maps x [T, inputs] to [T, outputs]."""
 
     def __init__(

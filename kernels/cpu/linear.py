@@ -20,7 +20,7 @@ from kernels.cpu.library import InstructionSet, address, cpu_library, num_thread
 
 GROUP = 32  # inputs per scale
 _OUTPUTS = 16  # per block
-_INT8_MOST = 127
+_INT8_MAX = 127
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}  # values of csrc/linear_weight.h
 _FUNCTIONS = {InstructionSet.AVX2: "pagestream_linear_avx2", InstructionSet.AVX512_VNNI: "pagestream_linear_avx512"}
 _PLAIN = "pagestream_linear_plain"
@@ -29,7 +29,7 @@ _TRIED_ROWS = (5, 13, 19, 23)  # cover tiles of 4 and 1 rows, and AVX-512 panels
 _QUANTIZED_AT_ONCE = 2**14  # numbers: they fit a cache, and operators on so few wake no threads
 _ROUNDING = 1.5 * 2**23  # adding it rounds a float32; round() would wake threads from 2,048 numbers on
 
-Product = Any  # a function of the library
+Kernel = Any  # a function of the library
 
 
 class GroupFormat(IntEnum):
@@ -113,11 +113,11 @@ def quantized(weight: Tensor) -> GroupedWeight:
 
 def _quantize(weight: Tensor, quants: Tensor, scales: Tensor) -> None:
     groups = F.pad(weight.float(), (0, quants.shape[1] * GROUP - weight.shape[1])).unflatten(1, (-1, GROUP))
-    scales.copy_(groups.abs().amax(2) / _INT8_MOST)
+    scales.copy_(groups.abs().amax(2) / _INT8_MAX)
     exact = scales.float()[..., None]
     # If a scale underflows to 0, the numbers are below a millionth; dividing by 1 instead rounds them to 0.
     quants.copy_(
-        (groups / exact.masked_fill_(exact == 0, 1)).add_(_ROUNDING).sub_(_ROUNDING).clamp_(-_INT8_MOST, _INT8_MOST)
+        (groups / exact.masked_fill_(exact == 0, 1)).add_(_ROUNDING).sub_(_ROUNDING).clamp_(-_INT8_MAX, _INT8_MAX)
     )
 
 
@@ -148,7 +148,7 @@ class PackedLinear:
         bias: Tensor | None = None,
         *,
         is_gated: bool = False,
-        product: Product = None,
+        kernel: Kernel = None,
     ) -> None:
         """Pack the weight.
 
@@ -157,12 +157,12 @@ class PackedLinear:
             inputs: Number of inputs without padding.
             bias: [outputs], or None.
             is_gated: Apply the gate to the two halves of the outputs.
-            product: One of linear_products(); default: the fastest.
+            kernel: One of linear_kernels(); default: the fastest.
 
         Raises:
             NoLibrary: If there is no library.
         """
-        self._product = product or fastest_product()
+        self._kernel = kernel or fastest_kernel()
         self.outputs, self._width = len(weight), len(weight) // 2 if is_gated else len(weight)
         self.inputs, self._is_gated = inputs, is_gated
         self._tensors = _packed(weight, is_gated)  # must stay alive: the structure holds their addresses
@@ -201,7 +201,7 @@ class PackedLinear:
             out = torch.empty((len(x), self._width), dtype=x.dtype)
         assert x.shape[1] == self.inputs and out.shape == (len(x), self._width) and out.stride(1) == 1
         self._weight.gate = gate if self._is_gated else 0
-        status = self._product(
+        status = self._kernel(
             self._address, x.data_ptr(), x.stride(0), _TYPES[x.dtype], len(x), out.data_ptr(), out.stride(0),
             _TYPES[out.dtype], threads or num_threads(),
         )  # fmt: skip
@@ -231,7 +231,7 @@ def _whole_blocks(rows: Tensor) -> Tensor:
 
 
 @cache
-def plain_product() -> Product:
+def plain_kernel() -> Kernel:
     """Return the plain loops, which are hundreds of times slower than the instruction sets.
 
     Raises:
@@ -241,30 +241,30 @@ def plain_product() -> Product:
 
 
 @cache
-def linear_products() -> dict[InstructionSet, Product]:
+def linear_kernels() -> dict[InstructionSet, Kernel]:
     """Return the kernel of each instruction set of this processor.
 
     Raises:
         NoLibrary: If there is no library, or a kernel differs from plain loops.
     """
-    products = {one: _function(_FUNCTIONS[one]) for one in cpu_library().instruction_sets}
-    for one, product in products.items():
-        if not is_right(product):
+    kernels = {one: _function(_FUNCTIONS[one]) for one in cpu_library().instruction_sets}
+    for one, kernel in kernels.items():
+        if not is_right(kernel):
             raise NoLibrary(f"self-test failed: {_FUNCTIONS[one]} differs from plain loops on this processor")
-    return products
+    return kernels
 
 
-def fastest_product() -> Product:
+def fastest_kernel() -> Kernel:
     """Return the kernel of the fastest instruction set.
 
     Raises:
         NoLibrary: If there is no library.
     """
-    return linear_products()[cpu_library().instruction_set]
+    return linear_kernels()[cpu_library().instruction_set]
 
 
-def is_right(product: Product) -> bool:
-    """Return whether small products of every format have the same bits as plain loops."""
+def is_right(kernel: Kernel) -> bool:
+    """Return whether small layers of every format have the same bits as plain loops."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((max(_TRIED_ROWS), 70), generator=generator)
     for format_ in GroupFormat:
@@ -278,16 +278,16 @@ def is_right(product: Product) -> bool:
         )
         for is_gated, gate in ((False, Gate.SILU), (True, Gate.SILU), (True, Gate.GELU_TANH)):
             found, wanted = (
-                PackedLinear(weight, 70, is_gated=is_gated, product=one) for one in (product, plain_product())
+                PackedLinear(weight, 70, is_gated=is_gated, kernel=one) for one in (kernel, plain_kernel())
             )
             exact = wanted(x, gate=gate)
-            # One thread: waking others takes ten times as long as these products.
+            # One thread: waking others takes ten times as long as these layers.
             if not all(torch.equal(found(x[:rows], gate=gate, threads=1), exact[:rows]) for rows in _TRIED_ROWS):
                 return False
     return True
 
 
-def _function(name: str) -> Product:
+def _function(name: str) -> Kernel:
     function = getattr(cpu_library().functions, name)
     function.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64,

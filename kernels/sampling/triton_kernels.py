@@ -127,7 +127,7 @@ def _load_listed(scores_of_row, active, start, num_active, VOCAB: tl.constexpr, 
 
 
 @triton.jit
-def _survey(
+def _measure(
     scores_of_row, active, best, greatest, inverse_temperature, floor,
     VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, GROUPS_PER_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +173,7 @@ def _search(
         above_second = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
         above_third = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
         least = tl.full([GROUPS_PER_TILE, _GROUP], _INFINITY, tl.float32)
-        most = tl.full([GROUPS_PER_TILE, _GROUP], -_INFINITY, tl.float32)
+        largest = tl.full([GROUPS_PER_TILE, _GROUP], -_INFINITY, tl.float32)
         # Prefetch one tile: a program is alone on its SM, so nothing else hides the latency of a load.
         following = _load_listed(scores_of_row, active, 0, num_active, VOCAB, GROUPS_PER_TILE)
         for start in range(0, num_active, GROUPS_PER_TILE):
@@ -188,10 +188,10 @@ def _search(
             above_second += tl.where(values >= second, counted, 0.0)
             above_third += tl.where(values >= third, counted, 0.0)
             least = tl.minimum(least, tl.where(values >= low, values, _INFINITY))
-            most = tl.maximum(most, tl.where(values < high, values, -_INFINITY))
+            largest = tl.maximum(largest, tl.where(values < high, values, -_INFINITY))
         from_first, from_second, from_third = tl.sum(above_first), tl.sum(above_second), tl.sum(above_third)
         bottom = tl.min(least)
-        top = tl.max(most)
+        top = tl.max(largest)
         is_open = bottom < top
         if from_third >= target:
             low = third
@@ -233,7 +233,7 @@ def floor_kernel(
             low = tl.min(tl.where(is_group, best, _INFINITY))
             number = tl.full([], VOCAB, tl.float32)
             if (number_kept > NUM_GROUPS) | (low == -_INFINITY):
-                number, _, low = _survey(
+                number, _, low = _measure(
                     scores_of_row, active, best, greatest, inverse_temperature, -_INFINITY,
                     VOCAB, NUM_GROUPS, GROUPS_BLOCK, GROUPS_PER_TILE,
                 )  # fmt: skip
@@ -249,7 +249,7 @@ def floor_kernel(
             masses = tl.load(group_mass + row * NUM_GROUPS + groups, mask=is_group, other=0.0)
             mass = tl.sum(masses * tl.exp((best - greatest) * inverse_temperature))
             if floor > -_INFINITY:
-                _, mass, _ = _survey(
+                _, mass, _ = _measure(
                     scores_of_row, active, best, greatest, inverse_temperature, floor,
                     VOCAB, NUM_GROUPS, GROUPS_BLOCK, GROUPS_PER_TILE,
                 )  # fmt: skip

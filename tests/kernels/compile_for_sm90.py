@@ -23,7 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.kernel.products import MODELS, products_of
-from kernels.all_reduce import MEMORY_BYTES, MOST_BLOCKS, Exchange, all_reduce_two
+from kernels.all_reduce import MAX_BLOCKS, MEMORY_BYTES, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
@@ -42,7 +42,7 @@ from kernels.scaled import Scaled
 from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantized, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
-from kernels.sum_norm import RowExchange, memory_elements, most_rows, sum_add_rms_norm, sum_add_rms_norm_quantized
+from kernels.sum_norm import RowExchange, max_rows, memory_elements, sum_add_rms_norm, sum_add_rms_norm_quantized
 from kernels.token_bitmask_triton import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 from tests.kernels.ingredients import ingredients, sources_read
@@ -236,7 +236,7 @@ def fp8_products() -> None:
 
 def summing() -> None:
     own, peer = (torch.empty(MEMORY_BYTES // 2, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    exchange = Exchange(own, peer, torch.empty(MOST_BLOCKS, dtype=torch.int32, device="meta"))
+    exchange = Exchange(own, peer, torch.empty(MAX_BLOCKS, dtype=torch.int32, device="meta"))
     for num_rows in (1, 256):
         all_reduce_two(torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta"), exchange)
 
@@ -245,10 +245,10 @@ def summing_and_norming() -> None:
     for size, hidden in ((2, 4096), (2, 8192), (4, 4096)):
         own = torch.empty(memory_elements(size), dtype=torch.int16, device="meta")
         buffers = torch.empty(size, dtype=torch.int64, device="meta")
-        exchange = RowExchange(1, own, buffers, torch.empty(most_rows(size), dtype=torch.int32, device="meta"))
+        exchange = RowExchange(1, own, buffers, torch.empty(max_rows(size), dtype=torch.int32, device="meta"))
         x = torch.empty(64, hidden, dtype=torch.bfloat16, device="meta")
         sum_add_rms_norm(x, x, x[0], 1e-5, exchange)
-        sum_add_rms_norm(x, x, x[0], 1e-5, replace(exchange, most_spins=2**22))
+        sum_add_rms_norm(x, x, x[0], 1e-5, replace(exchange, max_spins=2**22))
         sum_add_rms_norm_quantized(x, x, x[0], 1e-5, exchange, is_grouped=hidden == 8192)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kernels.attention.decode_shares import H200_CONFIGS, H200_FP8_CONFIGS
-from kernels.sum_norm import MOST_ROWS, PROGRAMS_PER_SM
+from kernels.sum_norm import MAX_ROWS, PROGRAMS_PER_SM
 from pagestream.directories import cache_directory
 from tests.kernels.ingredients import are_the_same, ingredients
 from tests.kernels.kept_answers import KeptAnswers
@@ -195,7 +195,7 @@ def test_all_programs_that_wait_for_another_gpu_are_at_once_on_an_h200(reports: 
     for report in of(reports, "_sum_norm_kernel", "sums and norms"):
         threads = 32 * report["num_warps"]
         assert PROGRAMS_PER_SM * threads * report["registers"] <= 65536 and PROGRAMS_PER_SM * threads <= 2048, report
-        assert PROGRAMS_PER_SM * 132 >= MOST_ROWS
+        assert PROGRAMS_PER_SM * 132 >= MAX_ROWS
         assert report["waits_for_the_kernel_before"] == 1, report
 
 

@@ -7,7 +7,7 @@ import torch
 
 from bench.kernel.products import all_shapes
 from kernels.fp8_linear import MAX_ROWS
-from kernels.fp8_tiles import fp8_tiles, most_fp8_rows
+from kernels.fp8_tiles import fp8_tiles, max_fp8_rows
 from kernels.scaled import GROUP, quantize_groups_reference, quantize_rows_reference
 
 ROWS = range(1, MAX_ROWS + 1)
@@ -19,7 +19,7 @@ SHAPES = [*all_shapes(), (1280, 640, False), (1536, 576, True), (100, 4096, Fals
 def test_tiles_cut_a_product_without_remainder(shape: tuple[int, int, bool], is_grouped: bool) -> None:
     num_outputs, num_inputs, is_gated = shape
     chosen = [fp8_tiles(shape, num_rows, is_grouped) for num_rows in ROWS]
-    most = most_fp8_rows(shape, is_grouped)
+    most = max_fp8_rows(shape, is_grouped)
     assert [tiles is not None for tiles in chosen] == [num_rows <= most for num_rows in ROWS]
     for tiles in filter(None, chosen):
         box = tiles.block_n // 2 if is_gated else tiles.block_n
@@ -27,15 +27,15 @@ def test_tiles_cut_a_product_without_remainder(shape: tuple[int, int, bool], is_
         assert num_outputs % box == 0 and tiles.block_k % GROUP == 0
         assert num_inputs % (tiles.halves * tiles.block_k) == 0
     changes = {rows for rows, (one, next_one) in enumerate(pairwise(chosen), start=1) if one != next_one}
-    alike = {tiles.halves for tiles in chosen[: most_fp8_rows(shape, is_grouped, is_one_order=True)] if tiles}
+    alike = {tiles.halves for tiles in chosen[: max_fp8_rows(shape, is_grouped, is_one_order=True)] if tiles}
     assert len(alike) <= 1, "sums of K have one order"
     assert changes <= {32, 64, 128}, "else a decoding batch that grows by one would be compiled for again and again"
 
 
 def test_sizes_that_no_tile_fits_are_the_librarys() -> None:
-    assert most_fp8_rows((1536, 576, True), False) == 0, "inputs are read 128 at a time"
-    assert most_fp8_rows((100, 4096, False), False) == 0
-    assert [most_fp8_rows((64, 128, False), is_grouped) for is_grouped in (False, True)] == [MAX_ROWS, 0]
+    assert max_fp8_rows((1536, 576, True), False) == 0, "inputs are read 128 at a time"
+    assert max_fp8_rows((100, 4096, False), False) == 0
+    assert [max_fp8_rows((64, 128, False), is_grouped) for is_grouped in (False, True)] == [MAX_ROWS, 0]
 
 
 def test_quantized_rows_and_groups_are_exact_where_the_scale_is_a_power_of_two() -> None:

@@ -55,7 +55,7 @@ def test_shape_rows_and_device_alone_choose(monkeypatch: pytest.MonkeyPatch) -> 
     few, more = Tiles(64, 256), Tiles(64, 128)
     chosen = {rows: table.tiles_for(qkv, rows, is_gated=False) for rows in (1, 16, 17, 64, 65)}
     assert chosen == {1: few, 16: few, 17: more, 64: more, 65: None}
-    assert [table.most_rows(some, is_gated=False) for some in (qkv, weight(5120, 32768))] == [64, 0]
+    assert [table.max_rows(some, is_gated=False) for some in (qkv, weight(5120, 32768))] == [64, 0]
     assert table.tiles_for(weight(28672, 4096), 100, is_gated=True) == Tiles(128, 64)
     assert table.tiles_for(weight(28672, 4096), 100, is_gated=False) is None
     assert table.tiles_for(weight(6144, 4096, torch.float16), 1, is_gated=False) is None

@@ -17,7 +17,7 @@ class GgufFamily:
     config: Mapping[str, Any] = field(default_factory=dict)
     # Whether rows of Q and K stand so that a rotary pair is neighbours (2i, 2i + 1); Hugging Face keeps the halves
     # apart (i, i + head_dim / 2).
-    has_neighbouring_pairs: bool = False
+    has_adjacent_pairs: bool = False
     # config.json's keys that follow from the others, where llama.cpp has them in its code.
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     # The converter adds this to the weights of norms.

@@ -9,7 +9,7 @@ from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, 
 from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec
 
-GGUF = GgufFamily(model_type="llama", class_name="LlamaForCausalLM", has_neighbouring_pairs=True)
+GGUF = GgufFamily(model_type="llama", class_name="LlamaForCausalLM", has_adjacent_pairs=True)
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

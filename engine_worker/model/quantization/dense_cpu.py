@@ -18,7 +18,7 @@ from torch import Tensor
 from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
 from engine_worker.model.spec import Activation
 from kernels.cpu.build import NoLibrary
-from kernels.cpu.dense import DenseProduct, gate_and_mul, serves
+from kernels.cpu.dense import DenseLinear, gate_and_mul, serves
 from kernels.cpu.library import CpuLibrary, cpu_library
 
 logger = logging.getLogger("worker")
@@ -73,7 +73,7 @@ def cpu_product(weight: Tensor, bias: Tensor | None = None) -> Product:
             return OneDnnProduct(weight, bias, least_rows)
         logger.info("oneDNN's product %s depends on the number of rows: C++ serves it", tuple(weight.shape))
     if library is not None and serves(weight):
-        return DenseProduct(library, weight, bias)
+        return DenseLinear(library, weight, bias)
     return TorchProduct(weight, bias)
 
 
@@ -110,7 +110,7 @@ class CpuHead:
         self._product = cpu_product(weight if weight.dtype == torch.bfloat16 else weight.float())
 
     def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        if isinstance(self._product, DenseProduct):
+        if isinstance(self._product, DenseLinear):
             return self._product(x, torch.float32, logits)
         computed = self._product(x, torch.float32)
         return computed if logits is None else logits.copy_(computed)

@@ -14,14 +14,14 @@ from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
 from engine_worker.model.spec import Activation
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
-from kernels.skinny_linear_tiles import most_rows, tiles_for
+from kernels.skinny_linear_tiles import max_rows, tiles_for
 
 logger = logging.getLogger("worker")
 
 
 def tell_product(name: str, weight: Tensor, is_gated: bool) -> None:
     """Log which kernel serves products of this name and shape, once."""
-    _tell(name, *weight.shape, most_rows(weight, is_gated))
+    _tell(name, *weight.shape, max_rows(weight, is_gated))
 
 
 @cache

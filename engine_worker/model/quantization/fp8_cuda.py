@@ -21,7 +21,7 @@ from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.spec import Activation
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantize import quantize_groups, quantize_rows
-from kernels.fp8_tiles import fp8_tiles, most_fp8_rows
+from kernels.fp8_tiles import fp8_tiles, max_fp8_rows
 from kernels.scaled import GROUP, Scaled
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_quantized
 from kernels.skinny_linear_tiles import Shape, is_known
@@ -51,7 +51,7 @@ class Fp8Linear:
         self._is_deterministic = is_deterministic
         self._is_in_pieces = is_deterministic or not _has_product_of_blocks(self._weight)
         self.scaling = Scaling.GROUPS if self._weight.is_grouped else Scaling.ROWS
-        if is_deterministic and self._most_rows(is_gated and bias is None) == 0:
+        if is_deterministic and self._max_rows(is_gated and bias is None) == 0:
             raise ValueError(
                 f"--deterministic: fp8_linear multiplies multiples of 64 outputs and of {GROUP} inputs on an H100 or "
                 f"H200; a product here has {weight.shape[0]} and {weight.shape[1]}. --quantization none serves it"
@@ -81,7 +81,7 @@ class Fp8Linear:
 
     def _own_product(self, rows: Scaled, is_gated: bool) -> Tensor | None:
         """None where the library's product is the faster or the only one."""
-        most = self._most_rows(is_gated)
+        most = self._max_rows(is_gated)
         if most == 0 or (len(rows) > most and not self._is_in_pieces):
             return None
         operation = gated_fp8_linear if is_gated else fp8_linear
@@ -93,10 +93,10 @@ class Fp8Linear:
             products.append(operation(piece, self._weight, tiles))
         return products[0] if len(products) == 1 else torch.cat(products)
 
-    def _most_rows(self, is_gated: bool) -> int:
+    def _max_rows(self, is_gated: bool) -> int:
         if not self._has_kernel:
             return 0
-        return most_fp8_rows(self._shape(is_gated), self._weight.is_grouped, self._is_deterministic)
+        return max_fp8_rows(self._shape(is_gated), self._weight.is_grouped, self._is_deterministic)
 
     def _shape(self, is_gated: bool) -> Shape:
         num_outputs, num_inputs = self._weight.values.shape

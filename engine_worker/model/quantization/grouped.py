@@ -18,7 +18,7 @@ from engine_worker.model.weight_format import WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import cpu_library
-from kernels.cpu.linear import Gate, GroupedWeight, PackedLinear, joined_rows, linear_products, quantized
+from kernels.cpu.linear import Gate, GroupedWeight, PackedLinear, joined_rows, linear_kernels, quantized
 
 logger = logging.getLogger("worker")
 
@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float32)  # of the library
 def why_no_kernels() -> str:
     """Say why nothing multiplies such weights here, as the end of a sentence; empty where C++ does, compiled by now."""
     try:
-        linear_products()
+        linear_kernels()
     except NoLibrary as error:
         return str(error)
     return ""

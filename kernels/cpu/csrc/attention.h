@@ -45,7 +45,7 @@ struct Rules {
 namespace {
 
 constexpr int TILE = 64;       // keys
-constexpr int MOST_ROWS = 3;   // computed together: 16 registers hold the sums of 3 rows x 4 keys
+constexpr int MAX_ROWS = 3;   // computed together: 16 registers hold the sums of 3 rows x 4 keys
 constexpr int KEYS = 4;        // scored together
 constexpr int PADDED = 8;      // key addresses per tile are rounded up to this; many_rows.h transposes as many
 
@@ -118,10 +118,10 @@ inline void finish_scores(float* scores, Range seen, float softcap) {
     for (int key = seen.end; key < TILE; key++) scores[key] = -INFINITY;
 }
 
-inline Vec most_of(const float* scores) {
-    Vec most = splat(-INFINITY);
-    for (int key = 0; key < TILE; key += WIDTH) most = maximum(most, load(scores + key));
-    return most;
+inline Vec max_of(const float* scores) {
+    Vec max_value = splat(-INFINITY);
+    for (int key = 0; key < TILE; key += WIDTH) max_value = maximum(max_value, load(scores + key));
+    return max_value;
 }
 
 // Turn scores into weights relative to the largest score; return their total per lane.
@@ -138,7 +138,7 @@ inline Vec weights_of(float* scores, float largest_score) {
 // Turn scores into weights; return the factor for everything summed before.
 inline float weigh(Row& row, float* scores, Range seen, float softcap) {
     finish_scores(scores, seen, softcap);
-    const float now = larger(row.maximum, largest(most_of(scores)));
+    const float now = larger(row.maximum, largest(max_of(scores)));
     const float total = sum(weights_of(scores, now));
     const float factor = exponential(row.maximum - now);
     row.total = row.total * factor + total;
@@ -181,7 +181,7 @@ inline void attend_tile(
     Row* rows, const Range* seen, int num_rows, const K* const* keys, const K* const* values, int head_dim,
     float softcap) {
     for (int first = 0, end; first < num_rows; first = end) {
-        for (end = first + 1; end < num_rows && end < first + MOST_ROWS && seen[end] == seen[first];) end++;
+        for (end = first + 1; end < num_rows && end < first + MAX_ROWS && seen[end] == seen[first];) end++;
         const Range range = seen[first];
         if (range.first >= range.end) continue;
         if (end - first == 3) attend_rows<3>(rows + first, keys, values, range, head_dim, softcap);

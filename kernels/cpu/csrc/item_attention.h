@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int FEWEST_TURNED = 8;  // from this many rows on, a tile of keys is transposed
+constexpr int MIN_TRANSPOSED_ROWS = 8;  // from this many rows on, a tile of keys is transposed
 
 // The rows of an item for one KV head, with their scratch memory.
 template <typename T, typename K>
@@ -25,7 +25,7 @@ class ItemRows {
         rows_ = (Row*)(memory_ + rows_at);
         seen_ = (Range*)(memory_ + ranges_at);
         wide_ = memory_ + tiles_at;
-        turned_ = wide_ + TILE * step.head_dim;
+        transposed_ = wide_ + TILE * step.head_dim;
     }
 
     void begin(const T* query, int64_t query_stride) {
@@ -56,7 +56,7 @@ class ItemRows {
             addresses(step_, head, table, first_key, keys_of_tile, keys);
             for (int key = 0; key < keys_of_tile; key++) values[key] = keys[key] + step_.value_offset;
             find_seen(first_key);
-            if (count_ >= FEWEST_TURNED)
+            if (count_ >= MIN_TRANSPOSED_ROWS)
                 attend_many(keys, values, keys_of_tile);
             else
                 attend_tile(rows_, seen_, count_, keys, values, step_.head_dim, rules_.softcap);
@@ -87,9 +87,9 @@ class ItemRows {
         const int D = step_.head_dim;
         const float *wide_keys[TILE], *wide_values[TILE];
         widen(keys, (keys_of_tile + PADDED - 1) / PADDED * PADDED, D, wide_, wide_keys);
-        turn(wide_keys, keys_of_tile, D, turned_);
+        transpose(wide_keys, keys_of_tile, D, transposed_);
         widen(values, keys_of_tile, D, wide_, wide_values);  // overwrites the keys, which are already transposed
-        attend_turned(rows_, seen_, count_, turned_, wide_values, D, rules_.softcap);
+        attend_transposed(rows_, seen_, count_, transposed_, wide_values, D, rules_.softcap);
     }
 
     const Step& step_;
@@ -97,7 +97,7 @@ class ItemRows {
     const Item item_;
     const int kv_head_, group_, count_;
     int first_position_;  // position of the item's first token
-    float *memory_, *wide_, *turned_;
+    float *memory_, *wide_, *transposed_;
     Row* rows_;
     Range* seen_;
 };

@@ -30,10 +30,10 @@ constexpr int GROUP = 32, OUTPUTS = 16, QUADS = GROUP / 4, LINE = OUTPUTS * 4;  
 // two products of 8 bits, because dpbusd has no wider operand that keeps weights as bytes, unless the instruction set
 // widens its weights (has_whole_rows).
 constexpr int BASE = 255;
-constexpr float MOST = 127 * BASE + 127;
-constexpr int MOST_ROWS = 8;      // multiplied at once
-constexpr int ROWS_A_PASS = 128;  // their quants stay in the L2 cache while all weights are read
-constexpr int ROWS_BY_ONE = 4;    // fewer rows are quantized by one thread, because sharing them takes longer
+constexpr float MAX_QUANT = 127 * BASE + 127;
+constexpr int MAX_ROWS = 8;      // multiplied at once
+constexpr int ROWS_PER_PASS = 128;  // their quants stay in the L2 cache while all weights are read
+constexpr int MIN_SHARED_ROWS = 4;    // fewer rows are quantized by one thread, because sharing them takes longer
 
 struct Rows {  // quantized
     int8_t* quants;      // [rows][groups][2][GROUP]: a quant is BASE * first byte + second byte; or 16-bit numbers,
@@ -85,10 +85,9 @@ inline void store_whole(const __m256i (&integers)[4], int8_t* quants) {
     }
 }
 
-// Quantize a group to -MOST..MOST, stored as two bytes in -127..127 or as one 16-bit number, and its scale. A group
-// with
-// NaN or infinity gets the scale NaN, so only its own row's outputs are NaN. A group too small for a scale becomes
-// zeros.
+// Quantize a group to -MAX_QUANT..MAX_QUANT, stored as two bytes in -127..127 or as one 16-bit number, and its scale.
+// A group with NaN or infinity gets the scale NaN, so only its own row's outputs are NaN. A group too small for a scale
+// becomes zeros.
 template <class Element>
 void quantize_group(const Element* from, int64_t count, bool is_whole, int8_t* quants, float* scale, int32_t* sum) {
     __m256 values[4];
@@ -99,12 +98,12 @@ void quantize_group(const Element* from, int64_t count, bool is_whole, int8_t* q
         const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(values[part]), _mm256_set1_epi32(0x7fffffff));
         bits = _mm256_max_epi32(bits, magnitude);
     }
-    const int32_t most_bits = largest(bits);
-    float most;
-    memcpy(&most, &most_bits, sizeof most);
-    const bool is_finite = most_bits < 0x7f800000, is_zero = most < 1e-30f;
-    const float factor = is_finite && !is_zero ? MOST / most : 0.0f;
-    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : most / MOST;
+    const int32_t max_bits = largest(bits);
+    float max_value;
+    memcpy(&max_value, &max_bits, sizeof max_value);
+    const bool is_finite = max_bits < 0x7f800000, is_zero = max_value < 1e-30f;
+    const float factor = is_finite && !is_zero ? MAX_QUANT / max_value : 0.0f;
+    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : max_value / MAX_QUANT;
     __m256i integers[4], sums = _mm256_setzero_si256();
     for (int part = 0; part < 4; part++) {
         integers[part] = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
@@ -194,8 +193,8 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
 
 template <class Set, int FORMAT>
 int multiply_rows(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t left, float* sums) {
-    if (Set::MOST_ROWS >= 8 && left >= 8) return multiply_tile<Set, FORMAT, 8>(weight, block, rows, row, sums), 8;
-    if (Set::MOST_ROWS >= 4 && left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
+    if (Set::MAX_ROWS >= 8 && left >= 8) return multiply_tile<Set, FORMAT, 8>(weight, block, rows, row, sums), 8;
+    if (Set::MAX_ROWS >= 4 && left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
     if (left >= 2) return multiply_tile<Set, FORMAT, 2>(weight, block, rows, row, sums), 2;
     return multiply_tile<Set, FORMAT, 1>(weight, block, rows, row, sums), 1;
 }
@@ -220,7 +219,7 @@ void compute_block(const LinearWeight& weight, int64_t block, const Rows& rows, 
                    int64_t out_stride, int out_type) {
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs, at = block * OUTPUTS;
     const int64_t count = width - at < OUTPUTS ? width - at : OUTPUTS, size = out_type == FLOAT32 ? 4 : 2;
-    float sums[MOST_ROWS * OUTPUTS], up[MOST_ROWS * OUTPUTS];
+    float sums[MAX_ROWS * OUTPUTS], up[MAX_ROWS * OUTPUTS];
     for (int done; row < end; row += done) {
         done = multiply<Set>(weight, weight.gate ? 2 * block : block, rows, row, end - row, sums);
         if (weight.bias) add_bias(sums, done, weight.bias + at, count);
@@ -248,7 +247,7 @@ int linear(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x
     const LinearWeight weight = of_weight;
     const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, inputs = weight.inputs;
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs;
-    const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, passes = (num_rows + ROWS_A_PASS - 1) / ROWS_A_PASS;
+    const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, passes = (num_rows + ROWS_PER_PASS - 1) / ROWS_PER_PASS;
     const bool is_whole = Set::has_whole_rows(weight.format);
     auto quantize = [=](int64_t row, uint8_t* shared) {
         const Rows rows = rows_in(shared, num_rows, groups);
@@ -258,12 +257,12 @@ int linear(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x
             quantize_row((const uint16_t*)x + row * x_stride, inputs, is_whole, rows, row);
     };
     auto multiply_block = [=](int64_t part, uint8_t* shared) {
-        const int64_t row = part / blocks * ROWS_A_PASS, left = num_rows - row;
+        const int64_t row = part / blocks * ROWS_PER_PASS, left = num_rows - row;
         compute_block<Set>(weight, part % blocks, rows_in(shared, num_rows, groups), row,
-                           row + (left < ROWS_A_PASS ? left : ROWS_A_PASS), (uint8_t*)out, out_stride, out_type);
+                           row + (left < ROWS_PER_PASS ? left : ROWS_PER_PASS), (uint8_t*)out, out_stride, out_type);
     };
     const Operation operations[2] = {
-        operation(num_rows, num_rows < ROWS_BY_ONE ? num_rows : num_rows / (4 * num_threads), quantize),
+        operation(num_rows, num_rows < MIN_SHARED_ROWS ? num_rows : num_rows / (4 * num_threads), quantize),
         // Blocks go to the next free thread: on a busy machine one thread may get half of a core.
         operation(passes * blocks, blocks / (num_threads * 8), multiply_block, num_rows * groups * (2 * GROUP + 12)),
     };

@@ -6,7 +6,7 @@ namespace {
 struct Avx2 {
     using Floats = __m256;
     using Integers = __m256i;
-    static constexpr int LANES = 8, MOST_ROWS = 4;
+    static constexpr int LANES = 8, MAX_ROWS = 4;
     static constexpr bool has_whole_rows(int format) { return format == INT8; }
     static constexpr int parts(int rows) { return rows == 1 ? 2 : 1; }  // sums that fit 16 registers
 

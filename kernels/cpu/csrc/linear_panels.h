@@ -14,7 +14,7 @@ namespace {
 
 constexpr int PAIRS = GROUP / 2;        // pairs of inputs, in the order of store_whole()
 constexpr int TILE_ROWS = 12;           // 24 of 32 registers hold their sums of two blocks
-constexpr int TILES_A_PASS = 11;        // their sums of a panel, 17 KB, fit the L1 cache beside their quants
+constexpr int TILES_PER_PASS = 11;        // their sums of a panel, 17 KB, fit the L1 cache beside their quants
 constexpr int PANEL_BLOCKS = 2;         // gated: one of gate and one of up
 constexpr int PANEL_OUTPUTS = PANEL_BLOCKS * OUTPUTS;
 constexpr int64_t CACHE_LINE = 64;
@@ -43,7 +43,7 @@ struct Tiles {
 
 inline Tiles tiles_of(int64_t rows) {
     const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    return {rows, count, (count + TILES_A_PASS - 1) / TILES_A_PASS};
+    return {rows, count, (count + TILES_PER_PASS - 1) / TILES_PER_PASS};
 }
 
 // Index of a group of a tile: pass by pass, in each the tiles of a group in order.
@@ -123,7 +123,7 @@ void multiply_panel(const LinearWeight& weight, const int64_t (&blocks)[PANEL_BL
     constexpr int64_t BYTES = FORMAT == INT8 ? QUADS * LINE : QUADS * LINE / 2;
     memset(sums, 0, (end - first) * TILE_ROWS * PANEL_OUTPUTS * sizeof(float));
     PanelGroup of_weight;
-    int rows_of[TILES_A_PASS];  // avoids a division per group
+    int rows_of[TILES_PER_PASS];  // avoids a division per group
     for (int64_t tile = first; tile < end; tile++) rows_of[tile - first] = tiles.rows_of(tile);
     for (int64_t group = 0; group < groups; group++) {
         for (int block = 0; block < PANEL_BLOCKS; block++) {
@@ -209,7 +209,7 @@ void compute_panel(const LinearWeight& weight, int64_t panel, int64_t groups, co
     const int64_t last_block = (weight.outputs + OUTPUTS - 1) / OUTPUTS - 1, block = panel * PANEL_BLOCKS;
     // With an odd number of blocks the last one repeats; the copy is not stored.
     const int64_t blocks[PANEL_BLOCKS] = {block, weight.gate || block < last_block ? block + 1 : block};
-    alignas(64) float sums[TILES_A_PASS * TILE_ROWS * PANEL_OUTPUTS];
+    alignas(64) float sums[TILES_PER_PASS * TILE_ROWS * PANEL_OUTPUTS];
     const int64_t stride = out_stride * (out_type == FLOAT32 ? 4 : 2);
     fetch_outputs(weight, panel, tiles.first_row(first), tiles.first_row(end), out, stride, out_type);
     multiply_panel_of<Set>(weight, blocks, groups, tiles, first, end, rows, sums);

@@ -46,16 +46,16 @@ Row quantized(const LinearWeight& weight, const void* x, int64_t at, int type, i
     Row row{std::vector<int>(groups * 32), std::vector<int>(groups), std::vector<float>(groups)};
     for (int64_t group = 0; group < groups; group++) {
         const int64_t count = weight.inputs - group * 32 < 32 ? weight.inputs - group * 32 : 32;
-        float most = 0.0f;
+        float max_value = 0.0f;
         bool is_finite = true;
         for (int64_t i = 0; i < count; i++) {
             const float value = element(x, at + group * 32 + i, type);
             is_finite = is_finite && isfinite(value);
-            most = fmaxf(most, fabsf(value));
+            max_value = fmaxf(max_value, fabsf(value));
         }
-        const bool is_zero = most < 1e-30f;
-        row.scales[group] = !is_finite ? NAN : is_zero ? 0.0f : most / 32512.0f;
-        const float factor = is_finite && !is_zero ? 32512.0f / most : 0.0f;
+        const bool is_zero = max_value < 1e-30f;
+        row.scales[group] = !is_finite ? NAN : is_zero ? 0.0f : max_value / 32512.0f;
+        const float factor = is_finite && !is_zero ? 32512.0f / max_value : 0.0f;
         for (int64_t i = 0; i < count && is_finite; i++) {
             row.quants[group * 32 + i] = (int)nearbyintf(element(x, at + group * 32 + i, type) * factor);
             row.sums[group] += row.quants[group * 32 + i];

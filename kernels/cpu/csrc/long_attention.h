@@ -52,15 +52,15 @@ struct LongAttention {
             const K* keys[TILE];
             const Range of_tile = seen(item, tile);
             addresses(*step, keys_of(kv_head), table_of(item), tile * TILE, of_tile.end, keys);
-            for (int row = 0; row < group(); row += MOST_ROWS)
-                score_rows(queries + row * D, smaller(MOST_ROWS, group() - row), keys, of_tile,
+            for (int row = 0; row < group(); row += MAX_ROWS)
+                score_rows(queries + row * D, smaller(MAX_ROWS, group() - row), keys, of_tile,
                            scores_of_row(index, kv_head * group() + row) + tile * TILE);
         }
     }
 
     void score_rows(float* queries, int count, const K* const* keys, Range range, float* to) const {
-        alignas(64) float scores[MOST_ROWS][TILE] = {};
-        Row rows[MOST_ROWS];
+        alignas(64) float scores[MAX_ROWS][TILE] = {};
+        Row rows[MAX_ROWS];
         for (int row = 0; row < count; row++) rows[row].query = queries + row * step->head_dim;
         if (count == 3) scores_of<3>(rows, keys, range, step->head_dim, scores);
         if (count == 2) scores_of<2>(rows, keys, range, step->head_dim, scores);
@@ -79,8 +79,8 @@ struct LongAttention {
 
     // Sum one slice of the rows of a KV head.
     void sum(int64_t index, int kv_head, int slice) const {
-        for (int row = 0; row < group(); row += MOST_ROWS) {
-            const int count = smaller(MOST_ROWS, group() - row), head = kv_head * group() + row;
+        for (int row = 0; row < group(); row += MAX_ROWS) {
+            const int count = smaller(MAX_ROWS, group() - row), head = kv_head * group() + row;
             if (count == 3) sum_rows<3>(index, kv_head, head, slice * SLICE);
             if (count == 2) sum_rows<2>(index, kv_head, head, slice * SLICE);
             if (count == 1) sum_rows<1>(index, kv_head, head, slice * SLICE);

@@ -10,7 +10,7 @@
 #include "attention.h"
 
 // Not inlined: four of these in one function spill each other's registers, 1.8 times as slow with GCC 12.
-#define APART __attribute__((noinline)) static
+#define NOINLINE __attribute__((noinline)) static
 
 namespace {
 
@@ -20,7 +20,7 @@ constexpr int VALUE_VECS = WIDTH == 16 ? 4 : 2;       // for 4 rows: sums that f
 constexpr int SCORED_KEYS = KEY_VECS * WIDTH;
 
 // Transpose elements d..d+7 of eight keys into eight rows of `to`, one key per column.
-inline void turn_square(const float* const* keys, int d, float* to) {
+inline void transpose_square(const float* const* keys, int d, float* to) {
     __m256 joined[8], pairs[8];
     for (int i = 0; i < 4; i++)
         for (int half = 0; half < 2; half++) {
@@ -41,9 +41,9 @@ inline void turn_square(const float* const* keys, int d, float* to) {
 }
 
 // `count` keys -> [head_dim, TILE]; the last key may repeat.
-inline void turn(const float* const* keys, int count, int head_dim, float* to) {
+inline void transpose(const float* const* keys, int count, int head_dim, float* to) {
     for (int key = 0; key < count; key += PADDED)
-        for (int d = 0; d < head_dim; d += 8) turn_square(keys + key, d, to + d * TILE + key);
+        for (int d = 0; d < head_dim; d += 8) transpose_square(keys + key, d, to + d * TILE + key);
 }
 
 // Scores of some rows and SCORED_KEYS keys.
@@ -61,13 +61,13 @@ struct Scores {
 
 // The chain of one lane: elements lane, lane + WIDTH and so on.
 template <int ROWS>
-inline Scores<ROWS> chain(const Row* rows, const float* turned, int lane, int head_dim) {
+inline Scores<ROWS> chain(const Row* rows, const float* transposed, int lane, int head_dim) {
     Scores<ROWS> sum;
     for (int row = 0; row < ROWS; row++)
         for (int i = 0; i < KEY_VECS; i++) sum.of[row][i] = splat(0.0f);
     for (int d = lane; d < head_dim; d += WIDTH) {
         Vec keys[KEY_VECS];
-        for (int i = 0; i < KEY_VECS; i++) keys[i] = load(turned + d * TILE + i * WIDTH);
+        for (int i = 0; i < KEY_VECS; i++) keys[i] = load(transposed + d * TILE + i * WIDTH);
         for (int row = 0; row < ROWS; row++) {
             const Vec query = splat(rows[row].query[d]);
             for (int i = 0; i < KEY_VECS; i++) sum.of[row][i] = fma(query, keys[i], sum.of[row][i]);
@@ -78,20 +78,20 @@ inline Scores<ROWS> chain(const Row* rows, const float* turned, int lane, int he
 
 // What sums() makes of the lanes from `lane` on, of 8; a wider vector is halved first.
 template <int ROWS, int LANES>
-inline Scores<ROWS> sum_of_lanes(const Row* rows, const float* turned, int lane, int head_dim) {
+inline Scores<ROWS> sum_of_lanes(const Row* rows, const float* transposed, int lane, int head_dim) {
     if constexpr (LANES > 1)
-        return sum_of_lanes<ROWS, LANES / 2>(rows, turned, lane, head_dim) +
-               sum_of_lanes<ROWS, LANES / 2>(rows, turned, lane + LANES / 2, head_dim);
+        return sum_of_lanes<ROWS, LANES / 2>(rows, transposed, lane, head_dim) +
+               sum_of_lanes<ROWS, LANES / 2>(rows, transposed, lane + LANES / 2, head_dim);
     else if constexpr (WIDTH == 16)
-        return chain<ROWS>(rows, turned, lane, head_dim) + chain<ROWS>(rows, turned, lane + 8, head_dim);
+        return chain<ROWS>(rows, transposed, lane, head_dim) + chain<ROWS>(rows, transposed, lane + 8, head_dim);
     else
-        return chain<ROWS>(rows, turned, lane, head_dim);
+        return chain<ROWS>(rows, transposed, lane, head_dim);
 }
 
 template <int ROWS>
-APART void turned_scores(const Row* rows, const float* turned, Range seen, int head_dim, float (*scores)[TILE]) {
+NOINLINE void transposed_scores(const Row* rows, const float* transposed, Range seen, int head_dim, float (*scores)[TILE]) {
     for (int key = seen.first / SCORED_KEYS * SCORED_KEYS; key < seen.end; key += SCORED_KEYS) {
-        const Scores<ROWS> found = sum_of_lanes<ROWS, 8>(rows, turned + key, 0, head_dim);
+        const Scores<ROWS> found = sum_of_lanes<ROWS, 8>(rows, transposed + key, 0, head_dim);
         for (int row = 0; row < ROWS; row++)
             for (int i = 0; i < KEY_VECS; i++) store(scores[row] + key + i * WIDTH, found.of[row][i]);
     }
@@ -100,13 +100,13 @@ APART void turned_scores(const Row* rows, const float* turned, Range seen, int h
 // weigh() for up to BLOCK_ROWS rows, phase by phase, because a single row waits for each of its numbers. Horizontal
 // sums
 // cover four rows at once, factors a vector of rows.
-APART void weigh_rows(
+NOINLINE void weigh_rows(
     Row* rows, const Range* seen, int count, float (*scores)[TILE], float softcap, float* factors) {
     Vec lanes[BLOCK_ROWS];  // largest scores, then totals, per lane
     alignas(64) float found[BLOCK_ROWS];
     for (int row = 0; row < count; row++) {
         if (!(seen[row] == Range{0, TILE} && softcap == 0.0f)) finish_scores(scores[row], seen[row], softcap);
-        lanes[row] = most_of(scores[row]);
+        lanes[row] = max_of(scores[row]);
     }
     for (int row = count; row % 4; row++) lanes[row] = lanes[count - 1];
     for (int row = 0; row < count; row += 4)
@@ -125,7 +125,7 @@ APART void weigh_rows(
 
 // Add the values for ROWS rows that see the same keys.
 template <int ROWS, typename K>
-APART void add_values(
+NOINLINE void add_values(
     Row* rows, const K* const* values, Range seen, int head_dim, float (*weights)[TILE], const float* factors) {
     constexpr int STEP = VALUE_VECS * WIDTH;
     int d = 0;
@@ -135,17 +135,17 @@ APART void add_values(
 
 // Up to BLOCK_ROWS rows, each of which sees at least one key.
 inline void attend_block(
-    Row* rows, const Range* seen, int num_rows, const float* turned, const float* const* values, int head_dim,
+    Row* rows, const Range* seen, int num_rows, const float* transposed, const float* const* values, int head_dim,
     float softcap) {
     alignas(64) float scores[BLOCK_ROWS][TILE];
     alignas(64) float factors[BLOCK_ROWS] = {};
     for (int row = 0, count; row < num_rows; row += count) {
         count = smaller(SCORED_ROWS, num_rows - row);
         const Range all = {seen[row].first, seen[row + count - 1].end};  // later tokens see later keys
-        if (count == 4) turned_scores<4>(rows + row, turned, all, head_dim, scores + row);
-        if (count == 3) turned_scores<3>(rows + row, turned, all, head_dim, scores + row);
-        if (count == 2) turned_scores<2>(rows + row, turned, all, head_dim, scores + row);
-        if (count == 1) turned_scores<1>(rows + row, turned, all, head_dim, scores + row);
+        if (count == 4) transposed_scores<4>(rows + row, transposed, all, head_dim, scores + row);
+        if (count == 3) transposed_scores<3>(rows + row, transposed, all, head_dim, scores + row);
+        if (count == 2) transposed_scores<2>(rows + row, transposed, all, head_dim, scores + row);
+        if (count == 1) transposed_scores<1>(rows + row, transposed, all, head_dim, scores + row);
     }
     weigh_rows(rows, seen, num_rows, scores, softcap, factors);
     for (int row = 0, count; row < num_rows; row += count) {
@@ -158,14 +158,14 @@ inline void attend_block(
 }
 
 // Rows in token order: those without a visible key are the first, or with a window the last.
-inline void attend_turned(
-    Row* rows, const Range* seen, int num_rows, const float* turned, const float* const* values, int head_dim,
+inline void attend_transposed(
+    Row* rows, const Range* seen, int num_rows, const float* transposed, const float* const* values, int head_dim,
     float softcap) {
     int row = 0, end = num_rows;
     while (row < end && seen[row].first >= seen[row].end) row++;
     while (row < end && seen[end - 1].first >= seen[end - 1].end) end--;
     for (; row < end; row += BLOCK_ROWS)
-        attend_block(rows + row, seen + row, smaller(BLOCK_ROWS, end - row), turned, values, head_dim, softcap);
+        attend_block(rows + row, seen + row, smaller(BLOCK_ROWS, end - row), transposed, values, head_dim, softcap);
 }
 
 // Return a float32 tile in place, or widened into `to`.

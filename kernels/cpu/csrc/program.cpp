@@ -31,10 +31,10 @@ using Memory = std::unique_ptr<uint8_t, FreeMemory>;
 
 Memory allocated(size_t bytes) { return Memory((uint8_t*)aligned_alloc(64, (bytes + 63) / 64 * 64)); }
 
-size_t most_shared(const Operation* operations, int count) {
-    size_t most = 64;
-    for (int i = 0; i < count; i++) most = operations[i].shared_bytes > most ? operations[i].shared_bytes : most;
-    return most;
+size_t max_shared(const Operation* operations, int count) {
+    size_t bytes = 64;
+    for (int i = 0; i < count; i++) bytes = operations[i].shared_bytes > bytes ? operations[i].shared_bytes : bytes;
+    return bytes;
 }
 
 void wait_for(const Progress& progress, int64_t parts) {
@@ -89,7 +89,7 @@ bool perform(const Operation* operations, int count, int num_threads) {
         recorded->operations.insert(recorded->operations.end(), operations, operations + count);
         return true;
     }
-    uint8_t* shared = kept_memory(most_shared(operations, count));
+    uint8_t* shared = kept_memory(max_shared(operations, count));
     if (!shared) return false;
     if (num_threads == 1) {
         for (int i = 0; i < count; i++) operations[i].run(operations[i].body, 0, operations[i].parts, shared);
@@ -112,7 +112,7 @@ PAGESTREAM_EXPORT Program* pagestream_end_recording() {
     std::unique_ptr<Program> program(recorded);
     recorded = nullptr;
     const int count = (int)program->operations.size();
-    program->shared = allocated(most_shared(program->operations.data(), count));
+    program->shared = allocated(max_shared(program->operations.data(), count));
     program->progress.reset(new (std::nothrow) Progress[count]);
     return program->shared && program->progress ? program.release() : nullptr;
 }

@@ -5,10 +5,10 @@
 
 namespace {
 
-constexpr int64_t FEWEST_OF_A_THREAD = 1 << 14;  // elements per thread; with fewer, a thread costs more than it saves
+constexpr int64_t MIN_ELEMENTS_PER_THREAD = 1 << 14;  // elements per thread; with fewer, a thread costs more than it saves
 
 inline int threads_for(int64_t elements, int num_threads) {
-    return (int)larger<int64_t>(1, smaller<int64_t>(num_threads, elements / FEWEST_OF_A_THREAD));
+    return (int)larger<int64_t>(1, smaller<int64_t>(num_threads, elements / MIN_ELEMENTS_PER_THREAD));
 }
 
 template <typename T>

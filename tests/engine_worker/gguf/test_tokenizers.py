@@ -124,7 +124,7 @@ def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek-coder", "qwen35"])
 def test_an_unknown_cut_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match=f"'{name}' is not supported; gpt-2, smollm, llama-bpe, "):
+    with pytest.raises(ConversionError, match=f"'{name}' is not supported; supported: gpt-2, smollm, llama-bpe, "):
         read(gguf_file(tmp_path / "m.gguf", byte_level(name)))
 
 

@@ -27,7 +27,7 @@ from engine_worker.model.weight_format import AS_STORED, STORED_BLOCKS
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from kernels.cpu.build import NoLibrary
-from kernels.cpu.linear import linear_products
+from kernels.cpu.linear import linear_kernels
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import write_model
 from tests.engine_worker.execution.reference_inputs import reference_model_input
@@ -38,7 +38,7 @@ BLOCK_SIZE = 8
 
 def has_library() -> bool:
     try:
-        return bool(linear_products())
+        return bool(linear_kernels())
     except NoLibrary:
         return False
 
@@ -132,7 +132,7 @@ def test_without_the_library_16_bits_are_multiplied_and_the_log_says_so(
     def none() -> dict[Any, Any]:
         raise NoLibrary("there is no C++ compiler")
 
-    monkeypatch.setattr(grouped, "linear_products", none)
+    monkeypatch.setattr(grouped, "linear_kernels", none)
     assert torch.equal(logits_of(directory, "as-stored"), logits_of(directory, "none"))
     assert set(caplog.messages) == {
         "weights: multiplied in 16 bits by torch's operators, slower: no C++ kernels: there is no C++ compiler"
@@ -189,14 +189,14 @@ def test_an_estimate_of_a_cpu_is_of_the_blocks(directory: Path, capsys: pytest.C
 
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    blocks, hint = "products of blocks of 4 and 8 bits", "--device cpu tells of a CPU"
+    blocks, hint = "linear layers in blocks of 4 and 8 bits", "Use --device cpu for a CPU"
     assert blocks not in told() and told().count(hint) == 1
     on_cpu = told("--device", "cpu")
     *told_lines, of_format, of_kv = on_cpu.splitlines(keepends=True)
     assert told("--quantization", "as-stored") == "".join([*told_lines, of_kv])
-    assert " a block, in bfloat16" in on_cpu and of_kv.startswith("--kv-cache-dtype auto is bfloat16")
+    assert " per block, in bfloat16" in on_cpu and of_kv.startswith("--kv-cache-dtype auto is bfloat16")
     wide = told("--device", "cpu", "--kv-cache-dtype", "float32")
-    assert " a block, in float32" in wide and "--kv-cache-dtype auto" not in wide
+    assert " per block, in float32" in wide and "--kv-cache-dtype auto" not in wide
     assert "parameters in float32, " + blocks in on_cpu and of_format.startswith("--quantization auto is as-stored")
     in_bfloat16 = told("--device", "cpu", "--dtype", "bfloat16")
     assert blocks not in in_bfloat16 and "auto is none: --dtype bfloat16 asks" in in_bfloat16

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.dense import DenseProduct, gate_and_mul
+from kernels.cpu.dense import DenseLinear, gate_and_mul
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.step import DTYPES
 
@@ -53,23 +53,23 @@ def test_a_product_is_that_of_torch_and_its_rows_are_alone(
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     for instruction_set in library.instruction_sets:
         for stored in (weight, weight.float()):
-            product = DenseProduct(library, stored, bias, instruction_set)
-            assert product.packed.dtype == (torch.bfloat16 if case.is_exact else torch.float32)
-            found = product(x, result)
+            layer = DenseLinear(library, stored, bias, instruction_set)
+            assert layer.packed.dtype == (torch.bfloat16 if case.is_exact else torch.float32)
+            found = layer(x, result)
             assert found.dtype == result
             torch.testing.assert_close(found.double(), expected, atol=TOLERANCES[result], rtol=2.0**-8)
             first = data.draw(st.integers(0, rows))
             end = data.draw(st.integers(first, rows))
-            assert torch.equal(product(x[first:end], result), found[first:end])
+            assert torch.equal(layer(x[first:end], result), found[first:end])
 
 
 def test_numbers_that_bfloat16_rounds_stay_float32(library: CpuLibrary) -> None:
     weight = torch.full((3, 5), 1.0)
-    assert DenseProduct(library, weight).packed.dtype == torch.bfloat16
+    assert DenseLinear(library, weight).packed.dtype == torch.bfloat16
     weight[2, 4] = 1.0 + 2.0**-20
-    product = DenseProduct(library, weight)
-    assert product.packed.dtype == torch.float32
-    assert product(torch.eye(5), torch.float32)[4].tolist() == [1.0, 1.0, 1.0 + 2.0**-20]
+    layer = DenseLinear(library, weight)
+    assert layer.packed.dtype == torch.float32
+    assert layer(torch.eye(5), torch.float32)[4].tolist() == [1.0, 1.0, 1.0 + 2.0**-20]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

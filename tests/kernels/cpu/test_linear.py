@@ -23,22 +23,22 @@ try:
 except build.NoLibrary as error:
     pytest.skip(f"no C++ kernels here: {error}", allow_module_level=True)
 
-Product = linear.Product
+Kernel = linear.Kernel
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Product:
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     function = emulated_functions("linear_avx512.cpp", tmp_path_factory.mktemp("simde")).pagestream_linear_avx512
-    function.argtypes = linear.plain_product().argtypes
+    function.argtypes = linear.plain_kernel().argtypes
     return function
 
 
 @pytest.fixture(scope="session", params=[one.name for one in InstructionSet])
-def product(request: pytest.FixtureRequest) -> Product:
-    products = {one.name: found for one, found in linear.linear_products().items()}
-    if request.param not in products:
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    kernels = {one.name: found for one, found in linear.linear_kernels().items()}
+    if request.param not in kernels:
         pytest.skip(f"this processor has no {request.param}")
-    found: Product = products[request.param]
+    found: Kernel = kernels[request.param]
     return found
 
 
@@ -63,7 +63,7 @@ def random_weight(seed: int, format_: GroupFormat, outputs: int, inputs: int, is
 @dataclass(frozen=True)
 class Case:
     format: GroupFormat
-    outputs: int  # of the product
+    outputs: int  # of the kernel
     inputs: int
     rows: int
     x_dtype: torch.dtype
@@ -73,11 +73,11 @@ class Case:
     has_bias: bool
     seed: int
 
-    def packed(self, product: Product, is_exact: bool = False) -> PackedLinear:
+    def packed(self, kernel: Kernel, is_exact: bool = False) -> PackedLinear:
         outputs = self.outputs * (2 if self.is_gated else 1)
         weight = random_weight(self.seed, self.format, outputs, self.inputs, is_exact)
         bias = torch.randint(-9, 10, (outputs,), generator=self.generator()).float() if self.has_bias else None
-        return PackedLinear(weight, self.inputs, bias, is_gated=self.is_gated, product=product)
+        return PackedLinear(weight, self.inputs, bias, is_gated=self.is_gated, kernel=kernel)
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
@@ -99,25 +99,25 @@ CASES = st.builds(
 )
 
 
-def check_against_plain_loops(product: Product, case: Case) -> None:
+def check_against_plain_loops(kernel: Kernel, case: Case) -> None:
     magnitude = 10.0 ** torch.randn((case.rows, 1), generator=case.generator())
     wide = torch.randn((case.rows, case.inputs + 3), generator=case.generator()) * magnitude
     x = wide.to(case.x_dtype)[:, 1 : case.inputs + 1]  # rows of a larger tensor
     found, wanted = (
         case.packed(one)(x, torch.full((case.rows, case.outputs), 7, dtype=case.out_dtype), case.gate)
-        for one in (product, linear.plain_product())
+        for one in (kernel, linear.plain_kernel())
     )
     assert torch.equal(found, wanted)
 
 
 @given(case=CASES)
-def test_an_instruction_set_computes_what_plain_loops_do(product: Product, case: Case) -> None:
-    check_against_plain_loops(product, case)
+def test_an_instruction_set_computes_what_plain_loops_do(kernel: Kernel, case: Case) -> None:
+    check_against_plain_loops(kernel, case)
 
 
 @pytest.mark.e2e  # it starts a compiler
 @given(case=CASES)
-def test_avx512_computes_what_plain_loops_do(emulated: Product, case: Case) -> None:
+def test_avx512_computes_what_plain_loops_do(emulated: Kernel, case: Case) -> None:
     check_against_plain_loops(emulated, case)
 
 
@@ -127,7 +127,7 @@ def test_plain_loops_compute_the_product(case: Case) -> None:
     case = replace(case, is_gated=False)
     x = torch.randint(-127, 128, (case.rows, case.inputs), generator=case.generator()).float()
     x[:, ::GROUP] = 127  # a group's largest number: its scale is 1
-    packed = case.packed(linear.plain_product(), is_exact=True)
+    packed = case.packed(linear.plain_kernel(), is_exact=True)
     weight = random_weight(case.seed, case.format, case.outputs, case.inputs, is_exact=True)
     bias = torch.randint(-9, 10, (case.outputs,), generator=case.generator()) * case.has_bias
     wanted = x.double() @ weight.values()[:, : case.inputs].double().T + bias
@@ -152,8 +152,8 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_threads(format_: GroupFormat,
 
 @pytest.mark.parametrize("format_", GroupFormat)
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_more_rows_than_stay_in_a_cache_are_as_few(product: Product, format_: GroupFormat, is_gated: bool) -> None:
-    packed = PackedLinear(random_weight(1, format_, 48 + 48 * is_gated, 96), 96, is_gated=is_gated, product=product)
+def test_more_rows_than_stay_in_a_cache_are_as_few(kernel: Kernel, format_: GroupFormat, is_gated: bool) -> None:
+    packed = PackedLinear(random_weight(1, format_, 48 + 48 * is_gated, 96), 96, is_gated=is_gated, kernel=kernel)
     x = torch.randn((300, 96), generator=torch.Generator().manual_seed(2))
     assert torch.equal(packed(x), torch.cat([packed(row[None]) for row in x]))
 
@@ -162,9 +162,9 @@ def test_more_rows_than_stay_in_a_cache_are_as_few(product: Product, format_: Gr
 @pytest.mark.parametrize("format_", GroupFormat)
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_what_is_no_number_spoils_its_own_row_alone(
-    product: Product, format_: GroupFormat, strange: float, is_gated: bool
+    kernel: Kernel, format_: GroupFormat, strange: float, is_gated: bool
 ) -> None:
-    packed = PackedLinear(random_weight(3, format_, 64, 64), 64, is_gated=is_gated, product=product)
+    packed = PackedLinear(random_weight(3, format_, 64, 64), 64, is_gated=is_gated, kernel=kernel)
     x = torch.randn((9, 64), generator=torch.Generator().manual_seed(4))
     healthy = packed(x)
     x[3, 40] = strange
@@ -173,8 +173,8 @@ def test_what_is_no_number_spoils_its_own_row_alone(
     assert torch.equal(found[torch.arange(9) != 3], healthy[torch.arange(9) != 3])
 
 
-def test_zeros_and_numbers_next_to_zero_are_zero(product: Product) -> None:
-    packed = PackedLinear(random_weight(3, GroupFormat.INT4_ZERO_8, 20, 64), 64, product=product)
+def test_zeros_and_numbers_next_to_zero_are_zero(kernel: Kernel) -> None:
+    packed = PackedLinear(random_weight(3, GroupFormat.INT4_ZERO_8, 20, 64), 64, kernel=kernel)
     assert not packed(torch.zeros(3, 64)).any()
     assert not packed(torch.full((3, 64), 1e-38)).any()
 
@@ -219,7 +219,7 @@ def test_weights_of_several_formats_are_not_joined() -> None:
 
 
 def test_a_product_that_is_wrong_on_this_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fastest = linear.fastest_product()
+    fastest = linear.fastest_kernel()
 
     def wrong(*arguments: int) -> int:
         status: int = fastest(*arguments)
@@ -229,10 +229,10 @@ def test_a_product_that_is_wrong_on_this_processor_is_refused(monkeypatch: pytes
 
     assert linear.is_right(fastest)
     assert not linear.is_right(wrong)
-    monkeypatch.setattr(linear, "is_right", lambda product: False)
-    linear.linear_products.cache_clear()
+    monkeypatch.setattr(linear, "is_right", lambda kernel: False)
+    linear.linear_kernels.cache_clear()
     try:
         with pytest.raises(build.NoLibrary, match="differs from plain loops"):
-            linear.linear_products()
+            linear.linear_kernels()
     finally:
-        linear.linear_products.cache_clear()
+        linear.linear_kernels.cache_clear()

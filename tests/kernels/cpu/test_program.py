@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.linear import PackedLinear, linear_products, quantized
+from kernels.cpu.linear import PackedLinear, linear_kernels, quantized
 from kernels.cpu.program import Buffers, NotRecordable, recording
 from kernels.cpu.step import StepKernels
 
@@ -19,7 +19,7 @@ class Block:
         self._kernels = StepKernels(library, 32, torch.float32, torch.float32)
         self._norm = torch.rand(HIDDEN)
         self._up, self._down = (
-            PackedLinear(quantized(torch.randn(outputs, inputs)), inputs, product=products(library))
+            PackedLinear(quantized(torch.randn(outputs, inputs)), inputs, kernel=kernel_of(library))
             for outputs, inputs in ((160, HIDDEN), (HIDDEN, 160))
         )
 
@@ -28,10 +28,10 @@ class Block:
         return self._down(self._up(self._kernels.add_rms_norm(x, residual, self._norm, EPS)))
 
 
-def products(library: CpuLibrary) -> object:
-    """Return the product that records where `library` does."""
+def kernel_of(library: CpuLibrary) -> object:
+    """Return the kernel that records where `library` does."""
     found = getattr(library.functions, f"pagestream_linear_{'avx2' if library.instruction_set == 1 else 'avx512'}")
-    found.argtypes, found.restype = next(iter(linear_products().values())).argtypes, None
+    found.argtypes, found.restype = next(iter(linear_kernels().values())).argtypes, None
     return found
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton
 from kernels.sum_norm import (
-    MOST_ROWS,
+    MAX_ROWS,
     ROW_ELEMENTS,
     RowExchange,
+    max_rows,
     memory_elements,
-    most_rows,
     sum_add_rms_norm,
     sum_add_rms_norm_quantized,
 )
@@ -28,9 +28,9 @@ EPS = 1e-5
 def exchanges(size: int) -> list[RowExchange]:
     memories = [torch.zeros(memory_elements(size), dtype=torch.int16) for _ in range(size)]
     addresses = torch.tensor([memory.data_ptr() for memory in memories])
-    rows = most_rows(size)
+    rows = max_rows(size)
     return [
-        RowExchange(rank, memories[rank], addresses, torch.zeros(rows, dtype=torch.int32), most_spins=1)
+        RowExchange(rank, memories[rank], addresses, torch.zeros(rows, dtype=torch.int32), max_spins=1)
         for rank in range(size)
     ]
 
@@ -51,7 +51,7 @@ def in_order(parts: list[Tensor]) -> Tensor:
 
 def send(ranks: list[RowExchange], parts: list[Tensor], weight: Tensor) -> None:
     for rank, part in zip(ranks, parts, strict=True):
-        sum_add_rms_norm(part, part, weight, EPS, replace(rank, most_spins=0))
+        sum_add_rms_norm(part, part, weight, EPS, replace(rank, max_spins=0))
         rank.counts[: len(part)] -= 1
 
 
@@ -96,7 +96,7 @@ def test_counts_wrap_around() -> None:
     ranks, weight = exchanges(2), torch.ones(64)
     for rank in ranks:
         rank.counts.fill_(2**31 - 2)
-        rank.own[-2 * 2 * most_rows(2) :].view(torch.int32).fill_(2**31 - 2)
+        rank.own[-2 * 2 * max_rows(2) :].view(torch.int32).fill_(2**31 - 2)
     for number in range(4):
         parts = [random(1, 64, 5 * number + rank) for rank in range(2)]
         send(ranks, parts, weight)
@@ -108,14 +108,14 @@ def test_counts_wrap_around() -> None:
 def test_who_does_not_come_is_not_waited_for_for_ever_where_that_is_told() -> None:
     first, _ = exchanges(2)
     part = random(1, 64, 0)
-    _, added = sum_add_rms_norm(part, torch.zeros_like(part), torch.ones(64), EPS, replace(first, most_spins=3))
+    _, added = sum_add_rms_norm(part, torch.zeros_like(part), torch.ones(64), EPS, replace(first, max_spins=3))
     assert torch.equal(added, part)  # of a slot that nobody wrote
 
 
 def test_no_more_rows_than_wait_at_once_and_none_wider() -> None:
     first, _ = exchanges(2)
-    for rows, hidden in ((MOST_ROWS + 1, 64), (1, ROW_ELEMENTS + 1), (0, 64)):
+    for rows, hidden in ((MAX_ROWS + 1, 64), (1, ROW_ELEMENTS + 1), (0, 64)):
         part = torch.zeros(rows, hidden, dtype=torch.float16)
         with pytest.raises(AssertionError):
             sum_add_rms_norm(part, part, torch.ones(hidden), EPS, first)
-    assert most_rows(8) == 36
+    assert max_rows(8) == 36
