@@ -89,7 +89,7 @@ def estimate(
     kv_bytes = memory_bytes - weights_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one block is padding
     # For decoding, one token per step; during prefill a sequence holds a step's tokens more than its window.
-    needed = {tokens: layout.most_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
+    needed = {tokens: layout.max_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
     fitting = {tokens: blocks // num_blocks for tokens, num_blocks in needed.items()}
     if not fitting[max_model_len]:
         needed_gib = needed[max_model_len] * layout.block_bytes / 2**30

@@ -35,13 +35,13 @@ Measure = Callable[[int, int, str, Path], None]  # rank, ranks, folder where the
 
 def ways(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, AllReduce]:
     found: dict[str, AllReduce] = {"nccl": ranks.all_reduce}
-    found["two_shots"] = SymmetricMemory(device, num_bytes, most_bytes_of_one_shot=0).all_reduce
+    found["two_shots"] = SymmetricMemory(device, num_bytes, max_one_shot_bytes=0).all_reduce
     chosen = ProcessGroup(device)
     if not chosen.reduce_by(peer_memory(device, ranks.size)):
         raise RuntimeError("sums by peers' memory are wrong on some rank")
     found["served"] = chosen.all_reduce
     if num_bytes <= LARGEST_ONE_SHOT:
-        found["one_shot"] = SymmetricMemory(device, num_bytes, most_bytes_of_one_shot=num_bytes).all_reduce
+        found["one_shot"] = SymmetricMemory(device, num_bytes, max_one_shot_bytes=num_bytes).all_reduce
     return found
 
 

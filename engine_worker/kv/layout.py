@@ -68,7 +68,7 @@ class KVLayout:
         """Return the number of blocks for `num_tokens` of one sequence, rounded up."""
         return -(-num_tokens // self.block_size)
 
-    def most_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the maximum number of blocks of one sequence.
 
         Args:
@@ -76,7 +76,7 @@ class KVLayout:
             max_new_tokens: Maximum number of its tokens per step.
         """
         spans = (KVSpan(self.block_size, group.window, max_new_tokens) for group in self.groups)
-        return sum(span.most_blocks(num_tokens) for span in spans)
+        return sum(span.max_blocks(num_tokens) for span in spans)
 
     def pool_shape(self, group: KVGroup, num_blocks: int) -> tuple[int, ...]:
         """Return [num_blocks, L, 2, Hkv, BS, D]."""

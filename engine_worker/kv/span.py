@@ -36,7 +36,7 @@ class KVSpan:
             num_tokens = min(num_tokens, num_computed_tokens + self.max_new_tokens)
         return -(-num_tokens // self.block_size)
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int) -> int:
         """Return the maximum number of blocks held at once while a sequence grows to `num_tokens`.
 
         A block is released when it is full, so the maximum covers the window at any offset, the step, and one block

@@ -151,5 +151,5 @@ def test_fp8_is_a_byte_and_its_scales(
     norms_and_embeddings = 2 * (head + head // size + 4096 * 65)
     assert rest in (None, norms_and_embeddings)
     assert found["weights_bytes"] == expected + norms_and_embeddings
-    names = {"auto": "fp8, a scale for each 128 x 128", "fp8": "fp8, quantized while loading", "none": ""}
+    names = {"auto": "fp8, a scale per 128 x 128", "fp8": "fp8, quantized while loading", "none": ""}
     assert found["weight_format"] == names[quantization]

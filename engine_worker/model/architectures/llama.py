@@ -1,8 +1,4 @@
-"""Llama 2 and 3, SmolLM2, the many that call themselves `llama`.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Llama 2 and 3, SmolLM2, and other models with the type `llama`."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

@@ -1,7 +1,4 @@
-"""Ways of storing weights: a file each, with one LinearMethod a device. Imported when a model is stored so.
-
-It is used at a worker's start; it knows the ways by their names alone.
-"""
+"""Weight formats: one file each, with one LinearMethod per device, imported on demand."""
 
 from torch import Tensor
 
@@ -11,10 +8,15 @@ from engine_worker.model.weights import WeightSource
 
 
 def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool = False) -> LinearMethod:
-    """`device_type`: `cpu` or `cuda`, on which the weights will be; `is_deterministic`: rows have the same bits in any
-    batch."""
+    """Return the LinearMethod of a format.
+
+    Args:
+        stored: The format.
+        device_type: `cpu` or `cuda`.
+        is_deterministic: Rows must have the same bits in any batch.
+    """
     if stored.groups:
-        from engine_worker.model.quantization import fp8  # noqa: PLC0415 - a model without fp8 needs none of it
+        from engine_worker.model.quantization import fp8  # noqa: PLC0415 - only fp8 models need it
 
         return fp8.method(stored, device_type, is_deterministic)
     if stored.in_groups:
@@ -27,7 +29,7 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
 
 
 def dense_tensor(source: WeightSource, stored: WeightFormat, name: str, shape: tuple[int, int]) -> Tensor:
-    """The weight `name` in 16 or 32 bits, whatever the checkpoint has it in."""
+    """Return a weight in 16 or 32 bits, dequantized if the checkpoint has it in fp8."""
     if stored.stored_scheme(name.removesuffix(".weight")) is None:
         return source.get(name, shape)
     from engine_worker.model.quantization.dequantized import DequantizedWeights  # noqa: PLC0415 - as above

@@ -1,10 +1,8 @@
-"""Products of 16 and 32 bits on a CPU, of which a row has the same bits whatever rows are beside it.
+"""Unquantized linear layers on a CPU, with the same bits for a row in any batch.
 
-    bfloat16 that the processor multiplies   oneDNN in its own layout, once its rows were seen to be independent here
-    bfloat16 and float32 else                C++ (kernels/cpu/dense.py), independent by construction
-    the rest                                 torch: float16, and where there is no library
-
-It is used at a worker's start, where weights load, and in every step. It knows no layer and no network.
+bfloat16 uses oneDNN if the processor supports it and the self-test shows that rows are independent. Other bfloat16 and
+float32 weights use C++ (kernels/cpu/dense.py), which is independent by construction. float16, and everything without
+the C++ library, uses torch.
 """
 
 import logging
@@ -23,18 +21,18 @@ from kernels.cpu.library import CpuLibrary, cpu_library
 
 logger = logging.getLogger("worker")
 
-# Of products that are compared: libraries choose kernels by the number of rows, and these are where they change.
+# Numbers of rows compared in the self-test: libraries switch kernels at these.
 _ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 100, 150, 256)
-_MOST_TRIED = 1 << 30  # products of numbers in a trial: 30 ms; of a large weight it is of fewer rows, 8 at least
+_MAX_TRIED = 1 << 30  # multiplications per self-test, 30 ms; large weights are tried with fewer rows, at least 8
 
 
-class Product(Protocol):
-    """x [T, inputs] -> [T, outputs] in `dtype`."""
+class Kernel(Protocol):
+    """Maps x [T, inputs] to [T, outputs] in `dtype`."""
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor: ...
 
 
-class TorchProduct:
+class TorchLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._bias = weight, bias
 
@@ -44,48 +42,49 @@ class TorchProduct:
         return F.linear(x.to(dtype), self._weight.to(dtype))
 
 
-class OneDnnProduct:
-    """A bfloat16 weight in oneDNN's own layout, which halves the time: 1.1 for 2.7 ms of SmolLM2's head at T = 1."""
+class OneDnnLinear:
+    """A bfloat16 weight in oneDNN's layout, which takes half the time: 1.1 ms for SmolLM2's head at T = 1, not 2.7."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, least_rows: int = 1) -> None:
-        """`least_rows`: fewer are repeated to that many."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, min_rows: int = 1) -> None:
+        """Reorder the weight; with fewer than `min_rows` rows, the input is repeated."""
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight), bias
-        self._least_rows = least_rows
+        self._min_rows = min_rows
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         num_rows = len(x)
-        if 0 < num_rows < self._least_rows:
-            x = x.repeat(self._least_rows, 1)
+        if 0 < num_rows < self._min_rows:
+            x = x.repeat(self._min_rows, 1)
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
         if dtype != x.dtype:
-            # oneDNN's product has the type of its inputs. A second one subtracts the first before it rounds, so both
-            # together have 16 bits: as long as reading a float32 copy for one row, a third of it for 64.
+            # oneDNN's result has the input's dtype. A second product subtracts the first before rounding, so the pair
+            # has 16 bits.
+            # It takes as long as reading a float32 copy for one row, and a third of that for 64 rows.
             rest = torch.ops.mkldnn._linear_pointwise.binary(x, product, self._weight, None, "sub")
             product = product.float().add_(rest)
         return product[:num_rows]
 
 
-def cpu_product(weight: Tensor, bias: Tensor | None = None) -> Product:
+def cpu_kernel(weight: Tensor, bias: Tensor | None = None) -> Kernel:
     library = _library()
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        least_rows = 1 if library is None else _least_rows(*weight.shape)
-        if least_rows:
-            return OneDnnProduct(weight, bias, least_rows)
-        logger.info("oneDNN's product %s depends on the number of rows: C++ serves it", tuple(weight.shape))
+        min_rows = 1 if library is None else _independent_from(*weight.shape)
+        if min_rows:
+            return OneDnnLinear(weight, bias, min_rows)
+        logger.info("linear layers: %s: using C++: oneDNN's result depends on the number of rows", tuple(weight.shape))
     if library is not None and serves(weight):
         return DenseLinear(library, weight, bias)
-    return TorchProduct(weight, bias)
+    return TorchLinear(weight, bias)
 
 
 class CpuLinear:
     scaling: Scaling = Scaling.NONE
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._product, self._library = cpu_product(weight, bias), _library()
+        self._kernel, self._library = cpu_kernel(weight, bias), _library()
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        return self._product(x, x.dtype)
+        return self._kernel(x, x.dtype)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
         gate_up = self(x)
@@ -100,39 +99,39 @@ def activated(gate: Tensor, activation: Activation) -> Tensor:
 
 
 class CpuHead:
-    """Logits are float32: the sums as they were accumulated, whatever the dtype of the weights.
+    """The output head: logits are the float32 sums, whatever the dtype of the weights.
 
-    Rounded to bfloat16, logits between 16 and 32 are multiples of 1/8, and the two likeliest tokens are often one value
-    (ADR 0101).
+    In bfloat16, logits between 16 and 32 would be multiples of 1/8, and the two most likely tokens often equal (ADR
+    0101).
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._product = cpu_product(weight if weight.dtype == torch.bfloat16 else weight.float())
+        self._kernel = cpu_kernel(weight if weight.dtype == torch.bfloat16 else weight.float())
 
     def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        if isinstance(self._product, DenseLinear):
-            return self._product(x, torch.float32, logits)
-        computed = self._product(x, torch.float32)
+        if isinstance(self._kernel, DenseLinear):
+            return self._kernel(x, torch.float32, logits)
+        computed = self._kernel(x, torch.float32)
         return computed if logits is None else logits.copy_(computed)
 
 
-def rows_are_independent(product: Product, x: Tensor, result: torch.dtype) -> bool:
-    """Whether the first rows of a product of x [T, inputs] have the same bits whatever rows follow, by trial."""
-    together = product(x, result)
-    return all(torch.equal(product(x[:rows], result), together[:rows]) for rows in _ROWS if rows < len(x))
+def rows_are_independent(kernel: Kernel, x: Tensor, result: torch.dtype) -> bool:
+    """Return whether the first rows of x [T, inputs] have the same bits whatever rows follow, by trial."""
+    together = kernel(x, result)
+    return all(torch.equal(kernel(x[:rows], result), together[:rows]) for rows in _ROWS if rows < len(x))
 
 
 @cache
-def _least_rows(outputs: int, inputs: int) -> int:
-    """The least number of rows from which on oneDNN's products of a shape are independent; 0: they are not."""
+def _independent_from(outputs: int, inputs: int) -> int:
+    """Return the number of rows from which on oneDNN's rows are independent for this shape; 0: never."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    num_rows = max(9, min(_ROWS[-1] + 1, _MOST_TRIED // weight.numel()))
+    num_rows = max(9, min(_ROWS[-1] + 1, _MAX_TRIED // weight.numel()))
     x = torch.randn(num_rows, inputs, generator=generator).bfloat16()
-    for least in (1, 2):
-        product = OneDnnProduct(weight, None, least)
-        if all(rows_are_independent(product, x, result) for result in (torch.bfloat16, torch.float32)):
-            return least
+    for min_rows in (1, 2):
+        kernel = OneDnnLinear(weight, None, min_rows)
+        if all(rows_are_independent(kernel, x, result) for result in (torch.bfloat16, torch.float32)):
+            return min_rows
     return 0
 
 
@@ -141,5 +140,5 @@ def _library() -> CpuLibrary | None:
     try:
         return cpu_library()
     except NoLibrary as error:
-        logger.info("products by torch: %s", error)
+        logger.info("linear layers: using torch: %s", error)
         return None

@@ -1,7 +1,6 @@
-"""fp8 as numbers: fp8 weights made into 16 or 32 bits while they load.
+"""Dequantize fp8 weights to 16 or 32 bits while they load: weight = e4m3 * scale in float32, rounded once.
 
-The reference of every fp8 product: weight = e4m3 * scale in float32, then rounded once. Knows no layer and no device.
-It is used at a worker's start, where the device does not multiply fp8, and as what tests compare with.
+It serves devices without fp8, and is the reference of the fp8 kernels.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,7 +24,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def dequantized(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
-    """[N, K] e4m3 -> [N, K] float32. `scale`: of the shape that Fp8Scheme.scale_shape() gives."""
+    """Return [N, K] float32 for an e4m3 weight [N, K] and a scale in the shape of Fp8Scheme.scale_shape()."""
     exact = weight.float()
     if per is ScalePer.BLOCK:
         rows, columns = weight.shape
@@ -35,7 +34,7 @@ def dequantized(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
 
 
 class DequantizedWeights:
-    """The tensors of `source`, with products in 16 or 32 bits; quantized online, they are what fp8 leaves of them."""
+    """The tensors of `source` with dequantized linear layers; online quantization is applied and undone."""
 
     def __init__(self, source: WeightSource, stored: WeightFormat) -> None:
         self._source, self._format = source, stored
@@ -53,7 +52,7 @@ class DequantizedWeights:
         scheme = self._format.scheme_of(module) if len(shape) == 2 and module != name else None
         if scheme is None or dtype is not None:
             return self._source.get(name, shape, part, dtype)
-        assert part is None, "a source of parts is dequantized, not parts of what is dequantized"
+        assert part is None, "wrap the source of parts; parts of dequantized weights are not supported"
         if self._format.is_online:
             rows = quantize_rows_reference(self._source.get(name, shape))
             return dequantized(rows.values, rows.scales, scheme.per).to(self.dtype)
@@ -75,12 +74,12 @@ class DequantizedWeights:
 def read_fp8(
     source: WeightSource, module: str, shape: tuple[int, ...], scheme: Fp8Scheme
 ) -> tuple[Tensor, Tensor, float | None]:
-    """The weight of `shape`, e4m3, its scales, and that of its inputs if it has one."""
+    """Return the e4m3 weight of `shape`, its scales, and the input scale if there is one."""
     rows, columns = shape
     scale = source.get(f"{module}.{WEIGHT_SCALE}", scheme.scale_shape(rows, columns), dtype=torch.float32)
     weight = source.get(f"{module}.weight", shape, dtype=FP8)
     if not scheme.has_input_scale:
         return weight, scale, None
     of_inputs = source.get(f"{module}.{INPUT_SCALE}", (), dtype=torch.float32)
-    source.keep_as(of_inputs.nbytes, 0)  # a number of the program from here on
+    source.keep_as(of_inputs.nbytes, 0)  # kept as a Python number, not as a tensor
     return weight, scale, of_inputs.item()

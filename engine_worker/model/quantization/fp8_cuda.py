@@ -1,13 +1,8 @@
-"""Products of 8-bit floats on CUDA: fp8_linear for few rows where its rule has tiles, else the library's.
+"""fp8 linear layers on CUDA: fp8_linear for few rows where its rule has tiles, else the library.
 
-    few rows                    kernels/fp8_linear.py
-    more, scales of rows        torch's row-wise product (CUTLASS)
-    more, scales of blocks      cuBLASLt's product of 1 x 128 and 128 x 128, on Hopper
-    sizes that none of them takes, and blocks on other devices: in 16 bits, dequantized for each product
-
-With `--deterministic` all rows go through fp8_linear, some at a time: its bits do not depend on how many there are.
-Knows no layer and no network, and not how a checkpoint stores scales (fp8.py does). It is used at a worker's start,
-where weights load, and in every step.
+With more rows, row scales use torch's row-wise kernel (CUTLASS), and block scales cuBLASLt's 1 x 128 by 128 x 128
+kernel on Hopper. Other sizes and devices dequantize to 16 bits for each call. With `--deterministic` all rows go
+through fp8_linear in pieces, because its bits do not depend on the number of rows.
 """
 
 from functools import cache
@@ -26,10 +21,12 @@ from kernels.scaled import GROUP, Scaled
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_quantized
 from kernels.skinny_linear_tiles import Shape, is_known
 
-_LIBRARY_MULTIPLE = 16  # of outputs and of inputs, in a row-wise product: TMA's 16 bytes
+_LIBRARY_MULTIPLE = 16  # outputs and inputs of a row-wise kernel: TMA needs 16 bytes
 
 
 class Fp8Linear:
+    """An fp8 weight and its kernels."""
+
     def __init__(
         self,
         weight: Tensor,
@@ -40,58 +37,67 @@ class Fp8Linear:
         is_gated: bool = False,
         is_deterministic: bool = False,
     ) -> None:
-        """`weight` [N, K] float8_e4m3fn; `weight_scale` float32, [N] or [N / 128, K / 128], both rounded up.
+        """Choose the kernels.
 
-        `input_scale` of static checkpoints is not used: rows are scaled by what they hold, which is finer.
-        Raises ValueError where `is_deterministic` and fp8_linear has no tiles.
+        Args:
+            weight: [N, K], float8_e4m3fn.
+            weight_scale: float32, [N] or [N / 128, K / 128] rounded up.
+            bias: [N], or None.
+            input_scale: Static scale of a checkpoint; unused, because rows are scaled by their own maximum, which is
+                finer.
+            is_gated: The layer is used by gated().
+            is_deterministic: Rows must have the same bits in any batch.
+
+        Raises:
+            ValueError: If `is_deterministic` and fp8_linear has no tiles.
         """
         self._weight = Scaled(weight.contiguous(), weight_scale.float().contiguous())
         self._bias = bias
         self._has_kernel = is_known(weight.device)
         self._is_deterministic = is_deterministic
-        self._is_in_pieces = is_deterministic or not _has_product_of_blocks(self._weight)
+        self._is_in_pieces = is_deterministic or not _supports_block_scales(self._weight)
         self.scaling = Scaling.GROUPS if self._weight.is_grouped else Scaling.ROWS
         if is_deterministic and self._max_rows(is_gated and bias is None) == 0:
             raise ValueError(
-                f"--deterministic: fp8_linear multiplies multiples of 64 outputs and of {GROUP} inputs on an H100 or "
-                f"H200; a product here has {weight.shape[0]} and {weight.shape[1]}. --quantization none serves it"
+                f"--deterministic: fp8_linear needs multiples of 64 outputs and of {GROUP} inputs on an H100 or H200; "
+                f"a layer here has {weight.shape[0]} and {weight.shape[1]}. Use --quantization none"
             )
 
     def __call__(self, x: Input) -> Tensor:
         rows = self._quantized(x)
-        product = self._own_product(rows, is_gated=False)
-        if product is None:
-            product = _library_product(rows, self._weight)
-        return product if self._bias is None else product.add_(self._bias)
+        outputs = self._own_kernel(rows, is_gated=False)
+        if outputs is None:
+            outputs = _library_kernel(rows, self._weight)
+        return outputs if self._bias is None else outputs.add_(self._bias)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
         rows = self._quantized(x)
         if activation is Activation.GELU_TANH:
             return _quantized_by(scaling, gelu_tanh_and_mul(self(rows)))
-        product = self._own_product(rows, is_gated=True) if self._bias is None else None
-        if product is not None:
-            return _quantized_by(scaling, product)
-        product = self(rows)
+        outputs = self._own_kernel(rows, is_gated=True) if self._bias is None else None
+        if outputs is not None:
+            return _quantized_by(scaling, outputs)
+        outputs = self(rows)
         if scaling is Scaling.ROWS:
-            return silu_and_mul_quantized(product)
-        return _quantized_by(scaling, silu_and_mul(product))
+            return silu_and_mul_quantized(outputs)
+        return _quantized_by(scaling, silu_and_mul(outputs))
 
     def _quantized(self, x: Input) -> Scaled:
         return x if isinstance(x, Scaled) else _scaled_by(self.scaling, x)
 
-    def _own_product(self, rows: Scaled, is_gated: bool) -> Tensor | None:
-        """None where the library's product is the faster or the only one."""
-        most = self._max_rows(is_gated)
-        if most == 0 or (len(rows) > most and not self._is_in_pieces):
+    def _own_kernel(self, rows: Scaled, is_gated: bool) -> Tensor | None:
+        """Return None if the library is faster or has the only kernel."""
+        max_rows = self._max_rows(is_gated)
+        if max_rows == 0 or (len(rows) > max_rows and not self._is_in_pieces):
             return None
         operation = gated_fp8_linear if is_gated else fp8_linear
-        products = []
-        for start in range(0, max(1, len(rows)), most):
-            piece = rows if len(rows) <= most else rows.part(start, start + most)
+        pieces = []
+        for start in range(0, max(1, len(rows)), max_rows):
+            piece = rows if len(rows) <= max_rows else rows.part(start, start + max_rows)
             tiles = fp8_tiles(self._shape(is_gated), len(piece), self._weight.is_grouped)
             assert tiles is not None
-            products.append(operation(piece, self._weight, tiles))
-        return products[0] if len(products) == 1 else torch.cat(products)
+            pieces.append(operation(piece, self._weight, tiles))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _max_rows(self, is_gated: bool) -> int:
         if not self._has_kernel:
@@ -111,15 +117,15 @@ def _quantized_by(scaling: Scaling, x: Tensor) -> Input:
     return x if scaling is Scaling.NONE else _scaled_by(scaling, x)
 
 
-def _has_product_of_blocks(weight: Scaled) -> bool:
-    """cuBLASLt reads scales of weights by fours along K: pytorch#166752."""
+def _supports_block_scales(weight: Scaled) -> bool:
+    """Return whether cuBLASLt supports the block scales; it reads them by fours along K (pytorch#166752)."""
     return not weight.is_grouped or weight.scales.shape[1] % 4 == 0
 
 
-def _library_product(rows: Scaled, weight: Scaled) -> Tensor:
+def _library_kernel(rows: Scaled, weight: Scaled) -> Tensor:
     num_outputs, num_inputs = weight.values.shape
-    if weight.is_grouped and _is_hopper(weight.values.device) and _has_product_of_blocks(weight):
-        return _product_of_blocks(rows, weight)
+    if weight.is_grouped and _is_hopper(weight.values.device) and _supports_block_scales(weight):
+        return _block_scaled_mm(rows, weight)
     if weight.is_grouped or num_outputs % _LIBRARY_MULTIPLE or num_inputs % _LIBRARY_MULTIPLE:
         return F.linear(rows.exact_rows().bfloat16(), weight.exact_weight().bfloat16())
     return F.scaled_mm(
@@ -133,10 +139,10 @@ def _library_product(rows: Scaled, weight: Scaled) -> Tensor:
     )
 
 
-def _product_of_blocks(rows: Scaled, weight: Scaled) -> Tensor:
+def _block_scaled_mm(rows: Scaled, weight: Scaled) -> Tensor:
     missing = -len(rows) % 4  # cuBLASLt reads the scales of four rows at once
     values, scales = F.pad(rows.values, (0, 0, 0, missing)), F.pad(rows.scales, (0, missing))
-    product = F.scaled_mm(
+    outputs = F.scaled_mm(
         values,
         weight.values.T,
         scales.T,
@@ -145,7 +151,7 @@ def _product_of_blocks(rows: Scaled, weight: Scaled) -> Tensor:
         ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
-    return product[: len(rows)]
+    return outputs[: len(rows)]
 
 
 @cache

@@ -60,7 +60,7 @@ def check_schedules(directory: Path, model_impl: str = "auto") -> dict[tuple[str
         num_blocks, num_host_blocks = schedule.pop("num_blocks"), schedule.pop("num_host_blocks", 0)
         if is_windowed and name in {"recompute", "swap"}:  # sequences hold less, and must yield here too
             schedule["max_num_batched_tokens"] = 8
-            num_blocks = 2 * layout.most_blocks(1000, 8) + 2
+            num_blocks = 2 * layout.max_blocks(1000, 8) + 2
         runner = make_runner(
             directory,
             num_blocks=num_blocks,

@@ -108,17 +108,17 @@ THROUGH_TRANSFORMERS = {
 }  # fmt: skip
 
 REFUSED = [
-    ("falcon", {}, "falcon computes attention by itself"),
+    ("falcon", {}, "falcon computes attention itself"),
     ("bloom", {}, "it takes no position_ids"),
-    ("gpt_oss", {}, "layers of experts"),
+    ("gpt_oss", {}, "mixture-of-experts layers"),
     ("granite_swa", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, "attention with s_aux"),
     ("mamba", {}, "layer_types has 'linear_attention'"),
     ("falcon_h1", {}, "layer_types has 'hybrid'"),
     ("lfm2", {"full_attn_idxs": [0]}, "layer_types has 'conv'"),
     ("bert", {"is_decoder": False}, "tokens attend to those after them"),
-    ("deepseek_v3", {"n_routed_experts": 4, "first_k_dense_replace": 3}, "and values of"),
+    ("deepseek_v3", {"n_routed_experts": 4, "first_k_dense_replace": 3}, "elements and values"),
     ("diffllama", {}, "calls attention 6 times for 3 layers"),
     ("phi", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
-    ("made_up", {}, "model_type 'made_up' is no causal language model of transformers"),
-    ("t5", {}, "model_type 't5' is no causal language model"),
+    ("made_up", {}, "model_type 'made_up' is not a causal language model of transformers"),
+    ("t5", {}, "model_type 't5' is not a causal language model"),
 ]

@@ -72,33 +72,33 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json is not JSON"),
     "config is deep": (lambda d: (d / "config.json").write_text("[" * 100_000), r"config\.json is not JSON"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), r"config\.json is not a JSON object"),
-    "a shard is cut": (lambda d: cut(d, lambda size: size - 1), rf"{SHARD} \([\d,]+ bytes\) is not a whole safe"),
-    "a header is cut": (lambda d: cut(d, lambda size: 40), rf"{SHARD} \(40 bytes\) is not a whole safetensors file"),
-    "a shard is empty": (lambda d: cut(d, lambda size: 0), rf"{SHARD} \(0 bytes\) is not a whole safetensors file"),
-    "a shard is missing": (lambda d: (d / SHARD).unlink(), rf"has no {SHARD} that {INDEX} names"),
-    "a header lies of a shape": (lambda d: lie(d, shape=[2**62, 2**62]), f"{SHARD} .* is not a whole safetensors"),
-    "a header lies of a dtype": (lambda d: lie(d, dtype="Q4"), f"{SHARD} .* is not a whole safetensors file"),
-    "a header lies of places": (lambda d: lie(d, data_offsets=[0, 2**40]), f"{SHARD} .* is not a whole safetensors"),
+    "a shard is cut": (lambda d: cut(d, lambda size: size - 1), rf"{SHARD} \([\d,]+ bytes\) is not a complete safe"),
+    "a header is cut": (lambda d: cut(d, lambda size: 40), rf"{SHARD} \(40 bytes\) is not a complete safetensors file"),
+    "a shard is empty": (lambda d: cut(d, lambda size: 0), rf"{SHARD} \(0 bytes\) is not a complete safetensors file"),
+    "a shard is missing": (lambda d: (d / SHARD).unlink(), rf"has no {SHARD}, required by {INDEX}"),
+    "a header lies of a shape": (lambda d: lie(d, shape=[2**62, 2**62]), f"{SHARD} .* is not a complete safetensors"),
+    "a header lies of a dtype": (lambda d: lie(d, dtype="Q4"), f"{SHARD} .* is not a complete safetensors file"),
+    "a header lies of places": (lambda d: lie(d, data_offsets=[0, 2**40]), f"{SHARD} .* is not a complete safetensors"),
     "the index names another": (
-        lambda d: rename_in_index(d, "model-00009.safetensors"), r"no model-00009\.safetensors that model\.safe.* names"
+        lambda d: rename_in_index(d, "model-00009.safetensors"), r"no model-00009\.safetensors, required by model\.safe"
     ),
-    "the index leads away": (lambda d: rename_in_index(d, "../x.safetensors"), "weight_map must name a file beside it"),
-    "the index has numbers": (lambda d: rename_in_index(d, 3), "weight_map must name a file beside it for each tensor"),
-    "the index has no map": (lambda d: (d / INDEX).write_text("{}"), "weight_map must name a file beside it"),
+    "the index leads away": (lambda d: rename_in_index(d, "../x.safetensors"), "weight_map must map each tensor to a file"),
+    "the index has numbers": (lambda d: rename_in_index(d, 3), "weight_map must map each tensor to a file"),
+    "the index has no map": (lambda d: (d / INDEX).write_text("{}"), "weight_map must map each tensor to a file"),
     "a tensor is missing": (
-        lambda d: change_tensors(d, lambda t: t.pop(first(t))), r"have no model\.layers\.\S+, which config\.json asks"
+        lambda d: change_tensors(d, lambda t: t.pop(first(t))), r"have no model\.layers\.\S+, required by config\.json"
     ),
     "a tensor is another's": (
         lambda d: change_tensors(d, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(192)})),
-        r"no place for model\.layers\.0\.self_attn\.q_proj\.bias",
+        r"does not use model\.layers\.0\.self_attn\.q_proj\.bias",
     ),
     "a tensor has another shape": (
         lambda d: change_tensors(d, lambda t: t.update({first(t): torch.zeros(3, 5)})),
-        r"has shape \(3, 5\); config\.json makes it \(\d+",
+        r"has shape \(3, 5\); config\.json requires \(\d+",
     ),
     "a tensor is quantized": (
         lambda d: change_tensors(d, lambda t: t.update({first(t): t[first(t)].to(torch.float8_e4m3fn)})),
-        rf"is F8_E4M3 in {SHARD}; only F32, F16, BF16 are read",
+        rf"is F8_E4M3 in {SHARD}; supported: F32, F16, BF16",
     ),
     "a tensor is there twice": (
         lambda d: change_tensors(d, lambda t: t.update({"lm_head.weight": torch.zeros(1000, 96)})),
@@ -135,7 +135,7 @@ def test_an_estimate_refuses_too(name: str, sharded: Path, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "no_such"}, "model_type .no_such. is no causal language model"),
+        ({"model_type": "no_such"}, "model_type .no_such. is not a causal language model"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config .'aqlm'. is not supported"),
     ],
 )

@@ -63,7 +63,7 @@ def test_generation_config_names_the_ends() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; these are: .*llama"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: .*llama"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"sliding_window": 256}, "sliding_window"),
         (

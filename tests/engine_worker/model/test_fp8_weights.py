@@ -120,7 +120,7 @@ def test_a_checkpoint_is_dequantized_on_a_cpu(model: Fp8Model, caplog: pytest.Lo
     assert isinstance(network, Network)
     assert torch.equal(logits_of(network), exact_logits(model))
     assert caplog.messages == [
-        f"weights: {found.weight_format}, dequantized while they load: the cpu multiplies no fp8"
+        f"weights: {found.weight_format}: dequantized while loading: cpu does not support fp8"
     ]
     assert weights.loaded_bytes == 4 * found.shape.num_parameters()
 
@@ -154,8 +154,8 @@ def test_a_product_whose_parts_cut_blocks_is_multiplied_in_16_bits(
     # 64 rows of keys, so values would begin within a block; 192 of gates, so do those of up.
     assert len(ReferenceLinear.made) == 2 * NUM_LAYERS
     assert caplog.messages[0] == (
-        "model.layers.0.self_attn.q_proj: its weights are multiplied in 16 bits: its parts of 256, 64, 64 rows do not "
-        "begin with blocks of 128"
+        "model.layers.0.self_attn.q_proj: dequantized to 16 bits: its parts of 256, 64, 64 rows do not "
+        "start at multiples of 128"
     )
 
 
@@ -213,7 +213,7 @@ def test_a_scale_of_keys_that_is_no_factor_is_refused(value: float, tmp_path: Pa
     tensors = load_file(model.directory / "model.safetensors")
     tensors["model.layers.1.self_attn.kv_scale"].fill_(value)
     save_file(tensors, model.directory / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"1\.self_attn\.kv_scale is {value}; scales of keys and values are finite"):
+    with pytest.raises(ValueError, match=rf"1\.self_attn\.kv_scale is {value}; KV scales must be finite"):
         Network(spec_of(model.directory), source_of(model.directory), 64)
 
 

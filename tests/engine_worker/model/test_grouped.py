@@ -57,7 +57,7 @@ def test_blocks_are_read_as_gguf_dequantizes_them(type_: gguf.GGMLQuantizationTy
     assert np.array_equal(found.values().numpy(), gguf.dequantize(blocks, type_))
     assert stored.get("b", (5, 96)) is None
     for shape in ((5, 64), (5, 97), (4, 96)):
-        with pytest.raises(ValueError, match=r"a has \(5, \d+\) bytes of blocks; config.json makes it"):
+        with pytest.raises(ValueError, match=r"a has \(5, \d+\) bytes of blocks; config.json requires"):
             stored.get("a", shape)
 
 
@@ -120,10 +120,10 @@ def test_what_is_not_stored_in_one_format_has_16_bits(directory: Path, caplog: p
     stored_beside(directory, {"model.layers.0.self_attn.q_proj.weight": TYPES[0]})
     exact, stored = logits_of(directory, "none"), logits_of(directory, "as-stored")
     torch.testing.assert_close(exact, stored)
-    assert "model.embed_tokens.weight: multiplied in 16 bits: it is not stored in 4 or 8" in caplog.messages
+    assert "model.embed_tokens.weight: kept in 16 bits: not stored in 4 or 8 bits" in caplog.messages
     assert (
-        sum("its parts are not stored in one format" in message for message in caplog.messages) == 4 * 3
-    )  # products, layers
+        sum("its parts do not share one 4- or 8-bit format" in message for message in caplog.messages) == 4 * 3
+    )  # linear layers, layers
 
 
 def test_without_the_library_16_bits_are_multiplied_and_the_log_says_so(
@@ -135,17 +135,19 @@ def test_without_the_library_16_bits_are_multiplied_and_the_log_says_so(
     monkeypatch.setattr(grouped, "linear_kernels", none)
     assert torch.equal(logits_of(directory, "as-stored"), logits_of(directory, "none"))
     assert set(caplog.messages) == {
-        "weights: multiplied in 16 bits by torch's operators, slower: no C++ kernels: there is no C++ compiler"
+        "weights: falling back to 16 bits and torch operators, slower: no C++ kernels: there is no C++ compiler"
     }
     assert isinstance(grouped.method(AS_STORED, "cpu"), dense.DenseMethod)
 
 
 def test_what_a_model_or_a_device_has_not_is_refused(directory: Path) -> None:
     (directory / STORED_BLOCKS).unlink()
-    with pytest.raises(ValueError, match=r"as-stored: the model has no stored_blocks.safetensors.* int8 quantizes"):
+    with pytest.raises(ValueError, match=r"as-stored needs stored_blocks.safetensors.* int8 quantizes"):
         blueprint_from_directory(directory, quantization="as-stored")
     for quantization in ("int8", "as-stored"):
-        with pytest.raises(ValueError, match=f"--quantization {quantization}: for a CPU; on cuda: auto, none, fp8"):
+        with pytest.raises(
+            ValueError, match=f"--quantization {quantization} needs --device cpu; on cuda use auto, none or fp8"
+        ):
             check_quantization(quantization, "cuda")
         check_quantization(quantization, "cpu")
 

@@ -108,4 +108,4 @@ def test_which_kernel_serves_a_product_is_said_once(caplog: pytest.LogCaptureFix
         names = (f"{index}.gate", f"{index}.up")
         method.load(LinearSpec(role=Role.GATE_UP, names=names, outputs=(41, 41), inputs=43, bias=False), source)
     method.head(torch.zeros(47, 43), "head", source)
-    assert caplog.messages == ["gate_up, 82 x 43: the library's product", "head, 47 x 43: the library's product"]
+    assert caplog.messages == ["gate_up, 82 x 43: library kernel", "head, 47 x 43: library kernel"]

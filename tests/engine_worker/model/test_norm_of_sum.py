@@ -38,7 +38,7 @@ class Rows:
     ) -> tuple[Scaled, Tensor]:
         raise NotImplementedError("of GPUs")
 
-    def wait_for_ever(self) -> None:
+    def wait_forever(self) -> None:
         self.waits_for_ever = True
 
 

@@ -58,7 +58,7 @@ def test_none_multiplies_an_fp8_checkpoint_in_16_bits(tmp_path: Path, caplog: py
     found = blueprint_from_directory(model.directory, "native", "none")
     method = linear_method(spec_of(model.directory, "none").quantization, "cuda")  # which would multiply fp8
     assert not isinstance(method, Fp8Method)
-    assert caplog.messages[-1].endswith("dequantized while they load: --quantization none")
+    assert caplog.messages[-1].endswith("dequantized while loading: --quantization none")
     assert found.weight_format == ""
     network = found.build(source_of(model.directory), 64, is_deterministic=False)
     assert isinstance(network, Network)

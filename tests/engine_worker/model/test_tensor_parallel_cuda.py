@@ -139,7 +139,7 @@ def norms_of_sums(ranks: ProcessGroup, hidden: int, num_rows: int) -> list[bool]
     """Whether what is summed and normed at once has the bits of NCCL's sum and the norm behind it; and in graphs."""
     device = torch.device("cuda", torch.cuda.current_device())
     rows = SharedRows(device)
-    rows.wait_for_ever()
+    rows.wait_forever()
     generator = torch.Generator(device).manual_seed(ranks.rank + num_rows)
     part = torch.randn(num_rows, hidden, dtype=torch.bfloat16, device=device, generator=generator)
     residual = torch.linspace(-2, 2, num_rows * hidden, device=device).to(torch.bfloat16).view(num_rows, hidden)

@@ -83,10 +83,10 @@ def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], ob
     ("change", "words"),
     [
         (lambda tensors: tensors.pop("transformer.h.1.ln_2.bias"), "have no transformer.h.1.ln_2.bias"),
-        (lambda tensors: tensors.update({"adapter.weight": torch.zeros(2)}), "no place for: adapter.weight"),
+        (lambda tensors: tensors.update({"adapter.weight": torch.zeros(2)}), "does not use: adapter.weight"),
         (
             lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(2048, 97)}),
-            r"transformer.wpe.weight has shape \(2048, 97\); config.json makes it \(2048, 96\)",
+            r"transformer.wpe.weight has shape \(2048, 97\); config.json requires \(2048, 96\)",
         ),
     ],
     ids=["missing", "left over", "another shape"],
@@ -140,7 +140,7 @@ def test_a_models_own_code_is_never_run(gpt2_dir: Path, tmp_path: Path) -> None:
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ModelNotServed, match="code that comes with a model is never run"):
+    with pytest.raises(ModelNotServed, match="code that comes with a model never runs"):
         blueprint_from_directory(tmp_path)
 
 
@@ -160,14 +160,14 @@ def test_another_package_called_kernels_is_refused(gpt2_dir: Path, tmp_path: Pat
     sys.path.insert(0, str(tmp_path))
     try:
         assert metadata.version("kernels") == "0.18.2"
-        with pytest.raises(ModelNotServed, match=r"the package kernels 0\.18\.2 is installed beside pagestream"):
+        with pytest.raises(ModelNotServed, match=r"the package kernels 0\.18\.2 conflicts with pagestream"):
             blueprint_from_directory(gpt2_dir)
     finally:
         sys.path.remove(str(tmp_path))
 
 
 def test_what_cannot_be_kept_is_refused(gpt2_dir: Path) -> None:
-    with pytest.raises(ValueError, match="--deterministic: the operators of transformers are not known"):
+    with pytest.raises(ValueError, match="--deterministic: transformers' operators may give other bits"):
         load_model_runner(ExecutionSettings(model=gpt2_dir, deterministic=True), lambda phase, progress, detail: None)
 
 

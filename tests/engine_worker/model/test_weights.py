@@ -64,7 +64,7 @@ def test_absent_and_broken_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         source(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{broken")
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         source(tmp_path)
 
 
