@@ -1,7 +1,6 @@
-"""Checks of products of 8-bit floats on a GPU, and of what quantizes their inputs, against float64.
+"""Check fp8 linear layers and input quantization on a GPU against float64.
 
-Each product is compared with what its quantized operands are exactly, so the error is that of summing and rounding.
-Used by gpu_check.py. Knows the kernels and the product that a worker calls, no model.
+A result is compared with the exact product of the quantized operands, so the error is that of summation and rounding.
 """
 
 import torch
@@ -17,7 +16,7 @@ from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized
 from kernels.scaled import GROUP, Scaled, quantize_groups_reference, quantize_rows_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_quantized, silu_and_mul_reference
 
-# Outputs, inputs, is gated: of two 8B models, of a smaller one and one of two GPUs, and a K of five groups.
+# Outputs, inputs, is gated: two 8B models, a smaller one, one on two GPUs, and a K of five groups.
 PRODUCTS = (
     (6144, 4096, False),
     (4096, 14_336, False),
@@ -27,12 +26,12 @@ PRODUCTS = (
     (4096, 7168, False),
     (1280, 640, False),
 )
-# Of the kernel's own tiles, their edges, and of the library's products, a multiple of four and not.
+# The kernel's own tiles and their edges, and the library's kernels with multiples of four and others.
 ROWS = (1, 7, 16, 33, 64, 65, 100, 128, 129, 512, 1001)
 
 
 def random_weight(num_outputs: int, num_inputs: int, is_grouped: bool, generator: torch.Generator) -> Scaled:
-    """Magnitudes of blocks of 128 x 128, or of rows, differ by a factor of up to ten."""
+    """Make a weight whose blocks of 128 x 128, or rows, differ in magnitude by up to a factor of ten."""
     device = generator.device
     exact = torch.randn(num_outputs, num_inputs, device=device, generator=generator) * 0.02
     if not is_grouped:
@@ -46,7 +45,7 @@ def random_weight(num_outputs: int, num_inputs: int, is_grouped: bool, generator
 
 
 def check_product(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: int, is_grouped: bool) -> Check:
-    """Within two units of bfloat16; a row among others has the bits that it has alone, and a second run the same."""
+    """Check for two units of bfloat16, the same bits alone and in a batch, and on a second run."""
 
     def check(generator: torch.Generator) -> list[Error]:
         x = torch.randn(num_rows, num_inputs, dtype=torch.bfloat16, device=generator.device, generator=generator)
@@ -67,7 +66,7 @@ def check_product(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: i
 
 
 def check_invariance(num_outputs: int, num_inputs: int, is_gated: bool, is_grouped: bool) -> Check:
-    """As with --deterministic: rows have the same bits among any number of others."""
+    """Check that with --deterministic rows have the same bits in any batch."""
 
     def check(generator: torch.Generator) -> list[Error]:
         x = torch.randn(300, num_inputs, dtype=torch.bfloat16, device=generator.device, generator=generator)
@@ -84,7 +83,7 @@ def check_invariance(num_outputs: int, num_inputs: int, is_gated: bool, is_group
 
 
 def check_quantizers(num_rows: int, width: int) -> Check:
-    """Values of the reference, and fused kernels of the same bits as those that they stand for."""
+    """Check quantized values against the reference, and fused kernels bit by bit against separate ones."""
 
     def check(generator: torch.Generator) -> list[Error]:
         def random(*size: int) -> Tensor:
@@ -99,7 +98,7 @@ def check_quantizers(num_rows: int, width: int) -> Check:
             (True, quantize_groups_reference, quantize_groups),
         ):
             expected, found = reference(x), poisoned(lambda kernel=kernel: kernel(x))
-            # The kernel divides by a reciprocal's product: a value between two others may go to the other one.
+            # The kernel multiplies with a reciprocal, so a value halfway between two may round to the other one.
             errors.append(measure_error(found.exact_rows(), expected.exact_rows().double(), 2**-3))
             errors.append(measure_error(found.exact_rows(), x.double(), 2**-4))
             fused, added = add_rms_norm_quantized(x, residual, weight, 1e-5, is_grouped)
@@ -111,7 +110,7 @@ def check_quantizers(num_rows: int, width: int) -> Check:
 
 
 def _tensor(output: Input) -> Tensor:
-    assert isinstance(output, Tensor), "no scaling was asked for"
+    assert isinstance(output, Tensor), "the output must not be quantized"
     return output
 
 

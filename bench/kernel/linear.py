@@ -1,11 +1,11 @@
-"""The matrix products of models on one GPU: cuBLAS, what is served, and the floor.
+"""Measure the linear layers of models on one GPU: cuBLAS, the served kernel, and the memory floor.
 
     python -m bench linear --out DIR [--deterministic]
 
-Every product of a Llama-3.1-8B layer is timed inside a CUDA graph over eight layers of distinct weights (3.5 GB), alone
-and as the chain of a layer's four; the served gated product includes SiLU * up, cuBLAS's does not. Then the small
-kernels beside them, and for which numbers of rows the served product has other bits than the same rows among 1024. Then
-the products of ten models, where SiLU * up is on both sides. Writes DIR/linear.json.
+Every linear layer of Llama-3.1-8B is timed in a CUDA graph over eight layers of distinct weights (3.5 GB), alone and as
+the chain of a layer's four; the served gated layer includes SiLU * up, cuBLAS's does not. Then follow the small
+kernels, the numbers of rows whose bits differ from those among 1024 rows, and the layers of ten models, where both
+sides include SiLU * up. Writes DIR/linear.json.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
 
-READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
+READ_CEILING_BYTES_PER_SECOND = 4.62e12  # measured on an H200: reads only
 NUM_LAYERS = 8
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 49152
 # name: rows of the weight, inputs
@@ -49,9 +49,9 @@ Calls = list[Callable[[], object]]
 
 
 def served(x: Tensor, weight: Tensor, is_gated: bool) -> Tensor:
-    """The product as a worker computes it, whichever kernel that is."""
-    product = CudaLinear(weight)
-    return product.gated(x, Activation.SILU) if is_gated else product(x)
+    """Compute the layer as a worker does, with whichever kernel it selects."""
+    layer = CudaLinear(weight)
+    return layer.gated(x, Activation.SILU) if is_gated else layer(x)
 
 
 class Layers:
@@ -94,7 +94,7 @@ class Layers:
         }
 
     def other_bits(self, name: str) -> list[int]:
-        """Numbers of rows with which some row's result differs from the one it has among 1024."""
+        """Return the numbers of rows for which a row's bits differ from those among 1024."""
         weight, x, is_gated = self.weights[name][0], self.inputs[SHAPES[name][1]], name == "gate_up"
         expected = served(x, weight, is_gated)
         return [
@@ -115,7 +115,7 @@ def measure_products(layers: Layers) -> list[dict[str, Any]]:
 
 
 def measure_models() -> list[dict[str, Any]]:
-    """Every product of products.py: served against cuBLAS, and whether rows among few have the bits of many."""
+    """Measure every layer of all models: served against cuBLAS, and bit equality between few and many rows."""
     return [row for shape, owners in all_shapes().items() for row in _measure_shape(shape, owners)]
 
 
@@ -190,8 +190,8 @@ def print_table(products: list[dict[str, Any]], small: list[dict[str, Any]], oth
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for linear.json")
-    parser.add_argument("--deterministic", action="store_true", help="with the worker's settings of that name")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for linear.json")
+    parser.add_argument("--deterministic", action="store_true", help="use the worker's --deterministic kernels")
     options = parser.parse_args(argv)
     if options.deterministic:
         use_batch_invariant_products()

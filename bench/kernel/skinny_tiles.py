@@ -1,10 +1,9 @@
-"""The fastest tiles of skinny_linear for every product of a model, or of one of N ranks that share it, beside cuBLAS.
+"""Find the fastest skinny_linear tiles for the linear layers of a model, or of one of its ranks.
 
     python -m bench skinny-tiles --out DIR [--model NAME] [--tensor-parallel-size N]
 
-The models are those of products.py. Every product is timed inside a CUDA graph over copies of its weight that the L2
-cache cannot hold. Beside the rule of kernels/skinny_linear_tiles.py it tells what the rule misses. Writes
-DIR/skinny_tiles_MODEL_tpN.json.
+Every layer of products.py is timed in a CUDA graph over copies of its weight that exceed the L2 cache, against cuBLAS
+and the rule of kernels/skinny_linear_tiles.py. Writes DIR/skinny_tiles_MODEL_tpN.json.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from kernels.skinny_linear import Tiles, gated_skinny_linear, skinny_linear
 
 ROWS = (1, 8, 16, 32, 64, 128)
 BYTES_OF_COPIES = 400 * 2**20  # eight times the L2 cache of an H200
-SHARED_BYTES, FEWEST_STAGES = 225 * 1024, 3  # as in skinny_linear.py; with fewer stages nothing is ahead
+SHARED_BYTES, MIN_STAGES = 225 * 1024, 3  # as in skinny_linear.py; fewer stages would not prefetch
 
 
 def candidates(rows: int, num_outputs: int, num_inputs: int, is_gated: bool) -> Iterator[Tiles]:
@@ -36,12 +35,12 @@ def candidates(rows: int, num_outputs: int, num_inputs: int, is_gated: bool) -> 
             for row_blocks in (1, 2) if rows >= 16 else (1,):
                 stage_bytes = (block_n + max(8, rows // row_blocks)) * block_k * 2
                 divides = num_outputs % 64 == 0 and num_outputs % (block_n // (1 + is_gated)) == 0
-                if divides and num_inputs % block_k == 0 and FEWEST_STAGES * stage_bytes <= SHARED_BYTES:
+                if divides and num_inputs % block_k == 0 and MIN_STAGES * stage_bytes <= SHARED_BYTES:
                     yield Tiles(block_n, block_k, row_blocks=row_blocks)
 
 
 def product(name: str, x: Tensor, weight: Tensor, tiles: Tiles | None) -> Tensor:
-    """The product as a worker would compute it with `tiles`, or by the library."""
+    """Compute the layer as a worker would with `tiles`, or with the library."""
     if name == "gate_up":
         return gated_skinny_linear(x, weight, tiles) if tiles else silu_and_mul(linear(x, weight))
     if name == "head":
@@ -77,7 +76,7 @@ def measure(name: str, num_rows: int, weights: list[Tensor]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the result")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for the result")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.1-8B")
     parser.add_argument("--tensor-parallel-size", type=int, choices=(1, 2, 4, 8), default=1)
     options = parser.parse_args(argv)

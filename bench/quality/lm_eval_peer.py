@@ -1,10 +1,10 @@
-"""Run by the Python of `.venv/peers/quality`: lm-eval's word perplexity of one model, and what it said of each token.
+"""Run lm-eval's word perplexity for one model with the Python of `.venv/peers/quality`.
 
     python lm_eval_peer.py OUT local-completions base_url=...,model=...,tokenizer=DIR,max_length=2048
     python lm_eval_peer.py OUT hf pretrained=DIR,dtype=bfloat16,softmax_dtype=float32,max_length=2046
 
-The task `articles` lies in the current directory. OUT is JSON: the perplexity, and the windows that were scored: their
-tokens but the last, and the likeliest token behind each. Knows nothing of this repository.
+The task `articles` is in the current directory. OUT is JSON with the perplexity, the scored windows (tokens without the
+last), and the top token after each. It imports nothing of this repository.
 """
 
 import json
@@ -24,7 +24,7 @@ PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 
 
 class Served(LocalCompletionsAPI):
-    """A server of OpenAI's completions, asked for token ids in place of texts."""
+    """An OpenAI completions server that is sent token ids instead of text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -1,4 +1,4 @@
-"""The cost of a TAKE to the store, by its own count: beside how many peers, and for how many entries."""
+"""The cost of a TAKE to the store, by its own statistics, for numbers of peers and entries."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ CALLS, ROUNDS = 100, 5
 
 
 async def take_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
-    """Microseconds of server time of one call, of the best round: other programs on the machine only add to it."""
+    """Return microseconds of server time per call, in the best round, because other processes only add time."""
     return {
         f"{num_peers} peers, {num_entries} entries": await _best_of(redis, keys, num_peers, num_entries)
         for num_peers in (0, 256)
@@ -32,7 +32,7 @@ async def _best_of(redis: Redis, keys: RedisKeys, num_peers: int, num_entries: i
             for number in range(CALLS * num_entries):
                 pipeline.xadd(keys.queue("interactive"), {"r": f"{number:032x}", "s": "0"})
             await pipeline.execute()
-        await scripts.take(WORKER, Demand(0))  # the script is known from here on
+        await scripts.take(WORKER, Demand(0))  # loads the script
         await redis.config_resetstat()
         for _ in range(CALLS):
             await scripts.take(WORKER, Demand(max(1, num_entries), room=64, prompt_tokens=100_000))

@@ -61,7 +61,7 @@ def test_a_shorter_answer_is_no_measurement(environment: Path) -> None:
     (environment / "peer.py").write_text(FAKE.replace("SHORT", "1"))
     with (
         llama_cpp(Path("m.gguf"), is_bf16=False, threads=1, slots=1, slot_tokens=8) as server,
-        pytest.raises(NoPeer, match="wrote 0 tokens of 1"),
+        pytest.raises(NoPeer, match="generated 0 of 1 tokens"),
     ):
         server([[5]], 4)
 
@@ -69,7 +69,7 @@ def test_a_shorter_answer_is_no_measurement(environment: Path) -> None:
 def test_a_server_that_ends_is_told(environment: Path) -> None:
     (environment / "peer.py").write_text("import sys; sys.exit(7)")
     with (
-        pytest.raises(NoPeer, match=r"ended with 7 before it served m\.gguf"),
+        pytest.raises(NoPeer, match=r"ended with status 7 before it served m\.gguf"),
         llama_cpp(Path("m.gguf"), is_bf16=False, threads=1, slots=1, slot_tokens=8),
     ):
         pass

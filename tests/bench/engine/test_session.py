@@ -47,7 +47,7 @@ def test_steady_steps_are_those_of_the_longest_full_stretch_without_its_ends() -
 
 
 def test_without_a_steady_step_it_is_said_what_to_do() -> None:
-    with pytest.raises(NoSteadyStep, match=r"the first 8 and the last 2 of those .* let each write more tokens"):
+    with pytest.raises(NoSteadyStep, match=r"the first 8 and the last 2 steps .* generate more tokens"):
         step_figures([])
 
 

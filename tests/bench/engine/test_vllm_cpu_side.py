@@ -60,14 +60,14 @@ def test_a_shorter_answer_is_no_measurement(peer: Path, model: Path) -> None:
     peer.write_text(FAKE.replace("SHORT", "1"))
     with (
         vllm_cpu(model, threads=1, sequences=1, sequence_tokens=8) as engine,
-        pytest.raises(NoPeer, match="did not write 1 tokens"),
+        pytest.raises(NoPeer, match="did not generate 1 tokens"),
     ):
         engine([[5]], 4)
 
 
 def test_an_engine_that_ends_is_told(peer: Path, model: Path) -> None:
     peer.write_text("import sys; sys.exit(7)")
-    with pytest.raises(NoPeer, match="ended with 7"), vllm_cpu(model, threads=1, sequences=1, sequence_tokens=8):
+    with pytest.raises(NoPeer, match="ended with status 7"), vllm_cpu(model, threads=1, sequences=1, sequence_tokens=8):
         pass
 
 

@@ -64,5 +64,5 @@ def test_an_unknown_format_is_refused_with_those_that_there_are(capsys: pytest.C
     with pytest.raises(SystemExit):
         main(["--formats", "int8,int3", "--out", str(Path("never"))])
     error = capsys.readouterr().err
-    assert "int3: no format; there are" in error
+    assert "unknown formats: int3; allowed:" in error
     assert "as-stored" in error

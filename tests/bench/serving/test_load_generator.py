@@ -189,7 +189,7 @@ async def test_a_rate_sends_without_waiting_for_answers(fake: tuple[FakeServer, 
 @pytest.mark.parametrize(
     ("behave", "message"),
     [
-        (one_token_less, "5 tokens in usage, 6 were asked for"),
+        (one_token_less, "5 tokens in usage, 6 were requested"),
         (one_prompt_token_less, "3 prompt tokens in usage, 4 were sent"),
         (cut_short, "the stream ended without [DONE]"),
         (error_event, "worker lost"),
@@ -230,7 +230,7 @@ async def test_a_server_without_a_model_is_named(
 ) -> None:
     fake[0].models = models
     assert await bench(fake[1]) == 2
-    assert "/v1/models names no model" in capsys.readouterr().err
+    assert "/v1/models lists no model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
