@@ -67,15 +67,9 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of a model on one device.
 
-    Args:
-        config: The model's shape.
-        memory_bytes: Memory of one device for weights and KV.
-        block_size: Tokens per KV block.
-        max_model_len: Tokens of the longest sequence.
-        dtype: Dtype of the weights.
-        kv_dtype: One of KV_CACHE_DTYPES.
-        blueprint: Gives the share per device and quantized weights; None: all of `config` in `dtype`.
-        tensor_parallel_size: Devices that share the model.
+    `memory_bytes` is the memory of one device for weights and KV; `block_size` and `max_model_len` are in tokens.
+    `blueprint` gives the share of a device and quantized weights; without it, a device holds all of `config` in
+    `dtype`.
 
     Raises:
         DoesNotFit: If one sequence of `max_model_len` tokens does not fit.
@@ -92,12 +86,8 @@ def estimate(
     needed = {tokens: layout.max_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
     fitting = {tokens: blocks // num_blocks for tokens, num_blocks in needed.items()}
     if not fitting[max_model_len]:
-        needed_gib = needed[max_model_len] * layout.block_bytes / 2**30
-        raise DoesNotFit(
-            f"The weights take {weights_bytes / 2**30:.1f} GiB and leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; "
-            f"one sequence of {max_model_len} tokens needs {needed_gib:.1f} GiB. "
-            + (f"Set --max-model-len {blocks * block_size} or less." if blocks else "Use more or larger devices.")
-        )
+        needed_bytes = needed[max_model_len] * layout.block_bytes
+        raise _does_not_fit(weights_bytes, kv_bytes, max_model_len, needed_bytes, blocks * block_size)
     return Estimate(
         parameters=config.num_parameters(),
         dtype=dtype,
@@ -112,6 +102,16 @@ def estimate(
         tensor_parallel_size=tensor_parallel_size,
         weight_format=weight_format,
         window=layout.groups[0].window,
+    )
+
+
+def _does_not_fit(
+    weights_bytes: int, kv_bytes: int, max_model_len: int, needed_bytes: int, fitting_tokens: int
+) -> DoesNotFit:
+    return DoesNotFit(
+        f"The weights take {weights_bytes / 2**30:.1f} GiB and leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; "
+        f"one sequence of {max_model_len} tokens needs {needed_bytes / 2**30:.1f} GiB. "
+        + (f"Set --max-model-len {fitting_tokens} or less." if fitting_tokens else "Use more or larger devices.")
     )
 
 
@@ -241,6 +241,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="longest prompt and output in tokens (default: the model's maximum)",
     )
+    _add_format_options(parser)
+    return parser
+
+
+def _add_format_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of weight and KV formats, and --json."""
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="dtype of the weights (default: as saved)")
     parser.add_argument(
         "--quantization",
@@ -265,7 +271,6 @@ def _parser() -> argparse.ArgumentParser:
         help="devices that share the model (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 if __name__ == "__main__":

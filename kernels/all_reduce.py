@@ -63,11 +63,9 @@ def all_reduce_two(tensor: Tensor, exchange: Exchange) -> Tensor:
     """Replace `tensor` by the sum of both GPUs' tensors.
 
     Each program copies its block into the peer's buffer, releases a flag in the peer's memory, waits for its own flag
-    and
-    adds the received block. An exchange therefore costs one transfer of data and flag. Nothing waits at the end: a
-    buffer
-    has two slots used in turn, and a rank reuses a slot only after the peer's next exchange, that is, after it was
-    read.
+    and adds the received block. An exchange therefore costs one transfer of data and flag. Nothing waits at the end: a
+    buffer has two slots used in turn, and a rank reuses a slot only after the peer's next exchange, that is, after it
+    was read.
 
     Args:
         tensor: [...], bfloat16, contiguous, 1 to SLOT_ELEMENTS elements; modified in place.

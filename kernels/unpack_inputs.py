@@ -166,9 +166,8 @@ def unpack_inputs(
     Row r is a sequence with tokens [query_start_loc[r], query_start_loc[r + 1]) of the batch, which are its last; their
     positions and slots follow from seq_lens[r] and the block table. If feedback[r] >= 0 the row has one token,
     sampled_token_ids[feedback[r]], sampled by the previous step and not yet seen by the host. Padding rows have one
-    token
-    each, id 0 at position 0 in slot 0, of a sequence of length 0, and none when the tokens are used up. Unused logits
-    indices are 0. Logits of a token may be requested several times.
+    token each, id 0 at position 0 in slot 0, of a sequence of length 0, and none when the tokens are used up. Unused
+    logits indices are 0. Logits of a token may be requested several times.
 
     Args:
         described: The batch in host memory.

@@ -298,6 +298,12 @@ def _parser() -> argparse.ArgumentParser:
         default=32,
         help="output tokens per checked prompt (default: %(default)s)",
     )
+    _add_engine_options(parser)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the measured engine, and --output."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument(
@@ -327,7 +333,6 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("bench/results"),
         help="folder of the JSON (default: %(default)s)",
     )
-    return parser
 
 
 def _names(text: str, allowed: Sequence[str]) -> list[str]:

@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="server (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", default="", help="model name (default: the first one in /v1/models)")
     parser.add_argument("--api", choices=("completions", "chat"), default="completions")
-    parser.add_argument("--api-key", metavar="NAME", default="")
+    parser.add_argument("--api-key", metavar="KEY", default="")
     parser.add_argument("--trace", metavar="PATH", type=Path, help="JSON list of [prompt_tokens, output_tokens]")
     parser.add_argument(
         "--prompt-tokens",
@@ -170,6 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rate", metavar="N,N,...", type=_list_of(_rate), help="Poisson arrivals per second instead; inf: all at once"
     )
+    _add_request_options(parser)
+    return parser
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of each request and of the output files."""
     parser.add_argument("--seed", metavar="N", type=int, default=1)
     parser.add_argument(
         "--warmup",
@@ -198,7 +204,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
     parser.add_argument("--png", metavar="PATH", type=Path, help="file for a picture of the distributions")
-    return parser
 
 
 def _count(text: str) -> int:

@@ -72,8 +72,7 @@ def passes_norm_test(peers: PeerNorm, hidden_size: int, ranks: SelfTestRanks, de
     """Return whether fused sums and norms are right up to rounding, with rank 0's bits on all ranks.
 
     With two ranks the sum has one rounding and must equal any other implementation bit for bit. Each number of rows
-    uses
-    the memory differently. One width is one kernel, which is compiled here.
+    uses the memory differently. One width is one kernel, which is compiled here.
     """
     is_right = True
     # In the dtype of the network's norms; another dtype would compile another kernel.

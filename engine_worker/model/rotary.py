@@ -48,10 +48,9 @@ def _linear(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor
 
 
 def _by_wavelength(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor:
-    """Scale the frequencies by wavelength, as Llama 3 does.
+    """Scale the frequencies by wavelength.
 
-    Wavelengths short against the original context are kept, longer ones than it are divided by `factor`, and
-    frequencies
+    Wavelengths short against the original context are kept, longer ones are divided by `factor`, and frequencies
     between the two bounds are interpolated linearly.
     """
     turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)

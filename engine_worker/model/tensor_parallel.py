@@ -86,8 +86,7 @@ class ProcessGroup:
     """A TensorParallel over an initialized torch.distributed group: gloo on a CPU, NCCL on CUDA.
 
     NCCL rounds bfloat16 sums to bfloat16 at each step. Both backends compute each element on one rank and distribute
-    it,
-    so all ranks get the same bits. With more than two ranks, the order of a sum depends on the element's position.
+    it, so all ranks get the same bits. With more than two ranks, the order of a sum depends on the element's position.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:

@@ -152,8 +152,7 @@ class PagedAttentionPlan:
         """Return the blocks that this step starts but does not fill.
 
         They must be zeroed before store_kv_cpu(): attention masks unused slots by adding -inf, and a NaN left by an
-        earlier
-        owner of the block would stay NaN.
+        earlier owner of the block would stay NaN.
         """
         block_size = self._layout.block_size
         blocks = []

@@ -75,8 +75,7 @@ class WidenedBlocks:
 
         Returns:
             Two [S * B, Hkv, BS, D], float16, addressed by `self.block_tables` [S, B]. Only used blocks of sequences
-            with
-            several new tokens are defined.
+            with several new tokens are defined.
         """
         num_kv_heads, block_size, head_dim = key_cache.shape[1:]
         assert key_cache.stride()[1:] == (block_size * head_dim, head_dim, 1)

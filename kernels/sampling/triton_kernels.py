@@ -157,8 +157,7 @@ def _search(
 
     A score counts 1, or with BY_MASS exp((score - greatest) / temperature). Each pass over the groups that reach `low`
     quarters [low, high): the scores from low on reach the target, those from high on do not. A pass also finds the
-    smallest
-    score from `low` on and the largest below `high`; when they are equal, that score is the exact answer.
+    smallest score from `low` on and the largest below `high`; when they are equal, that score is the exact answer.
     """
     high = greatest * 0.0 + _INFINITY
     top = greatest  # an upper bound of the scores below `high`
