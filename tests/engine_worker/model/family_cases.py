@@ -1,10 +1,11 @@
-"""Which model types are tried, which way each runs, and which are refused with what words; docs/ lists them.
+"""Model types under test, the implementation that runs each, and the refused ones with their messages.
 
-    NATIVE                 those with a file in engine_worker/model/architectures
-    THROUGH_TRANSFORMERS   some of those without
-    REFUSED                (model type, changes, words of the refusal)
+    NATIVE                 model types with a file in engine_worker/model/architectures
+    THROUGH_TRANSFORMERS   some of the others
+    REFUSED                (model type, changes, words of the error message)
 
-A case is what its config.json has beside reference.TINY. Imports no torch: the docs are made of it.
+A case holds the config.json fields that differ from reference.TINY. The documentation is generated from this module,
+so it does not import torch.
 """
 
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ NATIVE = {
     "helium": Case("helium", {"head_dim": 16, "hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
 }  # fmt: skip
 
-# num_key_value_heads is no key of theirs.
+# Their config has no num_key_value_heads.
 PLAIN = {"num_key_value_heads": 6, "head_dim": None}
 THROUGH_TRANSFORMERS = {
     "opt": Case("opt", {**PLAIN, "ffn_dim": 96, "word_embed_proj_dim": 96}),

