@@ -1,4 +1,4 @@
-"""The rule of fp8_linear, as it can be known without a GPU: who is sent to it, and with which tiles."""
+"""The rules of fp8_linear that need no GPU: supported shapes and their tiles."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ SHAPES = [*all_shapes(), (1280, 640, False), (1536, 576, True), (100, 4096, Fals
 
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tiles_cut_a_product_without_remainder(shape: tuple[int, int, bool], is_grouped: bool) -> None:
+def test_fp8_tiles_cover_a_matrix_exactly(shape: tuple[int, int, bool], is_grouped: bool) -> None:
     num_outputs, num_inputs, is_gated = shape
     chosen = [fp8_tiles(shape, num_rows, is_grouped) for num_rows in ROWS]
     most = max_fp8_rows(shape, is_grouped)
@@ -32,13 +32,13 @@ def test_tiles_cut_a_product_without_remainder(shape: tuple[int, int, bool], is_
     assert changes <= {32, 64, 128}, "else a decoding batch that grows by one would be compiled for again and again"
 
 
-def test_sizes_that_no_tile_fits_are_the_librarys() -> None:
+def test_sizes_without_a_tile_use_the_library() -> None:
     assert max_fp8_rows((1536, 576, True), False) == 0, "inputs are read 128 at a time"
     assert max_fp8_rows((100, 4096, False), False) == 0
     assert [max_fp8_rows((64, 128, False), is_grouped) for is_grouped in (False, True)] == [MAX_ROWS, 0]
 
 
-def test_quantized_rows_and_groups_are_exact_where_the_scale_is_a_power_of_two() -> None:
+def test_power_of_two_scales_quantize_exactly() -> None:
     x = torch.tensor([[448.0, -3.5, 0.0, 2.0] * 64, [896.0, 64.0, -0.25, 0.0] * 64])
     assert torch.equal(quantize_rows_reference(x).exact_rows(), x)
     x[1, :128] /= 256

@@ -1,8 +1,8 @@
-"""Sums of rows over ranks, fused with the addition and the norm: the buffers of all ranks are in this process.
+"""Row sums over ranks fused with the residual addition and the norm; all ranks' buffers are in this process.
 
-A launch of the interpreter ends before the next one begins, so nobody can wait. Every rank first sends without waiting
-for anyone, which its counts then forget; sent again beside the parts of all others, its sums are whole. In float16, as
-the interpreter rounds to bfloat16 unlike a GPU.
+A launch of the interpreter ends before the next one starts, so no rank can wait. Every rank first sends without
+waiting, and its counts are reset; when it sends again beside the parts of all others, its sums are complete. Uses
+float16, since the interpreter rounds bfloat16 differently from a GPU.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ def exchanges(size: int) -> list[RowExchange]:
 
 
 def random(num_rows: int, hidden: int, seed: int) -> Tensor:
-    """Strided rows: the columns after them belong to somebody else."""
+    """Return strided rows; the columns after a row must not be read."""
     rows = torch.randn(num_rows, hidden + 16, generator=torch.Generator().manual_seed(seed)).to(torch.float16)
     rows[:, hidden:] = torch.nan
     return rows[:, :hidden]
@@ -56,10 +56,10 @@ def send(ranks: list[RowExchange], parts: list[Tensor], weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("size", "num_rows", "hidden"), [(2, 3, 4096), (2, 1, 100), (3, 2, 576), (4, 5, 128)])
-def test_every_rank_has_the_bits_of_the_sum_in_order_then_the_norm(size: int, num_rows: int, hidden: int) -> None:
+def test_every_rank_has_the_bits_of_sum_then_norm(size: int, num_rows: int, hidden: int) -> None:
     ranks, weight = exchanges(size), random(1, hidden, 99)[0].contiguous()
-    for round_number in range(5):  # both slots, each again
-        rows = num_rows if round_number != 2 else 1  # other numbers of rows between
+    for round_number in range(5):  # both slots, each reused
+        rows = num_rows if round_number != 2 else 1  # another number of rows in between
         parts = [random(rows, hidden, 10 * round_number + rank) for rank in range(size)]
         residual = random(rows, hidden, 1000 + round_number)
         send(ranks, parts, weight)
@@ -70,7 +70,7 @@ def test_every_rank_has_the_bits_of_the_sum_in_order_then_the_norm(size: int, nu
     assert ranks[0].counts[:2].tolist() == [5, 4 if num_rows > 1 else 0]
 
 
-def test_rows_of_another_width_between_touch_nobodys() -> None:
+def test_rows_of_another_width_do_not_interfere() -> None:
     ranks = exchanges(2)
     for hidden, rows in ((256, 4), (1024, 2), (64, 3), (256, 4)):
         parts, weight = [random(rows, hidden, hidden + rank) for rank in range(2)], torch.ones(hidden)
@@ -81,7 +81,7 @@ def test_rows_of_another_width_between_touch_nobodys() -> None:
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
-def test_quantized_as_a_norm_behind_the_sum_is(is_grouped: bool) -> None:
+def test_quantized_sum_norm_equals_sum_then_quantized_norm(is_grouped: bool) -> None:
     ranks, weight = exchanges(2), torch.ones(384)
     parts, residual = [random(2, 384, rank) for rank in range(2)], random(2, 384, 7)
     send(ranks, parts, weight)
@@ -92,7 +92,7 @@ def test_quantized_as_a_norm_behind_the_sum_is(is_grouped: bool) -> None:
         assert torch.equal(found.scales, expected.scales) and torch.equal(added, new_residual)
 
 
-def test_counts_wrap_around() -> None:
+def test_arrival_counts_wrap_around() -> None:
     ranks, weight = exchanges(2), torch.ones(64)
     for rank in ranks:
         rank.counts.fill_(2**31 - 2)
@@ -105,14 +105,14 @@ def test_counts_wrap_around() -> None:
             assert torch.equal(added, in_order(parts))
 
 
-def test_who_does_not_come_is_not_waited_for_for_ever_where_that_is_told() -> None:
+def test_missing_rank_times_out_when_a_limit_is_set() -> None:
     first, _ = exchanges(2)
     part = random(1, 64, 0)
     _, added = sum_add_rms_norm(part, torch.zeros_like(part), torch.ones(64), EPS, replace(first, max_spins=3))
-    assert torch.equal(added, part)  # of a slot that nobody wrote
+    assert torch.equal(added, part)  # from an unwritten slot
 
 
-def test_no_more_rows_than_wait_at_once_and_none_wider() -> None:
+def test_too_many_or_too_wide_rows_are_refused() -> None:
     first, _ = exchanges(2)
     for rows, hidden in ((MAX_ROWS + 1, 64), (1, ROW_ELEMENTS + 1), (0, 64)):
         part = torch.zeros(rows, hidden, dtype=torch.float16)
