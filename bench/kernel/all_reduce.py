@@ -32,7 +32,7 @@ AllReduce = Callable[[Tensor], Tensor]  # returns the sum, possibly in place
 Measure = Callable[[int, int, str, Path], None]  # rank, ranks, rendezvous folder, result folder
 
 
-def ways(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, AllReduce]:
+def implementations(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, AllReduce]:
     found: dict[str, AllReduce] = {"nccl": ranks.all_reduce}
     found["two_shots"] = SymmetricMemory(device, num_bytes, max_one_shot_bytes=0).all_reduce
     chosen = ProcessGroup(device)
@@ -44,11 +44,11 @@ def ways(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str,
     return found
 
 
-def check(way: AllReduce, ranks: ProcessGroup, tensor: Tensor) -> None:
+def check(all_reduce: AllReduce, ranks: ProcessGroup, tensor: Tensor) -> None:
     """Assert that the sum is right and has the same bits on all ranks."""
     parts = [torch.empty_like(tensor) for _ in range(ranks.size)]
     dist.all_gather(parts, tensor)
-    found = way(tensor.clone()).clone()
+    found = all_reduce(tensor.clone()).clone()
     exact = torch.stack(parts).float().sum(0)
     # Each addition rounds once to 8 bits, at sums of at most four deviations per part.
     torch.testing.assert_close(found.float(), exact, rtol=0, atol=(ranks.size - 1) * ranks.size * 4 * 2**-8)
@@ -56,15 +56,15 @@ def check(way: AllReduce, ranks: ProcessGroup, tensor: Tensor) -> None:
     assert torch.equal(first, found), "ranks have different bits"
 
 
-def graph_microseconds(way: AllReduce, tensor: Tensor) -> float:
+def graph_microseconds(all_reduce: AllReduce, tensor: Tensor) -> float:
     for _ in range(3):
-        way(tensor)
+        all_reduce(tensor)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(capture_error_mode="thread_local")
         for _ in range(NUM_CALLS):
-            way(tensor)
+            all_reduce(tensor)
         graph.capture_end()
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     milliseconds = []
@@ -85,9 +85,9 @@ def measure(rank: int, size: int, directory: str, out: Path) -> None:
         generator = torch.Generator(device).manual_seed(rank)
         tensor = torch.randn(num_bytes // 2, dtype=torch.bfloat16, device=device, generator=generator)
         row: dict[str, Any] = {"bytes": num_bytes}
-        for name, way in ways(ranks, num_bytes, device).items():
-            check(way, ranks, tensor)
-            row[f"{name}_microseconds"] = graph_microseconds(way, torch.zeros_like(tensor))
+        for name, all_reduce in implementations(ranks, num_bytes, device).items():
+            check(all_reduce, ranks, tensor)
+            row[f"{name}_microseconds"] = graph_microseconds(all_reduce, torch.zeros_like(tensor))
         results.append(row)
         if rank == 0:
             print(", ".join(f"{key} {value:,.1f}" for key, value in row.items()), flush=True)

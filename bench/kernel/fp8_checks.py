@@ -44,16 +44,16 @@ def random_weight(num_outputs: int, num_inputs: int, is_grouped: bool, generator
     return Scaled(values.view(num_outputs, num_inputs), scales)
 
 
-def check_product(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: int, is_grouped: bool) -> Check:
+def check_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: int, is_grouped: bool) -> Check:
     """Check for two units of bfloat16, the same bits alone and in a batch, and on a second run."""
 
     def check(generator: torch.Generator) -> list[Error]:
         x = torch.randn(num_rows, num_inputs, dtype=torch.bfloat16, device=generator.device, generator=generator)
         weight = random_weight(num_outputs * (1 + is_gated), num_inputs, is_grouped, generator)
-        product = Fp8Linear(weight.values, weight.scales, is_gated=is_gated)
+        linear = Fp8Linear(weight.values, weight.scales, is_gated=is_gated)
 
         def run(rows: Tensor) -> Tensor:
-            return _tensor(product.gated(rows, Activation.SILU) if is_gated else product(rows))
+            return _tensor(linear.gated(rows, Activation.SILU) if is_gated else linear(rows))
 
         output = poisoned(lambda: run(x))
         rows = quantize_groups_reference(x) if is_grouped else quantize_rows_reference(x)
@@ -71,10 +71,10 @@ def check_invariance(num_outputs: int, num_inputs: int, is_gated: bool, is_group
     def check(generator: torch.Generator) -> list[Error]:
         x = torch.randn(300, num_inputs, dtype=torch.bfloat16, device=generator.device, generator=generator)
         weight = random_weight(num_outputs * (1 + is_gated), num_inputs, is_grouped, generator)
-        product = Fp8Linear(weight.values, weight.scales, is_gated=is_gated, is_deterministic=True)
+        linear = Fp8Linear(weight.values, weight.scales, is_gated=is_gated, is_deterministic=True)
 
         def run(rows: Tensor) -> Tensor:
-            return _tensor(product.gated(rows, Activation.SILU) if is_gated else product(rows))
+            return _tensor(linear.gated(rows, Activation.SILU) if is_gated else linear(rows))
 
         many = run(x)
         return [same_bits(run(x[:rows]), many[:rows]) for rows in (1, 5, 16, 32, 33, 64, 65, 128, 129, 256)]
@@ -125,7 +125,7 @@ def fp8_checks() -> dict[str, Check]:
             for num_rows in ROWS:
                 kind = f"{'gated ' if is_gated else ''}{'blocks' if is_grouped else 'rows'}"
                 name = f"fp8 {num_outputs} x {num_inputs} {kind} T={num_rows}"
-                checks[name] = check_product(num_outputs, num_inputs, is_gated, num_rows, is_grouped)
+                checks[name] = check_linear(num_outputs, num_inputs, is_gated, num_rows, is_grouped)
             checks[f"fp8 {num_outputs} x {num_inputs} invariance {is_grouped}"] = check_invariance(
                 num_outputs, num_inputs, is_gated, is_grouped
             )

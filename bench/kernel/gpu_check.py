@@ -40,7 +40,7 @@ from bench.kernel.cases import (
 )
 from bench.kernel.fp8_checks import fp8_checks
 from bench.kernel.fp8_kv_checks import fp8_kv_checks
-from bench.kernel.products import MODELS, Shape, products_of
+from bench.kernel.linear_shapes import MODELS, Shape, linear_shapes_of
 from bench.kernel.score_rules_checks import score_rules_checks
 from kernels.attention.paged_attention import paged_attention
 from kernels.kv_block_copy import copy_kv_blocks
@@ -197,14 +197,14 @@ def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check
 
 # Layers of an 8B model with two heads, and of two other models, one with rows that no measured shape has.
 CHECKED_PRODUCTS: tuple[Shape, ...] = (
-    *products_of(MODELS["Llama-3.1-8B"]).values(),
+    *linear_shapes_of(MODELS["Llama-3.1-8B"]).values(),
     (49152, 4096, False),
-    *products_of(MODELS["Qwen3-0.6B"]).values(),
-    *products_of(MODELS["Llama-3.1-8B"], num_ranks=2).values(),
+    *linear_shapes_of(MODELS["Qwen3-0.6B"]).values(),
+    *linear_shapes_of(MODELS["Llama-3.1-8B"], num_ranks=2).values(),
 )
 
 
-def _product_checks() -> dict[str, Check]:
+def _linear_checks() -> dict[str, Check]:
     checks: dict[str, Check] = {}
     for num_outputs, num_inputs, is_gated in CHECKED_PRODUCTS:
         for num_rows in (1, 7, 16, 31, 64, 100):
@@ -218,7 +218,7 @@ def _product_checks() -> dict[str, Check]:
 
 
 def all_checks() -> dict[str, Check]:
-    checks = _product_checks() | fp8_checks()
+    checks = _linear_checks() | fp8_checks()
     for shape in HEAD_SHAPES:
         for dtype in DTYPES:
             name = f"{shape} {str(dtype).removeprefix('torch.')}"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
-from bench.kernel.products import Shape, all_shapes
+from bench.kernel.linear_shapes import Shape, all_shapes
 from engine_worker.execution.load_replica import use_batch_invariant_products
 from engine_worker.model.quantization.dense_cuda import CudaLinear
 from engine_worker.model.spec import Activation
@@ -66,7 +66,7 @@ class Layers:
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=self.generator)
 
-    def products(self, name: str, rows: int) -> dict[str, Calls]:
+    def calls(self, name: str, rows: int) -> dict[str, Calls]:
         x = self.inputs[SHAPES[name][1]][:rows]
         return {
             "cublas": [lambda w=w: linear(x, w) for w in self.weights[name]],
@@ -102,12 +102,12 @@ class Layers:
         ]
 
 
-def measure_products(layers: Layers) -> list[dict[str, Any]]:
+def measure_layers(layers: Layers) -> list[dict[str, Any]]:
     results = []
     for name in (*SHAPES, "chain"):
         weight_bytes = sum(layers.weights[key][0].nbytes for key in (LAYER if name == "chain" else (name,)))
         for rows in ROWS:
-            calls = layers.chains(rows) if name == "chain" else layers.products(name, rows)
+            calls = layers.chains(rows) if name == "chain" else layers.calls(name, rows)
             times = {f"{kind}_microseconds": graph_microseconds(calls[kind]) for kind in calls}
             floor = weight_bytes / READ_CEILING_BYTES_PER_SECOND * 1e6
             results.append({"product": name, "rows": rows, **times, "floor_microseconds": floor})
@@ -152,7 +152,7 @@ def print_models(results: list[dict[str, Any]]) -> None:
         worst = max(ratios, key=ratios.__getitem__)
         mean = sum(ratios.values()) / len(ratios)
         other = [row["of"][0] for row in of_rows if not row["same_bits"]]
-        print(f"{len(ratios)} products, {rows} rows: {mean:.3f} x cuBLAS, at most {ratios[worst]:.3f} ({worst})")
+        print(f"{len(ratios)} linear layers, {rows} rows: {mean:.3f} x cuBLAS, at most {ratios[worst]:.3f} ({worst})")
         print(f"  other bits than among 1024: {other}")
 
 
@@ -176,9 +176,9 @@ def measure_small_kernels(layers: Layers) -> list[dict[str, Any]]:
     return results
 
 
-def print_table(products: list[dict[str, Any]], small: list[dict[str, Any]], other_bits: dict[str, list[int]]) -> None:
+def print_table(layers: list[dict[str, Any]], small: list[dict[str, Any]], other_bits: dict[str, list[int]]) -> None:
     print(f"{'product':8s} {'rows':>5s} {'cuBLAS us':>10s} {'served us':>10s} {'floor us':>9s} {'TB/s':>5s}")
-    for row in products:
+    for row in layers:
         ours, floor = row["served_microseconds"], row["floor_microseconds"]
         bandwidth = floor / ours * READ_CEILING_BYTES_PER_SECOND / 1e12
         times = f"{row['cublas_microseconds']:10.1f} {ours:10.1f} {floor:9.1f} {bandwidth:5.2f}"
@@ -196,9 +196,9 @@ def main(argv: list[str]) -> int:
     if options.deterministic:
         use_batch_invariant_products()
     layers = Layers()
-    products, small = measure_products(layers), measure_small_kernels(layers)
+    timings, small = measure_layers(layers), measure_small_kernels(layers)
     other_bits = {name: layers.other_bits(name) for name in SHAPES}
-    print_table(products, small, other_bits)
+    print_table(timings, small, other_bits)
     del layers
     models = measure_models()
     print_models(models)
@@ -206,7 +206,7 @@ def main(argv: list[str]) -> int:
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "command": "python -m bench linear --out DIR" + (" --deterministic" if options.deterministic else ""),
-        "products": products,
+        "products": timings,
         "small_kernels": small,
         "rows_with_other_bits": other_bits,
         "models": models,

@@ -26,7 +26,7 @@ VOCABULARIES = (49_152, 128_256)
 BATCHES = (1, 32, 256)
 # Deviation of the logits: 1 is nearly flat, with a wide nucleus, like random weights; 4 is peaked like a trained model.
 SCALES = (1.0, 4.0)
-WAYS: dict[str, dict[str, float]] = {
+VARIANTS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "temperature 1": {},
     "top-p 0.9": {"top_p": 0.9},
@@ -86,9 +86,11 @@ def num_kept(scores: Tensor, rows: SamplingRows, slack: float) -> Tensor:
     return (ordered >= least).sum(dim=-1)
 
 
-def check(vocab_size: int, scale: float, dtype: torch.dtype, way: dict[str, Any], num_rows: int = 64) -> dict[str, Any]:
+def check(
+    vocab_size: int, scale: float, dtype: torch.dtype, variant: dict[str, Any], num_rows: int = 64
+) -> dict[str, Any]:
     """Count rows whose token or kept set differs from the reference, or whose result changes between runs."""
-    scores, rows = random_scores(num_rows, vocab_size, scale, dtype), uniform_rows(num_rows, **way)
+    scores, rows = random_scores(num_rows, vocab_size, scale, dtype), uniform_rows(num_rows, **variant)
     token_ids, best = sample_tokens_triton(scores, rows)
     expected, expected_best = sample_tokens_reference(scores, rows)
     alone = torch.cat(
@@ -122,7 +124,7 @@ def _row(rows: SamplingRows | None, row: int) -> SamplingRows | None:
 
 
 def run_checks() -> list[dict[str, Any]]:
-    ways = WAYS | {
+    variants = VARIANTS | {
         "temperature 0.3, top-p 0.99": {"temperature": 0.3, "top_p": 0.99},
         "temperature 5, top-k 3000, top-p 0.5": {"temperature": 5.0, "top_k": 3000, "top_p": 0.5},
         "min-p 0.2, top-k 40, top-p 0.7": {"min_p": 0.2, "top_k": 40, "top_p": 0.7},
@@ -133,9 +135,9 @@ def run_checks() -> list[dict[str, Any]]:
     for vocab_size in (*VOCABULARIES, 1_000):
         for scale in SCALES:
             for dtype in (torch.bfloat16, torch.float32):
-                for name, way in ways.items():
+                for name, variant in variants.items():
                     case = f"{name}, {vocab_size}, scale {scale:g}, {str(dtype).removeprefix('torch.')}"
-                    results.append({"case": case, **check(vocab_size, scale, dtype, way)})
+                    results.append({"case": case, **check(vocab_size, scale, dtype, variant)})
     return results
 
 
@@ -169,10 +171,10 @@ def sorting_baseline(scores: Tensor) -> Tensor:
     return order.gather(1, (weights / noise).argmax(dim=-1, keepdim=True))
 
 
-def time_way(name: str, way: dict[str, Any], num_rows: int, vocab_size: int, scale: float) -> dict[str, Any]:
+def time_variant(name: str, variant: dict[str, Any], num_rows: int, vocab_size: int, scale: float) -> dict[str, Any]:
     # Enough logits to fill the L2 cache, except for smaller batches, which a model has just written.
     buffers = [random_scores(num_rows, vocab_size, scale, torch.bfloat16, seed) for seed in range(8)]
-    rows = uniform_rows(num_rows, **way)
+    rows = uniform_rows(num_rows, **variant)
     seconds = device_seconds(lambda scores: sample_tokens_triton(scores, rows), buffers)
     read_bytes = buffers[0].nbytes
     return {
@@ -189,10 +191,10 @@ def run_timings() -> list[dict[str, Any]]:
     timings = []
     for vocab_size in VOCABULARIES:
         for num_rows in BATCHES:
-            for name, way in WAYS.items():
+            for name, variant in VARIANTS.items():
                 # Without truncation the time does not depend on the scores.
-                scales = SCALES if way.keys() & {"top_p", "top_k", "min_p"} else SCALES[:1]
-                timings += [time_way(name, way, num_rows, vocab_size, scale) for scale in scales]
+                scales = SCALES if variant.keys() & {"top_p", "top_k", "min_p"} else SCALES[:1]
+                timings += [time_variant(name, variant, num_rows, vocab_size, scale) for scale in scales]
             buffers = [random_scores(num_rows, vocab_size, 1.0, torch.bfloat16, seed) for seed in range(2)]
             seconds = device_seconds(sorting_baseline, buffers, rounds=5)
             shape = {"rows": num_rows, "vocab": vocab_size, "scale": 1.0}

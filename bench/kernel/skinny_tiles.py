@@ -2,8 +2,8 @@
 
     python -m bench skinny-tiles --out DIR [--model NAME] [--tensor-parallel-size N]
 
-Every layer of products.py is timed in a CUDA graph over copies of its weight that exceed the L2 cache, against cuBLAS
-and the rule of kernels/skinny_linear_tiles.py. Writes DIR/skinny_tiles_MODEL_tpN.json.
+Every layer of linear_shapes.py is timed in a CUDA graph over copies of its weight that exceed the L2 cache, against
+cuBLAS and the rule of kernels/skinny_linear_tiles.py. Writes DIR/skinny_tiles_MODEL_tpN.json.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
-from bench.kernel.products import MODELS, products_of
+from bench.kernel.linear_shapes import MODELS, linear_shapes_of
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import Tiles, gated_skinny_linear, skinny_linear
 
@@ -39,7 +39,7 @@ def candidates(rows: int, num_outputs: int, num_inputs: int, is_gated: bool) -> 
                     yield Tiles(block_n, block_k, row_blocks=row_blocks)
 
 
-def product(name: str, x: Tensor, weight: Tensor, tiles: Tiles | None) -> Tensor:
+def linear_of_worker(name: str, x: Tensor, weight: Tensor, tiles: Tiles | None) -> Tensor:
     """Compute the layer as a worker would with `tiles`, or with the library."""
     if name == "gate_up":
         return gated_skinny_linear(x, weight, tiles) if tiles else silu_and_mul(linear(x, weight))
@@ -57,7 +57,7 @@ def measure(name: str, num_rows: int, weights: list[Tensor]) -> dict[str, Any]:
     is_gated = name == "gate_up"
 
     def time_of(tiles: Tiles | None) -> float:
-        return graph_microseconds([partial(product, name, x, weight, tiles) for weight in weights])
+        return graph_microseconds([partial(linear_of_worker, name, x, weight, tiles) for weight in weights])
 
     found = {
         tiles: time_of(tiles) for tiles in candidates(num_rows, num_outputs // (1 + is_gated), num_inputs, is_gated)
@@ -81,8 +81,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tensor-parallel-size", type=int, choices=(1, 2, 4, 8), default=1)
     options = parser.parse_args(argv)
     results = []
-    products = products_of(MODELS[options.model], options.tensor_parallel_size)
-    for name, (num_outputs, num_inputs, is_gated) in products.items():
+    shapes = linear_shapes_of(MODELS[options.model], options.tensor_parallel_size)
+    for name, (num_outputs, num_inputs, is_gated) in shapes.items():
         shape = (num_outputs * (1 + is_gated), num_inputs)
         num_copies = max(2, BYTES_OF_COPIES // (2 * shape[0] * shape[1]))
         weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02) for _ in range(num_copies)]

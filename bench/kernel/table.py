@@ -76,7 +76,7 @@ def linear_layers() -> Iterator[Row]:
         shapes = LAYER if name not in SHAPES else (name,)
         weight_elements = sum(SHAPES[shape][0] * SHAPES[shape][1] for shape in shapes)
         for rows in LINEAR_ROWS:
-            calls = layers.products(name, rows) if name in SHAPES else layers.chains(rows)
+            calls = layers.calls(name, rows) if name in SHAPES else layers.chains(rows)
             yield {
                 "group": "linear",
                 "case": f"{name}, {rows} rows",

@@ -37,9 +37,9 @@ class Served(LocalCompletionsAPI):
         answers = outputs if isinstance(outputs, list) else [outputs]
         choices = [one for answer in answers for one in sorted(answer["choices"], key=lambda one: one["index"])]
         for window, choice in zip(tokens, choices, strict=True):
-            told = choice["logprobs"]
-            likeliest = [_likeliest(top) for top in told["top_logprobs"][1 : len(window)]]
-            scores = told["token_logprobs"][1 : len(window)]
+            logprobs = choice["logprobs"]
+            likeliest = [_likeliest(top) for top in logprobs["top_logprobs"][1 : len(window)]]
+            scores = logprobs["token_logprobs"][1 : len(window)]
             self.windows.append({"token_ids": window[:-1], "likeliest": likeliest, "log_probabilities": scores})
         return LocalCompletionsAPI.parse_logprobs(outputs=outputs, tokens=tokens, ctxlens=ctxlens)
 

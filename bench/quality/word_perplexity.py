@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         print(f"{PYTHON} does not exist; run `make quality`", file=sys.stderr)
         return 2
     model = options.model or ensure_demo_model(lambda phase, progress, detail: None)
-    told: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="ps-") as folder:
         work = options.keep or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
@@ -60,23 +60,23 @@ def main(argv: list[str]) -> int:
         if not (articles := work / "articles.jsonl").exists():
             write_articles(PYTHON, articles, options.most_words)
         for name in options.formats:
-            told[name] = _told(name, model, work, options)
-            print(f"{name}: {told[name]['word_perplexity']:.4f}", flush=True)
-    result = {**provenance(["word-perplexity", *argv]), **described(model, told), "formats": rows(told)}
+            answers[name] = _answer_of(name, model, work, options)
+            print(f"{name}: {answers[name]['word_perplexity']:.4f}", flush=True)
+    result = {**provenance(["word-perplexity", *argv]), **described(model, answers), "formats": rows(answers)}
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result["formats"]))
     return 0
 
 
-def described(model: Path, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    some = next(iter(told.values()))
+def described(model: Path, answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    some = next(iter(answers.values()))
     tokens = Scored.of(some).tokens
     return {"model": model.name, "words": some["words"], "tokens": tokens, "versions": some["versions"]}
 
 
-def rows(told: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    scored = {name: Scored.of(one) for name, one in told.items()}
+def rows(answers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    scored = {name: Scored.of(one) for name, one in answers.items()}
     made = []
     for name, one in scored.items():
         row: dict[str, Any] = {"format": name, "word_perplexity": round(one.word_perplexity, 4)}
@@ -102,12 +102,12 @@ def table(made: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _told(name: str, model: Path, work: Path, options: argparse.Namespace) -> dict[str, Any]:
+def _answer_of(name: str, model: Path, work: Path, options: argparse.Namespace) -> dict[str, Any]:
     out = work / f"{name.replace(' ', '_')}.json"
     if not out.exists():
         (_ask_transformers if name in REFERENCES else _ask_ours)(name, model, work, out, options.device)
-    told: dict[str, Any] = json.loads(out.read_text())
-    return told
+    answers: dict[str, Any] = json.loads(out.read_text())
+    return answers
 
 
 def _ask_transformers(name: str, model: Path, work: Path, out: Path, device: str) -> None:

@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from bench.kernel.products import MODELS, products_of
+from bench.kernel.linear_shapes import MODELS, linear_shapes_of
 from kernels.all_reduce import MAX_BLOCKS, MEMORY_BYTES, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
@@ -199,9 +199,9 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
     return launch
 
 
-def skinny_products() -> None:
+def skinny_linear_layers() -> None:
     """Compile every linear layer of an 8B model, at the smallest and largest number of rows that have tiles."""
-    for num_outputs, num_inputs, is_gated in products_of(MODELS["Llama-3.1-8B"]).values():
+    for num_outputs, num_inputs, is_gated in linear_shapes_of(MODELS["Llama-3.1-8B"]).values():
         weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.bfloat16, device="meta")
         for num_rows in (1, 16, 17, 64, 65, 128):
             tiles = tiles_of((num_outputs, num_inputs, is_gated), num_rows)
@@ -214,10 +214,10 @@ def skinny_products() -> None:
                 skinny_linear(x, weight, tiles, logits)
 
 
-def fp8_products() -> None:
+def fp8_linear_layers() -> None:
     """Compile a gated and a plain linear layer of an 8B model at most and fewest rows, and row quantization."""
-    products = products_of(MODELS["Llama-3.1-8B"])
-    for shape, numbers_of_rows in ((products["gate_up"], (1, 64)), (products["down"], (32, 64, 128))):
+    shapes = linear_shapes_of(MODELS["Llama-3.1-8B"])
+    for shape, numbers_of_rows in ((shapes["gate_up"], (1, 64)), (shapes["down"], (32, 64, 128))):
         num_outputs, num_inputs, is_gated = shape
         weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.float8_e4m3fn, device="meta")
         of_blocks = torch.empty(len(weight) // 128, num_inputs // 128, device="meta")
@@ -313,8 +313,8 @@ def main(part: int, num_parts: int) -> None:
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
         "tokens llama-8b fp8 kv": token_kernels("llama-8b", torch.bfloat16, E4M3),
-        "products llama-8b bf16": skinny_products,
-        "fp8 products llama-8b bf16": fp8_products,
+        "linear layers llama-8b bf16": skinny_linear_layers,
+        "fp8 linear layers llama-8b bf16": fp8_linear_layers,
         "sums of two": summing,
         "sums and norms bf16": summing_and_norming,
         "unpacking": unpacking,

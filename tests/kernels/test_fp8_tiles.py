@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench.kernel.products import all_shapes
+from bench.kernel.linear_shapes import all_shapes
 from kernels.fp8_linear import MAX_ROWS
 from kernels.fp8_tiles import fp8_tiles, max_fp8_rows
 from kernels.scaled import GROUP, quantize_groups_reference, quantize_rows_reference

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels.skinny_linear_tiles as table
-from bench.kernel.products import all_shapes
+from bench.kernel.linear_shapes import all_shapes
 from kernels.dependent_launch import dependent_launch
 from kernels.skinny_linear import MAX_ROWS, Tiles, gated_skinny_linear_reference, skinny_linear_reference
 

@@ -29,8 +29,8 @@ import threading
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 print("a line of a log")
-told = {"url": f"http://127.0.0.1:{server.server_port}", "versions": {"xllamacpp": " ".join(sys.argv[1:])}}
-print(json.dumps(told), flush=True)
+message = {"url": f"http://127.0.0.1:{server.server_port}", "versions": {"xllamacpp": " ".join(sys.argv[1:])}}
+print(json.dumps(message), flush=True)
 sys.stdin.read()
 """
 

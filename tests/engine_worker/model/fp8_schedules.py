@@ -69,7 +69,7 @@ def run(runner: ModelRunner, schedule: str, heads: Outputs | None = None) -> tup
     return outputs, sum(engine.stats().counters.preemptions.values())
 
 
-def ways(directory: Path, device: str, kv: str) -> dict[str, Any]:
+def outputs_by_schedule(directory: Path, device: str, kv: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in CUDAGRAPH_MODES if device == "cuda" else ("none",):
         for schedule in SCHEDULES:
@@ -81,7 +81,7 @@ def ways(directory: Path, device: str, kv: str) -> dict[str, Any]:
     return found
 
 
-def num_products(directory: Path, device: str) -> int:
+def num_linear_layers(directory: Path, device: str) -> int:
     if device != "cuda":
         return 0
     linear = import_module("engine_worker.model.quantization.fp8_cuda").Fp8Linear  # imports triton
@@ -93,8 +93,8 @@ def num_products(directory: Path, device: str) -> int:
 
 def main() -> None:
     directory, device = Path(sys.argv[1]), sys.argv[3] if len(sys.argv) > 3 else "cuda"
-    result = {"products": num_products(directory, device)}
-    print(json.dumps(result | {"kv": {kv: ways(directory, device, kv) for kv in DTYPES}}))
+    result = {"linear_layers": num_linear_layers(directory, device)}
+    print(json.dumps(result | {"kv": {kv: outputs_by_schedule(directory, device, kv) for kv in DTYPES}}))
 
 
 if __name__ == "__main__":

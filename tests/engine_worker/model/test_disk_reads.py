@@ -81,10 +81,10 @@ def test_ranks_read_a_checkpoint_once(ranks: Ranks, checkpoint: Path) -> None:
     if disk_bytes(SINGLE, checkpoint) < 0.5 * size:
         pytest.skip("the temporary directory is on no disk: the kernel fetches nothing")
     for num_ranks in (2, 3):
-        assert 0.5 * size < least_fetched(ranks, num_ranks, checkpoint, size) <= 1.1 * size
+        assert 0.5 * size < min_fetched(ranks, num_ranks, checkpoint, size) <= 1.1 * size
 
 
-def least_fetched(ranks: Ranks, num_ranks: int, checkpoint: Path, size: int) -> int:
+def min_fetched(ranks: Ranks, num_ranks: int, checkpoint: Path, size: int) -> int:
     """Return the minimum over some loads, since a process may once fetch pages of libraries too."""
     sums = []
     for _ in range(TRIES):

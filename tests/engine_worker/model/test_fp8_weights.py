@@ -96,7 +96,7 @@ def exact_logits(model: Fp8Model) -> Tensor:
     return logits_of(Network(spec_of(model.exact), source_of(model.exact), 64, method=linear_method(DENSE, "cpu")))
 
 
-def logits_by_products(directory: Path) -> Tensor:
+def logits_by_fp8_linear(directory: Path) -> Tensor:
     """Return the logits by fp8_cuda's interface, and check that all tensors are used."""
     ReferenceLinear.made = []
     spec, weights = spec_of(directory), source_of(directory)
@@ -124,7 +124,7 @@ def test_checkpoint_is_dequantized_on_a_cpu(model: Fp8Model, caplog: pytest.LogC
 
 
 def test_fp8_linear_layers_have_their_own_scales(model: Fp8Model) -> None:
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     assert len(ReferenceLinear.made) == 4 * NUM_LAYERS
     # q, k and v share one input, so its scale is the largest of their three.
     scales = {linear.input_scale for linear in ReferenceLinear.made}
@@ -138,7 +138,7 @@ def test_fused_and_reordered_rows_keep_their_scales(name: str, family: str, tmp_
     case = PHI3 if family == "phi3" else NATIVE[family]
     model = write_fp8(tmp_path, LAYOUTS[name], case)
     check_files(model.directory)
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     assert ReferenceLinear.made
 
 
@@ -146,7 +146,7 @@ def test_misaligned_fp8_blocks_are_multiplied_in_16_bits(tmp_path: Path, caplog:
     caplog.set_level("INFO", logger="worker")
     changes = {**LLAMA.changes, "num_key_value_heads": 1, "intermediate_size": 192}
     model = write_fp8(tmp_path, LAYOUTS["fp8, blocks"], Case("llama", changes))
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     # 64 rows of keys put the values inside a block; 192 rows of gates put `up` inside one.
     assert len(ReferenceLinear.made) == 2 * NUM_LAYERS
     assert caplog.messages[0] == (
@@ -175,7 +175,7 @@ def test_ignored_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
     layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, key: ignored})
     model = write_fp8(tmp_path, layout, is_fp8=lambda module: module.endswith("_proj") and not module.endswith(KEPT))
     check_files(model.directory)
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     assert len(ReferenceLinear.made) == 4 * NUM_LAYERS - 2
     spec = spec_of(model.directory)
     assert torch.equal(logits_of(Network(spec, source_of(model.directory), 64)), exact_logits(model))
@@ -218,6 +218,6 @@ def test_fp8_output_head_is_multiplied_in_16_bits(name: str, tmp_path: Path) -> 
     layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, "ignore": []})
     model = write_fp8(tmp_path, layout, is_fp8=lambda module: module.endswith(("_proj", "lm_head")))
     check_files(model.directory)
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     valid = [1] if "blocks" in name else [1, 2, 4]
     assert valid_tensor_parallel_sizes(spec_of(model.directory)) == valid

@@ -61,7 +61,7 @@ def test_gguf_blocks_are_dequantized_as_gguf_does(type_: gguf.GGMLQuantizationTy
             stored.get("a", shape)
 
 
-def stored_beside(directory: Path, types: dict[str, gguf.GGMLQuantizationType]) -> None:
+def write_stored_blocks(directory: Path, types: dict[str, gguf.GGMLQuantizationType]) -> None:
     """Write a converted GGUF file: its blocks, and the values that they encode in model.safetensors."""
     path = directory / SINGLE
     tensors = load_file(path)
@@ -82,7 +82,7 @@ def directory(tmp_path: Path) -> Path:
             types[f"model.layers.{index}.self_attn.{name}_proj.weight"] = TYPES[1]
         for name in ("gate", "up", "down"):
             types[f"model.layers.{index}.mlp.{name}_proj.weight"] = TYPES[index % 2 * 2]
-    stored_beside(made, types | {"model.embed_tokens.weight": TYPES[2]})
+    write_stored_blocks(made, types | {"model.embed_tokens.weight": TYPES[2]})
     return made
 
 
@@ -117,7 +117,7 @@ def test_model_in_8_bits_has_nearly_the_same_logits(directory: Path, dtype: torc
 @needs_library
 def test_layers_of_mixed_formats_stay_in_16_bits(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="worker")
-    stored_beside(directory, {"model.layers.0.self_attn.q_proj.weight": TYPES[0]})
+    write_stored_blocks(directory, {"model.layers.0.self_attn.q_proj.weight": TYPES[0]})
     exact, stored = logits_of(directory, "none"), logits_of(directory, "as-stored")
     torch.testing.assert_close(exact, stored)
     assert "model.embed_tokens.weight: kept in 16 bits: not stored in 4 or 8 bits" in caplog.messages

@@ -73,10 +73,10 @@ def test_new_weight_format_needs_only_a_linear_method(tmp_path: Path) -> None:
     # int8 weights have an error of 1 / 254 of a row's largest, which is about 3 deviations.
     assert float((dense - stored).std()) < 0.05 * float(dense.std())
     assert [linear.role for linear in method.loaded] == [*Role] * spec.num_layers
-    products = sum(sum(linear.outputs) * linear.inputs for linear in method.loaded)
+    linear_elements = sum(sum(linear.outputs) * linear.inputs for linear in method.loaded)
     norms = spec.hidden_size * (2 * spec.num_layers + 1)
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
-    assert products == spec.num_parameters() - norms - embeddings
+    assert linear_elements == spec.num_parameters() - norms - embeddings
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-def tried(ranks: ProcessGroup, error: float, fails: bool) -> tuple[bool, bool, bool]:
+def self_test(ranks: ProcessGroup, error: float, fails: bool) -> tuple[bool, bool, bool]:
     """Return whether the self-test passes, whether the fused norm is used, and whether it then waits forever."""
     other = ProcessGroup(torch.device("cpu"))
     rows = Rows(ranks, *((error, fails) if ranks.rank == 1 else ()))
@@ -63,7 +63,7 @@ def tried(ranks: ProcessGroup, error: float, fails: bool) -> tuple[bool, bool, b
 def test_fused_norm_is_used_when_all_ranks_pass_the_test(
     ranks: Ranks, size: int, error: float, fails: bool, is_taken: bool
 ) -> None:
-    assert ranks.run(size, tried, error, fails) == [(is_taken,) * 3] * size
+    assert ranks.run(size, self_test, error, fails) == [(is_taken,) * 3] * size
 
 
 def none_on_rank_1(ranks: ProcessGroup) -> tuple[bool, bool]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 TWO_BFLOAT16_ROUNDINGS = 2.0**-16  # inputs are split into two parts of 8 bits; float32 sums of 512 terms are more exact
 
 
-def product(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, CpuHead, torch.Tensor]:
+def exact_logits(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, CpuHead, torch.Tensor]:
     """Return x, a head of 1,000 tokens, and the exact logits."""
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, 512, generator=generator).to(dtype)
@@ -26,7 +26,7 @@ def product(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, CpuHead, t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 64])
 def test_logits_are_summed_in_float32(dtype: torch.dtype, num_rows: int) -> None:
-    x, head, exact = product(dtype, num_rows)
+    x, head, exact = exact_logits(dtype, num_rows)
     logits = head(x)
     assert logits.dtype == torch.float32 and logits.shape == exact.shape
     scale = exact.abs().max() if num_rows else 1.0

@@ -282,10 +282,10 @@ def sums_by_peers(ranks: ProcessGroup, error: float) -> tuple[bool, int, Tensor,
     other = ProcessGroup(torch.device("cpu"))
     peers = Peers(ranks, error if ranks.rank == 1 else 0.0)
     is_taken = other.reduce_by(peers)
-    tried = peers.calls
+    calls_before = peers.calls
     found = other.all_reduce(torch.full((4, 24), 1.0 + ranks.rank, dtype=torch.bfloat16))
     other.all_reduce(torch.ones(8, 96, dtype=torch.bfloat16))
-    return is_taken, peers.calls - tried, found, other.all_reduce_path
+    return is_taken, peers.calls - calls_before, found, other.all_reduce_path
 
 
 @pytest.mark.parametrize(("error", "is_taken"), [(0.0, True), (2.0**-9, False), (4.0, False), (float("nan"), False)])

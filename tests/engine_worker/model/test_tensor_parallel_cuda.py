@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices here"),
 ]
 
-MOST_ELEMENTS = 2**20  # of a two-rank sum: 2 MiB
+MAX_ELEMENTS = 2**20  # of a two-rank sum: 2 MiB
 # One KV head, which both ranks have, so their pools are equal if their hidden states are.
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 4000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
@@ -114,7 +114,7 @@ def sums(ranks: ProcessGroup) -> list[bool]:
     """Return whether sums of two ranks have NCCL's bits: all sizes up to the largest, repeatedly, and in graphs."""
     device = torch.device("cuda", torch.cuda.current_device())
     pair, same = PairedMemory(device), []
-    for num_elements in (1, 8, 2047, 2048, 2049, 4096, 100_000, MOST_ELEMENTS):
+    for num_elements in (1, 8, 2047, 2048, 2049, 4096, 100_000, MAX_ELEMENTS):
         generator = torch.Generator(device).manual_seed(ranks.rank + num_elements)
         tensor = torch.randn(num_elements, dtype=torch.bfloat16, device=device, generator=generator)
         expected = tensor.clone()
@@ -126,7 +126,7 @@ def sums(ranks: ProcessGroup) -> list[bool]:
             repeated.copy_(tensor)
             graph.replay()
             same.append(torch.equal(repeated, expected))
-    assert not pair.serves(torch.empty(MOST_ELEMENTS + 1, dtype=torch.bfloat16, device=device))
+    assert not pair.serves(torch.empty(MAX_ELEMENTS + 1, dtype=torch.bfloat16, device=device))
     assert not pair.serves(torch.empty(8, dtype=torch.float32, device=device))
     return same
 

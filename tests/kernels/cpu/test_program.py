@@ -38,7 +38,7 @@ def kernel_of(library: CpuLibrary) -> object:
 @pytest.fixture(scope="module")
 def real(library: CpuLibrary) -> CpuLibrary:
     if not hasattr(library.functions, "pagestream_linear_avx2"):
-        pytest.skip("the emulated library has no products")
+        pytest.skip("the emulated library has no linear layers")
     return library
 
 

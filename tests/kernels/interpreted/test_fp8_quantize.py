@@ -59,7 +59,7 @@ def test_largest_element_is_448_and_zeros_stay_zeros() -> None:
     of_rows, of_groups = quantize_rows(x), quantize_groups(x)
     assert of_rows.values[0, [5, 200]].tolist() == [-448.0, 112.0]
     assert of_groups.values[0, [5, 200]].tolist() == [-448.0, 448.0]
-    assert of_groups.scales.shape == (2, 2), "a group is a row of scales: the layout that products read"
+    assert of_groups.scales.shape == (2, 2), "a group is a row of scales: the layout that linear layers read"
     assert not of_rows.values[1].float().any() and not of_groups.exact_rows()[1].any()
 
 

@@ -32,7 +32,7 @@ ON_TWO_GPUS = ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B", "Llama-3.1-70B")
 Shape = tuple[int, int, bool]  # outputs (gated: of gate and up each), inputs, is gated
 
 
-def products_of(model: ModelSizes, num_ranks: int = 1) -> dict[str, Shape]:
+def linear_shapes_of(model: ModelSizes, num_ranks: int = 1) -> dict[str, Shape]:
     """Return the linear layers of one of `num_ranks` GPUs by name."""
     query, inner = model.num_heads * model.head_dim // num_ranks, model.intermediate // num_ranks
     kv = max(1, model.num_kv_heads // num_ranks) * model.head_dim
@@ -50,6 +50,6 @@ def all_shapes() -> dict[Shape, list[str]]:
     shapes: dict[Shape, list[str]] = {}
     for name, model in MODELS.items():
         for num_ranks in (1, 2) if name in ON_TWO_GPUS else (1,):
-            for product, shape in products_of(model, num_ranks).items():
-                shapes.setdefault(shape, []).append(f"{name} {product}" + (" of 2 GPUs" if num_ranks == 2 else ""))
+            for layer, shape in linear_shapes_of(model, num_ranks).items():
+                shapes.setdefault(shape, []).append(f"{name} {layer}" + (" of 2 GPUs" if num_ranks == 2 else ""))
     return shapes
