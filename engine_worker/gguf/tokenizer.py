@@ -137,10 +137,10 @@ def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
 
 def _adds(file: GgufFile, name: str) -> bool:
     """Return whether `bos` or `eos` is added to every text; missing keys use llama.cpp's defaults."""
-    said = file.get(f"tokenizer.ggml.add_{name}_token")
-    if said is None and name == "bos":
+    flag = file.get(f"tokenizer.ggml.add_{name}_token")
+    if flag is None and name == "bos":
         return file.get("tokenizer.ggml.model") == "llama" or _pre_tokenizer(file).adds_bos
-    return bool(said)
+    return bool(flag)
 
 
 def _post_processor(file: GgufFile, tokens: list[str]) -> processors.PostProcessor | None:

@@ -86,11 +86,13 @@ def test_multi_host_ranks_use_the_leader_address() -> None:
     objects = documents("overlays/leader-worker-set/groups.yaml")
     assert objects[0]["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
     leader, follower = containers(objects)
-    told = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "g-0.g.ns", "LWS_WORKER_INDEX": "1"}
+    env_values = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "g-0.g.ns", "LWS_WORKER_INDEX": "1"}
     arguments = {}
     for container in (leader, follower):
         assert container["command"][:2] == ["python", "-m"]
-        filled = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], argument) for argument in container["args"]]
+        filled = [
+            re.sub(r"\$\((\w+)\)", lambda found: env_values[found[1]], argument) for argument in container["args"]
+        ]
         arguments[container["command"][2]] = filled
     assert arguments.keys() == {"engine_worker", "engine_worker.remote_follower"}
     argv = ["--model", "/m", "--served-model-name", "m", *arguments["engine_worker"]]

@@ -68,8 +68,8 @@ def test_workflow_commands_exist_in_the_repository(path: Path) -> None:
 def test_ci_runs_both_suites_on_both_pythons() -> None:
     jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]
     assert all(job["strategy"]["matrix"] == {"python": [PYTHON, PYTHON_TOO]} for job in jobs.values())
-    said = commands(GITHUB / "workflows" / "ci.yml")
-    assert "make quick PYTHON=python" in said and ".ci/run" in said
+    lines = commands(GITHUB / "workflows" / "ci.yml")
+    assert "make quick PYTHON=python" in lines and ".ci/run" in lines
 
 
 def test_release_has_the_wheel_and_all_compose_images() -> None:

@@ -94,15 +94,15 @@ def test_qwen_normalizes_to_nfc_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pre", "said", "begins"), [("llama-bpe", None, True), ("llama-bpe", False, False), ("qwen2", None, False)]
+    ("pre", "flag", "begins"), [("llama-bpe", None, True), ("llama-bpe", False, False), ("qwen2", None, False)]
 )
-def test_bos_token_follows_the_file_or_llama_cpp(pre: str, said: bool | None, begins: bool, tmp_path: Path) -> None:
+def test_bos_token_follows_the_file_or_llama_cpp(pre: str, flag: bool | None, begins: bool, tmp_path: Path) -> None:
     fill = byte_level(pre, {"<s>": TokenType.CONTROL}, bos=3)
 
     def with_flag(writer: gguf.GGUFWriter) -> None:
         fill(writer)
-        if said is not None:
-            writer.add_add_bos_token(said)
+        if flag is not None:
+            writer.add_add_bos_token(flag)
 
     file = gguf_file(tmp_path / "m.gguf", with_flag)
     assert read(file).encode("ab").ids == ([3, 2] if begins else [2])

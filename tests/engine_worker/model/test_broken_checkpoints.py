@@ -54,8 +54,8 @@ def lie(directory: Path, **changes: object) -> None:
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     header[max(header)].update(changes)
-    told = json.dumps(header).encode()
-    (directory / SHARD).write_bytes(len(told).to_bytes(8, "little") + told + content[8 + length :])
+    encoded = json.dumps(header).encode()
+    (directory / SHARD).write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
 
 
 def rename_in_index(directory: Path, name: object) -> None:

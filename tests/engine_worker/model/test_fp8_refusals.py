@@ -176,8 +176,10 @@ def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_fp8_with_another_dtype_is_refused(dtype: torch.dtype) -> None:
     """Linear layers in fp8 are bfloat16 on CUDA; a CPU dequantizes to any dtype."""
-    told = str(dtype).removeprefix("torch.")
-    with pytest.raises(ValueError, match=rf"fp8 linear layers on cuda need --dtype bfloat16, and the model is {told}"):
+    dtype_name = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        ValueError, match=rf"fp8 linear layers on cuda need --dtype bfloat16, and the model is {dtype_name}"
+    ):
         check_weight_format("modelopt FP8", torch.device("cuda", 0), dtype)
     check_weight_format("modelopt FP8", torch.device("cpu"), dtype)
     check_weight_format("", torch.device("cuda", 0), dtype)

@@ -39,8 +39,8 @@ def write_compressed(directory: Path, config: dict[str, Any], case: Case) -> Pat
     package = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: make dev")
     quantization = package.quantization
     model = AutoModelForCausalLM.from_pretrained(write_family(directory / "exact", case))
-    told = quantization.QuantizationConfig(**{**config, "quantization_status": "frozen"})
-    quantization.apply_quantization_config(model, told)
+    quantization_config = quantization.QuantizationConfig(**{**config, "quantization_status": "frozen"})
+    quantization.apply_quantization_config(model, quantization_config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
             _observe(quantization, module)

@@ -186,20 +186,20 @@ def test_estimate_matches_the_held_bytes(directory: Path, quantization: str, dty
 
 
 def test_cpu_estimate_counts_the_gguf_blocks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*flags: str) -> str:
+    def report(*flags: str) -> str:
         assert estimate_main([str(directory), "--max-model-len", "64", *flags]) == 0
         return capsys.readouterr().out
 
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     blocks, hint = "linear layers in blocks of 4 and 8 bits", "Use --device cpu for a CPU"
-    assert blocks not in told() and told().count(hint) == 1
-    on_cpu = told("--device", "cpu")
+    assert blocks not in report() and report().count(hint) == 1
+    on_cpu = report("--device", "cpu")
     *told_lines, of_format, of_kv = on_cpu.splitlines(keepends=True)
-    assert told("--quantization", "as-stored") == "".join([*told_lines, of_kv])
+    assert report("--quantization", "as-stored") == "".join([*told_lines, of_kv])
     assert " per block, in bfloat16" in on_cpu and of_kv.startswith("--kv-cache-dtype auto is bfloat16")
-    wide = told("--device", "cpu", "--kv-cache-dtype", "float32")
+    wide = report("--device", "cpu", "--kv-cache-dtype", "float32")
     assert " per block, in float32" in wide and "--kv-cache-dtype auto" not in wide
     assert "parameters in float32, " + blocks in on_cpu and of_format.startswith("--quantization auto is as-stored")
-    in_bfloat16 = told("--device", "cpu", "--dtype", "bfloat16")
+    in_bfloat16 = report("--device", "cpu", "--dtype", "bfloat16")
     assert blocks not in in_bfloat16 and "auto is none: --dtype bfloat16 asks" in in_bfloat16

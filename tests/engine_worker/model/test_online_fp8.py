@@ -106,5 +106,5 @@ def test_worker_start_logs_the_format(model: Fp8Model) -> None:
         max_model_len=64,
     )  # fmt: skip
     load_replica(load_plan(settings), lambda phase, progress, detail: lines.append(detail))
-    told = [line for line in lines if "of float32 weights on cpu" in line]
-    assert len(told) == 1 and "products from fp8, quantized while loading, native implementation" in told[0]
+    matching = [line for line in lines if "of float32 weights on cpu" in line]
+    assert len(matching) == 1 and "products from fp8, quantized while loading, native implementation" in matching[0]

@@ -176,10 +176,10 @@ import sys
 from pathlib import Path
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
-said = []
+details = []
 settings = ExecutionSettings(model=Path(sys.argv[1]), device="cpu", max_model_len=64, kv_cache_memory_bytes=2**20)
-load_model_runner(settings, lambda phase, progress, detail: said.append(detail))
-assert any(detail.endswith("native implementation") for detail in said), said
+load_model_runner(settings, lambda phase, progress, detail: details.append(detail))
+assert any(detail.endswith("native implementation") for detail in details), details
 assert "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, str(directory)], check=True, timeout=110)

@@ -55,22 +55,22 @@ def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_missing_compiler_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    told = (
+    message = (
         False,
         "none; falling back to torch operators, which are slower: "
         "no C++ compiler found (tried g++, clang++, c++); install one, e.g. apt-get install g++",
     )
-    assert look() == told
-    assert made(None) == told
+    assert look() == message
+    assert made(None) == message
 
 
 @needs_x86
 @pytest.mark.e2e  # starts a compiler
 def test_compiler_failure_is_quoted_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
     (sources / "broken.cpp").write_text("#error no such kernel\n")
-    is_there, told = made(None)
+    is_there, message = made(None)
     assert not is_there
-    assert "no such kernel" in told
+    assert "no such kernel" in message
     assert list(build.cache_directory().iterdir()) == []
     monkeypatch.setenv("CXX", "/no/such/compiler")
     assert made(None)[1].endswith("cannot run /no/such/compiler: No such file or directory")
@@ -88,5 +88,5 @@ def test_library_is_built_once_and_appears_whole(sources: Path) -> None:
 
 def test_library_is_built_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from kernels.cpu.__main__ import main; main(['--beside'])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.startswith("C++ kernels: ") and (not COMPILED_HERE or told.strip().endswith(build.library_name()))
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert message.startswith("C++ kernels: ") and (not COMPILED_HERE or message.strip().endswith(build.library_name()))

@@ -301,8 +301,8 @@ def test_every_e4m3_value_is_read(library: CpuLibrary) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "told"), [(20, torch.float32, "multiple of 8"), (64, torch.float16, "float16")]
+    ("head_dim", "dtype", "message"), [(20, torch.float32, "multiple of 8"), (64, torch.float16, "float16")]
 )
-def test_unsupported_shapes_are_reported(library: CpuLibrary, head_dim: int, dtype: torch.dtype, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_unsupported_shapes_are_reported(library: CpuLibrary, head_dim: int, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         StepKernels(library, head_dim, dtype, torch.float32)
