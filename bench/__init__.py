@@ -1,1 +1,1 @@
-"""Load generator, engine and kernel benchmarks."""
+"""Load generator, and benchmarks of engine, kernels and serving."""

@@ -1,48 +1,48 @@
-"""python -m bench: load a server (serving/load_generator.py); python -m bench NAME: one of the programs below."""
+"""Run a benchmark: `python -m bench` loads a server, `python -m bench NAME` runs one of the programs below."""
 
 import sys
 from importlib import import_module
 
-# Imported when asked for: some import torch, which the load generator must not.
+# Imported on demand: some import torch, which the load generator must not.
 PROGRAMS = {
-    "kernels": "kernel.table",  # each kernel as a fraction of what the device reaches
+    "kernels": "kernel.table",  # each kernel as a fraction of the device's ceilings
     "gpu-check": "kernel.gpu_check",  # each kernel against its float64 reference
     "attention": "kernel.attention",
     "linear": "kernel.linear",
-    "skinny-tiles": "kernel.skinny_tiles",  # the fastest tiles of products of few rows, for a model or a rank of it
-    "all-reduce": "kernel.all_reduce",  # sums between GPUs of one host
-    "sum-norm": "kernel.sum_norm",  # such a sum with the norm behind it, in one launch and in two
+    "skinny-tiles": "kernel.skinny_tiles",  # the fastest tiles of skinny linear layers, for a model or one of its ranks
+    "all-reduce": "kernel.all_reduce",  # all-reduces between GPUs of one host
+    "sum-norm": "kernel.sum_norm",  # all-reduce, residual addition and norm in one launch and in two
     "sampling": "kernel.sampling",
-    "kv-transfers": "kernel.kv_transfers",  # KV to host memory and back, and a decode beside it
-    "engine": "engine.throughput",  # our engine without HTTP, and transformers beside it
-    "engine-cases": "engine.cases",  # our engine in the cases in which others were measured
-    "soak": "engine.soak",  # random traffic on one engine, its state checked after each step
-    "scheduler-cost": "engine.scheduler_cost",  # the host's time for a step, by batch size
-    "step-channel": "engine.step_channel",  # what telling the other ranks of a step costs rank 0
-    "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
+    "kv-transfers": "kernel.kv_transfers",  # KV transfers between device and host, and a decode meanwhile
+    "engine": "engine.throughput",  # this engine without HTTP, and peers
+    "engine-cases": "engine.cases",  # this engine in the cases measured for other engines
+    "soak": "engine.soak",  # random traffic on one engine, with integrity checks after each step
+    "scheduler-cost": "engine.scheduler_cost",  # host time per step, by batch size
+    "step-channel": "engine.step_channel",  # rank 0's cost of sending a step to the other ranks
+    "structured": "engine.structured",  # outputs against their schemas, and the cost of masks per step
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
-    "sampling-memory": "engine.sampling_memory",  # random sampling steps, and the memory measured at start
+    "sampling-memory": "engine.sampling_memory",  # random sampling steps against the memory measured at start
     "restarts": "engine.restarts",  # the same bits after restarts with little memory or a cold kernel cache
-    "model-impls": "engine.model_impls",  # one model by our code and by that of transformers
+    "model-impls": "engine.model_impls",  # one model by native code and by transformers
     "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory
-    "quality": "engine.quality",  # what fewer bits cost: perplexity and likeliest tokens
-    "word-perplexity": "quality.word_perplexity",  # formats by lm-eval, beside transformers (make quality)
-    "batch-invariance": "engine.batch_invariance",  # the same bits alone and among others
-    "http-cases": "serving.http_cases",  # servers in turn under the same loads
-    "http-share": "serving.http_share",  # what of the engine's speed is left through HTTP
-    "served-exactness": "serving.served_exactness",  # what is served against what transformers says
-    "two-serves": "serving.two_serves",  # what a server takes idle, and beside a second one on the same cores
-    "takeover": "serving.takeover",  # texts of bf16 before and behind a worker's death
-    "delivery-cost": "serving.delivery_cost",  # CPU time of a token between the engine and the client
+    "quality": "engine.quality",  # quality of quantized formats: perplexity and top tokens
+    "word-perplexity": "quality.word_perplexity",  # formats by lm-eval, compared with transformers (make quality)
+    "batch-invariance": "engine.batch_invariance",  # the same bits alone and in a batch
+    "http-cases": "serving.http_cases",  # several servers in turn under the same loads
+    "http-share": "serving.http_share",  # the share of the engine's speed that remains through HTTP
+    "served-exactness": "serving.served_exactness",  # served tokens against transformers
+    "two-serves": "serving.two_serves",  # CPU use of an idle server, and of two servers on the same cores
+    "takeover": "serving.takeover",  # bf16 texts before and after a worker's death
+    "delivery-cost": "serving.delivery_cost",  # CPU time per token between the engine and the client
     "gateway-load": "serving.gateway_load",  # a thousand slow streams through one gateway: delay, CPU time, memory
-    "overload": "serving.overload",  # five times what fits: how fast the rest is refused
-    "batch-beside-chat": "serving.batch_beside_chat",  # first tokens with and without a batch behind them
+    "overload": "serving.overload",  # five times the capacity: how fast the surplus is rejected
+    "batch-beside-chat": "serving.batch_beside_chat",  # time to first token with and without a batch
     "neighbor": "serving.neighbor",  # what one key's hostile clients cost another key's polite ones
     "key-shares": "serving.key_shares",  # how keys divide a busy worker, by weight
-    "metrics-cost": "serving.metrics_cost",  # what it costs to be observed
+    "metrics-cost": "serving.metrics_cost",  # the cost of metrics
     "take-cost": "serving.take_cost",  # server time of TAKE and ACCEPT
-    "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and what a late one gets of it
-    "disconnects": "serving.disconnects",  # clients that leave at random: how soon their KV is free
+    "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and the share of a late worker
+    "disconnects": "serving.disconnects",  # clients that disconnect at random: how soon their KV is free
     "plots": "plots",  # the pictures of docs/benchmarks.md
 }
 
@@ -59,7 +59,9 @@ def main(argv: list[str]) -> int:
         if error.name is None or error.name.partition(".")[0] in OURS:
             raise
         program = f"bench {name}".rstrip()
-        sys.stderr.write(f"{program} needs the package {error.name}, which serving does not: install it (make dev)\n")
+        sys.stderr.write(
+            f"{program} needs the package {error.name}, which serving does not need; install it with `make dev`\n"
+        )
         return 2
 
 

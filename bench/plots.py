@@ -1,8 +1,8 @@
-"""python -m bench plots: the pictures of docs/benchmarks.md, from the JSON that the other programs wrote.
+"""Draw the pictures of docs/benchmarks.md from the JSON of other benchmarks.
 
-latency_throughput.png   decode: time between two tokens over tokens a second, a point a batch, an engine a line;
-                         and through HTTP: time to the first token and between tokens over the requests a second
-roofline.png             kernels: operations a second over operations a byte, under the ceilings measured with them
+latency_throughput.png: time between tokens over tokens per second when decoding, one point per batch and one line per
+engine; and through HTTP, time to first token and between tokens over requests per second. roofline.png: operations per
+second over operations per byte of the kernels, with the measured ceilings.
 """
 
 import argparse
@@ -15,11 +15,11 @@ Rows = list[dict[str, Any]]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench plots", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="python -m bench plots", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", nargs=2, action="append", default=[], metavar=("NAME", "JSONL"))
     parser.add_argument("--http", nargs=2, action="append", default=[], metavar=("NAME", "JSONL"))
-    parser.add_argument("--kernels", type=Path, help="JSON of the kernel table")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the pictures")
+    parser.add_argument("--kernels", metavar="PATH", type=Path, help="JSON of `bench kernels`")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for the pictures")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     engines = {name: read_rows(Path(path)) for name, path in options.engine}
@@ -36,7 +36,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def decode_points(rows: Iterable[dict[str, Any]], prompt: int = 1024) -> list[tuple[int, float, float]]:
-    """(batch, tokens a second, ms between tokens), by batch; the best of repeats."""
+    """Return (batch, tokens per second, ms between tokens), by batch; the best of repeats."""
     best: dict[int, float] = {}
     for row in rows:
         if row["what"] == "decode_itl" and row["prompt"] == prompt and "mean_ms" in row:
@@ -45,14 +45,14 @@ def decode_points(rows: Iterable[dict[str, Any]], prompt: int = 1024) -> list[tu
 
 
 def http_points(rows: Iterable[dict[str, Any]], latency: str) -> list[tuple[float, float, float]]:
-    """(requests a second, p50 ms, p99 ms) of the loads with a rate, by rate; an unbounded load measures its queue."""
+    """Return (requests/s, p50 ms, p99 ms) by rate; unbounded loads are left out, because they measure the queue."""
     bounded = [row for row in rows if row["load"]["rate"] != "inf" and "requests_per_second" in row]
     values = [(row["requests_per_second"], row[f"{latency}_seconds"]) for row in bounded]
     return sorted((rate, 1e3 * each["p50"], 1e3 * each["p99"]) for rate, each in values)
 
 
 def draw_latency(engines: dict[str, Rows], servers: dict[str, Rows], path: Path) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415  half a second, and a development dependency
+    from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, and a development dependency
 
     figure = Figure(figsize=(13, 4), layout="constrained")
     decode, first, between = figure.subplots(1, 3)
@@ -61,7 +61,7 @@ def draw_latency(engines: dict[str, Rows], servers: dict[str, Rows], path: Path)
         decode.plot([speed for _, speed, _ in points], [ms for _, _, ms in points], marker="o", label=name)
         for batch, speed, ms in points:
             decode.annotate(str(batch), (speed, ms), textcoords="offset points", xytext=(4, -10), fontsize=7)
-    decode.set(xlabel="tokens a second", ylabel="ms between tokens", title="decode, prompts of 1024, by batch")
+    decode.set(xlabel="tokens per second", ylabel="ms between tokens", title="decode, prompts of 1024, by batch")
     for axes, latency, title in ((first, "time_to_first_token", "to the first token"), (between, "inter_token", "ITL")):
         for name, rows in servers.items():
             http = http_points(rows, latency)
@@ -69,7 +69,7 @@ def draw_latency(engines: dict[str, Rows], servers: dict[str, Rows], path: Path)
             (drawn,) = axes.plot(rates, [p50 for _, p50, _ in http], marker="o", label=f"{name}, p50")
             p99 = [value for _, _, value in http]
             axes.plot(rates, p99, marker="o", linestyle="--", color=drawn.get_color(), label=f"{name}, p99")
-        axes.set(xlabel="requests a second through HTTP", ylabel="ms", title=title)
+        axes.set(xlabel="requests per second through HTTP", ylabel="ms", title=title)
     for axes in (decode, first, between):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -94,7 +94,7 @@ def draw_roofline(kernels: dict[str, Any], path: Path) -> None:
         x = [row["flops"] / row["bytes"] for row in rows]
         y = [row["flops"] / row["seconds"] / 1e12 for row in rows]
         axes.scatter(x, y, s=18, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)

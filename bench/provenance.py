@@ -1,4 +1,4 @@
-"""How a result came about: the command, the commit, the machine. Knows nothing of what is measured."""
+"""How a result was made: command, commit and machine."""
 
 import platform
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def provenance(argv: list[str]) -> dict[str, Any]:
-    """Return what is needed to run it again."""
+    """Return what is needed to repeat a run."""
     return {
         "command": " ".join(["python -m bench", *argv]),
         "commit": commit(),
@@ -21,7 +21,7 @@ def provenance(argv: list[str]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Twelve digits of this repository's commit, and `-dirty` if files differ from it."""
+    """Return twelve digits of this repository's commit, with `-dirty` if files differ."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

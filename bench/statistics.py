@@ -1,4 +1,4 @@
-"""Quantiles, and what is told of a list of values. Pure."""
+"""Quantiles, and the summary of a list of values."""
 
 import math
 
@@ -6,7 +6,7 @@ QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 
 
 def quantile(ordered: list[float], share: float) -> float:
-    """The least value that at least `share` of all values do not exceed."""
+    """Return the smallest value that at least `share` of all values do not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 

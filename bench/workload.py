@@ -1,4 +1,4 @@
-"""The requests of a load run: lengths, prompts and arrival times. Pure; the same seed gives the same load.
+"""The requests of a load run: lengths, prompts and arrival times. The same seed gives the same load.
 
 A trace is a JSON list of [prompt_tokens, output_tokens] pairs, or an object with that list as `pairs`.
 """
@@ -14,12 +14,12 @@ WORDS = ("time", "year", "people", "way", "day", "man", "thing", "life", "child"
 
 
 class WorkloadError(ValueError):
-    """A trace or an option that describes no load."""
+    """A trace or an option is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    arrival_seconds: float  # after the start of the run; 0 when the run is bounded by concurrency
+    arrival_seconds: float  # after the start of the run; 0 if the run is bounded by concurrency
     prompt: list[int] | str
     prompt_tokens: int
     output_tokens: int
@@ -28,12 +28,12 @@ class PlannedRequest:
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     lengths: list[tuple[int, int]]
-    token_ids: range  # where random prompt tokens are drawn from
+    token_ids: range  # range of random prompt tokens
     seed: int
     chat: bool = False
 
     def requests(self, rate_per_second: float, stream: str = "") -> Iterator[PlannedRequest]:
-        """Poisson arrivals; an infinite rate sends all at once. `stream` parts warm-up prompts from measured ones."""
+        """Yield Poisson arrivals, all at once for an infinite rate; each `stream` has its own prompts."""
         generator = random.Random(f"{self.seed}/{stream}")
         arrival_seconds = 0.0
         for prompt_tokens, output_tokens in self.lengths:
@@ -60,5 +60,5 @@ def read_trace(path: Path) -> list[tuple[int, int]]:
 
 
 def take_lengths(lengths: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The first `count`, starting over when there are fewer."""
+    """Return the first `count` lengths, starting over if there are fewer."""
     return list(islice(cycle(lengths), count))

@@ -1,10 +1,8 @@
-"""python -m engine_worker.convert_gguf SOURCE.gguf TARGET_DIR: from GGUF to a Hugging Face style model directory.
+"""Convert a GGUF file to a Hugging Face style model directory, without torch.
 
-TARGET_DIR gets config.json, generation_config.json, model.safetensors, the tokenizer, and stored_blocks.safetensors
-where the file has blocks that a CPU multiplies as they are; it appears whole or not at all (written beside it, then
-renamed). Needs no torch, so it runs before anything else is set up. What cannot be converted faithfully is refused with
-a ValueError. Knows the layout of the directory; engine_worker/gguf knows its contents. It runs at
-the start of `serve`, as a process of its own.
+The directory gets config.json, generation_config.json, model.safetensors, the tokenizer, and stored_blocks.safetensors
+if the file has blocks that a CPU multiplies directly. It is written under a temporary name and renamed, so it appears
+complete or not at all. What cannot be converted faithfully is refused. engine_worker/gguf reads the contents.
 """
 
 import argparse
@@ -24,22 +22,26 @@ from engine_worker.gguf.tokenizer import tokenizer, tokenizer_config
 from engine_worker.gguf.weights import tensors_of, write_safetensors
 from engine_worker.model.architectures import gguf_family_of, spec_from_json
 
-Report = Callable[[float, str], None]  # progress 0..1, what is being done
+Report = Callable[[float, str], None]  # progress 0..1, current activity
 
-_READ_SHARE = 0.4  # of the whole time, for the demo model: parsing the header's 98,052 strings takes as long as a third
+_READ_SHARE = 0.4  # for the demo model: parsing the header's 98,052 strings takes a third of the time
 
 
 def convert(source: Path, target: Path, report: Report) -> None:
-    """Write the model in `source` as directory `target`, which must not exist yet. Raises ValueError."""
+    """Write the model in `source` to the directory `target`, which must be empty or missing.
+
+    Raises:
+        ValueError: If `target` is not empty, or the file cannot be converted faithfully.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionError(f"{target} exists already; remove it to convert again")
+        raise ConversionError(f"{target} already exists; remove it to convert again")
 
     def report_weights(share: float, detail: str) -> None:
         report(_READ_SHARE + share * (1 - _READ_SHARE), detail)
 
     report(0.0, f"reading {source.name}")
     if architecture := architecture_of(source):
-        gguf_family_of(architecture)  # what is not read from GGUF is refused before its vocabulary is read, for seconds
+        gguf_family_of(architecture)  # refuse unsupported families before the vocabulary is read, which takes seconds
     file = GgufFile(source)
     family = gguf_family_of(file.architecture)
     config = model_config(file, family)
@@ -47,7 +49,7 @@ def convert(source: Path, target: Path, report: Report) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.partial-"))
     try:
-        work.chmod(0o755)  # mkdtemp makes 0700; a model directory may be read by another user's gateway
+        work.chmod(0o755)  # mkdtemp makes 0700; the gateway may run as another user
         report(_READ_SHARE, "writing tokenizer")
         tokenizer(file, family).save(str(work / "tokenizer.json"))
         _write_json(work / "tokenizer_config.json", tokenizer_config(file))
@@ -67,8 +69,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m engine_worker.convert_gguf", description=__doc__.split("\n")[0])
-    parser.add_argument("source", type=Path, help="a .gguf file")
-    parser.add_argument("target", type=Path, help="the directory to write; must not exist")
+    parser.add_argument("source", type=Path, metavar="PATH", help="GGUF file")
+    parser.add_argument("target", type=Path, metavar="PATH", help="model directory to write; must be empty or missing")
     args = parser.parse_args(argv)
     started = time.monotonic()
 

@@ -1,11 +1,8 @@
-"""pagestream estimate MODEL: what a model will take of a device's memory, and how many sequences fit beside it.
+"""Estimate a model's device memory and how many sequences fit, from config.json and weight headers.
 
-Reads config.json, and of weights that are there their headers: no torch, no device. Tells parameters, bytes of
-weights, KV per token and block, and how many sequences of --max-model-len tokens, and of shorter ones, the KV cache
-holds. The worker measures instead: it sizes the KV cache by what is free after the weights are loaded.
-
-It is a program of its own, before any start: no request comes by. It knows config.json and the sizes of tensors, no
-device and no torch.
+No torch and no device are needed. The result has the parameters, the bytes of weights, KV per token and block, and the
+number of sequences of several lengths. A worker measures instead: it sizes the KV cache by the memory that is free
+after the weights are loaded.
 """
 
 import argparse
@@ -40,7 +37,7 @@ WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class DoesNotFit(ValueError):
-    """The weights alone, or one sequence beside them, take more than there is."""
+    """The weights alone, or the weights and one sequence, exceed the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +51,11 @@ class Estimate:
     kv_cache_bytes: int
     kv_blocks: int
     max_model_len: int
-    sequences_at_tokens: dict[int, int]  # length in tokens -> how many fit at once
-    weight_format: str = ""  # of products that are quantised
-    window: int = 0  # tokens that each layer sees, where all have a window: a sequence keeps no more
-    tensor_parallel_size: int = 1  # where there are more devices, all bytes are those of one of them
-    token_counts_bytes: int = 0  # of penalties: 2 bytes for each token of the vocabulary and each running slot
+    sequences_at_tokens: dict[int, int]  # length in tokens -> number of concurrent sequences
+    weight_format: str = ""  # of quantized linear layers
+    window: int = 0  # visible tokens per layer if every layer has a window; a sequence keeps no more
+    tensor_parallel_size: int = 1  # with several devices, all bytes are per device
+    token_counts_bytes: int = 0  # for penalties: 2 bytes per vocabulary token and running slot
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -76,10 +73,14 @@ def estimate(
     blueprint: "Blueprint | None" = None,
     tensor_parallel_size: int = 1,
 ) -> Estimate:
-    """`memory_bytes`: of a device, for weights and KV. Raises DoesNotFit.
+    """Estimate the memory of a model on one device.
 
-    `kv_dtype`: one of KV_CACHE_DTYPES. `blueprint`: knows the share of `tensor_parallel_size` devices, and quantised
-    weights; without it they are all of `config`, in `dtype`.
+    `memory_bytes` is the memory of one device for weights and KV; `block_size` and `max_model_len` are in tokens.
+    `blueprint` gives the share of a device and quantized weights; without it, a device holds all of `config` in
+    `dtype`.
+
+    Raises:
+        DoesNotFit: If one sequence of `max_model_len` tokens does not fit.
     """
     share, itemsize = config, ITEMSIZES[dtype]
     weights_bytes, weight_format = config.num_parameters() * itemsize, ""
@@ -88,16 +89,13 @@ def estimate(
         weights_bytes = blueprint.weights_bytes(tensor_parallel_size, itemsize)
     layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
     kv_bytes = memory_bytes - weights_bytes
-    blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one is padding
-    # As they stay, a token a step: while one computes its prompt it holds a step's tokens more than a window.
-    needed = {tokens: layout.most_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
+    blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one block is padding
+    # For decoding, one token per step; during prefill a sequence holds a step's tokens more than its window.
+    needed = {tokens: layout.max_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
     fitting = {tokens: blocks // num_blocks for tokens, num_blocks in needed.items()}
     if not fitting[max_model_len]:
-        raise DoesNotFit(
-            f"{weights_bytes / 2**30:.1f} GiB of weights leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; one "
-            f"sequence of {max_model_len} tokens takes {needed[max_model_len] * layout.block_bytes / 2**30:.1f} GiB. "
-            + (f"This would fit: --max-model-len {blocks * block_size}" if blocks else "Use more or larger devices.")
-        )
+        needed_bytes = needed[max_model_len] * layout.block_bytes
+        raise _does_not_fit(weights_bytes, kv_bytes, max_model_len, needed_bytes, blocks * block_size)
     return Estimate(
         parameters=config.num_parameters(),
         dtype=dtype,
@@ -115,26 +113,36 @@ def estimate(
     )
 
 
+def _does_not_fit(
+    weights_bytes: int, kv_bytes: int, max_model_len: int, needed_bytes: int, fitting_tokens: int
+) -> DoesNotFit:
+    return DoesNotFit(
+        f"The weights take {weights_bytes / 2**30:.1f} GiB and leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; "
+        f"one sequence of {max_model_len} tokens needs {needed_bytes / 2**30:.1f} GiB. "
+        + (f"Set --max-model-len {fitting_tokens} or less." if fitting_tokens else "Use more or larger devices.")
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         load_format = "auto" if any(options.model.glob("*.safetensors*")) else "dummy"
-        told = _decide_quantization(options, load_format)
+        notes = _decide_quantization(options, load_format)
         check_files(options.model, options.model_impl, load_format, options.tensor_parallel_size, options.quantization)
         blueprint = blueprint_from_directory(options.model, options.model_impl, options.quantization)
-        told += _decide_types(options, blueprint)
+        notes += _decide_types(options, blueprint)
         found = _estimate(options, blueprint, options.tensor_parallel_size)
-    except (SettingsError, ValueError) as error:  # DoesNotFit, a wrong quantity, a model that is not supported
+    except (SettingsError, ValueError) as error:  # DoesNotFit, an invalid quantity, or an unsupported model
         sys.stderr.write(f"pagestream estimate: {error}\n")
         return 1
-    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if options.json else _text(found) + told)
+    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if options.json else _text(found) + notes)
     if options.tensor_parallel_size > 1 and not options.json:
         sys.stdout.write(_advice(options, blueprint, found))
     return 0
 
 
 def _decide_types(options: argparse.Namespace, blueprint: "Blueprint") -> str:
-    """Put in place of `auto` what products of 4 and 8 bits on a CPU are computed in; what is told of it."""
+    """Resolve `auto` dtypes in place and return a note for the user."""
     settings = ExecutionSettings(
         model=options.model, dtype=options.dtype or "auto", quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -147,7 +155,7 @@ def _decide_types(options: argparse.Namespace, blueprint: "Blueprint") -> str:
 
 
 def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
-    """Put in place of `auto` what a worker on such a device takes; what is told of it."""
+    """Resolve `--quantization auto` in place and return a note for the user."""
     settings = ExecutionSettings(
         model=options.model, model_impl=options.model_impl, load_format=load_format, dtype=options.dtype or "auto",
         quantization=options.quantization, tensor_parallel_size=options.tensor_parallel_size,
@@ -158,7 +166,11 @@ def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
     if device == "cpu":
         return f"{choice.told}\n" if choice.told else ""
     on_cpu = chosen_quantization(settings, "cpu", why_no_kernels=lambda: "").quantization
-    return "--device cpu tells of a CPU, which multiplies the GGUF file's blocks\n" if on_cpu == "as-stored" else ""
+    return (
+        "Use --device cpu for a CPU, which multiplies the GGUF file's blocks directly.\n"
+        if on_cpu == "as-stored"
+        else ""
+    )
 
 
 def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) -> Estimate:
@@ -180,61 +192,101 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
 
 
 def _text(found: Estimate) -> str:
-    products = f", products of {found.weight_format}" if found.weight_format else ""
+    linear = f", linear layers in {found.weight_format}" if found.weight_format else ""
     weights, kv_cache = (num_bytes / 2**30 for num_bytes in (found.weights_bytes, found.kv_cache_bytes))
     counts = found.token_counts_bytes / 2**30
     token, block = found.kv_bytes_per_token / 1024, found.kv_block_bytes / 1024
     lines = [
-        f"weights     {weights:8.2f} GiB   {found.parameters / 1e9:.2f} G parameters in {found.dtype}{products}",
-        f"counts      {counts:8.2f} GiB   token counts of penalties",
+        f"weights     {weights:8.2f} GiB   {found.parameters / 1e9:.2f} G parameters in {found.dtype}{linear}",
+        f"counts      {counts:8.2f} GiB   token counts for penalties",
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
-        f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block, in {found.kv_cache_dtype}",
+        f"KV          {token:8.1f} KiB per token, {block:.0f} KiB per block, in {found.kv_cache_dtype}",
     ]
     if found.window:
-        lines.append(f"window      {found.window:8,} tokens, of which a sequence keeps the KV once it decodes")
+        lines.append(f"window      {found.window:8,} tokens whose KV a decoding sequence keeps")
     if found.tensor_parallel_size > 1:
-        lines.insert(0, f"of each of {found.tensor_parallel_size} devices that share the model:")
+        lines.insert(0, f"per device, with {found.tensor_parallel_size} devices sharing the model:")
     lines += [f"sequences   {count:8,} of {tokens:,} tokens" for tokens, count in found.sequences_at_tokens.items()]
     return "\n".join(lines) + "\n"
 
 
 def _advice(options: argparse.Namespace, blueprint: "Blueprint", shared: Estimate) -> str:
-    """Say whether one device would do: workers that share nothing wait for nobody."""
+    """Compare one worker per device with a group that shares the model."""
     size = shared.tensor_parallel_size
     try:
         alone = _estimate(options, blueprint, 1)
     except DoesNotFit:
-        return f"one device alone does not hold the model: {size} of them share it, or do not serve it\n"
+        return f"The model does not fit one device; it needs a group such as these {size} devices.\n"
     together = size * alone.kv_cache_tokens
     return (
-        f"one device alone holds it: {size} workers of a device each have {together:,} tokens of KV together and wait "
-        f"for nobody, which is usually more tokens a second; a group of {size} has {shared.kv_cache_tokens:,} tokens "
-        "of KV and less time between tokens\n"
+        f"The model fits one device: {size} workers with one device each have {together:,} tokens of KV in total and "
+        f"usually a higher throughput; a group of {size} has {shared.kv_cache_tokens:,} tokens of KV and less time "
+        "between tokens.\n"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pagestream estimate", description="Memory that a model takes, beforehand.")
-    parser.add_argument("model", type=Path, help="model directory; config.json is enough")
-    parser.add_argument("--model-impl", default="auto", choices=MODEL_IMPLS, help="as of a worker (%(default)s)")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="that it is told of (%(default)s)")
-    parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
+    parser = argparse.ArgumentParser(prog="pagestream estimate", description="Estimate the memory of a model.")
+    parser.add_argument("model", type=Path, metavar="PATH", help="model directory; config.json is enough")
     parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=CUDA_MEMORY_RATIO, help="of it, for weights and KV"
+        "--model-impl",
+        default="auto",
+        choices=MODEL_IMPLS,
+        help="model implementation, as for a worker (default: %(default)s)",
     )
-    parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
-    parser.add_argument("--max-num-seqs", default="", metavar="N", help="as of a worker; default: that of --device")
-    parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="default: as saved")
-    parser.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="as of a worker (%(default)s)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="device type (default: %(default)s)")
     parser.add_argument(
-        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="as of a worker (%(default)s)"
+        "--max-num-seqs", default="", metavar="N", help="running slots, as for a worker (default: that of --device)"
     )
-    parser.add_argument("--block-size", type=int, default=16, choices=(8, 16, 32, 64))
     parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="devices that share the model (%(default)s)"
+        "--gpu-memory",
+        default="80G",
+        metavar="BYTES",
+        help="memory of one device in bytes, e.g. 80G (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="RATIO",
+        default=CUDA_MEMORY_RATIO,
+        help="share of the memory for weights and KV (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        default="",
+        metavar="N",
+        help="longest prompt and output in tokens (default: the model's maximum)",
+    )
+    _add_format_options(parser)
     return parser
+
+
+def _add_format_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of weight and KV formats, and --json."""
+    parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="dtype of the weights (default: as saved)")
+    parser.add_argument(
+        "--quantization",
+        default="auto",
+        choices=QUANTIZATIONS,
+        help="weight format, as for a worker (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="KV cache dtype, as for a worker (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--block-size", type=int, default=16, choices=(8, 16, 32, 64), help="tokens per KV block (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share the model (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 if __name__ == "__main__":

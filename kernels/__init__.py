@@ -1,4 +1,5 @@
-"""Device kernels in torch and Triton; one operation a file. Knows nothing of serving.
+"""Device kernels in torch, Triton and C++, one operation per file or folder.
 
-They are used in every step, where a block's walk is on the device.
+Each operation has a contract (shapes and dtypes) and a torch reference beside the kernel. This package imports no
+other package of the repository.
 """

@@ -1,12 +1,9 @@
-"""Programmatic dependent launch: a kernel may start while the kernel before it on the stream still runs.
+"""Programmatic dependent launch: a kernel may start while the previous kernel on the stream still runs.
 
     kernel[grid](..., **dependent_launch(x))    and in the kernel:    if DEPENDENT: gdc_launch_dependents(); gdc_wait()
 
-The rule that keeps it safe: a kernel launched so calls gdc_wait() before it reads or writes anything but constants
-(weights). The wait ends when the kernel before has finished; as that one has waited too, everything before has. Needs
-compute capability 9; neither the interpreter nor older devices have it, so it is a constant of the compilation.
-
-It serves the kernels of a captured step. It knows no kernel.
+A kernel launched this way must call gdc_wait() before it reads or writes anything except constants (weights). The wait
+ends when the previous kernel has finished. That kernel has waited too, so all earlier kernels have also finished.
 """
 
 from functools import cache
@@ -16,7 +13,10 @@ from torch import Tensor
 
 
 def dependent_launch(x: Tensor) -> dict[str, bool]:
-    """Arguments of a launch that works on `x`; tensors without memory stand for a Hopper GPU's."""
+    """Return the launch arguments for `x`. A meta tensor stands for one on a Hopper GPU.
+
+    The feature needs compute capability 9, and the interpreter lacks it, so DEPENDENT is a compile-time constant.
+    """
     is_dependent = x.is_meta or (x.is_cuda and _capability(x.device)[0] >= 9)
     return {"DEPENDENT": is_dependent, "launch_pdl": is_dependent}
 

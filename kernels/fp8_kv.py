@@ -1,11 +1,7 @@
-"""Keys and values in 8 bits (e4m3): the scales of a layer, and how a cache of them is written.
+"""The 8-bit (e4m3) KV cache: scales of a layer and the conversion to e4m3 in torch.
 
-    KVScales             what a stored key or value is multiplied with to be itself again; 1 and 1 unless told
-    to_e4m3(x, scale)    x / scale, rounded to the nearest even, and beyond +-448 to +-448
-
-Numbers become smaller in the cache alone: whatever reads it computes in 16 bits or more, with sums in float32. Plain
-torch, for a CPU and for tests; the kernels have the same in Triton (rotary_embedding.py, attention/operands.py). It is
-on a block's walk, where it is written and read by a layer. It knows no block and no layer.
+Only the cache is 8-bit: readers compute in at least 16 bits and sum in float32. The Triton kernels have their own copy
+of the conversion (rotary_embedding.py, attention/operands.py).
 """
 
 from dataclasses import dataclass
@@ -14,11 +10,13 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0  # the largest; there is no infinity (OCP 8-bit floating point specification)
+E4M3_MAX = 448.0  # largest e4m3 number; there is no infinity (OCP 8-bit floating point specification)
 
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
+    """Factors that turn stored keys and values into their original size."""
+
     key: float = 1.0
     value: float = 1.0
 
@@ -27,6 +25,6 @@ UNIT_SCALES = KVScales()
 
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
-    """NaN stays NaN."""
+    """Return x / scale, rounded to nearest even and clamped to +-448. NaN stays NaN."""
     exact = x.to(torch.float32) * (1.0 / scale)
     return exact.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)

@@ -1,20 +1,13 @@
-"""A product of few rows with a large weight of 8-bit floats, at the speed of reading the weight: for Hopper GPUs.
+"""Linear layers with few rows and a large fp8 weight on Hopper GPUs, at the speed of reading the weight.
 
-    fp8_linear(x, weight, tiles)          x, weight: Scaled of [T, K] and [N, K]        -> x @ weight.T [T, N] bfloat16
-    gated_fp8_linear(x, weight, tiles)    x, weight: Scaled of [T, K] and [2 * N, K]    -> silu(gate) * up [T, N]
-        gate, up = rows [0, N) and [N, 2 * N) of the weight
-
-T <= 256; K a multiple of 128; Scaled is of scaled.py: rows with one scale or one for each 128 elements, a weight with
-one scale a row or one for each block of 128 x 128. Products of 128 elements of K are summed by the tensor cores, whose
-accumulator of 8-bit floats has 14 bits on Hopper; those sums are scaled and added up in float32, in the order of K. A
-row's result does not depend on its neighbours, nor on T with tiles of as many halves. The rest is as in
-skinny_linear.py: a ring of steps filled by TMA, each program an even share of the tiles, weights asked for before the
-kernel before has ended. Where long rows have few tiles, two programs have half of K each, and the second to end adds
-the other's sums. Does not quantise (fp8_quantise.py does), nor know which tiles are fast (fp8_tiles.py does). Gluon has
-no interpreter. It is used in every step, for products of a network.
+Products of 128 elements of K are summed by the tensor cores, whose fp8 accumulator has 14 bits on Hopper. These sums
+are
+scaled and added in float32 in the order of K. A row's result depends neither on other rows nor, for tiles with the same
+`halves`, on T. The structure is that of skinny_linear.py. If long rows have few tiles, two programs take half of K
+each, and the second to finish adds the other's sums. Gluon has no interpreter.
 """
-# Arguments of a launch are flat (ADR 0108).
-# Tuples in kernels have no star expressions.
+# Launch arguments are flat (ADR 0108).
+# PLR/RUF: tuples in kernels do not support star expressions.
 # ruff: noqa: PLR0913, PLR0917, RUF005
 
 from dataclasses import dataclass
@@ -30,17 +23,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.scaled import GROUP, Scaled
-from kernels.skinny_linear import NUM_SMS, store_turned
+from kernels.skinny_linear import NUM_SMS, store_transposed
 
 MAX_ROWS = 256
 _SHARED_BYTES = 225 * 1024
-_MOST_PLACES = 1024  # tiles times blocks of rows, where K is halved
+_MAX_TILES = 1024  # tiles times row blocks, when K is halved
 
 
 @dataclass(frozen=True)
 class Fp8Tiles:
-    """How a product is cut. `block_n` counts rows of the weight, gate and up together where it is gated; `row_blocks`
-    programs share the rows of x, at most 128 each; with two `halves` two programs share the inputs."""
+    """How a linear layer is cut.
+
+    Attributes:
+        block_n: Weight rows per tile; gated: gate and up together.
+        block_k: Elements of K per step.
+        row_blocks: Programs that share the rows of x, at most 128 rows each.
+        halves: 2: two programs take half of K each.
+    """
 
     block_n: int
     block_k: int
@@ -54,7 +53,7 @@ def _load_weights(
     UP: gl.constexpr, BOXES: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr,
     STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the weights of a step. Its barrier also expects the rows of x, which _load_rows asks for."""
+    """Request the weights of a step. Its barrier also expects the rows of x, requested by _load_rows."""
     wanted = step < num_steps
     stage = step % NUM_STAGES
     row = (first_tile + step // STEPS) * BOX_N
@@ -85,7 +84,7 @@ def _scales_of_step(
     NUM_OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, BOXES: gl.constexpr, CHUNKS: gl.constexpr,
     ROWS_GROUPED: gl.constexpr, WEIGHT_GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """The factors of a step's products, a tuple [CHUNKS * BOXES]; 1 where scales are of whole rows."""
+    """Return the factors of a step's products, a tuple [CHUNKS * BOXES]; 1 where a scale covers a whole row."""
     scales = ()
     for chunk in gl.static_range(CHUNKS):
         of_rows = 1.0
@@ -103,7 +102,7 @@ def _scales_of_step(
 
 @gluon.jit
 def _start_products(weights, rows, zeros, stage, BOXES: gl.constexpr, CHUNKS: gl.constexpr):
-    """The products of a step, each of 128 elements of K, on their way: a tuple [CHUNKS * BOXES]."""
+    """Start the products of a step, each over 128 elements of K, and return them as a tuple [CHUNKS * BOXES]."""
     products = ()
     for chunk in gl.static_range(CHUNKS):
         place = stage * CHUNKS + chunk
@@ -118,7 +117,7 @@ def _start_products(weights, rows, zeros, stage, BOXES: gl.constexpr, CHUNKS: gl
 def _scaled_by_rows(
     sums, of_outputs, x_scales, row_of_x, num_rows, ROWS_GROUPED: gl.constexpr, WEIGHT_GROUPED: gl.constexpr
 ):
-    """`sums` times the scales that are of whole rows, of the weight and of x."""
+    """Multiply `sums` with the per-row scales of the weight and of x."""
     if not WEIGHT_GROUPED:
         sums *= gl.load(of_outputs)[:, None]
     if not ROWS_GROUPED:
@@ -128,7 +127,7 @@ def _scaled_by_rows(
 
 @gluon.jit
 def _gated(gate, up, dtype: gl.constexpr):
-    """silu(gate) * up of what is rounded, as if it were stored."""
+    """Return silu(gate) * up of the rounded inputs, as if they had been stored."""
     gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
     return gate / (1.0 + gl.exp(-gate)) * up
 
@@ -137,19 +136,22 @@ def _gated(gate, up, dtype: gl.constexpr):
 def _joined(
     own, halves, arrivals, place, half, num_rows, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, sums: gl.constexpr
 ):  # fmt: skip
-    """The sum over both halves of K, and the rows to store: none by the first of the two. Either order is one sum."""
+    """Return the sum over both halves of K and the number of rows to store, which is 0 for the first program.
+
+    Both orders of arrival give the same sum.
+    """
     elements = gl.arange(0, BOX_N, gl.SliceLayout(1, sums))[:, None] * BLOCK_M
     elements += gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums))[None, :]
     gl.store(halves + (2 * place + half) * (BOX_N * BLOCK_M) + elements, own)
-    gl.thread_barrier()  # the stores of all threads come before the arrival that one of them tells
+    gl.thread_barrier()  # all threads must store before one thread signals the arrival
     is_second = gl.atomic_add(arrivals + place, 1, sem="acq_rel", scope="gpu") == 1
     other = halves + (2 * place + 1 - half) * (BOX_N * BLOCK_M) + elements
     own += gl.load(other, mask=(elements >= 0) & is_second, other=0.0, cache_modifier=".cg")
-    gl.store(arrivals + place, 0, mask=is_second)  # for the next product, which waits for this one
+    gl.store(arrivals + place, 0, mask=is_second)  # reset for the next layer, which waits for this one
     return own, gl.where(is_second, num_rows, 0)
 
 
-# The number of rows changes from step to step and must not compile anything.
+# The number of rows changes from step to step and must not trigger a compilation.
 @gluon.jit(do_not_specialize=["num_rows"])
 def fp8_linear_kernel(
     weight, weight_scales, x, x_scales, output, halves, arrivals, num_rows,
@@ -158,7 +160,7 @@ def fp8_linear_kernel(
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
     ROW_BLOCKS: gl.constexpr, HALVES: gl.constexpr, NUM_SHARES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Program = (share of the tiles, rows of x, half of K); those with the same tiles are neighbours."""
+    """Run program (share of the tiles, rows of x, half of K). Programs of the same tiles are adjacent."""
     gdc_launch_dependents()
     BOXES: gl.constexpr = 2 if GATED else 1
     BOX_N: gl.constexpr = BLOCK_N // BOXES
@@ -192,7 +194,7 @@ def fp8_linear_kernel(
         first = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
         second = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
         for step_of_tile in range(STEPS):
-            scales = _scales_of_step(  # they arrive while the step does
+            scales = _scales_of_step(  # loaded while the step's data is in flight
                 weight_scales, x_scales, first_column // 128 + step_of_tile * CHUNKS, tile * BOX_N, num_rows, row_of_x,
                 NUM_OUTPUTS, GROUPS, BOXES, CHUNKS, ROWS_GROUPED, WEIGHT_GROUPED,
             )  # fmt: skip
@@ -205,7 +207,7 @@ def fp8_linear_kernel(
                 if GATED:
                     product = warpgroup_mma_wait((CHUNKS - chunk) * BOXES - 2, deps=(products[chunk * BOXES + 1],))
                     second += product * scales[chunk * BOXES + 1]
-            gl.thread_barrier()  # the products of the step are done in every warp, so its stage is free
+            gl.thread_barrier()  # all warps are done with this step, so its stage is free
             _load_weights(
                 weight, weights, barriers, step + NUM_STAGES, num_steps, first_tile, first_column,
                 NUM_OUTPUTS, BOXES, BOX_N, BLOCK_M, CHUNKS, STEPS, NUM_STAGES,
@@ -224,7 +226,7 @@ def fp8_linear_kernel(
             of_up = of_outputs + NUM_OUTPUTS
             up = _scaled_by_rows(second, of_up, x_scales, row_of_x, num_rows, ROWS_GROUPED, WEIGHT_GROUPED)
             result = _gated(result, up, output.dtype.element_ty)
-        store_turned(
+        store_transposed(
             result.to(output.dtype.element_ty),
             output,
             tile,
@@ -238,10 +240,21 @@ def fp8_linear_kernel(
 
 
 def fp8_linear(x: Scaled, weight: Scaled, tiles: Fp8Tiles) -> Tensor:
+    """Return x @ weight.T.
+
+    Args:
+        x: [T, K], T <= MAX_ROWS, K a multiple of 128; scales per row or per 128 elements.
+        weight: [N, K]; scales per row or per 128 x 128 block.
+        tiles: From fp8_tiles().
+
+    Returns:
+        [T, N], bfloat16.
+    """
     return _launch(x, weight, tiles, len(weight), is_gated=False)
 
 
 def gated_fp8_linear(x: Scaled, weight: Scaled, tiles: Fp8Tiles) -> Tensor:
+    """Return silu(gate) * up, [T, N], bfloat16, where gate and up are the two halves of weight [2 * N, K]."""
     return _launch(x, weight, tiles, len(weight) // 2, is_gated=True)
 
 
@@ -267,7 +280,7 @@ def _launch(x: Scaled, weight: Scaled, tiles: Fp8Tiles, num_outputs: int, is_gat
     halves = None
     if tiles.halves == 2:
         num_places = num_outputs // box_n * tiles.row_blocks
-        assert not is_gated and num_places <= _MOST_PLACES and num_inputs % (2 * tiles.block_k) == 0
+        assert not is_gated and num_places <= _MAX_TILES and num_inputs % (2 * tiles.block_k) == 0
         halves = x.values.new_empty(2 * num_places * box_n * block_m, dtype=torch.float32)
     fp8_linear_kernel[(num_shares * tiles.row_blocks * tiles.halves,)](
         _descriptor(weight.values, box_n),
@@ -298,8 +311,8 @@ def _launch(x: Scaled, weight: Scaled, tiles: Fp8Tiles, num_outputs: int, is_gat
 
 @cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Programs of each tile that have arrived: zeros between products, which run one after the other."""
-    return torch.zeros(_MOST_PLACES, dtype=torch.int32, device=device)
+    """Return the counters of arrived programs per tile; zero between layers, which run one after another."""
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:

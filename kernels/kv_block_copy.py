@@ -1,20 +1,10 @@
-"""Copy whole KV blocks on the device: inside one pool for copy-on-write, or out of it into a staging buffer.
-
-    copy_kv_blocks(source, target, block_copies) -> None, writes into target
-        source         [N, ...]   contiguous pool; a block is everything after the first dimension
-        target         [M, ...]   contiguous, of blocks of the same shape; may be `source`
-        block_copies   [P, 2]     int32 or int64, on the pools' device: (source, destination) pairs
-
-Destinations are distinct and, inside one pool, none is also a source in the same call: the pairs run in any order. All
-layers, keys and values of a block at once; does not know layouts. It is on a block's walk, where it is copied before a
-step.
-"""
+"""Copy whole KV blocks on the device: within one pool (copy-on-write), or from a pool to a staging buffer."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# 16 KiB in bf16: a 2 MiB block becomes 128 programs, enough for one pair to fill an H200's 132 SMs.
+# 16 KiB in bf16: a 2 MiB block becomes 128 programs, so one pair nearly fills an H200's 132 SMs.
 _CHUNK = 8192
 
 
@@ -43,6 +33,15 @@ def copy_kv_blocks_triton(source: Tensor, target: Tensor, block_copies: Tensor) 
 
 
 def copy_kv_blocks(source: Tensor, target: Tensor, block_copies: Tensor) -> None:
+    """Copy blocks of `source` into `target`.
+
+    Destinations are distinct and, within one pool, none is also a source: the pairs run in any order.
+
+    Args:
+        source: [N, ...], contiguous pool; a block is everything after the first dimension.
+        target: [M, ...], contiguous, blocks of the same shape; may be `source`.
+        block_copies: [P, 2], int32 or int64, (source, destination) pairs on the pools' device.
+    """
     if source.is_cuda:
         copy_kv_blocks_triton(source, target, block_copies)
     else:

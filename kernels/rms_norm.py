@@ -1,16 +1,10 @@
-"""RMSNorm over the last dimension, alone or fused with the residual addition before it.
+"""RMSNorm over the last dimension, alone or fused with the preceding residual addition.
 
-    rms_norm(x, weight, eps)               x [T, H], weight [H]                -> normed [T, H]
-    add_rms_norm(x, residual, weight, eps) x, residual [T, H], weight [H]      -> (normed [T, H], new_residual [T, H])
-    add_rms_norm_quantised(..., is_grouped)                                    -> (normed as Scaled, new_residual)
-
-normed = x / sqrt(mean(x^2) + eps) * weight in float32 with one rounding at the end, to the dtype of x. The sum x +
-residual is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may be
-strided, the last dimension is contiguous. Inputs are not modified. What is quantised is normed, in the dtype of x, as
-quantise_rows() or quantise_groups() would (fp8_quantise.py). Does not know what a layer is. It is used twice a layer in
-every step.
+normed = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded once to the dtype of x. The sum x + residual is rounded
+to that dtype before the norm, so add_rms_norm(x, r) equals rms_norm(x + r) bit for bit. Rows may be strided; the last
+dimension is contiguous. Inputs are not modified.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 import torch
@@ -20,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.fp8_quantise import quantised
+from kernels.fp8_quantize import quantized
 from kernels.scaled import GROUP, Scaled, empty_rows
 
 
@@ -31,7 +25,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # Unfused this is one more pass: it writes x + residual and reads it again; the kernel keeps the row in registers.
+    # Unfused, this writes and rereads x + residual; the kernel keeps the row in registers.
     new_residual = x + residual
     return rms_norm_reference(new_residual, weight, eps), new_residual
 
@@ -41,18 +35,18 @@ def store_normed_row(
     values, weight_row, normed, scales, row, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`values` and `weight_row` float32, 0 from HIDDEN on. GROUP: elements with one scale where `normed` is quantised.
+    """Norm and store one row; `values` and `weight_row` are float32 and 0 from HIDDEN on.
 
-    It is 0 where `normed` is not; DTYPE: what `normed` has then.
+    GROUP is the number of elements per scale if `normed` is quantized, else 0. DTYPE is the dtype of the norm.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     inverse_rms = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
     scaled = values * inverse_rms * weight_row
     if GROUP:
-        # As if it had been stored: the same bits as of a norm, and of what quantises it.
+        # Rounded as if it had been stored, so the bits equal those of a norm followed by a quantization.
         exact = scaled.to(DTYPE).to(tl.float32).reshape(BLOCK // GROUP, GROUP)
-        small, scale_of = quantised(exact, tl.max(tl.abs(exact), axis=1)[:, None])
+        small, scale_of = quantized(exact, tl.max(tl.abs(exact), axis=1)[:, None])
         groups = tl.arange(0, BLOCK // GROUP)[:, None]
         tl.store(scales + groups * tl.num_programs(0) + row, scale_of, mask=groups * GROUP < HIDDEN)
         tl.store(normed + row * HIDDEN + columns, small.reshape(BLOCK), mask=inside)
@@ -66,7 +60,7 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    # One program a row: the result of a row cannot depend on how many rows the batch has.
+    # One program per row: a row's result cannot depend on the number of rows in the batch.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -97,9 +91,23 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return normed, new_residual
 
 
-def add_rms_norm_quantised(
+def add_rms_norm_quantized(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
 ) -> tuple[Scaled, Tensor]:
+    """Add, norm and quantize by rows, or by groups of 128 elements if `is_grouped`.
+
+    Equals quantize_rows() or quantize_groups() of the norm in the dtype of x (fp8_quantize.py), bit for bit.
+
+    Args:
+        x: [T, H].
+        residual: [T, H].
+        weight: [H].
+        eps: Added to the mean square.
+        is_grouped: One scale per 128 elements instead of one per row.
+
+    Returns:
+        (normed [T, H], x + residual [T, H]).
+    """
     hidden = x.shape[1]
     assert not is_grouped or hidden % GROUP == 0
     new_residual = x.new_empty(x.shape)
@@ -132,17 +140,19 @@ def _launch(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         GROUP=group,
-        # 8 elements a thread are one 16-byte load in bf16; more than 16 warps only add to the cost of the reduction.
+        # 8 elements per thread are one 16-byte load in bf16; more than 16 warps only make the reduction slower.
         num_warps=min(16, max(1, block // 256)),
         **dependent_launch(x),
     )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of x [T, H] with weight [H], [T, H]."""
     return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (norm of x + residual [T, H], x + residual [T, H])."""
     if x.is_cuda:
         return add_rms_norm_triton(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)

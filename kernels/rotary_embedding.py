@@ -1,14 +1,10 @@
-"""Rotary position embedding of new queries and keys, and their way into the paged KV cache, in one pass.
+"""Rotary embedding of new queries and keys, and the store of keys and values in the paged KV cache, in one pass.
 
-    rotate_and_store(RotaryInput(...)) -> None
-
-Queries and keys are rotated in place, half-split convention (element i is paired with i + D / 2): float32 inside, one
-rounding at the end. Rotated keys and the values are then also in their slots, which are distinct; nothing else of the
-cache changes. A cache of e4m3 has them divided by their scales, rounded once more, within +-448 (kernels/fp8_kv.py). On
-a block's walk, where each layer of a GPU writes it. It does not know how the table was made (base, scaling), or which
-sequence a token belongs to.
+Rotation is half-split (element i is paired with i + D / 2), in float32 with one rounding at the end. Slots are distinct
+and nothing else in the cache changes. Numbers for an e4m3 cache are divided by their scales, rounded once more, and
+clamped to +-448 (fp8_kv.py). Source: RoFormer, https://arxiv.org/abs/2104.09864.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
@@ -23,12 +19,14 @@ from kernels.dependent_launch import dependent_launch
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 from kernels.rms_norm import rms_norm_reference
 
-# 8 heads of 128 for 4 warps: 8 elements a thread, and a token of an 8B model is 6 programs, not one long one.
+# 8 heads of 128 for 4 warps: 8 elements per thread. A token of an 8B model is 6 programs instead of one long one.
 _HEADS_PER_PROGRAM = 8
 
 
 @dataclass(frozen=True, slots=True)
 class QkNorms:
+    """Weights of the norms applied to each query and key head before the rotation."""
+
     query: Tensor  # [D]
     key: Tensor  # [D]
     eps: float
@@ -36,20 +34,20 @@ class QkNorms:
 
 @dataclass(frozen=True, slots=True)
 class RotaryInput:
-    """The queries and keys to rotate, and the slots of the KV cache for the keys and values."""
+    """Queries and keys to rotate, and the cache slots of keys and values."""
 
-    qkv: Tensor  # [T, Hq + 2 * Hkv, D]: queries, keys, values of each token; contiguous, D even
+    qkv: Tensor  # [T, Hq + 2 * Hkv, D]: queries, keys, values per token; contiguous, D even
     positions: Tensor  # [T] int32 or int64, each in [0, max_len)
     cos_sin_table: Tensor  # [max_len, D] float32, contiguous: D / 2 cosines, then D / 2 sines
-    key_cache: Tensor  # [N, Hkv, BS, D] with the strides of value_cache (views of one pool); D is contiguous
+    key_cache: Tensor  # [N, Hkv, BS, D] with the strides of value_cache (views of one pool); D contiguous
     value_cache: Tensor
-    slot_mapping: Tensor  # [T] int32 or int64: block * BS + offset; -1 = padding, not stored
-    norms: QkNorms | None = None  # of each query head and each key head, before they are rotated
-    kv_scales: KVScales = UNIT_SCALES  # of a cache in e4m3
+    slot_mapping: Tensor  # [T] int32 or int64: block * BS + offset; -1: padding, not stored
+    norms: QkNorms | None = None  # per query head and key head, before the rotation
+    kv_scales: KVScales = UNIT_SCALES  # for an e4m3 cache
 
 
 def rotate_reference(heads: Tensor, positions: Tensor, cos_sin_table: Tensor) -> Tensor:
-    """heads [T, H, D] -> rotated copy."""
+    """Return a rotated copy of heads [T, H, D]."""
     cos, sin = cos_sin_table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     first, second = heads.to(torch.promote_types(heads.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
@@ -73,7 +71,7 @@ def rotate_and_store_reference(inputs: RotaryInput) -> None:
 def store_kv_reference(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """key, value [T, Hkv, D] into their slots."""
+    """Store key and value [T, Hkv, D] in their slots."""
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
@@ -84,7 +82,7 @@ def store_kv_reference(
 
 @triton.jit
 def _norm_weights(query_norm, key_norm, is_query, lanes, OFFSET: tl.constexpr, HALF_DIM: tl.constexpr):
-    """[heads, lanes] float32: of queries, or of keys; that of a value is not used."""
+    """Return float32 weights [heads, lanes] of queries or keys; those of values are unused."""
     of_queries = tl.load(query_norm + OFFSET + lanes, mask=lanes < HALF_DIM, other=0.0).to(tl.float32)
     of_keys = tl.load(key_norm + OFFSET + lanes, mask=lanes < HALF_DIM, other=0.0).to(tl.float32)
     return tl.where(is_query, of_queries[None, :], of_keys[None, :])
@@ -92,7 +90,7 @@ def _norm_weights(query_norm, key_norm, is_query, lanes, OFFSET: tl.constexpr, H
 
 @triton.jit
 def _to_e4m3(x, factor):
-    """Beyond +-448 it is +-448; NaN stays NaN."""
+    """Scale, clamp to +-448 and convert; NaN stays NaN."""
     exact = x.to(tl.float32) * factor
     exact = tl.where(exact > 448.0, 448.0, exact)
     return tl.where(exact < -448.0, -448.0, exact).to(tl.float8e4nv)
@@ -114,7 +112,8 @@ def _rotate_and_store_kernel(
     angles = cos_sin_table + tl.load(positions + token).to(tl.int64) * (2 * HALF_DIM) + lanes
     cos = tl.load(angles, mask=lanes < HALF_DIM, other=0.0)[None, :]
     sin = tl.load(angles + HALF_DIM, mask=lanes < HALF_DIM, other=0.0)[None, :]
-    # int64: a block's stride is L * 2 * Hkv * BS * D elements (1 Mi for an 8B model), so 2048 blocks overflow int32.
+    # int64: a block's stride is L * 2 * Hkv * BS * D elements (1 Mi for an 8B model), so int32 overflows at 2048
+    # blocks.
     slot = tl.load(slot_mapping + token).to(tl.int64)
 
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
@@ -185,5 +184,6 @@ def rotate_and_store_triton(inputs: RotaryInput) -> None:
 
 
 def rotate_and_store(inputs: RotaryInput) -> None:
+    """Rotate queries and keys in place, then store keys and values in their slots."""
     operation = rotate_and_store_triton if inputs.qkv.is_cuda else rotate_and_store_reference
     operation(inputs)

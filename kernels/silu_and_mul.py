@@ -1,13 +1,7 @@
-"""The gate of a gated feed-forward layer: SwiGLU, or GEGLU with tanh for the error function.
+"""The gate of a gated MLP: SwiGLU, or GEGLU with the tanh approximation.
 
-    silu_and_mul(x)             x [T, 2 * I], gate in columns [0, I), up in [I, 2 * I)   -> silu(gate) * up [T, I]
-    silu_and_mul_quantised(x)   the same, quantised by rows                              -> Scaled
-    gelu_tanh_and_mul(x)        x as above                                               -> gelu(gate) * up [T, I]
-
-Float32 inside, one rounding at the end, to the dtype of x; what is quantised has been rounded so too. Rows may be
-strided, columns are contiguous. x is not modified.
-
-It is called once a layer in every step. It knows no layer.
+x is [T, 2 * I] with the gate in columns [0, I) and up in [I, 2 * I). The result is computed in float32 and rounded once
+to the dtype of x; a quantized result is rounded the same way first. Rows may be strided; columns are contiguous.
 """
 
 import torch
@@ -17,10 +11,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.fp8_quantise import launch_rows, store_quantised_row
+from kernels.fp8_quantize import launch_rows, store_quantized_row
 from kernels.scaled import Scaled, empty_rows
 
-# 1024 elements for 4 warps: one 16-byte load of gate and one of up a thread in bf16.
+# 1024 elements for 4 warps: one 16-byte load each of gate and up per thread in bf16.
 _BLOCK = 1024
 
 
@@ -53,7 +47,7 @@ def _gate_and_mul_kernel(
 
 
 @triton.jit
-def _silu_and_mul_quantised_kernel(
+def _silu_and_mul_quantized_kernel(
     x, values, scales, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     if DEPENDENT:
@@ -65,14 +59,15 @@ def _silu_and_mul_quantised_kernel(
     gate = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row_stride + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     exact = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
-    store_quantised_row(exact, values, scales, row, columns, WIDTH)
+    store_quantized_row(exact, values, scales, row, columns, WIDTH)
 
 
-def silu_and_mul_quantised(x: Tensor) -> Scaled:
+def silu_and_mul_quantized(x: Tensor) -> Scaled:
+    """Return silu(gate) * up, quantized by rows, [T, I]."""
     double_width = x.shape[1]
     assert double_width % 2 == 0 and x.stride(1) == 1
     rows = empty_rows(x, double_width // 2, is_grouped=False)
-    launch_rows(_silu_and_mul_quantised_kernel, x, rows)
+    launch_rows(_silu_and_mul_quantized_kernel, x, rows)
     return rows
 
 
@@ -97,8 +92,10 @@ def _gated(x: Tensor, is_gelu: bool) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
+    """Return silu(gate) * up, [T, I], dtype of x."""
     return silu_and_mul_triton(x) if x.is_cuda else silu_and_mul_reference(x)
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """Return gelu(gate) * up, [T, I], dtype of x."""
     return gelu_tanh_and_mul_triton(x) if x.is_cuda else gelu_tanh_and_mul_reference(x)

@@ -1,23 +1,15 @@
-"""A product of few rows with a large weight, at the speed of reading the weight: for Hopper GPUs.
+"""Linear layers with few rows and a large bfloat16 weight on Hopper GPUs, at the speed of reading the weight.
 
-    skinny_linear(x, weight, tiles)          x [T, K], weight [N, K]      -> x @ weight.T [T, N]
-    skinny_linear(..., output)               the same in the type of `output`, float32 or bfloat16
-    gated_skinny_linear(x, weight, tiles)    x [T, K], weight [2 * N, K]  -> silu(gate) * up [T, N]
-        gate, up = rows [0, N) and [N, 2 * N) of the weight
-
-T <= 128, bfloat16, contiguous. Each output is one chain of float32 sums over K in its order, rounded once (the gated
-one: gate and up are rounded, as if they were stored, then the product). So a row's result depends neither on T nor on
-its neighbours, and it has the bits of every matrix product that sums the same way (ADR 0026).
-
-A tile is BLOCK_N rows of the weight; each program, one an SM, takes an even share of them, and runs through it with one
-ring of NUM_STAGES steps of BLOCK_K in shared memory, filled by TMA. Where tiles are too few for the SMs, ROW_BLOCKS
-programs share a tile, each with BLOCK_M rows of x: the memory is read once, L2 again by every one of them. Weights do
-not depend on the kernel before: the whole ring is asked for before the dependency wait, so the memory does not idle
-from one kernel to the next. Weights are the 64-row operand of wgmma and the rows of x its columns: 8 rows of x cost 8
-columns, and weights never pass through registers. Does not know which tiles are fast where: skinny_linear_tiles.py
-does. It is used in each step of few tokens. Gluon has no interpreter, so without a GPU the kernel can only be compiled.
+Each output is one chain of float32 sums over K in order, rounded once (gated: gate and up are rounded, then their
+product), so a row's result depends neither on T nor on other rows (ADR 0026). A tile has BLOCK_N weight rows; each
+program, one per SM, processes an even share of tiles through one TMA-filled ring of NUM_STAGES steps. With too few
+tiles, ROW_BLOCKS programs share a tile with BLOCK_M rows of x each: memory is read once, L2 by each of them.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Weights are the 64-row operand of wgmma and rows of x its columns, so 8 rows of x cost 8 columns. Weights do not
+# depend
+# on the previous kernel: the whole ring is requested before the dependency wait, so memory does not idle between
+# kernels.
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
@@ -34,14 +26,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_ROWS = 128
 NUM_SMS = 132  # of an H100 or H200
-# A program may have 227 KiB; what the ring leaves is for barriers and for turning the outputs.
+# A program may use 227 KiB; the rest is for barriers and for transposing the outputs.
 _SHARED_BYTES = 225 * 1024
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut. `block_n` counts rows of the weight, gate and up together where it is gated; `row_blocks`
-    programs share the rows of x."""
+    """How a linear layer is cut.
+
+    Attributes:
+        block_n: Weight rows per tile; gated: gate and up together.
+        block_k: Elements of K per step.
+        num_warps: Warps per program.
+        row_blocks: Programs that share the rows of x.
+    """
 
     block_n: int
     block_k: int
@@ -65,7 +63,7 @@ def _load_weights(
     UP: gl.constexpr, BOXES: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
     STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the weights of a step. Its barrier also expects the rows of x, which _load_rows asks for."""
+    """Request the weights of a step. Its barrier also expects the rows of x, requested by _load_rows."""
     wanted = step < num_steps
     barrier = barriers.index(step % NUM_STAGES)
     row = (first_tile + step // STEPS) * BOX_N
@@ -87,19 +85,19 @@ def _load_rows(
 
 
 @gluon.jit
-def store_turned(
+def store_transposed(
     values, output, tile, first_row, num_rows,
     NUM_OUTPUTS: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """values [BOX_N, BLOCK_M] are columns of output [num_rows, NUM_OUTPUTS]: turned, so that writes are 16 bytes."""
+    """Store values [BOX_N, BLOCK_M] as columns of output [num_rows, NUM_OUTPUTS], transposed for 16-byte writes."""
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
-    turned = gl.convert_layout(values, layout)
+    transposed = gl.convert_layout(values, layout)
     columns = tile * BOX_N + gl.arange(0, BOX_N, gl.SliceLayout(1, layout))[:, None]
     rows = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
-    gl.store(output + rows * NUM_OUTPUTS + columns, turned, mask=rows < num_rows)
+    gl.store(output + rows * NUM_OUTPUTS + columns, transposed, mask=rows < num_rows)
 
 
-# The number of rows changes from step to step and must not compile anything.
+# The number of rows changes from step to step and must not trigger a compilation.
 @gluon.jit(do_not_specialize=["num_rows"])
 def skinny_linear_kernel(
     weight, x, output, num_rows,
@@ -107,9 +105,9 @@ def skinny_linear_kernel(
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, ROW_BLOCKS: gl.constexpr,
     NUM_SHARES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Program = (share of the tiles, rows of x); those with the same tiles are neighbours."""
+    """Run program (share of the tiles, rows of x). Programs of the same tiles are adjacent."""
     gdc_launch_dependents()
-    # A gated tile is BLOCK_N / 2 rows of the gate and the same rows of up, NUM_OUTPUTS further down.
+    # A gated tile is BLOCK_N / 2 rows of gate and the same rows of up, NUM_OUTPUTS rows further down.
     BOXES: gl.constexpr = 2 if GATED else 1
     BOX_N: gl.constexpr = BLOCK_N // BOXES
     STEPS: gl.constexpr = NUM_INPUTS // BLOCK_K
@@ -146,7 +144,7 @@ def skinny_linear_kernel(
                 first, second = warpgroup_mma_wait(2, deps=(first, second))
             else:
                 first = warpgroup_mma_wait(1, deps=(first,))
-            # The products of the step before are done, so its stage is free; those of this step still run.
+            # The previous step's products are done, so its stage is free; those of this step still run.
             ahead = gl.where(step > 0, step - 1 + NUM_STAGES, num_steps)
             _load_weights(
                 weight, weights, barriers, ahead, num_steps, first_tile,
@@ -162,15 +160,27 @@ def skinny_linear_kernel(
         else:
             result = warpgroup_mma_wait(0, deps=(first,))
         result = result.to(output.dtype.element_ty)
-        store_turned(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
+        store_transposed(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
 
 
 def skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T.
+
+    Args:
+        x: [T, K], bfloat16, contiguous, T <= 128.
+        weight: [N, K], bfloat16, contiguous.
+        tiles: From skinny_linear_tiles.py.
+        output: [T, N], float32 or bfloat16; default: a new bfloat16 tensor.
+
+    Returns:
+        [T, N].
+    """
     output = x.new_empty(len(x), len(weight)) if output is None else output
     return _launch(x, weight, tiles, output, is_gated=False)
 
 
 def gated_skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
+    """Return silu(gate) * up, [T, N], where gate and up are the two halves of weight [2 * N, K]."""
     return _launch(x, weight, tiles, x.new_empty(len(x), len(weight) // 2), is_gated=True)
 
 

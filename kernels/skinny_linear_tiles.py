@@ -1,13 +1,8 @@
-"""Which products go to skinny_linear, and with which tiles: by rule from the shape, with what was measured as override.
+"""Select the tiles of skinny_linear from the shape of a weight: by rule, with measured overrides.
 
-    tiles_for(weight, num_rows, is_gated) -> Tiles, or None: the library's product is faster or the only one
-    most_rows(weight, is_gated)              up to how many rows there are tiles
-
-The rule was fitted to 59 products of ten models, whole and halved, at 1, 16, 64 and 128 rows against cuBLAS, each in a
-graph of layers that exceed the L2 cache (bench/results/h200/linear_tiles.jsonl): on average it is within 1 % of the
-best tiles that were tried. Nothing is tuned while serving.
-
-It is asked in each step, for each weight, where nothing is captured. It knows shapes, and no weights.
+The rule was fitted to 59 layers of ten models, whole and halved, at 1, 16, 64 and 128 rows against cuBLAS, each in a
+graph of layers larger than the L2 cache (bench/results/h200/linear_tiles.jsonl). On average it is within 1 % of the
+best tiles tried. Nothing is tuned while serving.
 """
 
 from functools import cache
@@ -17,10 +12,11 @@ from torch import Tensor
 
 from kernels.skinny_linear import MAX_ROWS, NUM_SMS, Tiles
 
-Shape = tuple[int, int, bool]  # outputs, inputs, is gated: then gate and up are outputs each
+Shape = tuple[int, int, bool]  # outputs (gated: of gate and up each), inputs, is gated
 
-# Rows up to -> tiles, ascending, instead of the rule's; no tiles above. By the rule each would be 2 to 8 % slower than
-# cuBLAS at some number of rows.
+# Overrides of the rule, ascending: maximum number of rows -> tiles; no tiles above. With the rule, each shape would be
+# 2
+# to 8 % slower than cuBLAS at some number of rows.
 MEASURED: dict[Shape, tuple[tuple[int, Tiles], ...]] = {
     (49152, 4096, False): ((64, Tiles(64, 128)),),
     (2048, 8192, False): ((16, Tiles(64, 256)),),
@@ -29,12 +25,13 @@ MEASURED: dict[Shape, tuple[tuple[int, Tiles], ...]] = {
     (5120, 32768, False): (),
 }
 
-_HEAD_OUTPUTS = 32_768  # products with more are heads: their tiles are many, so wide ones are shared out evenly too
-_FEW_TILES = 64  # of 64 outputs: half of the SMs have one each
-_LITTLE_WASTE = 0.7  # of the SMs' time, where tiles are not a multiple of SMs
+_HEAD_OUTPUTS = 32_768  # layers with more are output heads; they have enough tiles to balance wide ones
+_FEW_TILES = 64  # of 64 outputs; half of the SMs have one each
+_LITTLE_WASTE = 0.7  # busy share of the SMs, when the tiles are not a multiple of the SMs
 
 
 def tiles_for(weight: Tensor, num_rows: int, is_gated: bool) -> Tiles | None:
+    """Return the tiles for a weight on its device; None: use the library's kernel."""
     if weight.dtype != torch.bfloat16 or not is_known(weight.device):
         return None
     num_outputs = len(weight) // 2 if is_gated else len(weight)
@@ -42,7 +39,7 @@ def tiles_for(weight: Tensor, num_rows: int, is_gated: bool) -> Tiles | None:
 
 
 def tiles_of(shape: Shape, num_rows: int) -> Tiles | None:
-    """The tiles on a GPU that the rule was made for."""
+    """Return the tiles for a shape on a GPU that the rule was fitted to."""
     if num_rows > MAX_ROWS:
         return None
     if shape in MEASURED:
@@ -67,23 +64,23 @@ def _plain(num_outputs: int, num_inputs: int, num_rows: int) -> Tiles | None:
     if num_outputs >= _HEAD_OUTPUTS:
         return Tiles(128, 128) if num_rows <= 64 else None
     if num_rows <= 16:
-        # Of 80 tiles (5,120 outputs) half as many are faster than 80 programs on 132 SMs, by 3 to 10 % of long rows.
+        # With 80 tiles (5,120 outputs), half as many tiles beat 80 programs on 132 SMs by 3 to 10 % for long rows.
         is_uneven = _FEW_TILES < num_tiles < NUM_SMS and _busy(num_tiles) < _LITTLE_WASTE and num_inputs > 4_096
         return Tiles(128, 128) if is_uneven else Tiles(64, 256 if num_inputs % 256 == 0 else 128)
     if num_rows <= 64:
         return Tiles(64, 128) if num_tiles <= _FEW_TILES or _busy(num_tiles) >= _LITTLE_WASTE else None
-    # Two programs share a tile, each with half of the rows: x is read again for every tile, which long rows make dear.
+    # Two programs share a tile with half of the rows each: x is read again per tile, which is expensive for long rows.
     return Tiles(64, 128, row_blocks=2) if num_tiles <= _FEW_TILES and num_inputs <= 10_240 else None
 
 
 def _busy(num_tiles: int) -> float:
-    """The share of the SMs' time in which they have a tile, when all start at once."""
+    """Return the share of time in which an SM has a tile, if all start at once."""
     rounds = -(-num_tiles // NUM_SMS)
     return num_tiles / (rounds * NUM_SMS)
 
 
-def most_rows(weight: Tensor, is_gated: bool) -> int:
-    """The largest number of rows for which there are tiles; 0: the library's product is the only one."""
+def max_rows(weight: Tensor, is_gated: bool) -> int:
+    """Return the largest number of rows for which there are tiles; 0: only the library's kernel works."""
     for num_rows in range(MAX_ROWS, 0, -1):
         if tiles_for(weight, num_rows, is_gated) is not None:
             return num_rows
@@ -92,7 +89,7 @@ def most_rows(weight: Tensor, is_gated: bool) -> int:
 
 @cache
 def is_known(device: torch.device) -> bool:
-    """A Hopper GPU with the SMs that the rule was made for."""
+    """Return whether the device is a Hopper GPU with the number of SMs that the rule was fitted to."""
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)

@@ -1,17 +1,11 @@
-"""The sum of the rows of several GPUs, added to the residual and normed, in one launch on each of them.
+"""All-reduce of rows across GPUs, residual addition and RMSNorm in one launch per GPU.
 
-    RowExchange(rank, own, buffers, counts)       memory that all reach, see below; memory_elements(size) says how much
-    sum_add_rms_norm(part, residual, weight, eps, exchange)   [T, H] of 16 bits  -> (normed [T, H], new_residual [T, H])
-    sum_add_rms_norm_quantised(..., is_grouped)                                  -> (normed as Scaled, new_residual)
-
-Row by row: store the part in every other rank's buffer, release a flag there, wait for the flags of all, add the parts
-in the order of the ranks in float32, round to their type. From there on it is add_rms_norm() (rms_norm.py), bit by bit:
-who sums two ranks by other means and norms then has the same. As in all_reduce.py a buffer has two slots that take
-turns, what is counted is counted on the device, and launches are the same on all GPUs, in the same order; where a row
-lies depends neither on how many there are nor on how wide they are. It knows no process: peer_norm.py maps the memory.
-It is used in every step of a group of ranks, twice a layer.
+Parts are added in rank order in float32 and rounded to their dtype; from there the result equals add_rms_norm()
+(rms_norm.py) bit for bit. As in all_reduce.py, a buffer has two slots used in turn, exchanges are counted on the
+device, and all GPUs make the same launches in the same order. A row's location depends neither on the number nor on
+the width of rows. engine_worker/model/peer_norm.py maps the memory.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
@@ -25,35 +19,35 @@ from kernels.dependent_launch import dependent_launch
 from kernels.rms_norm import store_normed_row
 from kernels.scaled import GROUP, Scaled, empty_rows
 
-ROW_ELEMENTS = 8192  # the widest row
-MOST_ROWS = 256  # of two ranks: 512 threads each, two on each of 132 multiprocessors, as each waits for its twins
-PROGRAMS_PER_SM = 2  # whatever the width: 64 registers a thread are the most that it may take
+ROW_ELEMENTS = 8192  # maximum width of a row
+MAX_ROWS = 256  # two ranks: 512 threads per row and two rows per SM, because all programs must be resident at once
+PROGRAMS_PER_SM = 2  # for every width: this limits a thread to 64 registers
 UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RowExchange:
-    """Zeros at the start, on all GPUs, before any uses them."""
+    """Memory that all ranks can write; zeros on all GPUs before first use."""
 
     rank: int
-    own: Tensor  # [memory_elements(size)] int16, which the others write: rows of whichever type
-    buffers: Tensor  # [size] int64: the addresses of `own` of every rank, as this GPU reaches them
-    counts: Tensor  # [most_rows(size)] int32, of this GPU alone: exchanges of each row so far
-    most_spins: int = UNLIMITED  # that a rank is waited for; then sums are wrong. For who tries whether they come
+    own: Tensor  # [memory_elements(size)] int16, written by the other ranks in the rows' dtype
+    buffers: Tensor  # [size] int64: address of each rank's `own` as seen by this GPU
+    counts: Tensor  # [max_rows(size)] int32, local: number of exchanges so far per row
+    max_spins: int = UNLIMITED  # limit of the wait for a rank, after which sums are wrong; used to test connectivity
 
     @property
     def size(self) -> int:
         return len(self.buffers)
 
 
-def most_rows(size: int) -> int:
-    """That an exchange of `size` ranks takes: each sends a row to all others."""
-    return MOST_ROWS // (size - 1)
+def max_rows(size: int) -> int:
+    """Return the maximum number of rows of an exchange between `size` ranks; each row is sent to all others."""
+    return MAX_ROWS // (size - 1)
 
 
 def memory_elements(size: int) -> int:
-    """Return how many of 16 bits: two slots with rows of every rank, then an int32 for each rank and row."""
-    return size * most_rows(size) * (2 * ROW_ELEMENTS + 2)
+    """Return the 16-bit elements of `own`: two slots with rows of every rank, then an int32 per rank and row."""
+    return size * max_rows(size) * (2 * ROW_ELEMENTS + 2)
 
 
 @triton.jit
@@ -67,7 +61,7 @@ def _send(
         if rank != RANK:
             theirs = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(DTYPE)), 16)
             tl.store(theirs + (slot + RANK * ROWS + row) * ROW_ELEMENTS + columns, mine, mask=inside)
-    tl.debug_barrier()  # the stores of all threads come before the flags that one of them releases
+    tl.debug_barrier()  # all threads must store before one thread releases the flags
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             flags = (tl.load(buffers + rank).to(tl.pointer_type(DTYPE)) + FLAGS).to(tl.pointer_type(tl.int32))
@@ -75,14 +69,14 @@ def _send(
 
 
 @triton.jit
-def _wait(flags, row, count, most_spins, RANK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Until every other rank has released its flag here."""
+def _wait(flags, row, count, max_spins, RANK: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Wait until every other rank has released its flag here."""
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            # It may be one exchange ahead; the difference is right also where the counts wrap around.
+            # A rank may be one exchange ahead. The difference stays correct when the counts wrap around.
             spins = 0
             while (tl.atomic_add(flags + rank * ROWS + row, 0, sem="acquire", scope="sys") - count < 0) & (
-                spins < most_spins
+                spins < max_spins
             ):
                 spins += 1
     tl.debug_barrier()
@@ -93,20 +87,20 @@ def _part_of(
     rank: tl.constexpr, mine, rows, columns, inside,
     RANK: tl.constexpr, ROWS: tl.constexpr, ROW_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """`rows`: where the first rank's stands, of the slot that is summed."""
+    """Return a rank's part; `rows` points to the first rank's row in the current slot."""
     if rank == RANK:
         part = mine
     else:
         place = rows + rank * ROWS * ROW_ELEMENTS + columns
-        part = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")  # L1 may hold old ones
+        part = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")  # L1 may hold stale values
     return part.to(tl.float32)
 
 
-# The kernel that is tried with few spins is the one that serves with any number.
-@triton.jit(do_not_specialize=["most_spins"])
+# One compiled kernel serves both the connectivity test with few spins and production.
+@triton.jit(do_not_specialize=["max_spins"])
 def _sum_norm_kernel(
     part, residual, weight, normed, new_residual, scales, own, buffers, counts,
-    part_row_stride, residual_row_stride, eps, most_spins,
+    part_row_stride, residual_row_stride, eps, max_spins,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, ROW_ELEMENTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +120,7 @@ def _sum_norm_kernel(
     mine = tl.load(part + wide_row * part_row_stride + columns, mask=inside, other=0.0)
     _send(mine, buffers, slot, row, columns, inside, count, RANK, SIZE, ROWS, ROW_ELEMENTS, FLAGS)
     before = tl.load(residual + wide_row * residual_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    _wait((own + FLAGS).to(tl.pointer_type(tl.int32)), row, count, most_spins, RANK, SIZE, ROWS)
+    _wait((own + FLAGS).to(tl.pointer_type(tl.int32)), row, count, max_spins, RANK, SIZE, ROWS)
     tl.store(counts + row, count)
     rows = own.to(tl.pointer_type(DTYPE)) + (slot + row) * ROW_ELEMENTS
     total = _part_of(0, mine, rows, columns, inside, RANK, ROWS, ROW_ELEMENTS)
@@ -140,15 +134,27 @@ def _sum_norm_kernel(
 def sum_add_rms_norm(
     part: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: RowExchange
 ) -> tuple[Tensor, Tensor]:
-    """Rows of `part` and `residual` may be strided; neither is modified."""
+    """Sum the ranks' parts, add the residual and norm.
+
+    Args:
+        part: [T, H], 16-bit, this rank's part; rows may be strided, not modified.
+        residual: [T, H], dtype of part; rows may be strided, not modified.
+        weight: [H].
+        eps: Added to the mean square.
+        exchange: The memory shared with the other ranks.
+
+    Returns:
+        (normed [T, H], sum + residual [T, H]).
+    """
     normed, new_residual = part.new_empty(part.shape), part.new_empty(part.shape)
     _launch(part, residual, weight, eps, exchange, normed, new_residual)
     return normed, new_residual
 
 
-def sum_add_rms_norm_quantised(
+def sum_add_rms_norm_quantized(
     part: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: RowExchange, is_grouped: bool
 ) -> tuple[Scaled, Tensor]:
+    """Compute sum_add_rms_norm() and quantize the norm by rows, or by groups of 128 elements if `is_grouped`."""
     hidden = part.shape[1]
     assert not is_grouped or hidden % GROUP == 0
     new_residual = part.new_empty(part.shape)
@@ -165,7 +171,7 @@ def _launch(
     num_rows, hidden = part.shape
     assert part.dtype == residual.dtype and part.dtype.itemsize == 2 and residual.shape == part.shape
     assert part.stride(1) == residual.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous()
-    assert 0 < num_rows <= most_rows(exchange.size) and hidden <= ROW_ELEMENTS
+    assert 0 < num_rows <= max_rows(exchange.size) and hidden <= ROW_ELEMENTS
     block = triton.next_power_of_2(hidden)
     _sum_norm_kernel[(num_rows,)](
         part,
@@ -180,14 +186,14 @@ def _launch(
         part.stride(0),
         residual.stride(0),
         eps,
-        exchange.most_spins,
+        exchange.max_spins,
         HIDDEN=hidden,
         BLOCK=block,
         GROUP=group,
         RANK=exchange.rank,
         SIZE=exchange.size,
-        ROWS=most_rows(exchange.size),
+        ROWS=max_rows(exchange.size),
         ROW_ELEMENTS=ROW_ELEMENTS,
-        num_warps=min(16, max(1, block // 256)),  # as of rms_norm.py
+        num_warps=min(16, max(1, block // 256)),  # as in rms_norm.py
         **dependent_launch(part),
     )

@@ -1,16 +1,13 @@
-"""The Triton kernel of token_bitmask.py, where the contract and its reference are: one program a block of a row.
-
-It serves tensors on CUDA, in a step between the forward pass and the sampler. It knows no grammar.
-"""
+"""The Triton kernel of token_bitmask.py: one program per block of a row."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # tokens of one program: 8 for each thread of 4 warps, 16 bytes of bf16
+_BLOCK = 1024  # tokens per program: 8 per thread for 4 warps, 16 bytes of bf16
 
 
-# `rows` may lie behind the masks, at any multiple of 4 bytes: one variant, whatever their number is.
+# `rows` may follow the masks at any multiple of 4 bytes; alignment must not create a variant.
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def _token_bitmask_kernel(scores, rows, masks, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)

@@ -1,18 +1,8 @@
-"""Spread the description of a batch, as a host wrote it, over the input tensors of a network with a paged KV cache.
+"""Unpack the host's description of a batch into the input tensors of a network with a paged KV cache.
 
-    unpack_inputs(described, sampled_token_ids, inputs, size, block_size) -> None, writes into `inputs`
-
-`described` is in host memory, pinned where there is CUDA: the kernel reads it over the bus, and no copy is enqueued.
-
-A row is a sequence. Row r computes tokens [query_start_loc[r], query_start_loc[r + 1]) of the batch, which are its
-last; their positions and slots follow from seq_lens[r] and the block table. Where feedback[r] >= 0 the row has one
-token, sampled_token_ids[feedback[r]]: the step before sampled it, and the host has not seen it.
-
-`size`, if it is given, pads to as many rows and as many tokens: padding rows have one token each, id 0 at position 0 in
-slot 0, of a sequence of length 0, and none when the tokens are used up. Logits indices that are not wanted are 0. Only
-what a batch of that size uses is written. A token's logits may be wanted several times. Knows nothing of requests.
+The description is in host memory, pinned where there is CUDA: the kernel reads it over the bus and no copy is enqueued.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
@@ -25,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DescribedBatch:
-    """S sequences, T tokens, N rows of T whose logits are wanted; tensors may be longer than what is used."""
+    """A batch of S sequences and T tokens, N of which need logits; tensors may be longer than used."""
 
     query_start_loc: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32
-    feedback: Tensor  # [S] int32, -1: the token ids are in token_ids
+    feedback: Tensor  # [S] int32; -1: the token ids are in token_ids
     token_ids: Tensor  # [T] int32
-    block_tables: Tensor  # [S * row_stride] int32, as many of a row as its seq_len needs
+    block_tables: Tensor  # [S * row_stride] int32; a row has as many entries as its seq_len needs
     logits_indices: Tensor  # [N] int32
     num_sequences: int
     num_tokens: int
@@ -41,7 +31,7 @@ class DescribedBatch:
 
 @dataclass(frozen=True, slots=True)
 class InputTensors:
-    """Contiguous, on the device; R = most rows, P = most tokens, padding included."""
+    """Contiguous device tensors; R = maximum rows, P = maximum tokens, padding included."""
 
     token_ids: Tensor  # [P] int64
     positions: Tensor  # [P] int64
@@ -80,7 +70,7 @@ def unpack_inputs_reference(
     inputs.logits_indices[num_logits : max(num_logits, num_rows)] = 0
 
 
-# Counts change from step to step: none of them may make a new variant of the kernel.
+# Counts change from step to step and must not trigger a compilation.
 @triton.jit(
     do_not_specialize=[
         "num_sequences", "num_tokens", "num_rows", "num_padded_tokens", "num_logits", "row_stride", "table_stride",
@@ -117,7 +107,7 @@ def _unpack_inputs_kernel(
             tl.store(positions + token, position.to(tl.int64), mask=inside)
             tl.store(slot_mapping + token, block_id * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
         tl.store(query_start_loc + row, start)
-        tl.store(query_start_loc + row + 1, end)  # the next row writes the same
+        tl.store(query_start_loc + row + 1, end)  # the next row writes the same value
         tl.store(seq_lens + row, seq_len)
     elif row < num_rows:
         start = tl.minimum(num_tokens + row - num_sequences, num_padded_tokens)
@@ -171,5 +161,20 @@ def unpack_inputs_triton(
 def unpack_inputs(
     described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, size: int | None, block_size: int
 ) -> None:
+    """Write the inputs of one step.
+
+    Row r is a sequence with tokens [query_start_loc[r], query_start_loc[r + 1]) of the batch, which are its last; their
+    positions and slots follow from seq_lens[r] and the block table. If feedback[r] >= 0 the row has one token,
+    sampled_token_ids[feedback[r]], sampled by the previous step and not yet seen by the host. Padding rows have one
+    token each, id 0 at position 0 in slot 0, of a sequence of length 0, and none when the tokens are used up. Unused
+    logits indices are 0. Logits of a token may be requested several times.
+
+    Args:
+        described: The batch in host memory.
+        sampled_token_ids: [..], int64, on the device, tokens of the previous step.
+        inputs: The tensors to write; only what a batch of this size uses is written.
+        size: Pad to this many rows and tokens; None: no padding.
+        block_size: Slots per block.
+    """
     unpack = unpack_inputs_triton if inputs.token_ids.is_cuda else unpack_inputs_reference
     unpack(described, sampled_token_ids, inputs, size, block_size)

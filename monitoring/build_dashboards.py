@@ -1,10 +1,6 @@
-"""python -m monitoring.build_dashboards: write grafana/dashboards/*.json.
+"""Write grafana/dashboards/*.json from the panel modules.
 
-    kv.json        kv_panels.py
-    service.json   service_panels.py
-    engine.json    engine_panels.py
-
-The JSON is committed, so that Grafana needs no build; a test holds it against these files.
+The JSON is committed, so that Grafana needs no build; a test compares it with these modules.
 """
 
 import json
@@ -19,7 +15,7 @@ DASHBOARDS = Path(__file__).parent / "grafana" / "dashboards"
 
 
 def build() -> dict[str, str]:
-    """File name -> content."""
+    """Return file name -> content."""
     dashboards = {
         "kv.json": dashboard("pagestream-kv", "Pagestream: KV memory", kv_panels()),
         "service.json": dashboard("pagestream-service", "Pagestream: service", service_panels()),

@@ -1,4 +1,4 @@
-"""Panels of the engine: the parts of a step, the queue before it, the memory under it, and how tokens are delivered."""
+"""Panels of the engine: step phases, queue, memory, ranks, delivery and recovery."""
 
 from monitoring.panels import Panel, heatmap, lines, mean, rate, stack, stat, total_rate
 from monitoring.queries import ALL_QUEUES, MODEL, PROCESS, SELECTED, in_queue
@@ -7,43 +7,51 @@ from monitoring.queries import ALL_QUEUES, MODEL, PROCESS, SELECTED, in_queue
 def engine_panels() -> list[Panel]:
     step_seconds = "pagestream_step_duration_seconds"
     return [
-        stat("Workers up", "Serving now", "short", f"sum(pagestream_worker_up{{{SELECTED}}})"),
+        stat("Workers up", "Workers that serve requests", "short", f"sum(pagestream_worker_up{{{SELECTED}}})"),
         stat(
             "Steps",
-            "Engine steps a second",
+            "Engine steps per second",
             "ops",
             f"sum(rate(pagestream_step_batch_tokens_count{{{SELECTED}}}[$__rate_interval]))",
         ),
         stat(
             "Last step",
-            "Seconds since the last step of the worker that is furthest behind",
+            "Longest time since a worker's last step",
             "s",
             f"max(time() - (pagestream_worker_last_step_timestamp_seconds{{{SELECTED}}} > 0))",
         ),
-        stat("Queued", "Accepted, not claimed by a worker", "short", in_queue("pagestream_queue_depth", ALL_QUEUES)),
-        stat("Oldest", "Age of the oldest unclaimed one", "s", f"max(pagestream_queue_oldest_age_seconds{{{MODEL}}})"),
-        stat("Claimed", "Held by workers, not finished", "short", in_queue("pagestream_queue_pending", ALL_QUEUES)),
+        stat(
+            "Queued", "Requests that no worker has claimed", "short", in_queue("pagestream_queue_depth", ALL_QUEUES)
+        ),
+        stat(
+            "Oldest", "Age of the oldest unclaimed request", "s", f"max(pagestream_queue_oldest_age_seconds{{{MODEL}}})"
+        ),
+        stat(
+            "Claimed", "Unfinished requests held by workers", "short", in_queue("pagestream_queue_pending", ALL_QUEUES)
+        ),
         stack(
             "Step by phase",
-            "Mean time of an engine step",
+            "Mean duration of an engine step, by phase",
             "s",
             {"{{phase}}": mean(step_seconds, SELECTED, "phase")},
         ),
         lines(
             "Batch",
-            "Mean tokens and requests of a step",
+            "Mean tokens and requests per step",
             "short",
             {
                 "tokens": mean("pagestream_step_batch_tokens", SELECTED),
                 "requests": mean("pagestream_step_batch_requests", SELECTED),
             },
         ),
-        heatmap("Requests in a step, spread", "How full the batches are", "short", "pagestream_step_batch_requests",
-                SELECTED),
+        heatmap(
+            "Requests per step, distribution", "Steps by number of requests", "short", "pagestream_step_batch_requests",
+            SELECTED,
+        ),
         lines(
             "Queue",
-            "Requests accepted and not ended, of them those that wait for a worker and those that one holds, and those "
-            "that kept killing workers",
+            "Unfinished requests, of them waiting for and claimed by a worker; requests that exceeded the crash "
+            "limit (dead letters)",
             "short",
             {
                 "unfinished": in_queue("pagestream_queue_unfinished", ALL_QUEUES),
@@ -54,13 +62,13 @@ def engine_panels() -> list[Panel]:
         ),
         stack(
             "Device memory",
-            "Of each worker's device: weights, KV pool, workspace (activations and graphs), what others use, and free",
+            "By worker: weights, KV pool, workspace (activations and graphs), other processes, and free memory",
             "bytes",
             {"{{worker}} {{use}}": f"sum by (worker, use) (pagestream_device_memory_bytes{{{SELECTED}}})"},
         ),
         stack(
-            "A request's time",
-            "Mean seconds in the queue, until the first token, and from there to the end",
+            "Request phases",
+            "Mean time in the queue, until the first token, and from the first to the last token",
             "s",
             {
                 part: mean(f"pagestream_request_{part}_time_seconds", SELECTED)
@@ -68,33 +76,33 @@ def engine_panels() -> list[Panel]:
             },
         ),
         lines(
-            "Round trips to the store",
-            "Mean time of the gateways' commands; their failures are beside",
+            "Store round trips",
+            "Mean duration of gateway commands by type, and failures per second",
             "s",
             {
                 "{{command}}": mean("pagestream_redis_command_duration_seconds", PROCESS, "command"),
-                "failures a second": total_rate("pagestream_redis_errors_total", PROCESS),
+                "failures per second": total_rate("pagestream_redis_errors_total", PROCESS),
             },
         ),
         lines(
             "Takeovers",
-            "Requests taken from dead workers, lives of workers in the store, requests given back before they began",
+            "Requests taken over from dead workers, claims returned before the start, worker registrations",
             "ops",
             {
                 "requests": total_rate("pagestream_queue_reclaims_total", SELECTED),
-                "given back": total_rate("pagestream_queue_given_back_total", SELECTED),
-                "lives": total_rate("pagestream_worker_incarnations_total", SELECTED),
+                "returned": total_rate("pagestream_queue_given_back_total", SELECTED),
+                "registrations": total_rate("pagestream_worker_incarnations_total", SELECTED),
             },
         ),
         lines(
             "Ranks up",
-            "Of workers whose model several ranks share: 1 for each rank that has its part of it and lives",
+            "Workers with several ranks: 1 for each rank that is alive and has its part of the model",
             "short",
             {"{{worker}} {{rank}}": f"min by (worker, rank) (pagestream_rank_up{{{SELECTED}}})"},
         ),
         lines(
-            "Ranks apart",
-            "Seconds until the last rank had read the latest step, and seconds a second that rank 0 waited for others",
+            "Rank skew",
+            "Time until the last rank read the latest step, and share of time that rank 0 waited for other ranks",
             "s",
             {
                 "{{worker}} skew": f"max by (worker) (pagestream_step_skew_seconds{{{SELECTED}}})",
@@ -102,28 +110,28 @@ def engine_panels() -> list[Panel]:
             },
         ),
         lines(
-            "Sums over ranks",
-            "1 for what sums over a worker's ranks: memory that its GPUs share (own, symmetric_memory), nccl, gloo",
+            "All-reduce path",
+            "1 for the all-reduce implementation in use: peer memory (own, symmetric_memory), nccl or gloo",
             "short",
             {"{{worker}} {{path}}": f"max by (worker, path) (pagestream_all_reduce_info{{{SELECTED}}})"},
         ),
         lines(
-            "Made good",
-            "Steps offered to the store again, reads of the queue and heartbeats that failed, heartbeats nobody could "
-            "read, tokens that came twice, and streams whose tokens came otherwise",
+            "Recovered errors",
+            "Retried store writes, failed queue reads, failed and unreadable heartbeats, duplicate tokens, and "
+            "diverged streams (regenerated tokens that differ from sent ones)",
             "ops",
             {
-                "steps again": total_rate("pagestream_store_retries_total", SELECTED),
-                "reads": total_rate("pagestream_queue_read_failures_total", SELECTED),
-                "heartbeats not sent": total_rate("pagestream_heartbeat_failures_total", SELECTED),
-                "heartbeats unreadable": total_rate("pagestream_bad_heartbeats_total", SELECTED),
-                "tokens twice": total_rate("pagestream_gateway_repeated_tokens_total", MODEL),
-                "streams torn": total_rate("pagestream_gateway_torn_streams_total", MODEL),
+                "store retries": total_rate("pagestream_store_retries_total", SELECTED),
+                "queue reads": total_rate("pagestream_queue_read_failures_total", SELECTED),
+                "failed heartbeats": total_rate("pagestream_heartbeat_failures_total", SELECTED),
+                "unreadable heartbeats": total_rate("pagestream_bad_heartbeats_total", SELECTED),
+                "duplicate tokens": total_rate("pagestream_gateway_repeated_tokens_total", MODEL),
+                "diverged streams": total_rate("pagestream_gateway_torn_streams_total", MODEL),
             },
         ),
         lines(
-            "Given up for dead",
-            "Workers that others found dead, and requests ended because their gateway was gone",
+            "Declared dead",
+            "Workers declared dead by their peers, and requests ended because their gateway was gone",
             "ops",
             {
                 "workers": total_rate("pagestream_workers_reaped_total", SELECTED),
@@ -131,20 +139,20 @@ def engine_panels() -> list[Panel]:
             },
         ),
         lines(
-            "Requests ended by the engines",
-            "By reason",
+            "Finished requests",
+            "Requests that the engines finished, by reason",
             "ops",
             {"{{reason}}": rate("pagestream_requests_finished_total", "reason", SELECTED)},
         ),
         lines(
-            "Refused before acceptance",
-            "By reason; clients are told when to come again",
+            "Rejected requests",
+            "Requests rejected before acceptance, by reason; responses have Retry-After",
             "ops",
             {"{{reason}}": rate("pagestream_requests_rejected_total", "reason", MODEL)},
         ),
         lines(
             "Delivery",
-            "Journals read after a gap or quiet, requests given back to a store that lost them, unreadable messages",
+            "Journal reads after gaps or silence, requests restored to a store that lost them, unreadable messages",
             "ops",
             {
                 "journal reads": total_rate("pagestream_gateway_journal_reads_total", MODEL),

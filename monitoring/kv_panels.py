@@ -1,4 +1,4 @@
-"""Panels of the KV blocks: where they are, what moved them, and how long they stay."""
+"""Panels of the KV blocks: state, transfers and lifetime."""
 
 from monitoring.panels import Panel, heatmap, lines, mean, quantile, rate, stack, stat, total_rate
 from monitoring.queries import SELECTED, average, hit_rate, requests_in
@@ -9,7 +9,7 @@ def kv_panels() -> list[Panel]:
         stat("KV usage", "Active blocks / capacity", "percentunit", average("pagestream_kv_usage_ratio")),
         stat(
             "Internal waste",
-            "Empty slots / slots in active blocks: the ends of the last blocks",
+            "Empty slots / slots in active blocks; only a sequence's last block has empty slots",
             "percentunit",
             average("pagestream_kv_internal_waste_ratio"),
         ),
@@ -21,7 +21,7 @@ def kv_panels() -> list[Panel]:
         ),
         stat("Prefix hits", "Prompt tokens found in the cache / all prompt tokens", "percentunit", hit_rate()),
         stat("Running", "Requests in the batch", "short", requests_in("running")),
-        stat("Waiting", "Claimed by a worker, without blocks on the device", "short", requests_in("waiting")),
+        stat("Waiting", "Claimed requests without blocks on the device", "short", requests_in("waiting")),
         stack(
             "KV blocks by state",
             "Active, cached and free add up to the capacity of each device",
@@ -30,7 +30,7 @@ def kv_panels() -> list[Panel]:
         ),
         lines(
             "Requests by state",
-            "In the engines; waiting ones hold no blocks, swapped ones hold blocks of the host",
+            "Requests in the engines; waiting requests hold no blocks, swapped requests hold host blocks",
             "short",
             {"{{state}}": f"sum by (state) (pagestream_requests{{{SELECTED}}})"},
         ),
@@ -42,7 +42,7 @@ def kv_panels() -> list[Panel]:
         ),
         lines(
             "Swap time",
-            "Of one step's transfers, which run beside the step",
+            "Duration of the transfers of one step, which overlap with the step",
             "s",
             {
                 "mean {{direction}}": mean("pagestream_kv_swap_duration_seconds", SELECTED, "direction"),
@@ -51,25 +51,25 @@ def kv_panels() -> list[Panel]:
         ),
         lines(
             "Preemptions",
-            "Sequences that gave up their blocks, by the way they get them back",
+            "Preempted sequences, by how their KV is restored",
             "ops",
             {"{{mode}}": rate("pagestream_preemptions_total", "mode", SELECTED)},
         ),
         stack(
             "KV blocks on the host",
-            "Of swapped requests, and prefixes that the device evicted",
+            "Blocks of swapped requests, and prefixes evicted from the device",
             "short",
             {"{{state}}": f"sum by (state) (pagestream_kv_host_blocks{{{SELECTED}}})"},
         ),
         stack(
             "Prompt tokens by source",
-            "Computed, or found in a cache",
+            "Prompt tokens computed, or found in a cache",
             "short",
             {"{{source}}": rate("pagestream_prompt_tokens_total", "source", SELECTED)},
         ),
         lines(
             "Copied and evicted blocks",
-            "Copy-on-write of shared blocks, and cached blocks given up",
+            "Copy-on-write copies of shared blocks, and evicted cached blocks",
             "ops",
             {
                 "copy on write": total_rate("pagestream_kv_copy_on_write_blocks_total", SELECTED),
@@ -78,14 +78,14 @@ def kv_panels() -> list[Panel]:
         ),
         heatmap(
             "Block lifetime in use",
-            "How long blocks were held by requests, those that were given up in each interval",
+            "How long requests held the blocks released in each interval",
             "s",
             "pagestream_kv_block_lifetime_seconds",
             f'{SELECTED},state="active"',
         ),
         heatmap(
             "Block lifetime in the cache",
-            "How long prefixes lay there until a request used them again, or an eviction took them",
+            "How long blocks stayed cached until reuse or eviction",
             "s",
             "pagestream_kv_block_lifetime_seconds",
             f'{SELECTED},state="cached"',

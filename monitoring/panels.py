@@ -1,7 +1,6 @@
-"""The parts of a Grafana dashboard as plain values: panels, queries, variables, and where they stand.
+"""Building blocks of Grafana dashboards: panels, queries, variables and layout.
 
-Every panel has a unit and a description; counters are read through rate(), ratios are averaged and never summed.
-Knows nothing of what is shown.
+Every panel has a unit and a description. Counters use rate(); ratios are averaged, never summed.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ def stat(title: str, description: str, unit: str, expression: str) -> Panel:
 
 
 def lines(title: str, description: str, unit: str, queries: dict[str, str]) -> Panel:
-    """`queries`: legend -> PromQL, here and below."""
+    """Make a panel of lines; `queries` maps legends to PromQL, here and below."""
     return _panel("timeseries", title, description, unit, queries, fillOpacity=10, showPoints="never")
 
 
@@ -81,7 +80,7 @@ def dashboard(uid: str, title: str, panels: list[Panel]) -> dict[str, Any]:
 
 
 def _panel(kind: str, title: str, description: str, unit: str, queries: dict[str, str], **custom: Any) -> Panel:
-    """`custom` goes to the field's custom options."""
+    """Make a panel; `custom` are the field's custom options."""
     targets = [
         {"refId": chr(ord("A") + position), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
         for position, (legend, expression) in enumerate(queries.items())
@@ -112,7 +111,7 @@ def _variable(name: str, query: str) -> dict[str, Any]:
 
 
 def _placed(panels: list[Panel]) -> list[Panel]:
-    """Tiles in one row of six, then two panels a row."""
+    """Place the tiles in one row of six, then two panels per row."""
     placed, tiles = [], 0
     for number, content in enumerate(panels):
         if content["type"] == "stat":

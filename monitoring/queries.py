@@ -1,11 +1,11 @@
-"""Which series the dashboards read, and the expressions that several panels share."""
+"""Series and expressions shared by several panels."""
 
 from monitoring.panels import RATE, total_rate
 
-PROCESS = 'job=~"$job"'  # series that every program has, or only gateways
-MODEL = f'{PROCESS},model=~"$model"'  # of a gateway, by model
+PROCESS = 'job=~"$job"'  # series of all programs, or only of gateways
+MODEL = f'{PROCESS},model=~"$model"'  # gateway series by model
 ALL_QUEUES = f'{MODEL},stream="all"'
-SELECTED = f'{MODEL},worker=~"$worker"'  # of a worker
+SELECTED = f'{MODEL},worker=~"$worker"'  # worker series
 
 
 def requests_in(state: str) -> str:
@@ -13,7 +13,7 @@ def requests_in(state: str) -> str:
 
 
 def in_queue(metric: str, selected: str = MODEL) -> str:
-    """The metric of all models. Every gateway tells the same of one: they look at the same store."""
+    """Sum a store metric over models; all gateways report the same value, because they read the same store."""
     return f"sum(max by (model) ({metric}{{{selected}}}))"
 
 
@@ -22,6 +22,6 @@ def average(ratio: str) -> str:
 
 
 def hit_rate() -> str:
-    """Prompt tokens that were not computed, of all of them."""
+    """Return the share of prompt tokens that were not computed."""
     computed = f'sum(rate(pagestream_prompt_tokens_total{{{SELECTED},source="computed"}}{RATE}))'
     return f"1 - {computed} / {total_rate('pagestream_prompt_tokens_total', SELECTED)}"

@@ -10,45 +10,55 @@ def service_panels() -> list[Panel]:
     generated = "pagestream_generation_tokens_total"
     inference = f'{PROCESS},route=~"/v1/(.*completions|messages|responses|embeddings)"'
     return [
-        stat("Requests", "Answered a second", "reqps", f"sum(rate({http}_count{{{inference}}}[$__rate_interval]))"),
+        stat(
+            "Requests",
+            "Inference responses per second",
+            "reqps",
+            f"sum(rate({http}_count{{{inference}}}[$__rate_interval]))",
+        ),
         stat(
             "Errors",
-            "Answers with a status of 500 or more / all answers",
+            "Responses with status 500 or more / all responses",
             "percentunit",
             f"{failures} / {total_rate(f'{http}_count', PROCESS)}",
         ),
-        stat("Open", "Inference requests being answered", "short", f"sum(pagestream_gateway_streams{{{PROCESS}}})"),
-        stat("Output", "Tokens generated a second", "short", total_rate(generated, SELECTED)),
-        stat("Ready workers", "Whose heartbeats say ready", "short", in_queue("pagestream_gateway_ready_workers")),
-        stat("Store", "1 if all gateways reach it", "short", f"min(pagestream_redis_up{{{PROCESS}}})"),
+        stat("Open", "Inference requests in progress", "short", f"sum(pagestream_gateway_streams{{{PROCESS}}})"),
+        stat("Output", "Generated tokens per second", "short", total_rate(generated, SELECTED)),
+        stat(
+            "Ready workers",
+            "Workers whose heartbeat reports ready",
+            "short",
+            in_queue("pagestream_gateway_ready_workers"),
+        ),
+        stat("Store", "1 if all gateways reach the store", "short", f"min(pagestream_redis_up{{{PROCESS}}})"),
         lines(
             "Time to first token",
-            "From a request's arrival at the gateway",
+            "From the arrival at the gateway to the first token",
             "s",
             quantiles("pagestream_time_to_first_token_seconds", MODEL),
         ),
         lines(
             "Inter-token latency",
-            "As clients see it",
+            "Time between tokens at the gateway",
             "s",
             quantiles("pagestream_inter_token_latency_seconds", MODEL),
         ),
         lines(
             "Request duration",
-            "From a request's arrival to its last token",
+            "From the arrival at the gateway to the last token",
             "s",
             quantiles("pagestream_request_duration_seconds", MODEL),
         ),
         heatmap(
-            "Time to first token, spread",
-            "How many requests got their first token after how long",
+            "Time to first token, distribution",
+            "Requests by time to first token",
             "s",
             "pagestream_time_to_first_token_seconds",
             MODEL,
         ),
         lines(
             "Tokens",
-            "Generated, and prompt tokens computed or found in a cache",
+            "Generated tokens, and prompt tokens computed or found in a cache",
             "short",
             {
                 "output": total_rate(generated, SELECTED),
@@ -57,25 +67,25 @@ def service_panels() -> list[Panel]:
         ),
         lines(
             "Time per output token",
-            "Mean of each choice after its first token",
+            "Mean per choice, after its first token",
             "s",
             quantiles("pagestream_time_per_output_token_seconds", MODEL),
         ),
         stack(
-            "Answers by status",
-            "HTTP requests a second",
+            "Responses by status",
+            "HTTP requests per second",
             "reqps",
             {"{{route}} {{code}}": f"sum by (route, code) (rate({http}_count{{{PROCESS}}}[$__rate_interval]))"},
         ),
         stack(
-            "Ends of choices",
-            "By reason, as their clients saw it",
+            "Finished choices",
+            "Choices by finish reason, as sent to clients",
             "ops",
             {"{{reason}}": rate("pagestream_gateway_choices_finished_total", "reason", MODEL)},
         ),
         lines(
             "Lengths",
-            "Mean tokens of a prompt and of a choice",
+            "Mean tokens per prompt and per choice",
             "short",
             {
                 "prompt": mean("pagestream_request_prompt_tokens", MODEL),
@@ -83,8 +93,8 @@ def service_panels() -> list[Panel]:
             },
         ),
         lines(
-            "Clients that left",
-            "Gone before their answer's end, or dropped because they read nothing",
+            "Disconnected clients",
+            "Clients gone before the end of the response, or disconnected because they read nothing",
             "ops",
             {
                 "gone": total_rate("pagestream_gateway_client_disconnects_total", PROCESS),
@@ -92,8 +102,8 @@ def service_panels() -> list[Panel]:
             },
         ),
         stack(
-            "Lines of batches",
-            "That got their result, by what it is",
+            "Batch lines",
+            "Finished batch lines, by result",
             "ops",
             {"{{result}}": rate("pagestream_gateway_batch_lines_total", "result", PROCESS)},
         ),

@@ -1,1 +1,1 @@
-"""The engine in this process, without HTTP: its speed, what a step is made of, and that its tokens stay the same."""
+"""Benchmarks of the engine in this process, without HTTP: speed, parts of a step, and exactness."""

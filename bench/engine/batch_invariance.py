@@ -1,15 +1,13 @@
-"""Whether a sequence's bits depend on its batch, through a whole network.
+"""Check whether a sequence's bits depend on its batch, through a whole network.
 
     python -m bench batch-invariance --out DIR [--deterministic] [--num-layers 32]
     python -m bench batch-invariance --out DIR --device cpu [--model DIR] [--quantization as-stored] [--dtype bfloat16]
                                      [--kv-cache-dtype fp8]
 
-On one GPU it is made of Llama-3.1-8B's layers; on a CPU it is a model with its weights, the demo unless told, in the
-types that a worker with these flags has. Compares
-logits bit by bit: a sequence that decodes alone, among others and among all; a prompt in one piece, in chunks and in
-other slots of the KV pool; a token decoded and the same token as the end of a prompt. Ends with 1 where a bit differs
-on a CPU. On a GPU decode steps (as CUDA graphs) and a prefill are timed, so that two runs give the cost of
---deterministic. Writes DIR/batch_invariance.json.
+A GPU runs Llama-3.1-8B's layers, a CPU a model with weights (default: the demo model). Logits are compared bit by bit:
+a decoding sequence alone and in batches; a prompt whole, in chunks and in other slots; a token decoded and prefilled.
+On a CPU the exit status is 1 if a bit differs. On a GPU, decode graphs and a prefill are timed, too, so two runs give
+the cost of --deterministic. Writes DIR/batch_invariance.json.
 """
 
 import argparse
@@ -40,8 +38,10 @@ BLOCK_SIZE, MAX_LEN = 16, 8192
 @dataclass(frozen=True)
 class Cases:
     num_sequences: int
-    most_tokens: int  # of a sequence that decodes
-    chunks: tuple[int, ...]  # ends; the last is the prompt's. Of CUDA one chunk is a single token: another kernel's
+    max_tokens: int  # of a decoding sequence
+    chunks: tuple[
+        int, ...
+    ]  # ends; the last is the prompt's; on CUDA one chunk is a single token, which uses another kernel
     batches: tuple[int, ...]
     alone: tuple[int, ...]
     prefilled_together: int  # sequences
@@ -64,12 +64,12 @@ def llama_8b(num_layers: int) -> ModelSpec:
 
 
 class Bench:
-    """The model, a KV pool, and a table of blocks for each of the sequences of random tokens."""
+    """The model, a KV pool, and a block table for each sequence of random tokens."""
 
     def __init__(self, model: ServedModel, device: torch.device, cases: Cases, kv_dtype: str = "auto") -> None:
         spec = model.spec
         self.device, self.model, self.cases = device, model, cases
-        num_blocks = 1 + cases.num_sequences * cases.blocks_each  # one is padding
+        num_blocks = 1 + cases.num_sequences * cases.blocks_each  # one block is padding
         shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
         dtype = getattr(torch, kv_cache_dtype(kv_dtype, str(model.dtype).removeprefix("torch.")))
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
@@ -79,7 +79,7 @@ class Bench:
         self.tables = 1 + torch.randperm(num_blocks - 1, generator=generator).view(cases.num_sequences, -1)
 
     def model_input(self, pieces: list[tuple[int, int, int]]) -> ModelInput:
-        """The input of pieces (sequence, first token, end); it wants the logits of every piece's last token."""
+        """Return the input of pieces (sequence, first token, end) with the logits of each piece's last token."""
         sequences = torch.tensor([sequence for sequence, _, _ in pieces])
         lens = torch.tensor([end - start for _, start, end in pieces])
         ends = torch.tensor([end for _, _, end in pieces])
@@ -108,9 +108,9 @@ class Bench:
 
 
 def other_bits(network: Bench) -> dict[str, Any]:
-    """Return the cases whose bits differ: a decode step's batches, cuts of a prompt, slots, decode against prefill."""
+    """Return the cases whose bits differ: batch sizes, prompt chunks, slots, decode against prefill."""
     cases = network.cases
-    lens = [1 + (37 * sequence) % cases.most_tokens for sequence in range(cases.num_sequences)]
+    lens = [1 + (37 * sequence) % cases.max_tokens for sequence in range(cases.num_sequences)]
     for first in range(0, cases.num_sequences, cases.prefilled_together):
         together_at_first = range(first, first + cases.prefilled_together)
         network.logits([(sequence, 0, lens[sequence]) for sequence in together_at_first])
@@ -123,7 +123,7 @@ def other_bits(network: Bench) -> dict[str, Any]:
     whole = network.logits([(0, 0, prompt)])
     start, in_chunks = 0, whole
     for end in cases.chunks:
-        # A neighbour in the step: another number of rows than the chunk's own.
+        # A second sequence changes the number of rows of the step.
         in_chunks = network.logits([(0, start, end), (1, 0, 50)])[:1]
         start = end
     decoded = network.logits([(0, prompt - 1, prompt)])
@@ -141,7 +141,7 @@ def other_bits(network: Bench) -> dict[str, Any]:
 def times(network: Bench) -> dict[str, float]:
     result = {}
     for context, sizes in ((1000, (1, 8, 32, 64, 128, 256)), (8000, (1, 16))):
-        network.tables = network.tables.reshape(max(sizes), -1)  # all blocks to these sequences
+        network.tables = network.tables.reshape(max(sizes), -1)  # all blocks belong to these sequences
         for size in sizes:
             model_input = network.model_input([(sequence, context, context + 1) for sequence in range(size)])
             call = [lambda model_input=model_input: network.model.forward(model_input, network.kv)]
@@ -173,11 +173,13 @@ def on_cpu(options: argparse.Namespace) -> Bench:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench batch-invariance", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for batch_invariance.json")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for batch_invariance.json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--deterministic", action="store_true", help="with the worker's settings of that name; of CUDA")
-    parser.add_argument("--num-layers", type=int, default=32, help="of CUDA")
-    parser.add_argument("--model", type=Path, default=None, help="model directory, of a CPU; default: the demo model")
+    parser.add_argument("--deterministic", action="store_true", help="use the worker's --deterministic kernels (CUDA)")
+    parser.add_argument("--num-layers", metavar="N", type=int, default=32, help="of CUDA")
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, default=None, help="model directory for a CPU (default: the demo model)"
+    )
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="of a CPU")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of a CPU")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of a CPU")

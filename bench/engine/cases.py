@@ -1,8 +1,9 @@
-"""python -m bench engine-cases --trace FILE [--peer-json FILE] -- WORKER FLAGS: our engine in the cases of others.
+"""Measure this engine in cases measured for other engines.
 
-The engine is composed exactly as in `pagestream worker`, of whose flags every one may follow `--`; there is no HTTP and
-no store. The figures of another engine, as JSON lines of the same names, are shown beside ours. Writes OUT/NAME.jsonl
-as the figures come, so that a run that is cut off keeps what it had.
+    python -m bench engine-cases --trace FILE [--peer-json FILE] -- WORKER FLAGS
+
+The engine is composed as in `pagestream worker`, without HTTP and store. Another engine's figures, as JSON lines of the
+same names, are printed beside ours. Rows are appended to OUT/NAME.jsonl, so an interrupted run keeps its results.
 """
 
 import argparse
@@ -46,8 +47,8 @@ def main(argv: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float, emit: Emit) -> bool:
-    """Whether a section failed; the others are run all the same."""
-    # Imports are a part of the start. torch's is load_engine()'s own: followers import it beside rank 0.
+    """Run the sections and return whether one failed; a failure does not stop the others."""
+    # Imports are part of the start. load_engine() imports torch, at the same time as followers do.
     from bench.engine.sections import SECTIONS as BY_NAME  # noqa: PLC0415
     from bench.engine.sections import Bench  # noqa: PLC0415
     from engine_worker.__main__ import load_engine  # noqa: PLC0415
@@ -57,7 +58,7 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
     settings = load_settings(WorkerSettings, worker_flags, os.environ, prog="engine-cases").settings
     imported_at = time.perf_counter()
     loaded = load_engine(settings, _print_progress)
-    search_rarely()  # as a worker does
+    search_rarely()  # as in a worker
     import torch  # noqa: PLC0415
 
     from bench.engine.profile import profile  # noqa: PLC0415
@@ -92,7 +93,7 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
 def _run_sections(
     options: argparse.Namespace, sections: Mapping[str, Callable[[Any], Any]], bench: Any, started_at: float, emit: Emit
 ) -> bool:
-    """Whether one failed; the others are run all the same."""
+    """Return whether a section failed; the others still run."""
     failed = False
     for name in options.sections:
         begun_at = time.perf_counter()
@@ -102,7 +103,7 @@ def _run_sections(
         try:
             for row in sections[name](bench):
                 emit(row)
-        except Exception as error:  # the engine is in an unknown state after it, but what was measured stays
+        except Exception as error:  # the engine's state is unknown afterwards, but earlier figures are valid
             traceback.print_exc()
             emit({"what": "error", "section": name, "error": repr(error)[:500]})
             failed = True
@@ -121,25 +122,60 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench engine-cases", description=(__doc__ or "").partition(": ")[2]
+        prog="python -m bench engine-cases", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--trace", type=Path, required=True, help="JSON list of [prompt_tokens, output_tokens]")
-    parser.add_argument("--num-requests", type=int, default=None, help="of the trace; default: all")
-    parser.add_argument("--sections", type=_sections, default=["decode", "prefill", "trace"], help=",".join(SECTIONS))
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--token-ids", type=_range, default=(100, 49152), help="range of prompt tokens, 100:49152")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="begin no section after so long")
-    parser.add_argument("--peer-json", type=Path, action="append", default=[], help="JSON lines of another engine")
-    parser.add_argument("--name", default="pagestream")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of NAME.jsonl")
+    parser.add_argument(
+        "--trace", metavar="PATH", type=Path, required=True, help="JSON list of [prompt_tokens, output_tokens]"
+    )
+    parser.add_argument(
+        "--num-requests", metavar="N", type=int, default=None, help="requests of the trace (default: all)"
+    )
+    parser.add_argument(
+        "--sections",
+        metavar="NAME,NAME,...",
+        type=_sections,
+        default=["decode", "prefill", "trace"],
+        help=",".join(SECTIONS),
+    )
+    parser.add_argument("--repeats", metavar="N", type=int, default=2)
+    parser.add_argument(
+        "--token-ids",
+        metavar="N:N",
+        type=_range,
+        default=(100, 49152),
+        help="range of prompt token ids (default: 100:49152)",
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=1)
+    parser.add_argument(
+        "--budget-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=float("inf"),
+        help="start no section after this many seconds",
+    )
+    parser.add_argument(
+        "--peer-json",
+        metavar="PATH",
+        type=Path,
+        action="append",
+        default=[],
+        help="JSON lines of another engine's figures",
+    )
+    parser.add_argument("--name", metavar="NAME", default="pagestream")
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        type=Path,
+        default=Path("bench/results"),
+        help="folder of NAME.jsonl (default: %(default)s)",
+    )
     return parser
 
 
 def _sections(text: str) -> list[str]:
     names = text.split(",")
     if unknown := set(names) - set(SECTIONS):
-        raise argparse.ArgumentTypeError(f"no such section: {', '.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(f"unknown sections: {', '.join(sorted(unknown))}")
     return names
 
 

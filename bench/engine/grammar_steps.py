@@ -1,11 +1,11 @@
-"""How much longer a decode step gets when every sequence follows a JSON schema: masks hidden behind the forward pass?
+"""Measure how much longer a decode step takes when every sequence follows a JSON schema.
 
     python -m bench grammar-steps MODEL_DIR --out FILE [--batch 32] [--tokens 64] [--rounds 3] [--device cuda]
         [--load-format dummy]
 
-Each round decodes the same prompts twice: free, and bound to lists of strings that are never long enough. Of each kind:
-the seconds of a step and the CPU time of the process in it; on CUDA the engine is a step ahead, as in the worker. What
-masks cost by themselves is in bench.engine.structured.
+Each round decodes the same prompts without a grammar, then bound to lists of strings that never end, and measures
+seconds and CPU time per step. On CUDA the engine schedules one step ahead, as a worker does. bench.engine.structured
+measures masks alone.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _ENDLESS = json_schema_grammar({"type": "array", "items": {"type": "string"}, "m
 
 
 def decode(runner: ModelRunner, grammar: Grammar | None, batch: int, num_tokens: int) -> tuple[list[float], float]:
-    """(seconds of each steady step, CPU seconds a step) of `batch` sequences that write `num_tokens` each."""
+    """Return (seconds of each steady step, CPU seconds per step) for `batch` sequences of `num_tokens` each."""
     config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=2048, max_model_len=_MAX_MODEL_LEN)
     engine = Engine(
         Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size)),
@@ -55,7 +55,7 @@ def measured(runner: ModelRunner, batch: int, num_tokens: int, rounds: int) -> d
     kinds: dict[str, Grammar | None] = {"free": None, "bound": _ENDLESS}
     steps: dict[str, list[float]] = {kind: [] for kind in kinds}
     cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for grammar in kinds.values():  # once for what is compiled or allocated at first use
+    for grammar in kinds.values():  # warm-up for what is compiled or allocated on first use
         decode(runner, grammar, batch, 12)
     for _ in range(rounds):
         for kind, grammar in kinds.items():
@@ -69,11 +69,11 @@ def measured(runner: ModelRunner, batch: int, num_tokens: int, rounds: int) -> d
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench grammar-steps", description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("model", metavar="PATH", type=Path)
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True)
+    parser.add_argument("--batch", metavar="N", type=int, default=32)
+    parser.add_argument("--tokens", metavar="N", type=int, default=64)
+    parser.add_argument("--rounds", metavar="N", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights")
     options = parser.parse_args(argv)

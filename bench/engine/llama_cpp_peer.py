@@ -1,10 +1,8 @@
-"""llama.cpp's server in the environment of `make peers`: PYTHON llama_cpp_peer.py FILE [--bf16 FILE] ... OPTIONS.
+"""Run llama.cpp's server in the environment of `make peers`: PYTHON llama_cpp_peer.py FILE [--bf16 FILE] OPTIONS.
 
-    FILE           a GGUF file
-    --bf16 FILE    its BF16 twin is served; it is written there first, if it is not there yet
-
-Prints one line of JSON when it serves: its address and its versions. Ends when standard input does, so that it never
-outlives whoever started it. Run as a file, by another Python than ours: it knows nothing of this repository.
+FILE is a GGUF file. With --bf16, its BF16 twin is served, and created first if missing. When it serves, it prints one
+line of JSON with its address and versions. It ends when standard input closes, so it never outlives its parent. It runs
+under another Python and imports nothing of this repository.
 """
 
 import argparse
@@ -29,7 +27,7 @@ def main() -> None:
 
 
 def _server(options: argparse.Namespace) -> Any:
-    """llama.cpp's own HTTP server: every slot with cells of its own, nothing kept of an earlier prompt."""
+    """Start llama.cpp's HTTP server with separate cells per slot and without a prompt cache."""
     binding = import_module("xllamacpp")
     parameters = binding.CommonParams()
     parameters.model.path = str(options.bf16 or options.file)
@@ -47,7 +45,7 @@ def _server(options: argparse.Namespace) -> Any:
 
 
 def write_bf16(source: Path, target: Path) -> None:
-    """Write the same file with every matrix in BF16, and vectors as they are. It appears whole."""
+    """Write the file with every matrix in BF16 and vectors unchanged; it appears complete."""
     gguf = import_module("gguf")
     reader = gguf.GGUFReader(source)
     partial = target.with_suffix(".partial")
@@ -73,11 +71,11 @@ def write_bf16(source: Path, target: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="llama.cpp's server")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--bf16", type=Path, default=None)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--slots", type=int, required=True, help="sequences at once")
-    parser.add_argument("--slot-tokens", type=int, required=True, help="the most tokens of a sequence")
+    parser.add_argument("file", metavar="PATH", type=Path)
+    parser.add_argument("--bf16", metavar="PATH", type=Path, default=None)
+    parser.add_argument("--threads", metavar="N", type=int, required=True)
+    parser.add_argument("--slots", metavar="N", type=int, required=True, help="concurrent sequences")
+    parser.add_argument("--slot-tokens", metavar="N", type=int, required=True, help="maximum tokens per sequence")
     return parser
 
 

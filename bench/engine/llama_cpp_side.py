@@ -1,7 +1,7 @@
-"""llama.cpp beside our engine: its own server in a process, from PyPI's `xllamacpp` in `.venv/peers/llama-cpp`.
+"""llama.cpp as a peer: its own server in a process, from PyPI's `xllamacpp` in `.venv/peers/llama-cpp`.
 
-The file is served as it is and as a twin in BF16, which is made once and kept. Requests go over HTTP, whole answers
-each, which costs a thousandth of what they compute. Nothing is kept of an earlier prompt, as on every side.
+The file is served unchanged and as a BF16 twin that is created once. Requests go over HTTP without streaming, which
+costs a thousandth of the computation. Prompt caches are off, as for every peer.
 """
 
 import json
@@ -21,8 +21,8 @@ from pagestream.directories import cache_directory
 
 ENVIRONMENT = Path(sys.prefix) / "peers" / "llama-cpp"
 _PEER = Path(__file__).with_name("llama_cpp_peer.py")
-_ANSWER_SECONDS = 1800.0  # 32 prompts on a machine that others use
-_MORE_CELLS = 8  # a slot ends a text a little before its last cell
+_ANSWER_SECONDS = 1800.0  # 32 prompts on a shared machine
+_MORE_CELLS = 8  # a slot stops shortly before its last cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,17 @@ class LlamaCpp:
         with urlopen(request, timeout=_ANSWER_SECONDS) as response:
             answer: dict[str, Any] = json.load(response)
         if answer["truncated"] or len(answer["tokens"]) != output_tokens:
-            raise NoPeer(f"llama.cpp wrote {len(answer['tokens'])} tokens of {output_tokens}")
+            raise NoPeer(f"llama.cpp generated {len(answer['tokens'])} of {output_tokens} tokens")
         return list(answer["tokens"])
 
 
 @contextmanager
 def llama_cpp(file: Path, *, is_bf16: bool, threads: int, slots: int, slot_tokens: int) -> Iterator[LlamaCpp]:
-    """A server of `file` until the end of the block. Raises NoPeer."""
+    """Yield a running server of `file`.
+
+    Raises:
+        NoPeer: If it does not start.
+    """
     arguments = [str(file), "--threads", str(threads), "--slots", str(slots)]
     arguments += ["--slot-tokens", str(slot_tokens + _MORE_CELLS)]
     if is_bf16:
@@ -62,4 +66,4 @@ def llama_cpp(file: Path, *, is_bf16: bool, threads: int, slots: int, slot_token
         twin.parent.mkdir(parents=True, exist_ok=True)
         arguments += ["--bf16", str(twin)]
     with peer_process("llama.cpp", file, ENVIRONMENT, _PEER, arguments) as peer:
-        yield LlamaCpp(**peer.told("url"))
+        yield LlamaCpp(**peer.message("url"))

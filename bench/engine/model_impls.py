@@ -1,10 +1,10 @@
-"""One model by this program's code and by that of transformers (`--model-impl`), both in this engine.
+"""Compare one model by native code and by transformers (`--model-impl`), both in this engine.
 
     python -m bench model-impls MODEL_DIR --out FILE [--batches 1 8 32] [--tokens 48] [--rounds 3] [--threads 1]
 
-Each round decodes the same prompts by one and then by the other: the seconds of a steady step, the CPU time of a step,
-and the seconds until all prompts are computed. Steps of the two alternate, so that whatever else the machine does falls
-on both; the CPU time of one thread is what to compare on a machine that is not alone.
+Each round decodes the same prompts with both and measures seconds and CPU time per step, and seconds until all prompts
+are computed. Steps alternate, so other load on the machine affects both equally. On a shared machine, compare the CPU
+time of one thread.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _PROMPT_TOKENS, _MAX_MODEL_LEN, _STEP_TOKENS = 128, 512, 512
 
 
 def run(runner: ModelRunner, batch: int, num_tokens: int) -> tuple[list[float], float]:
-    """(seconds of each steady step, CPU seconds of the whole run) of `batch` prompts that write `num_tokens` each."""
+    """Return (seconds per steady step, CPU seconds of the run) for `batch` prompts of `num_tokens` output tokens."""
     config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=_STEP_TOKENS, max_model_len=_MAX_MODEL_LEN)
     sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
     vocab_size = runner.model_spec.vocab_size
@@ -65,12 +65,12 @@ def measured(runners: dict[str, ModelRunner], batch: int, num_tokens: int, round
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench model-impls", description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("model", metavar="PATH", type=Path)
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True)
+    parser.add_argument("--batches", metavar="N", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", metavar="N", type=int, default=48)
+    parser.add_argument("--rounds", metavar="N", type=int, default=3)
+    parser.add_argument("--threads", metavar="N", type=int, default=1)
     options = parser.parse_args(argv)
     runners = {impl: _runner(options.model, impl, max(options.batches), options.threads) for impl in IMPLS}
     try:

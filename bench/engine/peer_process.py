@@ -1,7 +1,7 @@
-"""A peer of `bench engine` in a process of its own, by the Python of its environment of `make peers`.
+"""A peer of `bench engine` in a process of its own, run by the Python of its `make peers` environment.
 
-It prints messages, lines of JSON, among what else its libraries print, and ends when its standard input does. Its log
-goes to our standard error: it is told apart from what is measured, and seen if it fails. It knows no peer by its name.
+It prints messages as JSON lines among the output of its libraries, and ends when standard input closes. Its log goes to
+our standard error, so it is separate from the messages.
 """
 
 import json
@@ -18,7 +18,7 @@ from bench.engine.side import NoPeer
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    name: str  # of the peer and of what it serves, for who is told of its end
+    name: str  # of the peer and of the served file, for error messages
     served: Path
     process: subprocess.Popen[str]
 
@@ -26,14 +26,18 @@ class PeerProcess:
         assert self.process.stdin is not None
         print(json.dumps(question), file=self.process.stdin, flush=True)
 
-    def told(self, field: str) -> dict[str, Any]:
-        """The next message whose first field that is. Raises NoPeer where the process ends before."""
+    def message(self, field: str) -> dict[str, Any]:
+        """Return the next message whose first field is `field`.
+
+        Raises:
+            NoPeer: If the process ends before.
+        """
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(f'{{"{field}"'):
                 message: dict[str, Any] = json.loads(line)
                 return message
-        raise NoPeer(f"{self.name} ended with {self.process.wait()} before it served {self.served}")
+        raise NoPeer(f"{self.name} ended with status {self.process.wait()} before it served {self.served}")
 
 
 @contextmanager
@@ -45,11 +49,15 @@ def peer_process(
     arguments: Sequence[str],
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[PeerProcess]:
-    """`program` until the end of the block, with `variables` beside those of this process. Raises NoPeer."""
+    """Run `program` until the end of the context, with additional environment `variables`.
+
+    Raises:
+        NoPeer: If the peer's environment is not installed.
+    """
     python = environment / "bin" / "python"
     if not python.exists():
-        raise NoPeer(f"{environment} is not there: make peers, or make {environment}/.installed alone")
-    # -P: what lies beside the program, a profile.py for one, is not what its libraries import by that name.
+        raise NoPeer(f"{environment} does not exist; run `make peers` or `make {environment}/.installed`")
+    # -P: files next to the program, such as profile.py, must not shadow the modules of its libraries.
     with subprocess.Popen(
         [str(python), "-P", str(program), *arguments],
         env={**os.environ, **(variables or {})},
@@ -61,5 +69,5 @@ def peer_process(
         try:
             yield PeerProcess(name, served, process)
         finally:
-            with suppress(BrokenPipeError):  # it has ended
+            with suppress(BrokenPipeError):  # the process has ended
                 process.stdin.close()

@@ -1,10 +1,11 @@
-"""python -m bench pressure-exactness --model DIR --trace FILE --deterministic: too little KV memory changes no token.
+"""Check that too little KV memory changes no token.
 
-The same requests, half of them greedy, with room for all and with so few blocks that sequences lose their place: by
-swap, by recompute, and by recompute with what was computed kept on the host. All outputs are held against the first.
-Random weights will do. Writes OUT/pressure_exactness.json; exits with 1 if a token differs.
+    python -m bench pressure-exactness --model DIR --trace FILE --deterministic
 
-Without --deterministic products round by batch, so on CUDA outputs differ then; a CPU needs --dtype float32.
+The same requests, half of them greedy, run with room for all and with so few blocks that sequences are preempted: by
+swap, by recompute, and by recompute with prefixes kept on the host. All outputs must equal the first. Random weights
+suffice. Without --deterministic results depend on the batch, so outputs on CUDA differ; a CPU needs --dtype float32.
+Writes OUT/pressure_exactness.json; the exit status is 1 if a token differs.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def make_requests(lengths: Lengths, vocab_size: int, seed: int) -> list[Generati
 
 
 def compare(runner: ModelRunner, requests: list[GenerationRequest], num_blocks: int) -> dict[str, Any]:
-    """`num_blocks`: of the KV cache that is too small, of all of the runner's."""
+    """Compare outputs with all of the runner's blocks and with `num_blocks`."""
     expected = run(make_engine(runner), requests)
     figures: dict[str, Any] = {
         "requests": len(requests),
@@ -108,17 +109,21 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench pressure-exactness", description=(__doc__ or "").partition(": ")[2]
+        prog="python -m bench pressure-exactness", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--trace", type=Path, required=True, help="JSON list of [prompt_tokens, output_tokens]")
-    parser.add_argument("--num-requests", type=int, default=96)
-    parser.add_argument("--kv-tokens", type=int, default=8192, help="of the KV cache that is too small")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model", metavar="PATH", type=Path, required=True)
+    parser.add_argument(
+        "--trace", metavar="PATH", type=Path, required=True, help="JSON list of [prompt_tokens, output_tokens]"
+    )
+    parser.add_argument("--num-requests", metavar="N", type=int, default=96)
+    parser.add_argument(
+        "--kv-tokens", metavar="N", type=int, default=8192, help="tokens of the small KV cache (default: %(default)s)"
+    )
+    parser.add_argument("--device", metavar="NAME", default="auto")
+    parser.add_argument("--dtype", metavar="NAME", default="auto")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--kv-cache-memory-bytes", type=int, default=12 * 2**30)
-    parser.add_argument("--swap-space-bytes", type=int, default=4 * 2**30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--kv-cache-memory-bytes", metavar="BYTES", type=int, default=12 * 2**30)
+    parser.add_argument("--swap-space-bytes", metavar="BYTES", type=int, default=4 * 2**30)
+    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    parser.add_argument("--out", metavar="PATH", type=Path, default=Path("bench/results"))
     return parser

@@ -1,6 +1,6 @@
-"""The time of a step on a CUDA device: kernels by name, and how long the device waits between them.
+"""Profile steps on a CUDA device: kernels by name, and the device's idle time between them.
 
-Decode steps are taken from the middle of a run in which the whole batch decodes; of a long prompt all that it takes.
+Decode steps are taken from the middle of a run in which the whole batch decodes; a long prompt is profiled completely.
 """
 
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ from bench.engine.session import RunLog
 CASES = ((1, 1024), (32, 1024), (256, 1024))
 FIRST_STEP, NUM_STEPS = 20, 16  # of the steps in which the whole batch decodes
 NUM_KERNELS = 24
-FIRST_KERNEL = "_unpack_inputs_kernel"  # of every step on a CUDA device
+FIRST_KERNEL = "_unpack_inputs_kernel"  # first kernel of every step on a CUDA device
 PREFILL_TOKENS = 8192
 
 
@@ -46,8 +46,10 @@ class _Recorder:
 
 
 def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
-    """Microseconds. `idle_us_a_step`: no kernel and no copy ran on the device, between the kernels of a graph too;
-    `between_steps_us`: those of them before a step's first kernel, ascending.
+    """Return the figures in microseconds.
+
+    `idle_us_a_step` is the time without a kernel or copy on the device, including gaps between the kernels of a graph.
+    `between_steps_us` lists the gaps before a step's first kernel, ascending.
     """
     results = profiler.profiler.kineto_results if profiler.profiler else None
     spans = [
@@ -76,7 +78,7 @@ def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
 
 
 def busy_and_gaps(spans: list[tuple[float, float, str]]) -> tuple[float, float, list[tuple[float, str]]]:
-    """(first start to last end, time with at least one of them running, times with none and what ran after each).
+    """Return (time from first start to last end, busy time, gaps with the name of what ran next).
 
     `spans` are (start, duration, name), ascending.
     """

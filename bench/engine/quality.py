@@ -1,11 +1,11 @@
-"""Fewer bits, and what a model loses by them: python -m bench quality MODEL_DIR --out FILE --quantization fp8.
+"""Measure the quality loss of fewer bits: perplexity and top tokens of a quantized model.
 
-The same texts are scored by the model as it is (`--quantization none`, a KV cache of its own type) and by the flags,
-each token given those before it in its window. Told are the perplexity of a word of both, and of how many tokens the
-likeliest is the same. Texts are the pages of docs/ unless given; a smaller part of them with --most-tokens.
+    python -m bench quality MODEL_DIR --out FILE --quantization fp8
 
-A window comes in two chunks, so that keys and values are read from the cache as they are in serving. On a CPU fp8
-weights are dequantised, so inputs keep their 16 or 32 bits there; on CUDA they are quantised, too.
+The same texts (default: docs/) are scored by the unquantized model with its own KV dtype and with the given flags. The
+result has both word perplexities and the share of tokens with the same top token. A window comes in two chunks, so keys
+and values are read from the cache as in serving. On a CPU fp8 weights are dequantized, so inputs keep their 16 or 32
+bits; on CUDA inputs are quantized, too.
 """
 
 import argparse
@@ -34,14 +34,14 @@ _ROWS = 8
 
 @dataclass
 class Scores:
-    """Scores of every token but the first of each window."""
+    """Log-probabilities and top tokens of all tokens except the first of each window."""
 
     log_probabilities: list[float] = field(default_factory=list)
     likeliest: list[int] = field(default_factory=list)
 
 
 def windows_of(tokenizer: Tokenizer, texts: Sequence[str], length: int, most_tokens: int) -> list[list[int]]:
-    """Whole windows alone."""
+    """Cut the texts into whole windows of `length` tokens, at most `most_tokens` in total."""
     windows = [
         window for text in texts for window in _cut(tokenizer.encode(text, add_special_tokens=False).ids, length)
     ]
@@ -120,14 +120,16 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench quality", description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("model", metavar="PATH", type=Path)
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True)
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--texts", type=Path, nargs="+")
-    parser.add_argument("--window", type=int, default=256, help="tokens that are scored together (%(default)s)")
-    parser.add_argument("--most-tokens", type=int, default=16384)
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--dtype", metavar="NAME", default="auto")
+    parser.add_argument("--texts", metavar="PATH", type=Path, nargs="+")
+    parser.add_argument(
+        "--window", metavar="N", type=int, default=256, help="tokens scored together (default: %(default)s)"
+    )
+    parser.add_argument("--most-tokens", metavar="N", type=int, default=16384)
+    parser.add_argument("--threads", metavar="N", type=int, default=None)
     return parser

@@ -1,11 +1,11 @@
-"""The scheduler's cost to the host: python -m bench scheduler-cost. No device, no model, one thread.
+"""Measure the scheduler's cost on the host: no device, no model, one thread.
 
     step        schedule() + apply() with every sequence decoding, microseconds; with and without the prefix cache, and
                 one step ahead, as on CUDA
-    hashing     block hashes of a long prompt, nanoseconds a token
+    hashing     block hashes of a long prompt, nanoseconds per token
     cached      admission of a new prompt that evicts, and of one that hits, with 10^3 to 10^6 cached blocks
 
-Each figure is the least of several repeats (others on the machine only add) beside the median.
+Each figure is the minimum of several repeats, because other processes only add time, beside the median.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from shared.messages import SamplingParams
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 1024
-NUM_STEPS = 256  # 16 blocks' edges for each sequence
+NUM_STEPS = 256  # 16 block boundaries per sequence
 TARGETS = {"step_microseconds": 1_000.0, "hashing_nanoseconds_a_token": 100.0}
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench scheduler-cost", description=__doc__.split("\n")[0])
-    parser.add_argument("--num-sequences", type=int, default=256)
-    parser.add_argument("--cached-blocks", type=lambda text: [int(part) for part in text.split(",")],
-                        default=[10**3, 10**4, 10**5, 10**6], help="comma separated")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the JSON here too")
+    parser.add_argument("--num-sequences", metavar="N", type=int, default=256)
+    parser.add_argument("--cached-blocks", metavar="FLAGS", type=lambda text: [int(part) for part in text.split(",")],
+                        default=[10**3, 10**4, 10**5, 10**6], help="cached blocks, comma separated")  # fmt: skip
+    parser.add_argument("--repeats", metavar="N", type=int, default=5)
+    parser.add_argument("--output", metavar="PATH", type=Path, help="file to write the JSON to")
     options = parser.parse_args(argv)
     result: dict[str, Any] = {
         "command": " ".join(["python -m bench scheduler-cost", *argv]),
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 def step_microseconds(
     num_sequences: int, repeats: int, *, enable_prefix_caching: bool = True, one_ahead: bool = False
 ) -> dict[str, float]:
-    """Least and median over steps in which all sequences decode, and the mean, which has the steps at blocks' edges."""
+    """Return minimum and median over decode steps, and the mean, which includes steps at block boundaries."""
     seconds = []
     means = []
     for _ in range(repeats):
@@ -91,7 +91,7 @@ def hashing_nanoseconds(repeats: int, num_tokens: int = 131_072) -> dict[str, fl
 
 
 def admission_microseconds(num_cached_blocks: int, repeats: int) -> dict[str, dict[str, float]]:
-    """A pool with nothing free and all cached; each new prompt of 64 blocks evicts 64, then comes again and hits."""
+    """Admit prompts of 64 blocks into a full, cached pool: each evicts 64 blocks, then comes again and hits."""
     num_blocks = PROMPT_TOKENS // BLOCK_SIZE
     manager = KVCacheManager(num_cached_blocks + 1, BLOCK_SIZE)
     for index in range(-(-num_cached_blocks // num_blocks)):
@@ -125,7 +125,7 @@ def _decoding_scheduler(num_sequences: int, enable_prefix_caching: bool) -> Sche
     )
     scheduler = Scheduler(config, manager)
     for index in range(num_sequences):
-        first = index * 10_000 + index  # starts at all places of a block
+        first = index * 10_000 + index  # starts at all positions of a block
         prompt = range(first, first + PROMPT_TOKENS - index % BLOCK_SIZE)
         scheduler.add(_sequence(str(index), prompt, max_tokens=num_tokens))
     _Loop(scheduler, one_ahead=False).step()
@@ -134,7 +134,7 @@ def _decoding_scheduler(num_sequences: int, enable_prefix_caching: bool) -> Sche
 
 
 class _Loop:
-    """In turn, or with each step scheduled before the one ahead of it is applied."""
+    """Steps in sequence, or with each step scheduled before the previous one is applied."""
 
     def __init__(self, scheduler: Scheduler, one_ahead: bool) -> None:
         self._scheduler = scheduler

@@ -1,10 +1,8 @@
-"""Public JSON schemas by name, for bench.engine.structured: what people ask for, and what the specification can say.
+"""Public JSON schemas by name, for bench.engine.structured.
 
-    kubernetes       the objects of Kubernetes (one of JSONSchemaBench's sources), from the package kubernetes-validate
-    test_suite       JSON-Schema-Test-Suite, draft 2020-12, from a source distribution of the package jsonschema:
-                     `pip download --no-deps --no-binary :all: jsonschema`
-
-Knows nothing of grammars.
+kubernetes       the objects of Kubernetes (one of JSONSchemaBench's sources), from the package kubernetes-validate
+test_suite       JSON-Schema-Test-Suite, draft 2020-12, from a source distribution of the package jsonschema:
+                 `pip download --no-deps --no-binary :all: jsonschema`
 """
 
 import json
@@ -18,10 +16,10 @@ _DEFINITIONS_FILE = "/api/_definitions.json"
 
 
 def kubernetes(version: str = "v1.37.0-local-strict") -> dict[str, Any]:
-    """Each with the definitions that it refers to, directly or not, brought into it."""
+    """Return the schemas with all definitions that they refer to, directly or not, included."""
     package = find_spec("kubernetes_validate")
     if package is None or package.origin is None:
-        raise FileNotFoundError("the package kubernetes-validate is not installed; it is one of those for development")
+        raise FileNotFoundError("the package kubernetes-validate is not installed; run `make dev`")
     folder = Path(package.origin).parent / "kubernetes-json-schema" / version
     definitions = json.loads((folder / "_definitions.json").read_text())["$defs"]
     return {
@@ -50,7 +48,7 @@ def _self_contained(schema: dict[str, Any], definitions: dict[str, Any]) -> dict
         if name not in needed:
             needed[name] = definitions[name]
             names += _references(definitions[name])
-    without_name = {key: value for key, value in schema.items() if key != "$id"}  # the references count from it
+    without_name = {key: value for key, value in schema.items() if key != "$id"}  # references are relative to $id
     whole = {**without_name, "$defs": needed} if needed else without_name
     return json.loads(json.dumps(whole).replace(_DEFINITIONS_FILE + "#", "#"))
 

@@ -1,11 +1,11 @@
-"""The cases in which an engine is held against another one, each a function from a session to rows of figures.
+"""The cases in which engines are compared; each is a function from a session to rows of figures.
 
-    decode     time between two tokens with all of a batch decoding      prefill   time to the first token, alone
-    trace      a length trace, all requests at once                      prefix    a shared beginning; unshared: without
+    decode     time between tokens, with the whole batch decoding        prefill   time to the first token, alone
+    trace      a length trace, all requests at once                      prefix    shared prefixes; unshared: without
     parallel   n = 4 against n = 1                                       beam      the best of four beams
-    pressure   the trace, and how often a sequence lost its place; meant for a KV cache that is far too small
+    pressure   the trace with a small KV cache, and the number of preemptions
 
-Prompts are seeded random token ids, no two runs share one, and every answer has its full length. Knows no device.
+Prompts are seeded random token ids, no two runs share one, and every output has its full length.
 """
 
 import random
@@ -31,7 +31,7 @@ BEAM_WIDTH, BEAM_TOKENS = 4, 64
 @dataclass(frozen=True)
 class Bench:
     session: EngineSession
-    lengths: list[tuple[int, int]]  # of the trace: prompt, output
+    lengths: list[tuple[int, int]]  # of the trace: prompt and output tokens
     token_ids: range
     repeats: int
     seed: random.Random
@@ -141,7 +141,7 @@ SECTIONS: dict[str, Callable[[Bench], Rows]] = {
 
 
 def _preemption_figures(before: EngineStats, after: EngineStats) -> dict[str, Any]:
-    """Count the sequences that lost their place, and the tokens that were computed again for them."""
+    """Count preempted sequences and recomputed tokens."""
     old, new = before.counters, after.counters
     computed, recomputed = new.computed_tokens - old.computed_tokens, new.recomputed_tokens - old.recomputed_tokens
     return {

@@ -1,10 +1,6 @@
-"""One engine under a benchmark: requests in, and when each step gave how many tokens.
+"""Run requests on one engine and record when each step produced how many tokens.
 
-    session = EngineSession(engine)
-    log = session.run([(prompt, sampling), ...])
-    log.steady_step_seconds(batch)     # decode: the mean of the steps in which every sequence gave a token
-
-All requests of a run are added before its first step. Knows the Engine alone, no device: `each_step` is for profilers.
+All requests of a run are added before its first step. `each_step` is for profilers.
 """
 
 import statistics
@@ -16,25 +12,25 @@ from itertools import pairwise
 from engine_worker.engine import Engine, EngineStats
 from shared.messages import ErrorEvent, GenerationRequest, SamplingParams, TokenEvent
 
-# Cut off a run of full steps: its first ones still share the device with the end of the prefill.
+# Dropped from a run of full steps: the first ones still share the device with the end of the prefill.
 _UNSTEADY_STEPS_BEFORE, _UNSTEADY_STEPS_AFTER = 8, 2
 
 Load = Sequence[tuple[list[int], SamplingParams]]
 
 
 class NoSteadyStep(RuntimeError):
-    """No step of the runs was like the others, so that nothing can be told of one."""
+    """No run had a steady step to measure."""
 
     def __init__(self) -> None:
         super().__init__(
-            f"no steady step was left to measure: the first {_UNSTEADY_STEPS_BEFORE} and the last "
-            f"{_UNSTEADY_STEPS_AFTER} of those in which every sequence wrote a token are left out; let each write more "
-            "tokens, or take a smaller batch"
+            f"no steady step to measure: the first {_UNSTEADY_STEPS_BEFORE} and the last "
+            f"{_UNSTEADY_STEPS_AFTER} steps in which every sequence generated a token are dropped; generate more "
+            "tokens, or use a smaller batch"
         )
 
 
 class RequestFailed(RuntimeError):
-    """The engine refused or lost a request of the benchmark."""
+    """The engine rejected or lost a request of the benchmark."""
 
 
 @dataclass(slots=True)
@@ -43,7 +39,7 @@ class RunLog:
     ended_at: float = 0.0
     num_output_tokens: int = 0
     step_ends: list[float] = field(default_factory=list)
-    step_tokens: list[int] = field(default_factory=list)  # beside step_ends
+    step_tokens: list[int] = field(default_factory=list)  # parallel to step_ends
 
     @property
     def seconds(self) -> float:
@@ -55,7 +51,7 @@ class RunLog:
         return self.step_ends[first] - self.started_at
 
     def steady_step_seconds(self, batch: int) -> list[float]:
-        """The times of the longest run of consecutive steps with a token of every sequence, without its ends."""
+        """Return the durations of the longest run of steps with a token of every sequence, without its ends."""
         longest: list[float] = []
         current: list[float] = []
         for end, tokens in zip(self.step_ends, self.step_tokens, strict=True):
@@ -75,7 +71,11 @@ class EngineSession:
         return self._engine.stats()
 
     def run(self, load: Load, each_step: Callable[[RunLog], None] = lambda log: None) -> RunLog:
-        """Until every request has ended. Raises RequestFailed."""
+        """Run until every request has ended.
+
+        Raises:
+            RequestFailed: If a request fails.
+        """
         log = RunLog(self._clock())
         for prompt, sampling in load:
             self._num_requests += 1
@@ -99,7 +99,11 @@ class EngineSession:
 
 
 def step_figures(seconds: Sequence[float]) -> dict[str, float]:
-    """Figures of at least one step. Raises NoSteadyStep."""
+    """Return mean, median and other figures of step durations.
+
+    Raises:
+        NoSteadyStep: If there are none.
+    """
     if not seconds:
         raise NoSteadyStep
     ordered = sorted(seconds)

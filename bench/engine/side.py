@@ -1,4 +1,4 @@
-"""Our engine under the benchmark: a batch of requests from first to last token, without HTTP and without Redis."""
+"""This engine under the benchmark: a batch of requests from first to last token, without HTTP and store."""
 
 import time
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from shared.messages import GenerationRequest, SamplingParams, TokenEvent
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    seconds_to_first_tokens: float  # until every sequence has its first one: the prefill
+    seconds_to_first_tokens: float  # until every sequence has its first token: the prefill
     seconds: float
-    num_tokens_with_all: int  # that came when every sequence had its first one already
+    num_tokens_with_all: int  # generated after every sequence had its first token
     outputs: list[list[int]]
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """While all decode and nothing else is computed."""
+        """Return the rate while all sequences decode and nothing else is computed."""
         return self.num_tokens_with_all / (self.seconds - self.seconds_to_first_tokens)
 
     @property
@@ -29,14 +29,14 @@ class Run:
 
 
 class NoPeer(RuntimeError):
-    """A peer cannot be run here; the message says why."""
+    """A peer cannot run here; the message gives the reason."""
 
 
-Timed = Callable[[list[list[int]], int], tuple[float, list[list[int]]]]  # prompts, output tokens: seconds and outputs
+Timed = Callable[[list[list[int]], int], tuple[float, list[list[int]]]]  # prompts, output tokens -> seconds and outputs
 
 
 def run_peer(timed: Timed, prompts: list[list[int]], output_tokens: int) -> Run:
-    """Time a peer that gives whole answers alone: its prefill by a run of its own with one output token."""
+    """Time a peer without streaming; its prefill is timed by a run with one output token."""
     to_first, outputs = timed(prompts, 1)
     if output_tokens == 1:
         return Run(to_first, to_first, 0, outputs)
@@ -45,7 +45,7 @@ def run_peer(timed: Timed, prompts: list[list[int]], output_tokens: int) -> Run:
 
 
 def plain_engine(runner: ModelRunner, config: SchedulerConfig) -> Engine:
-    """An engine without a prefix cache that no token ends, so that each run computes all that it is given."""
+    """Make an engine without a prefix cache and without end tokens, so that each run computes everything."""
     return Engine(
         Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
         runner,
@@ -58,7 +58,7 @@ def plain_engine(runner: ModelRunner, config: SchedulerConfig) -> Engine:
 def run_engine(
     runner: ModelRunner, prompts: list[list[int]], output_tokens: int, scheduling: SchedulerConfig | None = None
 ) -> Run:
-    """Greedy, to exactly `output_tokens` each, all prompts sent at once; 4096 tokens a step without `scheduling`."""
+    """Generate exactly `output_tokens` greedily for all prompts at once; default: 4096 tokens per step."""
     config = scheduling or SchedulerConfig(
         max_num_seqs=len(prompts), max_num_batched_tokens=4096, max_model_len=runner.max_model_len
     )

@@ -1,8 +1,10 @@
-"""python -m bench soak --seconds 120 -- WORKER FLAGS: random arrivals, lengths, samplings and aborts on one engine.
+"""Run random arrivals, lengths, sampling parameters and aborts on one engine.
 
-After every step the engine's counts must balance; every request must end exactly once, with tokens whose indices follow
-one another; in the end every block must be free again. Give the worker a small KV cache, and sequences are preempted.
-Prints a summary as JSON; exits with 1 when something was wrong.
+    python -m bench soak --seconds 120 -- WORKER FLAGS
+
+After every step the engine's counts must balance. Every request must end exactly once with consecutive token indices,
+and at the end every block must be free. A small KV cache causes preemptions. Prints a summary as JSON; the exit status
+is 1 after an error.
 """
 
 import argparse
@@ -28,8 +30,8 @@ class Soak:
     max_prompt_tokens: int
     max_output_tokens: int
     last_token_id: int
-    beam_share: float = 0.03  # of the requests; while one runs, the engine does not schedule ahead
-    num_tokens: dict[str, Counter[int]] = field(default_factory=dict)  # by choice, of requests that have not ended
+    beam_share: float = 0.03  # of the requests; during a beam search the engine does not schedule ahead
+    num_tokens: dict[str, Counter[int]] = field(default_factory=dict)  # per choice, of unfinished requests
     ends: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
     num_output_tokens: int = 0
@@ -51,7 +53,7 @@ class Soak:
             for event in self.engine.step():
                 self._take(event)
             self.engine.check_integrity()
-        assert not self.num_tokens, f"no end of {list(self.num_tokens)[:5]}"
+        assert not self.num_tokens, f"unfinished requests: {list(self.num_tokens)[:5]}"
         assert self.engine.stats().kv_cache.num_active_blocks == 0, self.engine.stats().kv_cache
 
     def _add(self) -> None:
@@ -90,7 +92,7 @@ class Soak:
         )
 
     def _prompt(self) -> list[int]:
-        """Some begin as an earlier one does, to meet in the prefix cache."""
+        """Make a prompt; some start like an earlier one, to hit the prefix cache."""
         length = self.random.choice([1, 15, 16, 17, self.random.randint(1, self.max_prompt_tokens)])
         prompt = [self.random.randint(3, self.last_token_id) for _ in range(length)]
         if self._prompts and self.random.random() < 0.3:
@@ -108,7 +110,7 @@ class Soak:
         self.ends["aborted"] += 1
 
     def _take(self, event: StreamEvent) -> None:
-        num_tokens = self.num_tokens[event.request_id]  # a KeyError: an event after the end
+        num_tokens = self.num_tokens[event.request_id]  # KeyError: an event after the end
         if isinstance(event, TokenEvent):
             assert event.index == num_tokens[event.choice], f"{event} after {num_tokens[event.choice]} tokens"
             assert all(0 <= token_id <= self.last_token_id for token_id in event.token_ids), event
@@ -166,10 +168,10 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench soak", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-prompt-tokens", type=int, default=2000)
-    parser.add_argument("--max-output-tokens", type=int, default=300)
-    parser.add_argument("--last-token-id", type=int, default=49151)
+    parser = argparse.ArgumentParser(prog="python -m bench soak", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", metavar="SECONDS", type=float, default=120.0)
+    parser.add_argument("--seed", metavar="N", type=int, default=0)
+    parser.add_argument("--max-prompt-tokens", metavar="N", type=int, default=2000)
+    parser.add_argument("--max-output-tokens", metavar="N", type=int, default=300)
+    parser.add_argument("--last-token-id", metavar="N", type=int, default=49151)
     return parser

@@ -1,15 +1,13 @@
-"""The cost to rank 0 of telling a group of a step, before its own devices begin: python -m bench step-channel.
-
-No device and no model.
+"""Measure rank 0's cost of sending a step to its group before its own devices start: no device, no model.
 
     encode      a step's description to a message: arrays, tables, MessagePack
-    send        the message into the ring, and every follower woken: processes of their own, which sleep until then
-    wake        the kernel's part of that, alone: as many processes woken by an eventfd each, and nothing sent
+    send        the message into the ring, and waking every follower, which are sleeping processes
+    wake        only the kernel's part: waking as many processes by one eventfd each
 
-Between two sends rank 0 describes steps for a millisecond, as an engine is busy then. Rounds of sends and of bare
-wakes are taken in turn. Each figure is the median of a round, of the least of all rounds: others on the machine only
-add. By the clock, and in CPU time of rank 0's thread, whose core a woken process may take. A virtual machine wakes a
-process on another core through its host, which may take longer than all the rest.
+Between two sends rank 0 describes steps for a millisecond, as an engine does. Rounds of sends and of wakes alternate.
+Each figure is the median of a round, and the minimum over rounds, because other processes only add time. It has
+wall-clock time and CPU time of rank 0's thread, whose core a woken process may take. A virtual machine wakes a process
+on another core through its host, which may take longer than everything else.
 """
 
 import argparse
@@ -32,12 +30,12 @@ from engine_worker.execution.step_channel import RingSender
 from engine_worker.execution.step_description import StepDescription
 from engine_worker.scheduling.batch import Transfers
 
-BLOCK_SIZE, CONTEXT_TOKENS = 16, 1040  # tables are as wide as the longest sequence's: the cases are named "x 1k"
+BLOCK_SIZE, CONTEXT_TOKENS = 16, 1040  # tables are as wide as the longest sequence's; cases are named "x 1k"
 SLOT_BYTES = 1 << 20
 ROUND_SENDS = 200
 BETWEEN_SECONDS = 0.001
 ROOT = Path(__file__).parents[2]
-# Of a follower: its rank, the size, and the descriptors that it inherits. Of what is merely woken: its own one.
+# Arguments of a follower: rank, size and inherited descriptors; of a sleeper: its descriptor.
 FOLLOWER = """
 import sys
 from engine_worker.execution.step_channel import ChannelFds, RingReceiver
@@ -56,10 +54,18 @@ while True:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench step-channel", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=_numbers, default=[2, 3], help="sizes of groups, comma separated")
-    parser.add_argument("--sequences", type=_numbers, default=[1, 32, 256], help="of a step, comma separated")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="write the JSON here too")
+    parser.add_argument(
+        "--ranks", metavar="N,N,...", type=_numbers, default=[2, 3], help="group sizes, comma separated"
+    )
+    parser.add_argument(
+        "--sequences",
+        metavar="N,N,...",
+        type=_numbers,
+        default=[1, 32, 256],
+        help="sequences per step, comma separated",
+    )
+    parser.add_argument("--rounds", metavar="N", type=int, default=20)
+    parser.add_argument("--output", metavar="PATH", type=Path, help="file to write the JSON to")
     options = parser.parse_args(argv)
     cases = []
     for size in options.ranks:
@@ -75,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def case(size: int, num_sequences: int, num_rounds: int, round_sends: int) -> dict[str, Any]:
-    """The figures of a group of `size` ranks, in microseconds."""
+    """Return the figures of a group of `size` ranks, in microseconds."""
     step = decode_of(num_sequences)
     message = message_of(step)
     with followers(size) as sender, sleepers(size - 1) as wake:
@@ -91,7 +97,7 @@ def case(size: int, num_sequences: int, num_rounds: int, round_sends: int) -> di
 
 
 def decode_of(num_sequences: int) -> StepDescription:
-    """One token each of sequences of a thousand, with tables of whichever blocks."""
+    """Describe one token each for sequences of a thousand tokens."""
     rows = np.arange(num_sequences, dtype=np.int32)
     num_blocks = CONTEXT_TOKENS // BLOCK_SIZE
     return StepDescription(
@@ -113,7 +119,7 @@ def message_of(step: StepDescription) -> bytes:
 
 @contextmanager
 def followers(size: int) -> Iterator[RingSender]:
-    """Rank 0's end of a ring that all others read, message after message."""
+    """Yield rank 0's end of a ring that all other ranks read."""
     sender = RingSender(size)
     sender.make_slots(SLOT_BYTES)
     with ExitStack() as processes:
@@ -126,7 +132,7 @@ def followers(size: int) -> Iterator[RingSender]:
 
 @contextmanager
 def sleepers(count: int) -> Iterator[Callable[[], None]]:
-    """Processes of which none does anything but sleep; calling the value wakes all of them."""
+    """Yield a function that wakes `count` sleeping processes."""
     fds = [os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) for _ in range(count)]
 
     def wake() -> None:
@@ -152,7 +158,7 @@ def _process(program: str, arguments: Sequence[int], fds: Sequence[int]) -> Iter
 
 
 def _median(action: Callable[[], object], step: StepDescription, times: int) -> dict[str, float]:
-    """Seconds of the clock, in which a woken process may have taken this one's core, and of this thread's CPU time."""
+    """Return the median wall-clock and CPU seconds of this thread; a woken process may take its core."""
     by_clock, by_cpu = [], []
     for _ in range(times):
         until = time.perf_counter() + BETWEEN_SECONDS

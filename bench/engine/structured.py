@@ -1,12 +1,12 @@
-"""Structured output: whether every output is of its schema, and what the masks cost a step.
+"""Check structured outputs against their schemas, and measure the cost of masks per step.
 
     python -m bench structured MODEL_DIR --out FILE [--suite jsonschema-4.26.0.tar.gz] [--schemas 200] [--device cuda]
 
-Answers schemas of schema_corpus.py at temperature 1 and validates each whole answer with `jsonschema`. Those with
-keywords that cannot be followed are refused, as the gateway would, and counted apart. What max_tokens cuts is asked
-again with a bias on what ends strings, lists and objects, in several rounds. The masks: the host's part of a step
-(matchers advanced, masks filled) and the device's (mask applied), each over `--batch` sequences of different schemas.
-Exits with 1 if an output is not valid, a request failed, or one was cut in every round.
+It answers schemas of schema_corpus.py at temperature 1 and validates each complete output with `jsonschema`. Schemas
+with unsupported keywords are refused as by the gateway, and counted. Outputs cut by max_tokens are repeated for several
+rounds with a bias for tokens that end strings, lists and objects. Masks are measured on the host (matchers advanced,
+masks filled) and on the device (mask applied), over `--batch` sequences of different schemas. The exit status is 1 if
+an output is invalid, a request failed, or an output was cut in every round.
 """
 
 import argparse
@@ -41,12 +41,12 @@ from shared.grammars import GrammarError, check_grammar, json_schema_grammar
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, SamplingParams, TokenEvent
 
 MAX_SEQS, MAX_TOKENS, MAX_MODEL_LEN = 32, 1024, 4096
-PROMPT_CHARS = 400  # of the schema, to leave room in the context for the answer
+PROMPT_CHARS = 400  # of the schema, to leave room for the output
 _NUMBERS = re.compile(r"[\d.]+")
-_SPACE = "\u0120\u010a"  # a blank and a new line in a byte-level vocabulary
+_SPACE = "\u0120\u010a"  # space and newline in a byte-level vocabulary
 _ENDS = '"]}' + _SPACE
 _BIAS_OF_A_ROUND, _MOST_BIAS = 3.0, 6.0
-_UNSTEADY_STEPS = 8  # whose masks are the first of fresh matchers
+_UNSTEADY_STEPS = 8  # their masks are the first of new matchers
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Answers:
 
 
 def followable(schemas: dict[str, Any]) -> tuple[dict[str, Any], Counter[str]]:
-    """Return the schemas that the gateway takes, and why it refuses the others."""
+    """Return the schemas that the gateway accepts, and why it refuses the others."""
     taken, refused = {}, Counter[str]()
     for name, schema in schemas.items():
         try:
@@ -71,7 +71,7 @@ def followable(schemas: dict[str, Any]) -> tuple[dict[str, Any], Counter[str]]:
 
 
 def spread(schemas: dict[str, Any], number: int) -> dict[str, Any]:
-    """`number` of them, evenly over their order."""
+    """Select `number` schemas evenly."""
     names = sorted(schemas)
     return {name: schemas[name] for name in names[:: max(1, len(names) // number)][:number]}
 
@@ -79,7 +79,7 @@ def spread(schemas: dict[str, Any], number: int) -> dict[str, Any]:
 def answer(
     engine: Engine, tokenizer: Tokenizer, schemas: dict[str, Any], prompt_of: Callable[[Any], str], **fields: Any
 ) -> Answers:
-    """`fields`: of SamplingParams, of all requests."""
+    """Generate an output for each schema; `fields` are SamplingParams of all requests."""
     answers, outputs = Answers(), {name: list[int]() for name in schemas}
     for number, (name, schema) in enumerate(schemas.items()):
         sampling = SamplingParams(seed=number, grammar=json_schema_grammar(schema), **fields)
@@ -101,7 +101,7 @@ def answer(
 
 
 def _judge(answers: Answers, name: str, schemas: dict[str, Any], text: str) -> None:
-    import jsonschema  # noqa: PLC0415 - not where masks alone are measured
+    import jsonschema  # noqa: PLC0415 - not needed with --masks-only
 
     kind = jsonschema.validators.validator_for(schemas[name], default=jsonschema.Draft202012Validator)
     try:
@@ -112,7 +112,7 @@ def _judge(answers: Answers, name: str, schemas: dict[str, Any], text: str) -> N
 
 
 def mask_cost(model: Path, schemas: dict[str, Any], batch: int, steps: int, device: torch.device) -> dict[str, Any]:
-    """Over `steps` steps of `batch` sequences that write random tokens of those that are allowed."""
+    """Measure masks over `steps` steps of `batch` sequences that generate random allowed tokens."""
     config = spec_from_directory(model)
     compiler = GrammarCompiler(model, config.vocab_size, config.eos_token_ids)
     masks = GrammarMasks(compiler, config.vocab_size, device)
@@ -146,13 +146,13 @@ def mask_cost(model: Path, schemas: dict[str, Any], batch: int, steps: int, devi
         "tokenizer_and_first_grammar_seconds": round(tokenizer_seconds, 3),
         "compile_ms": round(1e3 * compile_seconds, 3),
         "host": step_figures(host[_UNSTEADY_STEPS:]),
-        "host_cpu": step_figures(host_cpu[_UNSTEADY_STEPS:]),  # of all its threads
+        "host_cpu": step_figures(host_cpu[_UNSTEADY_STEPS:]),  # of all threads
         "apply": step_figures(applied[_UNSTEADY_STEPS:]),
     }
 
 
 def _applied(scores: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> float:
-    """Seconds, on the device's clock if it has one."""
+    """Apply the mask and return seconds, on the device's clock if it has one."""
     if not scores.is_cuda:
         started = time.perf_counter()
         apply_token_bitmask(scores, rows, masks)
@@ -187,7 +187,7 @@ def _prompt(schema: Any) -> str:
 
 
 def _ends(tokenizer: Tokenizer, bias: float) -> dict[int, float]:
-    """A small model at temperature 1 hardly ever ends a list by itself, so that its length alone would be seen."""
+    """Return a bias for ending tokens: a small model at temperature 1 rarely ends a list by itself."""
     vocabulary = tokenizer.get_vocab()
     return {token_id: bias for token, token_id in vocabulary.items() if token.strip(_SPACE) and not token.strip(_ENDS)}
 
@@ -236,17 +236,25 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench structured", description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--suite", type=Path, help="source distribution of the package jsonschema")
-    parser.add_argument("--no-kubernetes", action="store_true", help="the suite alone: its package is large")
-    parser.add_argument("--schemas", type=int, default=200)
-    parser.add_argument("--parts", type=int, default=1, help="answer only every so manieth of them,")
-    parser.add_argument("--part", type=int, default=0, help="beginning with this one")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
-    parser.add_argument("--rounds", type=int, default=6, help="in each but the first, those that the last one cut")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("model", metavar="PATH", type=Path)
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True)
+    parser.add_argument("--suite", metavar="PATH", type=Path, help="source distribution of the package jsonschema")
+    parser.add_argument("--no-kubernetes", action="store_true", help="use only the suite")
+    parser.add_argument("--schemas", metavar="N", type=int, default=200)
+    parser.add_argument("--parts", metavar="N", type=int, default=1, help="answer every Nth schema")
+    parser.add_argument("--part", metavar="N", type=int, default=0, help="index of the first schema of a part")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=MAX_TOKENS)
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=6,
+        help="rounds; later ones repeat outputs that were cut (default: %(default)s)",
+    )
+    parser.add_argument("--batch", metavar="N", type=int, default=32)
+    parser.add_argument("--steps", metavar="N", type=int, default=400)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--masks-only", action="store_true", help="needs no weights: config.json and tokenizer.json")
+    parser.add_argument(
+        "--masks-only", action="store_true", help="measure only masks, with config.json and tokenizer.json"
+    )
     return parser

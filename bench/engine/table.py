@@ -1,15 +1,15 @@
-"""Rows of figures of two engines, case by case beside each other. Pure."""
+"""Compare the figures of two engines, case by case."""
 
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
 Row = dict[str, Any]
-_Case = tuple[str, Callable[[Row], bool], str, bool]  # name, which rows, which figure, whether more is better
+_Case = tuple[str, Callable[[Row], bool], str, bool]  # name, matching rows, figure, whether more is better
 
 
 def comparison(ours: Iterable[Row], peer: Iterable[Row]) -> str:
-    """One line a case: the medians, their ratio as ours / peer, and every single figure of ours."""
+    """Return one line per case: the medians, the ratio ours / peer, and every figure of ours."""
     ours, peer = list(ours), list(peer)
     lines = [f"{'case':34} {'ours':>10} {'peer':>10} {'ratio':>7}  each of ours"]
     for name, matches, figure, more_is_better in _cases():

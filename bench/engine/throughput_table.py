@@ -1,4 +1,4 @@
-"""`bench engine` prints its runs: speeds of each side, and ours over the best peer's. Pure."""
+"""The table of `bench engine`: speeds of each side, and ours over the best peer's."""
 
 import statistics
 from typing import Any
@@ -7,7 +7,7 @@ Runs = list[dict[str, Any]]
 
 
 def ratios(runs: Runs, ours: str) -> list[dict[str, Any]]:
-    """Divide the median decode of every side whose name begins with `ours` by the best peer's, by concurrency."""
+    """Divide the median decode speed of each side named `ours...` by the best peer's, per concurrency."""
     found = []
     for side, concurrency in _cases(runs):
         peers = {name: _decode(runs, name, concurrency) for name, _ in _cases(runs) if not name.startswith(ours)}

@@ -1,4 +1,4 @@
-"""transformers on the same weights: the peer that is timed, and the fp32 reference of greedy tokens."""
+"""transformers with the same weights: a timed peer, and the fp32 reference of greedy tokens."""
 
 import time
 from pathlib import Path
@@ -12,14 +12,14 @@ from engine_worker.model.weights import RandomWeights
 
 
 def load_transformers(directory: Path, runner: ModelRunner, dtype: torch.dtype, load_format: str) -> LlamaForCausalLM:
-    """On the runner's device, with its weights, in `dtype`."""
+    """Load the model on the runner's device, with the runner's weights, in `dtype`."""
     device = torch.device(runner.device_type)
     if load_format != "dummy":
         return LlamaForCausalLM.from_pretrained(directory, dtype=dtype).to(device)
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    # The numbers that the engine has: they depend on the name and on the type that they were drawn in.
+    # The engine's random numbers, which depend on the name and the dtype of a tensor.
     weights = RandomWeights(device, getattr(torch, runner.dtype_name))
     model.to_empty(device=device).to(dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config, device=device)
@@ -30,7 +30,7 @@ def load_transformers(directory: Path, runner: ModelRunner, dtype: torch.dtype, 
 
 @torch.inference_mode()
 def run_transformers(model: LlamaForCausalLM, prompts: list[list[int]], output_tokens: int) -> Run:
-    """Static batch; the prefill is timed by a run of its own with one output token."""
+    """Generate with a static batch; the prefill is timed by a run with one output token."""
     to_first, _ = _generate(model, prompts, 1)
     seconds, outputs = _generate(model, prompts, output_tokens)
     return Run(min(to_first, seconds), seconds, sum(len(output) - 1 for output in outputs), outputs)
@@ -38,7 +38,7 @@ def run_transformers(model: LlamaForCausalLM, prompts: list[list[int]], output_t
 
 @torch.inference_mode()
 def shortfalls(model: LlamaForCausalLM, prompt: list[int], output: list[int]) -> tuple[list[float], float]:
-    """For each token: the best logit less its own, given the same prefix; and the deviation of all these logits."""
+    """Return per token the best logit minus its own for the same prefix, and the deviation of these logits."""
     token_ids = torch.tensor([prompt + output[:-1]], device=model.device)
     logits = model(token_ids, logits_to_keep=len(output)).logits[0].float()
     chosen = logits.gather(1, torch.tensor(output, device=model.device)[:, None])[:, 0]

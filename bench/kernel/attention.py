@@ -1,12 +1,11 @@
-"""Paged attention of an 8B model's layers, as a step replays them: `python -m bench attention --out DIR [--layouts]`.
+"""Measure paged attention of an 8B model's layers as a step replays them.
 
-`--kv-dtype fp8` times the cases of KV_CASES with a cache in bf16 and one in e4m3, in one call, then decoding from e4m3
-by each form of FP8_FORMS: the figures that kernels/attention/decode_shares.py has a table of.
+    python -m bench attention --out DIR [--layouts] [--kv-dtype fp8]
 
-A CUDA graph holds one plan's layers, at least 256 MB of keys and values, so that no call finds its own in L2; the time
-is one layer's share, the median of the replays. The plan is made with the bound of a captured decode. Blocks are
-drawn at random from the pool; `--layouts` times both orders of blocks and layers over a pool of 84 GB. Prints a table
-and writes DIR/attention.json. Knows torch and kernels/ only; does not judge: gpu_check.py does.
+A CUDA graph holds the layers of one plan with at least 256 MB of keys and values, so no call finds its own in L2. The
+result is the median per layer. The plan has the bounds of a captured decode, and blocks are random. `--layouts` times
+both orders of blocks and layers in an 84 GB pool. `--kv-dtype fp8` compares bf16 and e4m3 caches, and the
+configurations of FP8_FORMS (kernels/attention/decode_shares.py). Writes DIR/attention.json; gpu_check.py checks.
 """
 
 import argparse
@@ -34,7 +33,7 @@ ROTATED_BYTES = 256 * 2**20
 POOL_BLOCKS, MODEL_LAYERS = 40_000, 32
 REPLAYS = 12
 
-Lengths = list[tuple[int, int]]  # (cached tokens, new tokens) of each sequence
+Lengths = list[tuple[int, int]]  # (cached tokens, new tokens) per sequence
 DECODE: dict[str, Lengths] = {
     f"decode {batch} x {length}": [(length - 1, 1)] * batch for length in (1024, 8192) for batch in (1, 16, 64, 256)
 }
@@ -64,7 +63,7 @@ LAYOUT_CASES = ("decode 64 x 1024", "decode 256 x 1024", "decode 16 x 16384")
 
 
 def replay_seconds(launch: Callable[[], object]) -> float:
-    """The median time of a CUDA graph of `launch`, which has run before."""
+    """Return the median time of a CUDA graph of `launch`, which must have run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
@@ -88,7 +87,7 @@ def random_pool(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def random_tables(lengths: Lengths, num_blocks: int) -> Tensor:
-    """[S, B] of distinct blocks; block 0 is nobody's."""
+    """Return [S, B] distinct block ids; block 0 is unused."""
     used = [-(-(cached + new) // BLOCK_SIZE) for cached, new in lengths]
     ids = 1 + torch.randperm(num_blocks - 1)[: sum(used)]
     tables = torch.zeros(len(lengths), max(used), dtype=torch.int32)
@@ -128,7 +127,7 @@ def time_layers(name: str, lengths: Lengths, layers: list[tuple[Tensor, Tensor]]
 
 
 def time_case(name: str, lengths: Lengths, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """`dtype`: of the cache."""
+    """Time one case; `dtype` is that of the cache."""
     shape = HEAD_SHAPES["llama-8b"]
     num_blocks = 1 + sum(-(-sum(pair) // BLOCK_SIZE) for pair in lengths)
     block_bytes = 2 * shape.num_kv_heads * BLOCK_SIZE * shape.head_dim * dtype.itemsize
@@ -176,10 +175,13 @@ def time_layouts() -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for attention.json")
-    parser.add_argument("--layouts", action="store_true", help="also time both layouts of an 84 GB pool")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for attention.json")
+    parser.add_argument("--layouts", action="store_true", help="time both layouts of an 84 GB pool, too")
     parser.add_argument(
-        "--kv-dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: beside bf16, and nothing else"
+        "--kv-dtype",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="fp8: only compare fp8 with bf16 (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     timings = time_kv_dtypes() if options.kv_dtype == "fp8" else []
@@ -187,7 +189,7 @@ def main(argv: list[str]) -> int:
         timings.append(time_case(name, lengths))
         torch.cuda.empty_cache()
     timings += time_layouts() if options.layouts else []
-    print(f"{'attention, llama-8b bf16 block 16':64s} {'us a layer':>10s} {'of read ceiling':>16s} {'TFLOP/s':>8s}")
+    print(f"{'attention, llama-8b bf16 block 16':64s} {'us/layer':>10s} {'of read ceiling':>16s} {'TFLOP/s':>8s}")
     for timing in timings:
         print(
             f"{timing['case']:64s} {timing['microseconds']:10.1f} {timing['read_ceiling_ratio']:16.3f} "

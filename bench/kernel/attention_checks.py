@@ -1,6 +1,6 @@
-"""Paged attention on a CUDA device: every path against its float64 reference, and what may not change a bit.
+"""Check paged attention on a CUDA device: every path against its float64 reference, and bit equality.
 
-A case takes a generator and returns errors; gpu_check.py lists and runs them. Knows torch and kernels/ only.
+A case takes a generator and returns errors; gpu_check.py runs the cases.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from kernels.attention.paged_attention import AttentionPlan, paged_attention, pa
 from kernels.attention.prefill import LARGE_TILES, SHORT_TILES, SMALL_TILES, SplitPrefill, launch_prefill
 from kernels.fp8_kv import KVScales
 
-# (cached, new) tokens: decoding and prefill, without keys, at the ends of blocks and tiles, in many splits.
+# (cached, new) tokens: decode and prefill, no keys, ends of blocks and tiles, many splits.
 MIXED = [(513, 1), (0, 0), (1024, 511), (63, 1), (0, 33), (2047, 1), (5, 2), (4000, 1)]
 
 
@@ -42,13 +42,13 @@ def check_attention(
     dtype: torch.dtype,
     fp8_scales: KVScales | None = None,
 ) -> Check:
-    """`fp8_scales`, here and below: the cache is e4m3, and exact is what it holds times them."""
+    """Check one batch; with `fp8_scales`, here and below, the cache is e4m3 with these scales."""
 
     def check(generator: torch.Generator) -> list[Error]:
         batch = attention_batch(HEAD_SHAPES[shape], block_size, lengths, dtype, generator, fp8_scales)
         output = attend(batch)
         errors = [measure_error(output, exact_attention(batch), attention_tolerance(dtype))]
-        # Exactly the same bits on a second run: a moving result is a race.
+        # A second run must give the same bits, or there is a race.
         return [*errors, same_bits(attend(batch), output)]
 
     return check
@@ -59,8 +59,10 @@ def attend_invariantly(batch: AttentionBatch) -> Tensor:
 
 
 def check_invariance(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = None) -> Check:
-    """By one kernel a sequence alone has the bits that it has in a mixed batch, and a decoded token those that it has
-    in its prompt."""
+    """Check the batch-invariant kernel.
+
+    A sequence must have the same bits alone and in a mixed batch, and a token the same decoded and prefilled.
+    """
 
     def check(generator: torch.Generator) -> list[Error]:
         lengths = [*MIXED, (0, 1200)]
@@ -79,7 +81,7 @@ def check_invariance(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None
 
 
 def part_of(batch: AttentionBatch, sequence: int, first: int, end: int, cached: int) -> AttentionBatch:
-    """New tokens [first, end) of a sequence, alone."""
+    """Return new tokens [first, end) of one sequence, alone."""
     start, device = int(batch.query_start_loc[sequence]), batch.query.device
     return dataclasses.replace(
         batch,
@@ -93,7 +95,7 @@ def part_of(batch: AttentionBatch, sequence: int, first: int, end: int, cached: 
 
 
 def check_chunks(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = None) -> Check:
-    """A prompt in chunks (none of one token: those take the decode kernel) has the bits of the prompt in one piece."""
+    """Check that chunks (none of one token, which would use the decode kernel) have the bits of the whole prompt."""
 
     def check(generator: torch.Generator) -> list[Error]:
         whole = attention_batch(HEAD_SHAPES[shape], 16, [(0, 700)], dtype, generator, fp8_scales)
@@ -105,8 +107,10 @@ def check_chunks(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = N
 
 
 def check_captured(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = None) -> Check:
-    """A decode captured with bounds far above its batch, padded with rows of no keys, and replayed on other lengths,
-    has the bits of a launch with exact bounds."""
+    """Check that a captured decode has the bits of a launch with exact bounds.
+
+    It is captured with bounds far above its batch and padded with rows without keys, then replayed on other lengths.
+    """
 
     def check(generator: torch.Generator) -> list[Error]:
         lengths = [(37 * i, 1) for i in range(1, 30)]
@@ -120,7 +124,7 @@ def check_captured(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None =
 
         def attend_layers() -> None:
             plan = AttentionPlan(tables, starts, seq_lens, 1, 131072, query.shape[1], batch.key_cache)
-            results.fill_(torch.nan)  # a kernel that waits for the plan, as every step has before its first layer
+            results.fill_(torch.nan)  # a kernel that waits for the plan, as in every step before the first layer
             for _ in range(3):
                 results.copy_(plan.attend(query, batch.key_cache, batch.value_cache, batch.scale, batch.kv_scales))
 
@@ -140,8 +144,7 @@ def check_captured(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None =
 
 
 def check_tilings(shape: str, dtype: torch.dtype) -> Check:
-    """Small and large tiles of the prefill kernel for every device give the same bits: a batch's other sequences may
-    choose between them."""
+    """Check that small and large prefill tiles have the same bits, because other sequences may decide between them."""
 
     def check(generator: torch.Generator) -> list[Error]:
         batch = attention_batch(HEAD_SHAPES[shape], 16, [(300, 500), (0, 700)], dtype, generator)
@@ -150,7 +153,7 @@ def check_tilings(shape: str, dtype: torch.dtype) -> Check:
             output = torch.empty_like(batch.query, memory_format=torch.contiguous_format)
             caches = (batch.key_cache, batch.value_cache, batch.block_tables)
             lengths = (batch.query_start_loc, batch.seq_lens)
-            launch_prefill(batch.query, *caches, *lengths, output, batch.scale, tiles, SplitPrefill(least_query_len=2))
+            launch_prefill(batch.query, *caches, *lengths, output, batch.scale, tiles, SplitPrefill(min_query_len=2))
             outputs.append(output)
         return [same_bits(output, outputs[0]) for output in outputs[1:]]
 
@@ -158,7 +161,7 @@ def check_tilings(shape: str, dtype: torch.dtype) -> Check:
 
 
 def check_for_every_device(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = None) -> Check:
-    """The kernels that serve where those for Hopper do not."""
+    """Check the kernels that serve devices other than Hopper."""
     check = check_attention(shape, 16, MIXED, dtype, fp8_scales)
 
     def check_elsewhere(generator: torch.Generator) -> list[Error]:

@@ -1,7 +1,7 @@
-"""Random inputs for the kernels and the judgement of their outputs, shared by gpu_check.py and tests/kernels.
+"""Random inputs for the kernels and error measures for their outputs, shared by gpu_check.py and tests/kernels.
 
-Everything that a kernel must not read is NaN: unused slots, block 0, blocks of nobody, other layers. Errors are
-measured against float64. Knows torch and kernels/ only.
+Everything that a kernel must not read is NaN: unused slots, block 0, unowned blocks, other layers. Errors are measured
+against float64.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ HIDDEN = {"smollm2-135m": (576, 1536), "llama-8b": (4096, 14336)}
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The arguments of paged_attention, by their names."""
+    """The arguments of paged_attention by name."""
 
     query: Tensor
     key_cache: Tensor
@@ -52,9 +52,9 @@ def attention_batch(
     generator: torch.Generator,
     fp8_scales: KVScales | None = None,
 ) -> AttentionBatch:
-    """One sequence for each (cached tokens, new tokens): strided query and cache views, blocks in random order.
+    """Make one sequence per (cached tokens, new tokens), with strided views and blocks in random order.
 
-    `fp8_scales`: the cache is e4m3, to be multiplied with them; None: it is of `dtype`.
+    With `fp8_scales` the cache is e4m3 with these scales, otherwise it has `dtype`.
     """
     device = generator.device
     random: dict[str, Any] = {"dtype": dtype, "device": device, "generator": generator}
@@ -73,7 +73,7 @@ def attention_batch(
         rows = torch.randn(total, shape.num_kv_heads, block_size, shape.head_dim, **random)
         pool[ids, 1, key_or_value] = rows.masked_fill_(~used_slots[:, None, :, None], torch.nan)
     pool = pool if fp8_scales is None else _in_e4m3(pool, fp8_scales)
-    # One column more than the longest sequence needs; unused entries name a block that holds NaN.
+    # One column more than the longest sequence needs; unused entries point to a block of NaN.
     tables = torch.zeros(len(lengths), int(num_blocks.max()) + 1, dtype=torch.int32, device=device)
     for row, sequence_ids in enumerate(ids.split(num_blocks.tolist())):
         tables[row, : len(sequence_ids)] = sequence_ids
@@ -102,7 +102,7 @@ def _in_e4m3(pool: Tensor, scales: KVScales) -> Tensor:
 
 
 def exact_attention(batch: AttentionBatch, chunk_tokens: int = 512) -> Tensor:
-    """The reference in float64. Long prompts are cut into chunks, each a sequence of its own, to bound the memory."""
+    """Compute the reference in float64; long prompts are cut into chunks to bound the memory."""
     starts, ends, lens, rows = [0], batch.query_start_loc.tolist(), [], []
     for sequence, seq_len in enumerate(batch.seq_lens.tolist()):
         start, end = ends[sequence], ends[sequence + 1]
@@ -119,7 +119,13 @@ def exact_attention(batch: AttentionBatch, chunk_tokens: int = 512) -> Tensor:
 
 @dataclass(frozen=True)
 class Error:
-    """norm_ratio: |out - exact| / |exact|. worst_ratio: an element's largest |out - exact| / (|exact| + row's rms)."""
+    """Errors of one output.
+
+    Attributes:
+        norm_ratio: |out - exact| / |exact|.
+        worst_ratio: Largest |out - exact| / (|exact| + rms of the row) of an element.
+        tolerance: Limit of norm_ratio.
+    """
 
     norm_ratio: float
     worst_ratio: float
@@ -127,15 +133,16 @@ class Error:
 
     @property
     def passed(self) -> bool:
-        # NaN compares false. A single element may use four times what the whole may: a value near zero in a row
-        # carries the rounding of its row's larger terms.
+        # NaN compares false. A single element may have four times the tolerance, because a value near zero carries the
+        # rounding
+        # of its row's larger terms.
         return self.norm_ratio <= self.tolerance and self.worst_ratio <= 4 * self.tolerance
 
 
 def measure_error(output: Tensor, exact: Tensor, tolerance: float) -> Error:
     difference = output.double() - exact
     row_rms = exact.square().mean(dim=-1, keepdim=True).sqrt()
-    # A row of zeros must be matched exactly: any difference there counts as infinite.
+    # A row of zeros must match exactly, so any difference there counts as infinite.
     scale = exact.abs() + row_rms
     worst = torch.where(difference == 0, 0.0, difference.abs() / scale).max()
     norm = difference.norm() / exact.norm() if exact.norm() > 0 else difference.norm()
@@ -143,15 +150,19 @@ def measure_error(output: Tensor, exact: Tensor, tolerance: float) -> Error:
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """For one rounding of an exact result: half a unit in the last place, at most eps / 2 of the value. Float32
-    results also carry the float32 arithmetic before it: exp, rsqrt and sums of thousands of terms come to a few
-    eps."""
+    """Return the tolerance of one rounding: half a unit in the last place, at most eps / 2 of the value.
+
+    float32 results also carry float32 arithmetic: exp, rsqrt and sums of thousands of terms add a few eps.
+    """
     return 16 * torch.finfo(dtype).eps if dtype == torch.float32 else 0.5 * torch.finfo(dtype).eps
 
 
 def attention_tolerance(dtype: torch.dtype) -> float:
-    """Softmax weights and output are rounded to the dtype, eps / 2 each. Float32 goes through tensor cores as three
-    tf32 products, about 1e-6 of a score; scores of a few units move their exponentials by a few times that."""
+    """Return the tolerance of attention: weights and output are rounded to the dtype, eps / 2 each.
+
+    float32 uses three tf32 products on tensor cores, about 1e-6 of a score, which changes exponentials a few times
+    that.
+    """
     return 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
 
 
@@ -163,7 +174,7 @@ def same_bits(output: Tensor, expected: Tensor) -> Error:
 
 
 def poisoned(call: Callable[[], Any]) -> Any:
-    """Call with uninitialised memory filled with NaN, so that an element nobody writes is seen."""
+    """Call with uninitialized memory filled with NaN, so that unwritten elements are detected."""
     torch.use_deterministic_algorithms(True)
     try:
         return call()

@@ -1,7 +1,7 @@
-"""The device's own ceilings, measured now: the denominators of the kernel table. Knows torch and triton only.
+"""Measure the device's ceilings, the denominators of the kernel table.
 
-copy      bytes read and written by a device-to-device copy     read    bytes read by a kernel that only sums
-matmul    operations of an 8192 x 8192 x 8192 product in bf16
+copy: bytes read and written by a device-to-device copy. read: bytes read by a kernel that only sums. matmul: operations
+of an 8192 x 8192 x 8192 product in bf16.
 """
 
 import statistics
@@ -14,7 +14,7 @@ import triton.language as tl
 
 COPY_BYTES = 4 * 2**30
 MATMUL_SIZE = 8192
-# (int32 elements a program, elements a load, warps): which one is fastest is the memory controller's secret.
+# (int32 elements per program, elements per load, warps); the fastest one depends on the memory controller.
 READ_SHAPES = ((1 << 16, 4096, 8), (1 << 15, 8192, 8), (1 << 14, 4096, 4), (1 << 18, 8192, 16), (1 << 14, 2048, 4))
 REPEATS = 20
 
@@ -49,7 +49,7 @@ def _matmul_seconds() -> float:
 
 
 def time_once(call: Callable[[], object]) -> float:
-    """Median seconds of one call; for calls far longer than their launch."""
+    """Return the median seconds of one call, for calls much longer than their launch."""
     for _ in range(3):
         call()
     seconds = []

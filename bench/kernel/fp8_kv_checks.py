@@ -1,7 +1,4 @@
-"""A KV cache in e4m3 on a CUDA device: what is stored, bit by bit, and what is read, against float64.
-
-gpu_check.py lists and runs them beside the others. Knows torch and kernels/ only.
-"""
+"""Check an e4m3 KV cache on a CUDA device: stored values bit by bit, attention against float64. Run by gpu_check.py."""
 
 import torch
 
@@ -21,7 +18,7 @@ SCALES = KVScales(key=0.75, value=1.5)
 
 
 def check_stored(shape: str, num_tokens: int, dtype: torch.dtype, block_size: int) -> Check:
-    """Keys as they were rotated and values, divided by their scales and rounded; some beyond 448; no other byte."""
+    """Check rotated keys and values, divided by their scales and rounded, some beyond 448; no other byte changes."""
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
@@ -46,7 +43,7 @@ def check_stored(shape: str, num_tokens: int, dtype: torch.dtype, block_size: in
 
 
 def check_copies(shape: str) -> Check:
-    """Every code is copied as it is, NaN too."""
+    """Check that every code is copied unchanged, including NaN."""
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:

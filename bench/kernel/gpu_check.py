@@ -1,8 +1,9 @@
-"""Every kernel on a CUDA device against its float64 reference, then timings: `python -m bench gpu-check --out DIR`.
+"""Check every kernel on a CUDA device against its float64 reference, then time attention.
 
-Prints a table with one line a case, writes DIR/gpu_check.json, and exits with 1 if a case failed, raised or did not
-fit the time limit. A case that raises is reported and the rest still runs. Knows torch, triton and kernels/ only. The
-cases are also the GPU tests of tests/kernels.
+    python -m bench gpu-check --out DIR
+
+Prints one line per case and writes DIR/gpu_check.json. The exit status is 1 if a case failed, raised, or exceeded the
+time limit; the other cases still run. The cases are also the GPU tests of tests/kernels.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from bench.kernel.cases import (
 )
 from bench.kernel.fp8_checks import fp8_checks
 from bench.kernel.fp8_kv_checks import fp8_kv_checks
-from bench.kernel.products import MODELS, Shape, products_of
+from bench.kernel.linear_shapes import MODELS, Shape, linear_shapes_of
 from bench.kernel.score_rules_checks import score_rules_checks
 from kernels.attention.paged_attention import paged_attention
 from kernels.kv_block_copy import copy_kv_blocks
@@ -49,9 +50,9 @@ from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_for, tiles_of
 
-READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
+READ_CEILING_BYTES_PER_SECOND = 4.62e12  # measured on an H200: reads only
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# name: (cached tokens, new tokens) of each sequence
+# name: (cached tokens, new tokens) per sequence
 LENGTHS: dict[str, list[tuple[int, int]]] = {
     "decode 1": [(1000, 1)],
     "decode 1 long": [(20_000, 1)],
@@ -72,7 +73,7 @@ TIMED: dict[str, list[tuple[int, int]]] = {
 
 
 def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Check:
-    """RMSNorm alone and with the addition, SiLU gate; inputs are strided views."""
+    """Check RMSNorm with and without addition, and the SiLU gate, on strided views."""
     hidden, intermediate = HIDDEN[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
@@ -96,7 +97,7 @@ def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Chec
 
 
 def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: int, has_norms: bool = False) -> Check:
-    """Queries and keys (normed and) rotated in place, keys and values in their slots, no other byte changed."""
+    """Check queries and keys, (normed and) rotated in place, and stored keys and values; no other byte changes."""
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
@@ -129,7 +130,7 @@ def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: 
 
 
 def check_skinny_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: int) -> Check:
-    """Against float64; the same bits as cuBLAS has for many rows, which sums in the same order; no race."""
+    """Check against float64, bit by bit against cuBLAS for many rows (same order of sums), and for races."""
 
     def check(generator: torch.Generator) -> list[Error]:
         def random(*size: int) -> Tensor:
@@ -143,7 +144,7 @@ def check_skinny_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_r
         exact = x[:num_rows].double() @ weight.double().T
         library = torch.nn.functional.linear(x, weight)
         if is_gated:
-            # Gate and up are rounded before they are multiplied: eps / 2 each, next to that of the result.
+            # Gate and up are rounded before the multiplication, eps / 2 each, besides the result.
             exact, library = silu_and_mul_reference(exact), silu_and_mul(library)
         return [
             measure_error(output, exact, rounding_tolerance(torch.bfloat16) * (2 if is_gated else 1)),
@@ -155,7 +156,7 @@ def check_skinny_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_r
 
 
 def check_head(vocab_size: int, num_inputs: int, num_rows: int) -> Check:
-    """Logits in float32: those of skinny_linear and those of cuBLAS are one, and rounded they are the bfloat16 ones."""
+    """Check float32 logits: skinny_linear and cuBLAS are equal, and rounded they equal the bfloat16 ones."""
 
     def check(generator: torch.Generator) -> list[Error]:
         def random(*size: int) -> Tensor:
@@ -169,7 +170,7 @@ def check_head(vocab_size: int, num_inputs: int, num_rows: int) -> Check:
         library = torch.mm(x, weight.T, out_dtype=torch.float32)
         exact = x[:num_rows].double() @ weight.double().T
         return [
-            # A chain of 256 wgmma steps, each of which may cut the last bit of the sum.
+            # A chain of 256 wgmma steps, each of which may truncate the last bit of the sum.
             measure_error(output, exact, num_inputs // 16 * torch.finfo(torch.float32).eps),
             same_bits(output, library[:num_rows]),
             same_bits(output.bfloat16(), skinny_linear(x[:num_rows], weight, tiles)),
@@ -179,7 +180,7 @@ def check_head(vocab_size: int, num_inputs: int, num_rows: int) -> Check:
 
 
 def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check:
-    """Copies move bytes: the whole pool must equal the reference's, bit for bit."""
+    """Check that the whole pool equals the reference's bit for bit, because copies move bytes."""
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
@@ -194,16 +195,16 @@ def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check
     return check
 
 
-# Of an 8B layer, with two heads; of two other layers, of which one has rows that no measured product has.
+# Layers of an 8B model with two heads, and of two other models, one with rows that no measured shape has.
 CHECKED_PRODUCTS: tuple[Shape, ...] = (
-    *products_of(MODELS["Llama-3.1-8B"]).values(),
+    *linear_shapes_of(MODELS["Llama-3.1-8B"]).values(),
     (49152, 4096, False),
-    *products_of(MODELS["Qwen3-0.6B"]).values(),
-    *products_of(MODELS["Llama-3.1-8B"], num_ranks=2).values(),
+    *linear_shapes_of(MODELS["Qwen3-0.6B"]).values(),
+    *linear_shapes_of(MODELS["Llama-3.1-8B"], num_ranks=2).values(),
 )
 
 
-def _product_checks() -> dict[str, Check]:
+def _linear_checks() -> dict[str, Check]:
     checks: dict[str, Check] = {}
     for num_outputs, num_inputs, is_gated in CHECKED_PRODUCTS:
         for num_rows in (1, 7, 16, 31, 64, 100):
@@ -217,7 +218,7 @@ def _product_checks() -> dict[str, Check]:
 
 
 def all_checks() -> dict[str, Check]:
-    checks = _product_checks() | fp8_checks()
+    checks = _linear_checks() | fp8_checks()
     for shape in HEAD_SHAPES:
         for dtype in DTYPES:
             name = f"{shape} {str(dtype).removeprefix('torch.')}"
@@ -225,7 +226,7 @@ def all_checks() -> dict[str, Check]:
                 checks[f"tokens {name} T={num_tokens}"] = check_token_kernels(shape, num_tokens, dtype)
                 checks[f"rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype, 16)
                 checks[f"normed rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype, 16, True)
-            # Other block sizes are other compilations of the same code: bf16 alone keeps the run short.
+            # Other block sizes compile the same code; bf16 alone keeps the run short.
             for block_size in (8, 16, 32, 64) if dtype == torch.bfloat16 else (16,):
                 checks[f"block copies {name} block {block_size}"] = check_block_copies(shape, block_size, dtype)
                 rotation = f"rotation {name} T=300 block {block_size}"
@@ -251,13 +252,13 @@ def run_checks(time_limit_seconds: float, only: list[str]) -> list[dict[str, Any
 def run_check(name: str, check: Check, deadline: float) -> dict[str, Any]:
     started = time.monotonic()
     if started > deadline:
-        return {"case": name, "passed": False, "note": "not run: time limit"}
+        return {"case": name, "passed": False, "note": "not run: time limit exceeded"}
     result: dict[str, Any] = {"case": name}
     try:
         errors = check(torch.Generator(device="cuda").manual_seed(len(name)))
         torch.cuda.synchronize()
         result |= {"passed": all(error.passed for error in errors), "errors": [vars(error) for error in errors]}
-    except Exception as exception:  # one broken case must not hide the others; the table shows it as failed
+    except Exception as exception:  # the table shows the case as failed, and the others still run
         last_line = (str(exception).strip().splitlines() or [""])[-1]
         result |= {"passed": False, "note": f"{type(exception).__name__}: {last_line}"[:200]}
         result["traceback"] = traceback.format_exc()
@@ -265,7 +266,7 @@ def run_check(name: str, check: Check, deadline: float) -> dict[str, Any]:
 
 
 def time_attention(name: str, lengths: list[tuple[int, int]]) -> dict[str, Any]:
-    """Median time, and what the floor's unit reaches: bytes of keys and values for decode, operations for prefill."""
+    """Return the median time, and bytes of KV (decode) or operations (prefill) per second."""
     shape = HEAD_SHAPES["llama-8b"]
     generator = torch.Generator(device="cuda").manual_seed(0)
     batch = attention_batch(shape, 16, lengths, torch.bfloat16, generator)
@@ -301,10 +302,16 @@ def print_timings(timings: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
-    parser.add_argument("--time-limit-seconds", type=float, default=110.0, help="checks beyond it count as failed")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for gpu_check.json")
+    parser.add_argument(
+        "--time-limit-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=110.0,
+        help="time limit; later checks count as failed (default: %(default)s)",
+    )
     parser.add_argument("--no-timings", action="store_true")
-    parser.add_argument("--only", nargs="*", default=[], help="beginnings of the names of the cases to run")
+    parser.add_argument("--only", metavar="NAME", nargs="*", default=[], help="name prefixes of the cases to run")
     options = parser.parse_args(argv)
     results = run_checks(options.time_limit_seconds, options.only)
     timings = [] if options.no_timings else [time_attention(name, lengths) for name, lengths in TIMED.items()]

@@ -1,4 +1,4 @@
-"""Time of work on a CUDA device without the host's share: as replays of a CUDA graph."""
+"""Time work on a CUDA device without the host's part, by replaying a CUDA graph."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,10 +7,10 @@ import torch
 
 
 def graph_microseconds(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
-    """Median time of one call in a graph that holds all of them: give calls whose data together exceed the L2 cache."""
+    """Return the median time of one call in a graph of all calls, whose data together should exceed the L2 cache."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compile outside the capture
+    with torch.cuda.stream(stream):  # compile outside of the capture
         for call in calls[:2]:
             call()
     torch.cuda.current_stream().wait_stream(stream)

@@ -1,12 +1,12 @@
-"""python -m bench kv-transfers --model DIR: how fast KV moves to host memory and back, and what that costs the others.
+"""Measure KV transfers between device and host memory, and their effect on decoding.
 
-    link        one large pinned copy each way: what the machine can do
-    transfers   whole blocks through the engine's host pool, neighbours or scattered, one way and both at once
-    decode      step time with nothing moving, and with the link kept busy each way; transfers are checked bit by bit
+    link        one large pinned copy each way: the machine's limit
+    transfers   whole blocks through the engine's host pool, contiguous or scattered, one way and both at once
+    decode      step time without transfers, and with the link busy each way; transfers are checked bit by bit
     crossover   time to first token of a prompt whose prefix is on the device, on the host, or nowhere
-    pressure    the same requests with room for all and in a KV cache that is too small, by preemption mode
+    pressure    the same requests with room for all and in a small KV cache, by preemption mode
 
-Random weights will do: nothing here depends on what is computed. Writes OUT/kv_transfers.json.
+Random weights suffice, because nothing depends on the results. Writes OUT/kv_transfers.json.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Figures = dict[str, Any]
 
 
 class SwappingExecutor:
-    """The runner, with transfers added to each batch that it is given."""
+    """The runner, with transfers added to each batch."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -66,7 +66,7 @@ def make_engine(
     host: HostTierConfig | None = None,
     enable_prefix_caching: bool = True,
 ) -> Engine:
-    """`num_blocks`: of the runner's, all unless told."""
+    """Make an engine; `num_blocks` defaults to all of the runner's."""
     manager = KVCacheManager(
         num_blocks or runner.num_blocks,
         runner.block_size,
@@ -99,7 +99,7 @@ class Bench:
         self._is_cuda = self._kv_cache.pool.is_cuda
 
     def link(self) -> Figures:
-        """GB/s of one large copy: from and to pinned memory on CUDA, inside memory on a CPU."""
+        """Return GB/s of one large copy: to and from pinned memory on CUDA, within memory on a CPU."""
         host = torch.empty(LINK_BYTES // 4 if not self._is_cuda else LINK_BYTES, dtype=torch.uint8)
         host = host.pin_memory() if self._is_cuda else host
         device = torch.empty_like(host, device=self._kv_cache.pool.device)
@@ -109,7 +109,7 @@ class Bench:
 
     def transfers(self, link: Figures) -> Figures:
         figures: Figures = {}
-        for name, scattered in (("neighbours", False), ("scattered", True)):
+        for name, scattered in (("contiguous", False), ("scattered", True)):
             copies = self._copies(scattered)
             back = _reversed(copies)
             figures[name] = {
@@ -129,7 +129,7 @@ class Bench:
         return [self._crossover(num_tokens) for num_tokens in fitting]
 
     def pressure(self) -> Figures:
-        """Roomy, and with blocks for a third of what the requests want at their end."""
+        """Measure with room for all, and with blocks for a third of the requests' final tokens."""
         tokens = PRESSURE_REQUESTS * (PRESSURE_PROMPT + PRESSURE_OUTPUT)
         small = tokens // 3 // self._runner.block_size
         prompts = [self._prompt(PRESSURE_PROMPT) for _ in range(PRESSURE_REQUESTS)]
@@ -156,7 +156,7 @@ class Bench:
 
     def _copies(self, scattered: bool) -> list[BlockCopy]:
         num_blocks = min(TRANSFER_BLOCKS, self._runner.num_host_blocks - 1, (self._runner.num_blocks - 1) // 2)
-        first = self._runner.num_blocks - num_blocks  # the last ones: sequences get the first
+        first = self._runner.num_blocks - num_blocks  # the last ones; sequences get the first
         device = list(range(first, first + num_blocks))
         host = list(range(1, num_blocks + 1))
         if scattered:
@@ -175,7 +175,7 @@ class Bench:
         return seconds
 
     def _host_microseconds(self) -> Figures:
-        """Measure what a block costs the thread that schedules."""
+        """Measure a block's cost for the scheduling thread."""
         copies = self._copies(scattered=True)
         batches = {"out": ScheduledBatch([], swap_out=copies), "in": ScheduledBatch([], swap_in=_reversed(copies))}
         figures = {}
@@ -189,9 +189,9 @@ class Bench:
         return figures
 
     def _decode(self, batch: int, num_prompt_tokens: int, link: Figures) -> Figures:
-        """Each step moves what the link carries in 90 % of a quiet step's time, each way alone and both together.
+        """Measure steps that move as much as the link carries in 90 % of a quiet step, each way and both.
 
-        Steps last longer as the sequences grow, 3 % in 100 steps: quiet ones are timed before and after each case.
+        Steps get longer as sequences grow, 3 % in 100 steps, so quiet steps are timed before and after each case.
         """
         executor = SwappingExecutor(self._runner)
         engine = make_engine(self._runner, executor, enable_prefix_caching=False)
@@ -201,7 +201,7 @@ class Bench:
             engine.step()
         self._steps(engine, executor, 10)
         quiet = self._steps(engine, executor, DECODE_STEPS)
-        copies = self._copies(scattered=True)  # the first half goes out and the other one comes in
+        copies = self._copies(scattered=True)  # the first half goes out, the second comes in
         figures: Figures = {"sequences": batch, "prompt_tokens": num_prompt_tokens}
         for name, goes_out, comes_in in (("in", False, True), ("out", True, False), ("both", True, True)):
             out = self._blocks_in(0.9 * quiet, link["out_gbps"]) if goes_out else 0
@@ -231,7 +231,7 @@ class Bench:
         return min(max(1, int(seconds * gbps * 1e9 / self._block_bytes)), TRANSFER_BLOCKS // 2)
 
     def _steps(self, engine: Engine, executor: SwappingExecutor, number: int) -> float:
-        """Seconds a step, all steps and their transfers ended."""
+        """Return the seconds per step, with all transfers completed."""
         self._synchronize()
         started = time.perf_counter()
         for _ in range(number):
@@ -240,7 +240,7 @@ class Bench:
         return (time.perf_counter() - started) / number
 
     def _crossover(self, num_tokens: int) -> Figures:
-        """Milliseconds from the request to its first token, alone in the engine: medians."""
+        """Return the median milliseconds to the first token, with nothing else in the engine."""
         host = HostTierConfig(num_blocks=self._runner.num_host_blocks, offloaded_prefixes=OffloadedPrefixes.ALL)
         room = 2 * num_tokens // self._runner.block_size + 64
         engine = make_engine(self._runner, num_blocks=room, host=host)
@@ -258,7 +258,7 @@ class Bench:
         return {"tokens": num_tokens, **{f"{case}_ms": statistics.median(measured) for case, measured in times.items()}}
 
     def _flush(self, engine: Engine, num_blocks: int) -> None:
-        """Every block of the device gets other content; what was there falls to the host."""
+        """Overwrite every device block, which moves the previous content to the host."""
         num_tokens = min(2048, num_blocks * self._runner.block_size - 64)
         for index in range(-(-num_blocks * self._runner.block_size // num_tokens)):
             self._run(engine, [request(f"flush {index}", self._prompt(num_tokens), 1)])
@@ -290,7 +290,7 @@ class Bench:
         return self._kv_cache.host.blocks
 
     def _fill(self, copies: list[BlockCopy], num_on_device: int) -> dict[BlockCopy, torch.Tensor]:
-        """New content, on the device for the first copies and on the host for the others."""
+        """Write new content, on the device for the first copies and on the host for the others."""
         pool = self._kv_cache.pool
         content = torch.randn(len(copies), *pool.shape[1:], device=pool.device).to(pool.dtype)
         self._synchronize()
@@ -302,7 +302,7 @@ class Bench:
         return dict(zip(copies, content, strict=True))
 
     def _are_equal(self, copies: list[BlockCopy], content: dict[BlockCopy, torch.Tensor]) -> bool:
-        """Both sides of all copies hold their content."""
+        """Return whether both sides of all copies hold their content."""
         self._synchronize()
         device, host = self._kv_cache.pool, self._host_blocks()
         return all(
@@ -332,15 +332,15 @@ def _reversed(copies: list[BlockCopy]) -> list[BlockCopy]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench kv-transfers", description=(__doc__ or "").partition(": ")[2]
+        prog="python -m bench kv-transfers", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--kv-cache-memory-bytes", type=int, default=24 * 2**30)
-    parser.add_argument("--swap-space-bytes", type=int, default=8 * 2**30)
-    parser.add_argument("--max-model-len", type=int, default=16_384)
-    parser.add_argument("--sections", default="crossover,decode,pressure")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--model", metavar="PATH", type=Path, required=True)
+    parser.add_argument("--device", metavar="NAME", default="auto")
+    parser.add_argument("--kv-cache-memory-bytes", metavar="BYTES", type=int, default=24 * 2**30)
+    parser.add_argument("--swap-space-bytes", metavar="BYTES", type=int, default=8 * 2**30)
+    parser.add_argument("--max-model-len", metavar="N", type=int, default=16_384)
+    parser.add_argument("--sections", metavar="NAME", default="crossover,decode,pressure")
+    parser.add_argument("--out", metavar="PATH", type=Path, default=Path("bench/results"))
     options = parser.parse_args(argv)
     settings = ExecutionSettings(
         model=options.model,

@@ -1,11 +1,11 @@
-"""The matrix products of models on one GPU: cuBLAS, what is served, and the floor.
+"""Measure the linear layers of models on one GPU: cuBLAS, the served kernel, and the memory floor.
 
     python -m bench linear --out DIR [--deterministic]
 
-Every product of a Llama-3.1-8B layer is timed inside a CUDA graph over eight layers of distinct weights (3.5 GB), alone
-and as the chain of a layer's four; the served gated product includes SiLU * up, cuBLAS's does not. Then the small
-kernels beside them, and for which numbers of rows the served product has other bits than the same rows among 1024. Then
-the products of ten models, where SiLU * up is on both sides. Writes DIR/linear.json.
+Every linear layer of Llama-3.1-8B is timed in a CUDA graph over eight layers of distinct weights (3.5 GB), alone and as
+the chain of a layer's four; the served gated layer includes SiLU * up, cuBLAS's does not. Then follow the small
+kernels, the numbers of rows whose bits differ from those among 1024 rows, and the layers of ten models, where both
+sides include SiLU * up. Writes DIR/linear.json.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
-from bench.kernel.products import Shape, all_shapes
+from bench.kernel.linear_shapes import Shape, all_shapes
 from engine_worker.execution.load_replica import use_batch_invariant_products
-from engine_worker.model.quantisation.dense_cuda import CudaLinear
+from engine_worker.model.quantization.dense_cuda import CudaLinear
 from engine_worker.model.spec import Activation
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
 
-READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
+READ_CEILING_BYTES_PER_SECOND = 4.62e12  # measured on an H200: reads only
 NUM_LAYERS = 8
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 49152
 # name: rows of the weight, inputs
@@ -49,9 +49,9 @@ Calls = list[Callable[[], object]]
 
 
 def served(x: Tensor, weight: Tensor, is_gated: bool) -> Tensor:
-    """The product as a worker computes it, whichever kernel that is."""
-    product = CudaLinear(weight)
-    return product.gated(x, Activation.SILU) if is_gated else product(x)
+    """Compute the layer as a worker does, with whichever kernel it selects."""
+    layer = CudaLinear(weight)
+    return layer.gated(x, Activation.SILU) if is_gated else layer(x)
 
 
 class Layers:
@@ -66,7 +66,7 @@ class Layers:
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=self.generator)
 
-    def products(self, name: str, rows: int) -> dict[str, Calls]:
+    def calls(self, name: str, rows: int) -> dict[str, Calls]:
         x = self.inputs[SHAPES[name][1]][:rows]
         return {
             "cublas": [lambda w=w: linear(x, w) for w in self.weights[name]],
@@ -94,7 +94,7 @@ class Layers:
         }
 
     def other_bits(self, name: str) -> list[int]:
-        """Numbers of rows with which some row's result differs from the one it has among 1024."""
+        """Return the numbers of rows for which a row's bits differ from those among 1024."""
         weight, x, is_gated = self.weights[name][0], self.inputs[SHAPES[name][1]], name == "gate_up"
         expected = served(x, weight, is_gated)
         return [
@@ -102,12 +102,12 @@ class Layers:
         ]
 
 
-def measure_products(layers: Layers) -> list[dict[str, Any]]:
+def measure_layers(layers: Layers) -> list[dict[str, Any]]:
     results = []
     for name in (*SHAPES, "chain"):
         weight_bytes = sum(layers.weights[key][0].nbytes for key in (LAYER if name == "chain" else (name,)))
         for rows in ROWS:
-            calls = layers.chains(rows) if name == "chain" else layers.products(name, rows)
+            calls = layers.chains(rows) if name == "chain" else layers.calls(name, rows)
             times = {f"{kind}_microseconds": graph_microseconds(calls[kind]) for kind in calls}
             floor = weight_bytes / READ_CEILING_BYTES_PER_SECOND * 1e6
             results.append({"product": name, "rows": rows, **times, "floor_microseconds": floor})
@@ -115,7 +115,7 @@ def measure_products(layers: Layers) -> list[dict[str, Any]]:
 
 
 def measure_models() -> list[dict[str, Any]]:
-    """Every product of products.py: served against cuBLAS, and whether rows among few have the bits of many."""
+    """Measure every layer of all models: served against cuBLAS, and bit equality between few and many rows."""
     return [row for shape, owners in all_shapes().items() for row in _measure_shape(shape, owners)]
 
 
@@ -152,7 +152,7 @@ def print_models(results: list[dict[str, Any]]) -> None:
         worst = max(ratios, key=ratios.__getitem__)
         mean = sum(ratios.values()) / len(ratios)
         other = [row["of"][0] for row in of_rows if not row["same_bits"]]
-        print(f"{len(ratios)} products, {rows} rows: {mean:.3f} x cuBLAS, at most {ratios[worst]:.3f} ({worst})")
+        print(f"{len(ratios)} linear layers, {rows} rows: {mean:.3f} x cuBLAS, at most {ratios[worst]:.3f} ({worst})")
         print(f"  other bits than among 1024: {other}")
 
 
@@ -176,9 +176,9 @@ def measure_small_kernels(layers: Layers) -> list[dict[str, Any]]:
     return results
 
 
-def print_table(products: list[dict[str, Any]], small: list[dict[str, Any]], other_bits: dict[str, list[int]]) -> None:
+def print_table(layers: list[dict[str, Any]], small: list[dict[str, Any]], other_bits: dict[str, list[int]]) -> None:
     print(f"{'product':8s} {'rows':>5s} {'cuBLAS us':>10s} {'served us':>10s} {'floor us':>9s} {'TB/s':>5s}")
-    for row in products:
+    for row in layers:
         ours, floor = row["served_microseconds"], row["floor_microseconds"]
         bandwidth = floor / ours * READ_CEILING_BYTES_PER_SECOND / 1e12
         times = f"{row['cublas_microseconds']:10.1f} {ours:10.1f} {floor:9.1f} {bandwidth:5.2f}"
@@ -190,15 +190,15 @@ def print_table(products: list[dict[str, Any]], small: list[dict[str, Any]], oth
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for linear.json")
-    parser.add_argument("--deterministic", action="store_true", help="with the worker's settings of that name")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for linear.json")
+    parser.add_argument("--deterministic", action="store_true", help="use the worker's --deterministic kernels")
     options = parser.parse_args(argv)
     if options.deterministic:
         use_batch_invariant_products()
     layers = Layers()
-    products, small = measure_products(layers), measure_small_kernels(layers)
+    timings, small = measure_layers(layers), measure_small_kernels(layers)
     other_bits = {name: layers.other_bits(name) for name in SHAPES}
-    print_table(products, small, other_bits)
+    print_table(timings, small, other_bits)
     del layers
     models = measure_models()
     print_models(models)
@@ -206,7 +206,7 @@ def main(argv: list[str]) -> int:
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "command": "python -m bench linear --out DIR" + (" --deterministic" if options.deterministic else ""),
-        "products": products,
+        "products": timings,
         "small_kernels": small,
         "rows_with_other_bits": other_bits,
         "models": models,

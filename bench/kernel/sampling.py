@@ -1,9 +1,9 @@
-"""Sampling on a CUDA device: each way to sample against the reference, then timings.
+"""Check sampling on a CUDA device against the reference, then time it.
 
     python -m bench sampling --out DIR
 
-Prints a table, writes DIR/sampling.json, and exits with 1 if a check failed. Times are of the device alone: a graph of
-many calls, so that the host's launches do not count. Knows torch, triton and kernels/ only.
+Prints a table and writes DIR/sampling.json; the exit status is 1 if a check failed. Times are those of the device: a
+graph of many calls excludes the host's launches.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from torch import Tensor
 from kernels.sampling.cuda import sample_tokens_triton, sum_groups
 from kernels.sampling.reference import SamplingRows, sample_tokens_reference
 
-READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
+READ_CEILING_BYTES_PER_SECOND = 4.62e12  # measured on an H200: reads only
 VOCABULARIES = (49_152, 128_256)
 BATCHES = (1, 32, 256)
-# Deviation of the logits: 1 is nearly flat, with a wide nucleus, as of random weights; 4 is peaked as a trained model.
+# Deviation of the logits: 1 is nearly flat, with a wide nucleus, like random weights; 4 is peaked like a trained model.
 SCALES = (1.0, 4.0)
-WAYS: dict[str, dict[str, float]] = {
+VARIANTS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "temperature 1": {},
     "top-p 0.9": {"top_p": 0.9},
@@ -45,7 +45,7 @@ def uniform_rows(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> SamplingRows | None:
-    """Rows with one set of parameters, and a seed of its own for each."""
+    """Return rows with the same parameters and distinct seeds; None for greedy rows."""
     if temperature == 0.0:
         return None
     everyone = torch.arange(num_rows, device=device)
@@ -72,7 +72,7 @@ def random_scores(num_rows: int, vocab_size: int, scale: float, dtype: torch.dty
 
 
 def num_kept(scores: Tensor, rows: SamplingRows, slack: float) -> Tensor:
-    """How many tokens of each row are kept by definition: sorted, in float64, with top-p off by the ratio `slack`."""
+    """Return the number of kept tokens by definition: sorted, in float64, with top-p changed by the ratio `slack`."""
     ordered = scores.double().sort(dim=-1, descending=True).values
     weights = ((ordered - ordered[:, :1]) / rows.temperature[:, None]).exp()
     kth = torch.where(rows.top_k > 0, rows.top_k, scores.shape[1])[:, None].clamp(max=scores.shape[1]) - 1
@@ -86,9 +86,11 @@ def num_kept(scores: Tensor, rows: SamplingRows, slack: float) -> Tensor:
     return (ordered >= least).sum(dim=-1)
 
 
-def check(vocab_size: int, scale: float, dtype: torch.dtype, way: dict[str, Any], num_rows: int = 64) -> dict[str, Any]:
-    """Rows whose token, or whose set of kept tokens, is not the reference's; and rows whose result moves."""
-    scores, rows = random_scores(num_rows, vocab_size, scale, dtype), uniform_rows(num_rows, **way)
+def check(
+    vocab_size: int, scale: float, dtype: torch.dtype, variant: dict[str, Any], num_rows: int = 64
+) -> dict[str, Any]:
+    """Count rows whose token or kept set differs from the reference, or whose result changes between runs."""
+    scores, rows = random_scores(num_rows, vocab_size, scale, dtype), uniform_rows(num_rows, **variant)
     token_ids, best = sample_tokens_triton(scores, rows)
     expected, expected_best = sample_tokens_reference(scores, rows)
     alone = torch.cat(
@@ -102,10 +104,10 @@ def check(vocab_size: int, scale: float, dtype: torch.dtype, way: dict[str, Any]
     }
     if rows is not None and rows.truncated_rows.shape[0]:
         kept = (scores.float() >= sum_groups(scores, rows).floors[:, None]).sum(dim=-1)
-        # fp32 sums of 1e5 weights are off by some 1e-6 of the mass, and so is the edge of a nucleus that is as wide.
+        # float32 sums of 1e5 weights are off by about 1e-6 of the mass, and so is the edge of such a wide nucleus.
         fewest, most = num_kept(scores, rows, -1e-5), num_kept(scores, rows, 1e-5)
         result |= {"other_sets": int(((kept < fewest) | (kept > most)).sum()), "most_kept": int(most.max())}
-    # A near-tie may fall the other way, where fp32 sums in another order: one row of 64 at most.
+    # A near-tie may be decided differently, because float32 sums have another order: at most one row of 64.
     exact = not (result["other_best"] or result["other_alone"] or result["other_sets"])
     return result | {"passed": exact and result["other_tokens"] <= 1}
 
@@ -122,7 +124,7 @@ def _row(rows: SamplingRows | None, row: int) -> SamplingRows | None:
 
 
 def run_checks() -> list[dict[str, Any]]:
-    ways = WAYS | {
+    variants = VARIANTS | {
         "temperature 0.3, top-p 0.99": {"temperature": 0.3, "top_p": 0.99},
         "temperature 5, top-k 3000, top-p 0.5": {"temperature": 5.0, "top_k": 3000, "top_p": 0.5},
         "min-p 0.2, top-k 40, top-p 0.7": {"min_p": 0.2, "top_k": 40, "top_p": 0.7},
@@ -133,14 +135,14 @@ def run_checks() -> list[dict[str, Any]]:
     for vocab_size in (*VOCABULARIES, 1_000):
         for scale in SCALES:
             for dtype in (torch.bfloat16, torch.float32):
-                for name, way in ways.items():
+                for name, variant in variants.items():
                     case = f"{name}, {vocab_size}, scale {scale:g}, {str(dtype).removeprefix('torch.')}"
-                    results.append({"case": case, **check(vocab_size, scale, dtype, way)})
+                    results.append({"case": case, **check(vocab_size, scale, dtype, variant)})
     return results
 
 
 def device_seconds(call: Callable[[Tensor], object], buffers: list[Tensor], rounds: int = 20) -> float:
-    """Median over replays of a graph that calls once on each of `buffers`, per call."""
+    """Return the median per call over replays of a graph with one call per buffer."""
     for buffer in buffers[:2]:
         call(buffer)
     torch.cuda.synchronize()
@@ -160,7 +162,7 @@ def device_seconds(call: Callable[[Tensor], object], buffers: list[Tensor], roun
 
 
 def sorting_baseline(scores: Tensor) -> Tensor:
-    """top-k 50 and top-p 0.9 as one would write them in torch: a sort of the row."""
+    """Compute top-k 50 and top-p 0.9 in plain torch, with a sort of the row."""
     ordered, order = scores.float().sort(dim=-1, descending=True)
     weights = ordered.softmax(dim=-1)
     weights[:, 50:] = 0.0
@@ -169,10 +171,10 @@ def sorting_baseline(scores: Tensor) -> Tensor:
     return order.gather(1, (weights / noise).argmax(dim=-1, keepdim=True))
 
 
-def time_way(name: str, way: dict[str, Any], num_rows: int, vocab_size: int, scale: float) -> dict[str, Any]:
-    # As many different logits as fill the L2 cache, but for batches that are smaller: a model has just written those.
+def time_variant(name: str, variant: dict[str, Any], num_rows: int, vocab_size: int, scale: float) -> dict[str, Any]:
+    # Enough logits to fill the L2 cache, except for smaller batches, which a model has just written.
     buffers = [random_scores(num_rows, vocab_size, scale, torch.bfloat16, seed) for seed in range(8)]
-    rows = uniform_rows(num_rows, **way)
+    rows = uniform_rows(num_rows, **variant)
     seconds = device_seconds(lambda scores: sample_tokens_triton(scores, rows), buffers)
     read_bytes = buffers[0].nbytes
     return {
@@ -189,10 +191,10 @@ def run_timings() -> list[dict[str, Any]]:
     timings = []
     for vocab_size in VOCABULARIES:
         for num_rows in BATCHES:
-            for name, way in WAYS.items():
-                # What is not truncated does not depend on the scores.
-                scales = SCALES if way.keys() & {"top_p", "top_k", "min_p"} else SCALES[:1]
-                timings += [time_way(name, way, num_rows, vocab_size, scale) for scale in scales]
+            for name, variant in VARIANTS.items():
+                # Without truncation the time does not depend on the scores.
+                scales = SCALES if variant.keys() & {"top_p", "top_k", "min_p"} else SCALES[:1]
+                timings += [time_variant(name, variant, num_rows, vocab_size, scale) for scale in scales]
             buffers = [random_scores(num_rows, vocab_size, 1.0, torch.bfloat16, seed) for seed in range(2)]
             seconds = device_seconds(sorting_baseline, buffers, rounds=5)
             shape = {"rows": num_rows, "vocab": vocab_size, "scale": 1.0}
@@ -216,7 +218,7 @@ def print_results(checks: list[dict[str, Any]], timings: list[dict[str, Any]]) -
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for sampling.json")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for sampling.json")
     options = parser.parse_args(argv)
     started = time.monotonic()
     checks, timings = run_checks(), run_timings()

@@ -1,7 +1,4 @@
-"""Windows, softcap and sinks on a CUDA device, over the kernels for Hopper and those for every device, against float64.
-
-gpu_check.py lists and runs them beside the others. Knows torch and kernels/ only.
-"""
+"""Check windows, softcap and sinks on a CUDA device against float64, in all kernels. Run by gpu_check.py."""
 
 import dataclasses
 import itertools
@@ -25,7 +22,7 @@ from kernels.attention.score_rules import ScoreRules
 from kernels.fp8_kv import KVScales
 
 SCALES = KVScales(key=0.75, value=1.5)
-# Query heads, kv heads, elements of a head: of gpt-oss, Llama-3.1-8B, SmolLM2 and Gemma 3.
+# Query heads, KV heads, head size: gpt-oss, Llama-3.1-8B, SmolLM2 and Gemma 3.
 G8, G4, G3, WIDE = HeadShape(64, 8, 64), HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(8, 4, 256)
 CASES = {
     "mixed": MIXED,
@@ -38,7 +35,7 @@ CASES = {
 def check_rules(
     heads: HeadShape, rules: ScoreRules, block_size: int, dtype: torch.dtype, fp8_scales: KVScales | None = None
 ) -> Check:
-    """Every case by the kernels for Hopper, by those for every device, and by one kernel; twice the same bits."""
+    """Check each case in the Hopper kernels, the others, and the batch-invariant one, for equal bits twice."""
 
     def check(generator: torch.Generator) -> list[Error]:
         errors = []
@@ -61,8 +58,10 @@ def check_rules(
 
 
 def check_chunks_with_rules(heads: HeadShape, rules: ScoreRules, dtype: torch.dtype) -> Check:
-    """A prompt in chunks has the bits of the prompt in one piece, by the kernels for Hopper and by those for every
-    device, and by one kernel a token those of its prompt."""
+    """Check that chunks have the bits of the whole prompt, in the Hopper kernels and the others.
+
+    In the batch-invariant kernel a decoded token must have the bits of its prompt.
+    """
 
     def check(generator: torch.Generator) -> list[Error]:
         sinks = torch.linspace(-9, 9, heads.num_heads, device=generator.device)
@@ -82,13 +81,13 @@ def check_chunks_with_rules(heads: HeadShape, rules: ScoreRules, dtype: torch.dt
 
 
 def score_rules_checks() -> dict[str, Check]:
-    """Each value of a window or a softcap is compiled for, so there are few of them."""
+    """Return the checks; each window and softcap is compiled separately, so there are few values."""
     sinks, bf16 = torch.linspace(-9, 9, 64), torch.bfloat16
     every = ScoreRules(200, 30.0, sinks)
     checks = {
         "rules none, wide heads": check_rules(WIDE, ScoreRules(), 16, bf16),
         "rules none, wide heads fp8 kv": check_rules(WIDE, ScoreRules(), 16, bf16, SCALES),
-        # Narrower than a block; of a tile, with sinks; wider than a split.
+        # Narrower than a block; one tile wide, with sinks; wider than a split.
         "rules window 5, group 4 block 64": check_rules(G4, ScoreRules(5), 64, bf16),
         "rules window 128 and sinks, group 8": check_rules(G8, ScoreRules(128, sinks=sinks), 16, bf16),
         "rules window 4096, group 4": check_rules(G4, ScoreRules(4096), 16, bf16),

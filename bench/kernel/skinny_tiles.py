@@ -1,10 +1,9 @@
-"""The fastest tiles of skinny_linear for every product of a model, or of one of N ranks that share it, beside cuBLAS.
+"""Find the fastest skinny_linear tiles for the linear layers of a model, or of one of its ranks.
 
     python -m bench skinny-tiles --out DIR [--model NAME] [--tensor-parallel-size N]
 
-The models are those of products.py. Every product is timed inside a CUDA graph over copies of its weight that the L2
-cache cannot hold. Beside the rule of kernels/skinny_linear_tiles.py it tells what the rule misses. Writes
-DIR/skinny_tiles_MODEL_tpN.json.
+Every layer of linear_shapes.py is timed in a CUDA graph over copies of its weight that exceed the L2 cache, against
+cuBLAS and the rule of kernels/skinny_linear_tiles.py. Writes DIR/skinny_tiles_MODEL_tpN.json.
 """
 
 import argparse
@@ -21,13 +20,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
-from bench.kernel.products import MODELS, products_of
+from bench.kernel.linear_shapes import MODELS, linear_shapes_of
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import Tiles, gated_skinny_linear, skinny_linear
 
 ROWS = (1, 8, 16, 32, 64, 128)
 BYTES_OF_COPIES = 400 * 2**20  # eight times the L2 cache of an H200
-SHARED_BYTES, FEWEST_STAGES = 225 * 1024, 3  # as in skinny_linear.py; with fewer stages nothing is ahead
+SHARED_BYTES, MIN_STAGES = 225 * 1024, 3  # as in skinny_linear.py; fewer stages would not prefetch
 
 
 def candidates(rows: int, num_outputs: int, num_inputs: int, is_gated: bool) -> Iterator[Tiles]:
@@ -36,12 +35,12 @@ def candidates(rows: int, num_outputs: int, num_inputs: int, is_gated: bool) -> 
             for row_blocks in (1, 2) if rows >= 16 else (1,):
                 stage_bytes = (block_n + max(8, rows // row_blocks)) * block_k * 2
                 divides = num_outputs % 64 == 0 and num_outputs % (block_n // (1 + is_gated)) == 0
-                if divides and num_inputs % block_k == 0 and FEWEST_STAGES * stage_bytes <= SHARED_BYTES:
+                if divides and num_inputs % block_k == 0 and MIN_STAGES * stage_bytes <= SHARED_BYTES:
                     yield Tiles(block_n, block_k, row_blocks=row_blocks)
 
 
-def product(name: str, x: Tensor, weight: Tensor, tiles: Tiles | None) -> Tensor:
-    """The product as a worker would compute it with `tiles`, or by the library."""
+def linear_of_worker(name: str, x: Tensor, weight: Tensor, tiles: Tiles | None) -> Tensor:
+    """Compute the layer as a worker would with `tiles`, or with the library."""
     if name == "gate_up":
         return gated_skinny_linear(x, weight, tiles) if tiles else silu_and_mul(linear(x, weight))
     if name == "head":
@@ -58,7 +57,7 @@ def measure(name: str, num_rows: int, weights: list[Tensor]) -> dict[str, Any]:
     is_gated = name == "gate_up"
 
     def time_of(tiles: Tiles | None) -> float:
-        return graph_microseconds([partial(product, name, x, weight, tiles) for weight in weights])
+        return graph_microseconds([partial(linear_of_worker, name, x, weight, tiles) for weight in weights])
 
     found = {
         tiles: time_of(tiles) for tiles in candidates(num_rows, num_outputs // (1 + is_gated), num_inputs, is_gated)
@@ -77,13 +76,13 @@ def measure(name: str, num_rows: int, weights: list[Tensor]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the result")
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder for the result")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.1-8B")
     parser.add_argument("--tensor-parallel-size", type=int, choices=(1, 2, 4, 8), default=1)
     options = parser.parse_args(argv)
     results = []
-    products = products_of(MODELS[options.model], options.tensor_parallel_size)
-    for name, (num_outputs, num_inputs, is_gated) in products.items():
+    shapes = linear_shapes_of(MODELS[options.model], options.tensor_parallel_size)
+    for name, (num_outputs, num_inputs, is_gated) in shapes.items():
         shape = (num_outputs * (1 + is_gated), num_inputs)
         num_copies = max(2, BYTES_OF_COPIES // (2 * shape[0] * shape[1]))
         weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02) for _ in range(num_copies)]

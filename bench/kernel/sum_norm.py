@@ -1,9 +1,9 @@
-"""Sums over two GPUs with the norm behind them, inside CUDA graphs: in one launch, and as a sum and a norm.
+"""Measure sums over GPUs followed by a norm, in CUDA graphs: fused in one launch, and separate.
 
     python -m bench sum-norm --out DIR [--ranks N]
 
-Both ways as a worker takes them (peer_norm.py, paired_memory.py); their results are compared bit by bit, of two ranks,
-before either is timed as one of 64 in a graph. Writes DIR/sum_norm_N.json.
+Both use the worker's code (peer_norm.py, paired_memory.py). With two ranks the results are compared bit by bit before
+64 of either in a graph are timed. Writes DIR/sum_norm_N.json.
 """
 
 import json
@@ -26,7 +26,7 @@ EPS = 1e-5
 
 def measure_hidden(ranks: ProcessGroup, hidden: int, device: torch.device) -> list[dict[str, Any]]:
     if not ranks.norm_by(peer_norm(device, ranks.size), hidden) or ranks.peer_norm is None:
-        raise RuntimeError("sums and norms in one launch are wrong on some rank")
+        raise RuntimeError("the fused sum and norm failed its self-test on a rank")
     peers, weight = ranks.peer_norm, torch.linspace(0.5, 1.5, hidden, device=device).to(torch.bfloat16)
 
     def at_once(part: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def measure_hidden(ranks: ProcessGroup, hidden: int, device: torch.device) -> li
         expected = add_rms_norm(ranks.all_reduce(part.clone()), residual, weight, EPS)
         if ranks.size == 2:
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-        zeros = torch.zeros_like(part)  # they stay so, however often they are summed in place
+        zeros = torch.zeros_like(part)  # zeros stay zeros, however often they are summed in place
         times = {f"{way.__name__}_microseconds": graph_microseconds(way, zeros) for way in (at_once, in_turn)}
         results.append({"hidden": hidden, "rows": num_rows, **times})
         if ranks.rank == 0:
@@ -58,7 +58,7 @@ def measure(rank: int, size: int, directory: str, out: Path) -> None:
     device = torch.device("cuda", rank)
     ranks = join_by(FileStore(f"{directory}/ranks", size), rank, size, device)
     if not ranks.reduce_by(peer_memory(device, size)):
-        raise RuntimeError("sums by peers' memory are wrong on some rank")
+        raise RuntimeError("the peer memory all-reduce failed its self-test on a rank")
     results = [row for hidden in (4096, 8192) for row in measure_hidden(ranks, hidden, device)]
     if rank == 0:
         result = {"device": torch.cuda.get_device_name(), "ranks": size, "torch": torch.__version__, "cases": results}

@@ -1,10 +1,10 @@
-"""python -m bench kernels --out DIR: kernels as fractions of what this device reaches, measured in the same call.
+"""Measure kernels as fractions of the device's ceilings, in one run.
 
-Attention (attention.py) and matrix products (linear.py) of Llama-3.1-8B's shape in bf16, each a share of a
-CUDA graph that goes from layer to layer. The floor of a call is the larger of its bytes over the read ceiling and its
-operations over the matmul ceiling; `ceiling_ratio` is that floor over the time.
-Beside decode attention stand the times of FlashAttention 3 over blocks of 16 on another H200 of the same kind.
-Writes DIR/kernels.json.
+    python -m bench kernels --out DIR
+
+Attention (attention.py) and linear layers (linear.py) have Llama-3.1-8B's shape in bf16, in a CUDA graph over several
+layers. The floor of a call is the larger of bytes / read ceiling and operations / matmul ceiling; `ceiling_ratio` is
+the floor over the time. FlashAttention 3 times with blocks of 16 are from another H200. Writes DIR/kernels.json.
 """
 
 import argparse
@@ -38,13 +38,13 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench kernels", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("--out", type=Path, required=True, help="folder of kernels.json")
+    parser = argparse.ArgumentParser(prog="python -m bench kernels", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder of kernels.json")
     options = parser.parse_args(argv)
     ceilings = measure_ceilings()
     print(table(ceilings, []), flush=True)
     rows: list[Row] = []
-    for measured in (attention, linear_products):
+    for measured in (attention, linear_layers):
         rows += [with_ratio(row, ceilings) for row in measured()]
         torch.cuda.empty_cache()
     print(table(ceilings, rows))
@@ -70,13 +70,13 @@ def attention() -> Iterator[Row]:
         torch.cuda.empty_cache()
 
 
-def linear_products() -> Iterator[Row]:
+def linear_layers() -> Iterator[Row]:
     layers = Layers()
     for name in (*SHAPES, "chain of a layer"):
         shapes = LAYER if name not in SHAPES else (name,)
         weight_elements = sum(SHAPES[shape][0] * SHAPES[shape][1] for shape in shapes)
         for rows in LINEAR_ROWS:
-            calls = layers.products(name, rows) if name in SHAPES else layers.chains(rows)
+            calls = layers.calls(name, rows) if name in SHAPES else layers.chains(rows)
             yield {
                 "group": "linear",
                 "case": f"{name}, {rows} rows",

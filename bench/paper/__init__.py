@@ -1,1 +1,1 @@
-"""The figures of the PagedAttention paper (arXiv 2309.06180), redone with this engine; `python -m bench.paper`."""
+"""The figures of the PagedAttention paper (arXiv 2309.06180), reproduced with this engine: `python -m bench.paper`."""

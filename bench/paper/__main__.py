@@ -1,4 +1,4 @@
-"""python -m bench.paper: simulate the paper's figures; each as JSON and PNG, with the paper's values beside ours."""
+"""Simulate the paper's figures; each is written as JSON and PNG, with the paper's values beside ours."""
 
 import argparse
 import json
@@ -50,15 +50,29 @@ def _header(argv: list[str], name: str) -> dict[str, Any]:
 def _figures(text: str) -> list[str]:
     names = text.split(",")
     if unknown := set(names) - FIGURES.keys():
-        raise argparse.ArgumentTypeError(f"no figure {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown figures: {', '.join(sorted(unknown))}; allowed: {', '.join(FIGURES)}"
+        )
     return names
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.paper", description=__doc__.split("\n")[0])
-    parser.add_argument("--figures", type=_figures, default=list(FIGURES), help="comma separated; all")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the simulated time; 0.1 for a quick look")
-    parser.add_argument("--output", type=Path, default=Path("bench/results/paper"))
+    parser.add_argument(
+        "--figures",
+        metavar="NAME,NAME,...",
+        type=_figures,
+        default=list(FIGURES),
+        help="figures, comma separated (default: all)",
+    )
+    parser.add_argument(
+        "--scale",
+        metavar="RATIO",
+        type=float,
+        default=1.0,
+        help="factor of the simulated time; 0.1 for a quick look (default: %(default)s)",
+    )
+    parser.add_argument("--output", metavar="PATH", type=Path, default=Path("bench/results/paper"))
     return parser
 
 

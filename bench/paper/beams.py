@@ -1,7 +1,7 @@
-"""Continuations for beam search without a model: how likely each is, drawn from what a real model's were.
+"""Beam search continuations without a model: log-probabilities drawn from those of a real model.
 
-A row is the log-probabilities of a language model's most likely tokens at one position (record_next_tokens.py). Every
-beam draws a row at every step, so beams have common parents as often as under a model that is as sure of its tokens.
+A row has the log-probabilities of a language model's most likely tokens at one position (record_next_tokens.py). Every
+beam draws a row per step, so beams share parents as often as under a model with the same certainty.
 """
 
 import json
@@ -17,7 +17,7 @@ RECORDED = Path(__file__).with_name("next_token_logprobs.json")
 
 
 def beam_candidates(batch: ScheduledBatch) -> dict[str, list[BeamCandidate]]:
-    """For each beam search that samples in this step, by request id: as many as it asks for, best first."""
+    """Return the best candidates for each beam search that samples in this step, by request id."""
     groups: defaultdict[str, list[Sequence]] = defaultdict(list)
     for scheduled in batch.sequences:
         if scheduled.samples and scheduled.sequence.sampling.use_beam_search:

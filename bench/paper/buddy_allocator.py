@@ -1,7 +1,7 @@
-"""Contiguous runs of blocks by the buddy method, as the paper's Orca baselines allocate them. Knows no sequences.
+"""Contiguous runs of blocks by buddy allocation, as the paper's Orca baselines allocate them.
 
-A pool of any size is cut into runs of powers of two, largest first; a request for n blocks gets the smallest run of a
-power of two that holds it, halving a larger one as needed, and a freed run joins its buddy again.
+A pool is cut into runs of powers of two, largest first. A request for n blocks gets the smallest run that holds it, by
+halving larger ones. A freed run joins its buddy.
 """
 
 from collections import defaultdict
@@ -13,9 +13,9 @@ class BuddyAllocator:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
         self.num_blocks = num_blocks
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # order -> starts of free runs, a heap each
-        self._orders: dict[int, int] = {}  # start of an allocated run -> its order
-        self._top: dict[int, int] = {}  # start of a run of the first cut -> its order: it has no buddy above
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # order -> heap of starts of free runs
+        self._orders: dict[int, int] = {}  # start of an allocated run -> order
+        self._top: dict[int, int] = {}  # start of an initial run -> order; it has no buddy above
         start = 0
         for order in reversed(range(num_blocks.bit_length())):
             if num_blocks >> order & 1:
@@ -25,14 +25,14 @@ class BuddyAllocator:
 
     @property
     def num_allocated_blocks(self) -> int:
-        """Whole runs, so more than was asked for."""
+        """Blocks of allocated runs, which are more than requested."""
         return sum(1 << order for order in self._orders.values())
 
     def can_allocate(self, num_blocks: int) -> bool:
         return self._order_to_split(num_blocks) is not None
 
     def allocate(self, num_blocks: int) -> int:
-        """The first block of a contiguous run of at least `num_blocks`; the caller has asked can_allocate."""
+        """Return the first block of a run of at least `num_blocks`; can_allocate() must be true."""
         order = self._order_to_split(num_blocks)
         assert order is not None, f"no free run of {num_blocks} blocks"
         start = heappop(self._free[order])
@@ -54,7 +54,7 @@ class BuddyAllocator:
         heappush(self._free[order], start)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless free and allocated runs tile the pool, and no two free buddies are apart."""
+        """Assert that free and allocated runs tile the pool, and that free buddies are joined."""
         free = [(start, order) for order, starts in self._free.items() for start in starts]
         end = 0
         for start, order in sorted(free + list(self._orders.items())):

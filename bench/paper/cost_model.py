@@ -1,19 +1,17 @@
-"""How long one step takes on the simulated machine. Pure.
+"""Duration of one step on the simulated machine.
 
     step = fixed + sequences * per_sequence + context tokens read * per_context_token
            + (tokens computed - hidden tokens) * per_token
 
-Hidden tokens are computed while the weights are read, which `fixed` has already. Swaps run beside a step, each way on
-its own, and a step is not over before the transfers that began with it.
-
-A100_OPT_13B, the paper's machine, is computed from data sheets and the model's shape: 26 GB of weights at 80 % of
-1,555 GB/s; 26 GFLOP a token at 60 % of 312 TFLOP/s; 819,200 bytes of KV a context token at 60 % of the bandwidth. One
-constant is fitted: 0.17 ms of host work a sequence, so that steps last as long as figure 13 says by Little's law: 30.42
-sequences at 2 requests/s of 338 tokens are 45 ms a step, 132.44 at 30 requests/s of 58 tokens are 75 ms.
-
-H200_LLAMA_8B: measured decode steps of 1 to 256 sequences of 1k tokens and a prefill of 8192 (vLLM 0.26, bf16). It
-gives 4.8, 9.9 and 17.2 ms for 1, 128 and 256 sequences, where 4.8, 10.2 and 17.1 ms were measured.
+Hidden tokens are computed while the weights are read, which is part of `fixed`. Swaps run beside a step, both ways
+independently, and a step ends no earlier than the transfers that started with it.
 """
+# A100_OPT_13B, the paper's machine, is computed from data sheets and the model's shape: 26 GB of weights at 80 % of
+# 1,555 GB/s; 26 GFLOP per token at 60 % of 312 TFLOP/s; 819,200 bytes of KV per context token at 60 % of the bandwidth.
+# One constant is fitted: 0.17 ms of host work per sequence, so that steps last as long as figure 13 implies by Little's
+# law: 30.42 sequences at 2 requests/s of 338 tokens are 45 ms per step, 132.44 at 30 requests/s of 58 tokens are 75 ms.
+# H200_LLAMA_8B is fitted to measured decode steps of 1 to 256 sequences of 1k tokens and a prefill of 8192 (vLLM 0.26,
+# bf16). It gives 4.8, 9.9 and 17.2 ms for 1, 128 and 256 sequences; 4.8, 10.2 and 17.1 ms were measured.
 
 from dataclasses import dataclass
 
@@ -28,7 +26,7 @@ class StepCost:
     per_token_seconds: float
     per_context_token_seconds: float
     hidden_tokens: int = 0
-    per_swapped_block_seconds: float = 0.0  # of 16 tokens
+    per_swapped_block_seconds: float = 0.0  # 16 tokens
 
     def seconds(self, batch: ScheduledBatch) -> float:
         transfers = max(len(batch.swap_out), len(batch.swap_in)) * self.per_swapped_block_seconds
@@ -50,7 +48,7 @@ A100_OPT_13B = StepCost(
     per_sequence_seconds=0.17e-3,
     per_token_seconds=26e9 / (0.6 * 312e12),
     per_context_token_seconds=819_200 / (0.6 * 1555e9),
-    per_swapped_block_seconds=16 * 819_200 / 25e9,  # what 16 lanes of PCIe 4 give, of 31.5
+    per_swapped_block_seconds=16 * 819_200 / 25e9,  # what 16 lanes of PCIe 4 achieve, of 31.5 GB/s
 )
 H200_LLAMA_8B = StepCost(
     "Llama-3.1-8B on one H200",
@@ -58,6 +56,6 @@ H200_LLAMA_8B = StepCost(
     per_sequence_seconds=8e-6,
     per_token_seconds=218e-3 / 8192,
     per_context_token_seconds=131_072 / 4.3e12,
-    hidden_tokens=177,  # 4.7 ms of computing
+    hidden_tokens=177,  # 4.7 ms of computation
     per_swapped_block_seconds=16 * 131_072 / 50e9,
 )

@@ -1,14 +1,14 @@
-"""Figures 18 and 19 on a CUDA device: python3 -m bench.paper.device --out DIR.
+"""Measure figures 18 and 19 on a CUDA device: python3 -m bench.paper.device --out DIR.
 
-    attention   decode through a scattered block table, through one in order, and torch's on contiguous KV (18a)
-    block size  the same decode with blocks of 1 to 256 tokens (18b's kernel half)
-    swap        a sequence's KV to the host and back, in blocks of 1 to 256 tokens, three ways (19a):
-                pieces      one copy for each block, layer, key and value: the layout of the paper
-                blocks      one copy for each block, all layers in one run: our layout
-                host pool   the worker's own transfer: gathered on the device, and sent in long runs
+    attention   decode through a scattered block table, an ordered one, and torch's on contiguous KV (18a)
+    block size  the same decode with blocks of 1 to 256 tokens (kernel half of 18b)
+    swap        a sequence's KV to the host and back, in blocks of 1 to 256 tokens, in three ways (19a):
+                pieces      one copy per block, layer, key and value: the paper's layout
+                blocks      one copy per block with all layers: our layout
+                host pool   the worker's transfer: gathered on the device and sent in long runs
 
-Times of kernels are replays of CUDA graphs; of transfers, the wall clock from the first call to the end of the last
-copy, so the host's work counts. Every case stands alone: one that raises is noted, and the rest still runs.
+Kernel times are CUDA graph replays. Transfer times are wall-clock time until the last copy ends, including host work.
+A case that raises is recorded, and the others still run.
 """
 
 import argparse
@@ -46,7 +46,7 @@ DTYPE = torch.bfloat16
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m bench.paper.device", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True)
     options = parser.parse_args(argv)
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": str(DTYPE)}
     result["attention"] = [attempt(attention_case, *case) for case in ATTENTION_CASES]
@@ -88,7 +88,7 @@ def block_size_case(block_size: int) -> dict[str, Any]:
 
 
 def swap_case(num_tokens: int, block_size: int) -> dict[str, Any]:
-    """Milliseconds out and in, of blocks that lie apart on both sides, and of the same bytes in one copy."""
+    """Return milliseconds out and in, for scattered blocks and for the same bytes in one copy."""
     num_blocks = num_tokens // block_size
     shape = (2 * num_blocks + 1, NUM_LAYERS, 2, LLAMA_8B.num_kv_heads, block_size, LLAMA_8B.head_dim)
     device = torch.zeros(shape, dtype=DTYPE, device="cuda")

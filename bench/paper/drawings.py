@@ -1,4 +1,4 @@
-"""How each figure is drawn from its data. One function a figure, each `draw(data, path)`."""
+"""Draw each figure from its data: one function per figure, `draw(data, path)`."""
 
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def figure_18(data: Data, path: Path) -> None:
         )
         axes[0].set_ylabel("decode attention, scattered blocks, ratio")
         plots.lines(axes[1], {"32 x 1024, measured": kernel}, "block size", "decode attention, us")
-        plots.lines(axes[2], data["seconds_per_token_by_block_size"], "block size", "normalised latency, s/token")
+        plots.lines(axes[2], data["seconds_per_token_by_block_size"], "block size", "normalized latency, s/token")
 
     plots.save(path, draw, num_panels=3)
 

@@ -1,7 +1,7 @@
-"""Figures 18 and 19: block size and block moves. What bench/paper/device.py measured on an H200, beside the paper.
+"""Figures 18 and 19, block size and block transfers: results of bench/paper/device.py on an H200, with the paper's.
 
-Figure 18b has a second half in simulated time: how latency follows the block size when only memory matters, as large
-blocks waste more of their last slots and hold up more of the pool.
+The second half of figure 18b is simulated: how latency depends on the block size when only memory matters, because
+large blocks waste more of their last slots.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Figures 2, 12 and 13: what each way of reserving memory leaves for tokens, for the batch, and for the load.
+"""Figures 2, 12 and 13: what each reservation policy leaves for tokens, for the batch and for the load.
 
-Figures 2 and 13 are averages over simulated time under the paper's load; figure 12 is a sweep of rates.
+Figures 2 and 13 are averages over simulated time under the paper's load; figure 12 sweeps the rate.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from bench.paper.reservation import BLOCK_SIZE, NUM_SLOTS, ReservationPolicy, ma
 from bench.paper.simulation import SimulationResult, simulate, sweep_managers
 from engine_worker.scheduling.kv_slots import KVSlots
 
-PAPER_FIGURE_2 = {  # per cent of the KV memory: tokens, reserved, internal, external
+PAPER_FIGURE_2 = {  # percent of the KV memory: tokens, reserved, internal, external
     "max": [20.4, 13.3, 57.3, 8.9],
     "pow2": [26.8, 17.9, 13.6, 41.6],
     "oracle": [38.2, 25.2, 0.0, 36.6],
@@ -31,11 +31,11 @@ PAPER_FIGURE_12 = "ShareGPT: 1.7-2.7 times Oracle, 2.7-8 times Max"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One data set of the paper: the rate of its figure 13, and the rates of figure 12."""
+    """One data set of the paper: its rate in figure 13 and its rates in figure 12."""
 
     dataset: Dataset
     batch_rate: float  # requests/s
-    saturating_rate: float  # beyond what any policy sustains, so that memory alone bounds the batch
+    saturating_rate: float  # beyond every policy's capacity, so that only memory limits the batch
     batch_duration_seconds: float
     sweep_rates: tuple[float, float]
     sweep_duration_seconds: float
@@ -54,13 +54,13 @@ def run_policy(
 
 
 def run_manager(manager: KVSlots, load: Load, rate: float, duration_seconds: float, seed: int = 0) -> SimulationResult:
-    """Until the last arrival: averages under a load that may be too much."""
+    """Simulate until the last arrival, for averages under a load that may exceed the capacity."""
     trace = poisson_trace(load.dataset.lengths(seed), rate, duration_seconds, seed=seed)
     return simulate(manager, trace, drain=False)
 
 
 def figure_2(scale: float) -> dict[str, Any]:
-    """ShareGPT with always more requests waiting than fit. `scale`: of the simulated time, for quick looks."""
+    """Simulate ShareGPT with more waiting requests than fit; `scale` shortens the simulated time."""
     load = LOADS[0]
     ours = {}
     for name, manager in _managers().items():
@@ -68,7 +68,7 @@ def figure_2(scale: float) -> dict[str, Any]:
         shares = result.occupancy.shares()
         ours[name] = {
             **{f"{part}_percent": round(100 * share, 1) for part, share in shares.items()},
-            # A free block is nobody's: any sequence can take it. So also what is wasted of the blocks in use.
+            # Free blocks can be used by any sequence, so the waste within used blocks is reported, too.
             "tokens_percent_of_slots_in_use": round(
                 100 * shares["tokens"] / (shares["tokens"] + shares["reserved"] + shares["internal"]), 1
             ),

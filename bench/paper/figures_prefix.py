@@ -1,8 +1,7 @@
-"""Figures 16 and 17: requests with a shared prefix, and the turns of chats; against Orca's reservations in one pool.
+"""Figures 16 and 17: requests with a shared prefix, and chat turns, against Orca's reservations in one pool.
 
-The model is LLaMA-13B in the paper's figure 16 and OPT-13B in 17: both have the memory and the speed of OPT-13B here.
-Figure 16 is also drawn with the speed of a GPU of today, where a prompt costs more decode steps; the pool is the
-same.
+The model is LLaMA-13B in the paper's figure 16 and OPT-13B in figure 17; here both have OPT-13B's memory and speed.
+Figure 16 is also drawn with the speed of a current GPU, where a prompt costs more decode steps; the pool is the same.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from engine_worker.scheduling.kv_slots import KVSlots
 
 PREFIX_TOKENS = {"1-shot": 80, "5-shot": 341}
 PAPER_FIGURE_16 = {"1-shot": 1.67, "5-shot": 3.58}  # times the rate of Orca (Oracle)
-PAPER_FIGURE_17 = 2.0  # times the rate of each Orca
+PAPER_FIGURE_17 = 2.0  # times the rate of each Orca policy
 CHAT_WINDOW_TOKENS = 1024
 
 

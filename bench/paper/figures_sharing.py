@@ -1,6 +1,6 @@
-"""Figures 14 and 15: several answers to one prompt, by parallel sampling or beam search, in one sequence group.
+"""Figures 14 and 15: several outputs per prompt, by parallel sampling or beam search, in one sequence group.
 
-Orca knows no sharing: there each sequence is a request of its own, and the beams' copies of KV cost it nothing here.
+Orca has no sharing: there each sequence is a separate request, and copies of beams' KV are free in this simulation.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from bench.paper.reservation import ReservationPolicy, make_manager
 from bench.paper.simulation import simulate, sweep_managers
 from engine_worker.scheduling.kv_slots import KVSlots
 
-GROUPS = {  # name: sequences, beam search?
+GROUPS = {  # name: sequences, is beam search
     "parallel 2": (2, False),
     "parallel 4": (4, False),
     "parallel 6": (6, False),
@@ -67,7 +67,7 @@ def figure_15(scale: float) -> dict[str, Any]:
 
 
 def group_trace(dataset: Dataset, name: str, rate: float, duration_seconds: float) -> list[TimedRequest]:
-    """`name`: one of GROUPS, or "basic" for one sequence a request."""
+    """Make a trace; `name` is one of GROUPS, or "basic" for one sequence per request."""
     num_sequences, is_beam_search = GROUPS.get(name, (1, False))
     return [
         replace(request, num_sequences=num_sequences, is_beam_search=is_beam_search)

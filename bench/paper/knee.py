@@ -1,18 +1,18 @@
-"""Latency against load, and the highest load that a system sustains. Pure."""
+"""Latency against load, and the highest load that a system sustains."""
 
 import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-KNEE_FACTOR = 2.0  # of the latency without load
-SATURATION_FACTOR = 5.0  # the queue grows: more load is not served, only awaited
+KNEE_FACTOR = 2.0  # times the unloaded latency
+SATURATION_FACTOR = 5.0  # the queue grows: additional load only waits
 _NUM_HALVINGS = 3
 
-Curve = list[tuple[float, float]]  # (requests/s, normalised latency in seconds/token), rates ascending
+Curve = list[tuple[float, float]]  # (requests/s, normalized latency in seconds/token), ascending rates
 
 
 def sweep(rates: Iterable[float], latency_seconds: Callable[[float], float], unloaded_seconds: float) -> Curve:
-    """The latency at each rate until saturation, and closer around the knee and the saturation."""
+    """Return the latency at each rate until saturation, with finer steps around the knee and the saturation."""
     curve: Curve = []
     for rate in rates:
         curve.append((rate, latency_seconds(rate)))
@@ -29,9 +29,9 @@ def sweep(rates: Iterable[float], latency_seconds: Callable[[float], float], unl
 
 
 def sustained_rate(curve: Curve, unloaded_seconds: float, factor: float = KNEE_FACTOR) -> float:
-    """The rate at which the latency is `factor` times the unloaded one, between two points by geometric means.
+    """Return the rate at which the latency is `factor` times the unloaded one, interpolated geometrically.
 
-    The last rate of a curve that never gets there; 0 for one that starts above it.
+    It is the last rate for a curve that never reaches that latency, and 0 for one that starts above it.
     """
     limit = factor * unloaded_seconds
     if curve[0][1] >= limit:
@@ -44,13 +44,13 @@ def sustained_rate(curve: Curve, unloaded_seconds: float, factor: float = KNEE_F
 
 
 def rising_rates(first: float, last: float, step: float = 1.5) -> list[float]:
-    """Geometric, from `first` to about `last`."""
+    """Return a geometric sequence from `first` to about `last`."""
     count = round(math.log(last / first) / math.log(step)) + 1
     return [first * step**index for index in range(count)]
 
 
 def summary(curves: dict[str, Curve], unloaded_seconds: float, reference: str) -> dict[str, dict[str, float]]:
-    """Sustained rates of every curve, and how many times the rate of each the `reference` sustains."""
+    """Return the sustained rates of all curves, and the `reference` rate over each of them."""
     figures: dict[str, dict[str, float]] = {}
     for name, factor in (("knee", KNEE_FACTOR), ("saturation", SATURATION_FACTOR)):
         rates = {policy: sustained_rate(curve, unloaded_seconds, factor) for policy, curve in curves.items()}

@@ -1,13 +1,14 @@
-"""Who asks for what, and when, in the paper's figures: lengths of prompts and outputs, Poisson arrivals. Pure, seeded.
+"""Lengths and Poisson arrivals of the requests in the paper's figures; seeded.
 
-The data sets themselves are not here; lengths are lognormal with the means that the paper gives (figure 11). It does
-not give their spread, which decides how much a reservation wastes. Coefficients of variation:
-
-- outputs, ShareGPT 0.95 and Alpaca 1.1: fitted to one number each, the sequences that Orca (Oracle) runs in figure 13;
-  what the other policies run then follows. First turns of ShareGPT, other tokenizer, shorter than 2048: 0.75.
-- prompts, ShareGPT 1.76: as measured on those first turns. Alpaca 0.7: a guess, which hardly matters at 19 tokens.
-- WMT16 English to German: 30 tokens of prompt behind the shared prefix and 45 of output, 0.5: a guess; none is given.
+The data sets are not included. Lengths are lognormal with the paper's means (figure 11). The paper does not give the
+spread, which decides how much a reservation wastes, so the coefficients of variation are fitted or estimated.
 """
+# Coefficients of variation:
+# - outputs, ShareGPT 0.95 and Alpaca 1.1: each fitted to one number, the sequences that Orca (Oracle) runs in figure
+# 13;
+#   the other policies' numbers follow. First turns of ShareGPT (other tokenizer, shorter than 2048) have 0.75.
+# - prompts, ShareGPT 1.76: measured on those first turns. Alpaca 0.7: a guess, which hardly matters at 19 tokens.
+# - WMT16 English to German: 30 prompt tokens after the shared prefix, 45 output tokens, 0.5: a guess.
 
 import math
 import random
@@ -32,26 +33,26 @@ class Dataset:
     name: str
     prompt: LengthDistribution
     output: LengthDistribution
-    max_model_len: int = 2048  # OPT's context; longer draws are cut, as the paper cut them
+    max_model_len: int = 2048  # OPT's context; longer draws are cut, as in the paper
 
     def lengths(self, seed: int) -> Iterator[tuple[int, int]]:
-        """(prompt tokens, output tokens) without end."""
+        """Yield (prompt tokens, output tokens) without end."""
         generator = random.Random(f"{self.name}/{seed}")
         while True:
             prompt_tokens = min(self.prompt.draw(generator), self.max_model_len // 2)
             yield prompt_tokens, min(self.output.draw(generator), self.max_model_len - prompt_tokens)
 
 
-# 161.31 and 337.99 once what is beyond the context is cut.
+# 161.31 and 337.99 after cutting at the context length.
 SHAREGPT = Dataset("ShareGPT", LengthDistribution(174.3, 1.76), LengthDistribution(341.8, 0.95))
 ALPACA = Dataset("Alpaca", LengthDistribution(19.31, 0.7), LengthDistribution(58.45, 1.1))
 TRANSLATION = Dataset("WMT16", LengthDistribution(30.0, 0.5), LengthDistribution(45.0, 0.5))
 
 
 def chat_lengths(rounds: Dataset, window_tokens: int, seed: int) -> Iterator[tuple[int, int]]:
-    """Turns of conversations. The prompt is all that was said before, its last `window_tokens`; so long is the output.
+    """Yield turns of conversations: the prompt is the history's last `window_tokens`, which also bound the output.
 
-    A conversation has another turn with probability 0.8, a guess; so most prompts fill the window, as the paper says.
+    A conversation continues with probability 0.8, a guess; so most prompts fill the window, as the paper says.
     """
     generator = random.Random(f"chat/{seed}")
     history_tokens = 0
@@ -67,8 +68,8 @@ class TimedRequest:
     arrival_seconds: float
     prompt_tokens: int
     output_tokens: int
-    shared_prefix_tokens: int = 0  # the first of the prompt tokens, the same in all requests
-    num_sequences: int = 1  # choices of the answer, or beams
+    shared_prefix_tokens: int = 0  # the first prompt tokens, equal in all requests
+    num_sequences: int = 1  # choices or beams
     is_beam_search: bool = False
 
 
@@ -80,9 +81,9 @@ def poisson_trace(
     seed: int = 0,
     shared_prefix_tokens: int = 0,
 ) -> list[TimedRequest]:
-    """Arrivals within [0, duration). Every rate meets the same lengths in the same order, and the same gaps scaled.
+    """Return arrivals within [0, duration). All rates have the same lengths in the same order, and scaled gaps.
 
-    `lengths` do not count the shared prefix.
+    `lengths` exclude the shared prefix.
     """
     generator = random.Random(seed)
     gaps = iter(lambda: generator.expovariate(1.0) / requests_per_second, None)

@@ -1,9 +1,8 @@
-"""The content of the KV pool's slots, averaged over simulated time (figure 2), and the running sequences (figure 13).
+"""The content of KV slots averaged over simulated time (figure 2), and the running sequences (figure 13).
 
-tokens      KV of a token that was computed, those of this step included
-reserved    kept for a token that this sequence will have
-internal    kept by this sequence, but it will end before
-external    everything else: free runs too small to use, what the buddy allocator rounds up, free blocks
+tokens: KV of computed tokens, including this step's. reserved: kept for future tokens of the sequence. internal: kept
+by a sequence that will end before using it. external: everything else, such as free runs that are too small, rounding
+by the buddy allocator, and free blocks.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ _HELD = ("tokens", "reserved", "internal")
 
 @dataclass
 class Occupancy:
-    """Weighted sums; `shares()` divides them."""
+    """Time-weighted sums; `shares()` normalizes them."""
 
     num_slots: int
     block_size: int
@@ -25,7 +24,7 @@ class Occupancy:
     _sequence_seconds: float = 0.0
 
     def add(self, batch: ScheduledBatch, seconds: float) -> None:
-        """`batch` takes `seconds`; no block is shared."""
+        """Add a batch that takes `seconds`; no block is shared."""
         tokens = reserved = internal = 0
         for scheduled in batch.sequences:
             num_slots = len(scheduled.sequence.kv.block_table) * self.block_size
@@ -44,14 +43,14 @@ class Occupancy:
         return self._sequence_seconds / self.seconds
 
     def shares(self) -> dict[str, float]:
-        """The shares of all slots; they sum to 1."""
+        """Return the shares of all slots, which sum to 1."""
         shares = {name: value / self.seconds / self.num_slots for name, value in self._slot_seconds.items()}
         return shares | {"external": 1.0 - sum(shares.values())}
 
 
 @dataclass
 class SharingSaving:
-    """Blocks that sharing saves: the entries in all block tables that are no block of their own (figure 15)."""
+    """Blocks saved by sharing: block table entries beyond distinct blocks (figure 15)."""
 
     _entry_seconds: float = 0.0
     _block_seconds: float = 0.0

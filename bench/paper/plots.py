@@ -1,4 +1,4 @@
-"""The figures as PNG: bars for shares and counts, lines for latency against load. Draws what the JSON says, no more."""
+"""Draw the figures as PNG: bars for shares and counts, lines for latency against load."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ def save(path: Path, draw: Callable[[list[Axes]], None], num_panels: int = 1) ->
 
 
 def grouped_bars(axis: Axes, names: list[str], paper: list[float], ours: list[float], ylabel: str) -> None:
-    """The paper's value beside ours for each name, the value on top of its bar."""
+    """Draw the paper's value beside ours for each name, with labels."""
     for offset, values, label, color in ((-0.2, paper, "paper", PAPER_COLOR), (0.2, ours, "ours", OUR_COLOR)):
         bars = axis.bar([index + offset for index in range(len(names))], values, 0.4, label=label, color=color)
         axis.bar_label(bars, fmt="%.3g", fontsize=7)
@@ -59,12 +59,12 @@ def latency_curves(axis: Axes, title: str, curves: dict[str, Any], unloaded_seco
     axis.axhline(2 * unloaded_seconds, color="grey", linewidth=0.6)
     axis.set_title(title, fontsize=9)
     axis.set_xlabel("requests/s")
-    axis.set_ylabel("normalised latency, s/token")
+    axis.set_ylabel("normalized latency, s/token")
     axis.legend(fontsize=7)
 
 
 def lines(axis: Axes, series: dict[str, dict[float, float]], xlabel: str, ylabel: str) -> None:
-    """Each series against one axis of powers of two."""
+    """Draw each series over an axis of powers of two."""
     for name, points in series.items():
         axis.plot(list(points), list(points.values()), ".-", label=name)
     axis.set_xscale("log", base=2)

@@ -1,8 +1,7 @@
-"""How sure a language model is of its next token, recorded once: python3 -m bench.paper.record_next_tokens OUT.json.
+"""Record how certain a language model is of its next tokens: python3 -m bench.paper.record_next_tokens OUT.json.
 
-SmolLM2-135M-Instruct answers some instructions by sampling at temperature 1; of every position the log-probabilities of
-the most likely tokens are kept, in order. Figures 14 and 15 draw from them: nothing else of a model decides how often
-beams have a common parent.
+SmolLM2-135M-Instruct answers instructions at temperature 1. The log-probabilities of the most likely tokens are kept
+for each position. Figures 14 and 15 draw from them, because only these decide how often beams share a parent.
 """
 
 import argparse
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-NUM_TOP = 12  # beam search of width 6 looks at 12 continuations in all
+NUM_TOP = 12  # beam search of width 6 uses 12 continuations in all
 OUTPUT_TOKENS = 64
 INSTRUCTIONS = (
     "Give three tips for staying healthy.",
@@ -31,11 +30,11 @@ INSTRUCTIONS = (
 
 
 def main(argv: list[str]) -> int:
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - a dependency of development only
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - a development dependency
 
     parser = argparse.ArgumentParser(prog="python3 -m bench.paper.record_next_tokens")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", metavar="PATH", type=Path, required=True)
+    parser.add_argument("output", metavar="PATH", type=Path)
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.model)

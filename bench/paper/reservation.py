@@ -1,12 +1,12 @@
-"""Four ways to give KV slots to a request, behind one interface (KVSlots), so that the same scheduler runs over each.
+"""Four policies that reserve KV slots, with one interface (KVSlots), so that the same scheduler runs with each.
 
     max      the model's whole context, contiguous                             Orca (Max)
     pow2     prompt + the next power of two of the output, contiguous          Orca (Pow2)
-    oracle   prompt + exactly the output that will come, contiguous            Orca (Oracle), impossible in practice
-    paged    blocks as they fill: the engine's own KVCacheManager              PagedAttention
+    oracle   prompt + the exact future output, contiguous                      Orca (Oracle), impossible in practice
+    paged    blocks on demand: the engine's own KVCacheManager                 PagedAttention
 
-The first three take their runs from a buddy allocator, all at admission, and never preempt. The true output length is
-sampling.max_tokens: simulated requests ignore the end of sequence.
+The first three use a buddy allocator, allocate everything at admission, and never preempt. The true output length is
+sampling.max_tokens, because simulated requests ignore the end token.
 """
 
 from collections.abc import Callable, Collection
@@ -20,7 +20,7 @@ from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.stats import KVCacheStats
 
-NUM_SLOTS = 15_700  # of OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB a token
+NUM_SLOTS = 15_700  # OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB per token
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 
@@ -37,7 +37,7 @@ def final_tokens(sequence: Sequence) -> int:
 
 
 def reserved_tokens(policy: ReservationPolicy, sequence: Sequence, max_model_len: int) -> int:
-    """Slots that a contiguous policy sets aside for `sequence`, before rounding by the allocator."""
+    """Return the slots that a contiguous policy reserves for `sequence`, before rounding by the allocator."""
     if policy is ReservationPolicy.MAX:
         return max_model_len
     if policy is ReservationPolicy.POW2:
@@ -48,16 +48,16 @@ def reserved_tokens(policy: ReservationPolicy, sequence: Sequence, max_model_len
 
 
 class ReservedKVSlots:
-    """A contiguous run for each sequence, from admission to its end; its block table is the run in order.
+    """One contiguous run per sequence from admission to its end; its block table is the run in order.
 
-    What grows, swaps, shares or forks never happens to it: requests here have one sequence, which never yields.
+    Growth, swap, sharing and forks do not occur: requests have one sequence, which is never preempted.
     """
 
     may_swap = False
     device_pool = host_pool = None
 
     def __init__(self, num_blocks: int, block_size: int, reserve: Callable[[Sequence], int]) -> None:
-        """`reserve`: slots to set aside for a sequence. `num_blocks` includes the padding block, as with others."""
+        """Make a pool; `reserve` returns a sequence's slots, and `num_blocks` includes the padding block."""
         self.block_size = block_size
         self.events = KVEventLog()
         self._reserve = reserve
@@ -72,7 +72,7 @@ class ReservedKVSlots:
         return self._buddies.num_blocks - self._buddies.num_allocated_blocks
 
     def missing(self, sequence: Sequence) -> int:
-        """All blocks of `sequence` before it is admitted, and none afterwards."""
+        """Return all blocks of `sequence` before admission, then 0."""
         return 0 if sequence.kv.block_table else -(-self._reserve(sequence) // self.block_size)
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -88,7 +88,7 @@ class ReservedKVSlots:
             sequence.kv.block_table = list(range(first, first + num_blocks))
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
-        """A reservation never grows, so it needs no headroom."""
+        """Admit the sequence if its run fits; a reservation never grows, so it needs no headroom."""
         if not self.can_allocate(sequence):
             return False
         self.allocate(sequence)
@@ -98,16 +98,16 @@ class ReservedKVSlots:
         return False
 
     def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
-        raise NotImplementedError("a reservation is kept to the end")
+        raise NotImplementedError("reservations cannot be preempted")
 
     def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
-        raise NotImplementedError("a reservation is kept to the end")
+        raise NotImplementedError("reservations cannot be preempted")
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         return False
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        raise NotImplementedError("a reservation is of one sequence")
+        raise NotImplementedError("a reservation has one sequence")
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None: ...
 
@@ -115,7 +115,7 @@ class ReservedKVSlots:
         return -(-num_tokens // self.block_size)
 
     def release_behind(self) -> None:
-        """A reservation is kept to the end."""
+        """Do nothing: a reservation is kept to the end."""
 
     def take_transfers(self) -> Transfers:
         return Transfers()
@@ -153,11 +153,11 @@ def make_manager(
 ) -> ReservedKVSlots | KVCacheManager:
     num_blocks = num_slots // block_size + 1
     if policy is ReservationPolicy.PAGED:
-        return KVCacheManager(num_blocks, block_size, enable_prefix_caching=False)  # nor had the paper's system
+        return KVCacheManager(num_blocks, block_size, enable_prefix_caching=False)  # the paper's system had none either
     return ReservedKVSlots(num_blocks, block_size, lambda sequence: reserved_tokens(policy, sequence, max_model_len))
 
 
 def make_swapping_manager(num_slots: int = NUM_SLOTS, block_size: int = BLOCK_SIZE) -> KVCacheManager:
-    """Paged, and what is preempted goes to a host pool of four times as many slots: this engine's own way on a GPU."""
+    """Make a paged manager that swaps to a host pool of four times as many slots, as this engine does on a GPU."""
     host_tier = HostTierConfig(num_blocks=4 * num_slots // block_size, preemption_mode=PreemptionMode.SWAP)
     return KVCacheManager(num_slots // block_size + 1, block_size, enable_prefix_caching=False, host_tier=host_tier)

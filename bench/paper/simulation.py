@@ -1,7 +1,7 @@
-"""One run of the real engine and the real scheduler in simulated time: a step takes what the cost model says.
+"""Run the real engine and scheduler in simulated time, with step durations from the cost model.
 
-The executor computes nothing: it moves the clock and answers with a token. So a run of minutes takes seconds, is the
-same on every machine, and differs between policies in nothing but the memory.
+The executor only advances the clock and returns a token. A run of minutes takes seconds, is the same on every machine,
+and differs between policies only in the memory.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from engine_worker.scheduling.kv_slots import KVSlots
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams
 
-VOCAB_SIZE = 2**31 - 1  # token ids are request numbers, so that prompts share what they are told to and no more
+VOCAB_SIZE = 2**31 - 1  # token ids are request numbers, so that prompts share only their declared prefix
 
 
 @dataclass
 class SimulatedExecutor:
-    """Answers every batch at once and moves `now_seconds` by its cost; observes the batch before it is computed."""
+    """Finishes every batch at once, advances `now_seconds` by its cost, and records the occupancy."""
 
     cost: StepCost
     occupancy: Occupancy
@@ -36,7 +36,7 @@ class SimulatedExecutor:
     def submit(self, batch: ScheduledBatch) -> FinishedStep:
         seconds = self.cost.seconds(batch)
         self.now_seconds += seconds
-        if not batch.sequences:  # it only moved blocks
+        if not batch.sequences:  # only transfers
             return FinishedStep(StepResult([]))
         self.occupancy.add(batch, seconds)
         self.saving.add(batch, seconds)
@@ -46,7 +46,7 @@ class SimulatedExecutor:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    normalized_latencies_seconds: list[float]  # of each finished request: arrival to last token, over output tokens
+    normalized_latencies_seconds: list[float]  # per finished request: (last token - arrival) / output tokens
     occupancy: Occupancy
     saving: SharingSaving
     num_preemptions: int
@@ -67,9 +67,9 @@ def simulate(
     cost: StepCost = A100_OPT_13B,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> SimulationResult:
-    """All of `trace`, in order of arrival. Without `drain` it ends at the last arrival, for averages under load.
+    """Run `trace` in order of arrival; without `drain` it ends at the last arrival, for averages under load.
 
-    Over a manager of contiguous reservations a request of several sequences is so many requests.
+    With contiguous reservations, each sequence of a request becomes a separate request.
     """
     split = isinstance(manager, ReservedKVSlots)
     return _Simulation(manager=manager, cost=cost, max_model_len=max_model_len, split_groups=split).run(
@@ -84,7 +84,7 @@ def sweep_managers(
     reference: str,
     cost: StepCost = A100_OPT_13B,
 ) -> dict[str, Any]:
-    """Latency against load for each of `managers`, and how much more the `reference` sustains than each other one."""
+    """Return latency against load per manager, and the sustained rate of `reference` over each other one."""
 
     def latency_seconds(name: str, rate: float) -> float:
         return simulate(managers[name](), trace_at(rate), cost=cost).mean_normalized_latency_seconds
@@ -106,7 +106,7 @@ class _Simulation:
     cost: StepCost
     max_model_len: int
     max_num_seqs: int = 512
-    max_num_batched_tokens: int = 2560  # vLLM's default in the paper's year
+    max_num_batched_tokens: int = 2560  # vLLM's default at the time of the paper
     split_groups: bool = False
     requests: dict[int, TimedRequest] = field(default_factory=dict)
     num_open: dict[int, int] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class _Simulation:
         return Engine(scheduler, executor, eos_token_ids=(), vocab_size=VOCAB_SIZE, clock=lambda: executor.now_seconds)
 
     def _add(self, engine: Engine, request: TimedRequest, number: int) -> None:
-        """As one request; or as so many as it has sequences, for systems that know no groups."""
+        """Add one request, or one per sequence for systems without sequence groups."""
         num_requests = request.num_sequences if self.split_groups else 1
         self.requests[number] = request
         self.num_open[number] = num_requests
@@ -175,7 +175,7 @@ class _Simulation:
         return SamplingParams(**common, n=request.num_sequences)
 
     def _step(self, engine: Engine, executor: SimulatedExecutor) -> list[float]:
-        """Latencies of the requests that end: arrival to the last token of the last sequence."""
+        """Return the latencies of requests that end, from arrival to the last token of the last sequence."""
         latencies = []
         for event in engine.step():
             if isinstance(event, FinishEvent):

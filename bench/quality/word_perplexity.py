@@ -1,15 +1,11 @@
-"""The cost of each format to a model, by lm-eval: python -m bench word-perplexity --out FILE (`make quality`).
+"""Measure each format's quality by lm-eval's word perplexity: `make quality`.
 
-    --model DIR       converted by us, with the 16-bit weights that each format is made of; default: the demo model
-    --formats A,B     default: all of FORMATS and of REFERENCES
-    --keep FOLDER     what each side said; what lies there already is not asked again
+    python -m bench word-perplexity --out FILE [--model DIR] [--formats A,B] [--keep FOLDER]
 
-Articles of Wikipedia are scored by lm-eval: `local-completions` asks a server of our own, which echoes token ids with
-their log-probabilities, and `hf` asks transformers with the same weights. Told of each are the perplexity of a word,
-its change to our bfloat16 and to transformers', and of how many tokens the likeliest is our bfloat16's. Behind a change
-stands its standard deviation over texts: a smaller change is none.
-
-A CPU takes minutes for each format. It is no measurement of time: other work beside it does no harm.
+Wikipedia articles are scored by lm-eval: `local-completions` through our own server, which echoes token ids with
+log-probabilities, and `hf` through transformers with the same weights. The result has each word perplexity, its change
+against our bfloat16 and transformers', its standard deviation over texts, and the share of equal top tokens. A change
+below its deviation is none. --keep reuses earlier results. A CPU takes minutes per format; other load does no harm.
 """
 
 import argparse
@@ -32,7 +28,7 @@ PYTHON = Path(sys.prefix) / "peers" / "quality" / "bin" / "python"
 HERE = Path(__file__).parent
 PEER, TASK = HERE / "lm_eval_peer.py", HERE / "articles.yaml"
 BASE, BASE_OF_TRANSFORMERS = "bfloat16", "transformers bfloat16"
-_SERVED_ON_A_CPU = ("--dtype", "auto")  # these alone compute in float32 there, beside keys and values in bfloat16
+_SERVED_ON_A_CPU = ("--dtype", "auto")  # alone, these compute in float32 there with a bfloat16 KV cache
 FORMATS: dict[str, list[str]] = {
     BASE: ["--quantization", "none"],
     "as-stored": ["--quantization", "as-stored", *_SERVED_ON_A_CPU],
@@ -44,8 +40,8 @@ FORMATS: dict[str, list[str]] = {
     "float32": ["--quantization", "none", "--dtype", "float32"],
 }
 REFERENCES = {BASE_OF_TRANSFORMERS: "bfloat16", "transformers float32": "float32"}
-WINDOW = 1022  # tokens that are scored together; lm-eval takes two less than it is told that a server's model has
-# Half a window a step, so that keys and values are read from the cache as they are in serving.
+WINDOW = 1022  # tokens scored together; lm-eval uses two less than the max_length it is given for a server
+# Half a window per step, so that keys and values are read from the cache as in serving.
 SERVED = ["--max-num-batched-tokens", "512", "--max-model-len", "2048", "--kv-cache-memory-bytes", "512M"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "unused"}
 
@@ -53,10 +49,10 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if not PYTHON.exists():
-        print(f"{PYTHON} is not there: make quality", file=sys.stderr)
+        print(f"{PYTHON} does not exist; run `make quality`", file=sys.stderr)
         return 2
     model = options.model or ensure_demo_model(lambda phase, progress, detail: None)
-    told: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="ps-") as folder:
         work = options.keep or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
@@ -64,23 +60,23 @@ def main(argv: list[str]) -> int:
         if not (articles := work / "articles.jsonl").exists():
             write_articles(PYTHON, articles, options.most_words)
         for name in options.formats:
-            told[name] = _told(name, model, work, options)
-            print(f"{name}: {told[name]['word_perplexity']:.4f}", flush=True)
-    result = {**provenance(["word-perplexity", *argv]), **described(model, told), "formats": rows(told)}
+            answers[name] = _answer_of(name, model, work, options)
+            print(f"{name}: {answers[name]['word_perplexity']:.4f}", flush=True)
+    result = {**provenance(["word-perplexity", *argv]), **described(model, answers), "formats": rows(answers)}
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result["formats"]))
     return 0
 
 
-def described(model: Path, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    some = next(iter(told.values()))
+def described(model: Path, answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    some = next(iter(answers.values()))
     tokens = Scored.of(some).tokens
     return {"model": model.name, "words": some["words"], "tokens": tokens, "versions": some["versions"]}
 
 
-def rows(told: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    scored = {name: Scored.of(one) for name, one in told.items()}
+def rows(answers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    scored = {name: Scored.of(one) for name, one in answers.items()}
     made = []
     for name, one in scored.items():
         row: dict[str, Any] = {"format": name, "word_perplexity": round(one.word_perplexity, 4)}
@@ -106,12 +102,12 @@ def table(made: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _told(name: str, model: Path, work: Path, options: argparse.Namespace) -> dict[str, Any]:
+def _answer_of(name: str, model: Path, work: Path, options: argparse.Namespace) -> dict[str, Any]:
     out = work / f"{name.replace(' ', '_')}.json"
     if not out.exists():
         (_ask_transformers if name in REFERENCES else _ask_ours)(name, model, work, out, options.device)
-    told: dict[str, Any] = json.loads(out.read_text())
-    return told
+    answers: dict[str, Any] = json.loads(out.read_text())
+    return answers
 
 
 def _ask_transformers(name: str, model: Path, work: Path, out: Path, device: str) -> None:
@@ -135,7 +131,7 @@ def _evaluate(work: Path, out: Path, kind: str, arguments: str) -> None:
             command, cwd=work, env={**os.environ, **OFFLINE}, stdout=file, stderr=subprocess.STDOUT, check=False
         )
     if done.returncode:
-        raise SystemExit(f"lm-eval ended with {done.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+        raise SystemExit(f"lm-eval ended with status {done.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
     partial.rename(out)
 
 
@@ -143,16 +139,16 @@ def _formats(text: str) -> list[str]:
     names = text.split(",")
     known = [*REFERENCES, *FORMATS]
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no format; there are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"unknown formats: {', '.join(unknown)}; allowed: {', '.join(known)}")
     return names
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench word-perplexity", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--formats", type=_formats, default=[*REFERENCES, *FORMATS])
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--most-words", type=int, default=20_000)
+    parser.add_argument("--model", metavar="PATH", type=Path)
+    parser.add_argument("--formats", metavar="NAME,NAME,...", type=_formats, default=[*REFERENCES, *FORMATS])
+    parser.add_argument("--keep", metavar="PATH", type=Path)
+    parser.add_argument("--most-words", metavar="N", type=int, default=20_000)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", metavar="PATH", type=Path)
     return parser

@@ -1,1 +1,1 @@
-"""Real processes under load over HTTP: ours, and others beside them."""
+"""Benchmarks over HTTP with real processes: ours, and other servers."""

@@ -1,9 +1,13 @@
-"""python -m bench batch-beside-chat --model DIR: what a batch of 2,000 lines costs those who wait for a first token.
+"""Measure how much a batch of 2,000 lines delays the first tokens of chats.
 
-Store, gateway and worker of this benchmark's own. The same chat load, with the same arrivals, alone and beside a batch
-of /v1/batches, several times in turn. The worker is a scripted one whose steps take 6 ms and 25 us a token, about what
-an 8B model takes on an H200; --real runs the model itself. Ends with 1 if p95 is more than --most above that of the
-load alone, if a line has not exactly one result, or a chat failed.
+    python -m bench batch-beside-chat --model DIR
+
+The benchmark starts its own store, gateway and worker. The same chat load with the same arrivals runs alone and beside
+a
+batch of /v1/batches, several times in turn. The scripted worker's steps take 6 ms and 25 us per token, about those of
+an
+8B model on an H200; --real runs the model. The exit status is 1 if p95 is more than --most above that without a batch,
+if a line does not have exactly one result, or if a chat failed.
 """
 
 import argparse
@@ -92,12 +96,12 @@ async def _target(fleet: OwnFleet) -> AsyncIterator[Target]:
 
 
 def _salted(target: Target, salt: str) -> Target:
-    """Salt the target's prompts, so that they are computed again: nothing is found in the prefix cache."""
+    """Add a salt to the target's prompts, so that none is found in the prefix cache."""
     return replace(target, extra_body={"cache_salt": salt})
 
 
 async def _chats(target: Target, options: argparse.Namespace, count: int, stream: str) -> list[RequestResult]:
-    """Each at its time, whatever became of those before it."""
+    """Send each chat at its time, whatever happened to earlier ones."""
     lengths = [(options.prompt_tokens, options.output_tokens)] * count
     planned = Workload(lengths=lengths, token_ids=TOKEN_IDS, seed=1).requests(options.rate, stream)
     begin = asyncio.get_running_loop().time() + 0.5
@@ -110,7 +114,7 @@ async def _chats(target: Target, options: argparse.Namespace, count: int, stream
 
 
 async def _begin_batch(target: Target, options: argparse.Namespace, seed: int) -> str:
-    """Returns when some of it is answered."""
+    """Start a batch and return when some of its lines are finished."""
     form = aiohttp.FormData()
     form.add_field("purpose", "batch")
     form.add_field("file", _lines(options, seed).encode(), filename="in.jsonl")
@@ -140,7 +144,7 @@ async def _batch(target: Target, batch_id: str) -> dict[str, Any]:
 
 
 async def _end_batch(target: Target, batch_id: str, num_lines: int) -> list[str]:
-    """Wait for the batch's end, and return what is wrong with its results."""
+    """Wait for the end of the batch, and return the errors in its results."""
     while (batch := await _batch(target, batch_id))["status"] not in ("failed", "completed", "cancelled"):
         await asyncio.sleep(0.1)
     if batch["output_file_id"] is None:
@@ -149,25 +153,43 @@ async def _end_batch(target: Target, batch_id: str, num_lines: int) -> list[str]
     async with target.session.get(url, raise_for_status=True) as reply:
         counts = Counter(json.loads(line)["custom_id"] for line in (await reply.text()).splitlines())
     if counts != Counter(map(str, range(num_lines))):
-        return [f"{len(counts)} of {num_lines} lines have a result, {max(counts.values())} at most"]
+        return [f"{len(counts)} of {num_lines} lines have a result; a line has at most {max(counts.values())}"]
     return []
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary = (__doc__ or "").partition(": ")[2]
+    summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench batch-beside-chat", description=summary)
-    parser.add_argument("--model", type=Path, required=True, help="model directory; for its tokenizer, unless --real")
-    parser.add_argument("--real", action="store_true", help="a worker with the model instead of a scripted one")
-    parser.add_argument("--rate", type=float, default=4.0, help="chats a second, Poisson arrivals (%(default)s)")
-    parser.add_argument("--chats", type=int, default=120, help="of each round, alone and beside (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="of a chat (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=64, help="of a chat (%(default)s)")
-    parser.add_argument("--lines", type=int, default=2000)
-    parser.add_argument("--line-prompt-tokens", type=int, default=256)
-    parser.add_argument("--line-output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--most", type=float, default=0.15, help="that p95 may be above (%(default)s)")
-    parser.add_argument("--worker-flags", default="")
-    parser.add_argument("--gateway-flags", default="")
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        type=Path,
+        required=True,
+        help="model directory; only its tokenizer is used without --real",
+    )
+    parser.add_argument("--real", action="store_true", help="run the model instead of the scripted worker")
+    parser.add_argument(
+        "--rate", metavar="N", type=float, default=4.0, help="chats per second, Poisson arrivals (default: %(default)s)"
+    )
+    parser.add_argument("--chats", metavar="N", type=int, default=120, help="chats per round (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", metavar="N", type=int, default=512, help="prompt tokens per chat (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-tokens", metavar="N", type=int, default=64, help="output tokens per chat (default: %(default)s)"
+    )
+    parser.add_argument("--lines", metavar="N", type=int, default=2000)
+    parser.add_argument("--line-prompt-tokens", metavar="N", type=int, default=256)
+    parser.add_argument("--line-output-tokens", metavar="N", type=int, default=64)
+    parser.add_argument("--rounds", metavar="N", type=int, default=2)
+    parser.add_argument(
+        "--most",
+        metavar="RATIO",
+        type=float,
+        default=0.15,
+        help="allowed increase of p95, as a ratio (default: %(default)s)",
+    )
+    parser.add_argument("--worker-flags", metavar="NAME", default="")
+    parser.add_argument("--gateway-flags", metavar="NAME", default="")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
     return parser

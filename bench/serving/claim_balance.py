@@ -1,9 +1,10 @@
-"""python -m bench claim-balance: how evenly workers share a burst, what one that joins late gets, what a TAKE costs.
+"""Measure how evenly workers share a burst, the share of a late worker, and the cost of a TAKE.
 
-A store and scripted workers (scripted_worker.py) of this benchmark's own, which claim as every worker does; requests
-are accepted as a gateway would. Told: requests by worker, the most over the mean, and with --late-joiner the share of
-what waited when the second worker was there that it has two seconds later. Ends with 1 if that is over 1.10, or under
-40 %.
+    python -m bench claim-balance [--late-joiner]
+
+The benchmark starts its own store and scripted workers (scripted_worker.py) with real claims, and accepts requests as a
+gateway does. The result has requests per worker and maximum over mean; with --late-joiner, the second worker's share
+after two seconds of what waited when it started. The exit status is 1 above 1.10, or below 40 %.
 """
 
 import argparse
@@ -79,7 +80,7 @@ class Site:
         return request_ids
 
     async def owners(self, request_ids: list[str]) -> dict[str, str]:
-        """Which worker has claimed it, by request; only of those that are claimed."""
+        """Return the claiming worker per request, for claimed requests only."""
         async with self.connections.commands.pipeline(transaction=False) as pipeline:
             for request_id in request_ids:
                 pipeline.hget(self.keys.request(request_id), "worker")
@@ -158,7 +159,7 @@ async def _site() -> AsyncIterator[Site]:
 
 @contextmanager
 def _running(site: Site, workers: dict[str, list[str]]) -> Iterator[None]:
-    """Worker names to flags of their scripts."""
+    """Run workers by name, with additional flags."""
     pace = ["--step-seconds", str(STEP_SECONDS), "--token-seconds", str(TOKEN_SECONDS)]
     common = ["--model", "/none", "--served-model-name", MODEL, "--redis-url", site.url, "--metrics-port", "0"]
     common += ["--max-num-seqs", str(SEATS), "--drain-seconds", "0"]
@@ -173,10 +174,12 @@ def _running(site: Site, workers: dict[str, list[str]]) -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary = (__doc__ or "").partition(": ")[2]
+    summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench claim-balance", description=summary)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--burst", type=int, help="requests at once; default: 128, or 300 with --late-joiner")
-    parser.add_argument("--late-joiner", action="store_true", help="one worker, and one that comes behind the burst")
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--workers", metavar="N", type=int, default=4)
+    parser.add_argument(
+        "--burst", metavar="N", type=int, help="requests at once (default: 128, or 300 with --late-joiner)"
+    )
+    parser.add_argument("--late-joiner", action="store_true", help="start one worker, and a second one after the burst")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
     return parser

@@ -1,5 +1,8 @@
-"""Several client processes share one load, so that what is measured is the server: Python streams about 20,000 events a
-second on a core. Times are comparable between them: time.perf_counter is one clock for the whole machine on Linux."""
+"""Run one load in several client processes, so that the server is the bottleneck.
+
+Python streams about 20,000 events per second on a core. Times are comparable between the processes, because
+time.perf_counter is one clock for the whole machine on Linux.
+"""
 
 import asyncio
 import multiprocessing
@@ -12,19 +15,19 @@ from bench.serving.streaming_request import RequestResult, Target, send
 from bench.workload import PlannedRequest
 
 START_SECONDS = 0.5  # until every process is up: they are forked
-SILENCE_SECONDS = 300.0  # that fails a request
+SILENCE_SECONDS = 300.0  # of silence that fails a request
 
 
 @dataclass(frozen=True)
 class Share:
     url: str
     model: str
-    started_at: float  # time.perf_counter of the load's beginning
+    started_at: float  # time.perf_counter at the start of the load
     requests: list[PlannedRequest]
 
 
 def run_load(url: str, model: str, requests: list[PlannedRequest], num_processes: int) -> list[RequestResult]:
-    """Each request at its arrival time, whatever became of those before it."""
+    """Send each request at its arrival time, whatever happened to earlier ones."""
     started_at = time.perf_counter() + START_SECONDS
     shares = [Share(url, model, started_at, requests[index::num_processes]) for index in range(num_processes)]
     with multiprocessing.get_context("fork").Pool(num_processes) as pool:

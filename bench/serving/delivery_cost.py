@@ -1,8 +1,10 @@
-"""python -m bench delivery-cost --model DIR: what a token costs each process between the engine and the client.
+"""Measure the CPU time per token of each process between the engine and the client.
 
-Store, gateways and a scripted worker (scripted_worker.py) of this benchmark's own; `--requests` streams at once.
-Told in CPU time, which other programs on the machine change little, per token that reached the client. A run of one
-token a stream shows what a request costs by itself.
+    python -m bench delivery-cost --model DIR
+
+The benchmark starts its own store, gateways and scripted worker (scripted_worker.py), with `--requests` concurrent
+streams. CPU time is used because other load on the machine hardly changes it. A run with one token per stream shows the
+cost of a request.
 """
 
 import argparse
@@ -13,7 +15,7 @@ from typing import Any
 
 from bench.provenance import provenance
 from bench.serving.client_processes import run_load
-from bench.serving.load_summary import summarise
+from bench.serving.load_summary import summarize
 from bench.serving.own_fleet import MODEL, OwnFleet, own_fleet
 from bench.workload import PlannedRequest, Workload
 
@@ -33,7 +35,7 @@ def main(argv: list[str]) -> int:
 async def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     steps = ["--step-seconds", str(options.step_seconds), "--max-num-seqs", str(options.requests)]
     async with own_fleet(options.model, steps, gateways=options.gateways) as fleet:
-        _run(options, fleet.url, 1, "warm-up")  # loads what is loaded on first use
+        _run(options, fleet.url, 1, "warm-up")  # warm-up for what is loaded on first use
         return [_cost(options, fleet, tokens) for tokens in (1, options.output_tokens)]
 
 
@@ -55,22 +57,34 @@ def _run(options: argparse.Namespace, url: str, output_tokens: int, stream: str)
         lengths=[(PROMPT_TOKENS, output_tokens)] * options.requests, token_ids=range(100, 49_000), seed=1
     )
     requests: list[PlannedRequest] = list(workload.requests(float("inf"), stream))
-    return summarise({"rate": "inf"}, run_load(url, MODEL, requests, options.client_processes))
+    return summarize({"rate": "inf"}, run_load(url, MODEL, requests, options.client_processes))
 
 
 def _line(row: dict[str, Any]) -> str:
     each = "  ".join(f"{name} {cost:.1f}" for name, cost in row["microseconds_per_token"].items())
-    return f"{row['requests']} x {row['tokens_a_request']} tokens, us of CPU a token: {each}"
+    return f"{row['requests']} x {row['tokens_a_request']} tokens, us of CPU per token: {each}"
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary = (__doc__ or "").partition(": ")[2]
+    summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench delivery-cost", description=summary)
-    parser.add_argument("--model", type=Path, required=True, help="model directory, for its tokenizer")
-    parser.add_argument("--requests", type=int, default=256, help="streams at once (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=100, help="of each stream (%(default)s)")
-    parser.add_argument("--step-seconds", type=float, default=0.02, help="of the scripted device (%(default)s)")
-    parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--client-processes", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, required=True, help="model directory; only its tokenizer is used"
+    )
+    parser.add_argument(
+        "--requests", metavar="N", type=int, default=256, help="concurrent streams (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-tokens", metavar="N", type=int, default=100, help="tokens per stream (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--step-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=0.02,
+        help="step duration of the scripted device (default: %(default)s)",
+    )
+    parser.add_argument("--gateways", metavar="N", type=int, default=1)
+    parser.add_argument("--client-processes", metavar="N", type=int, default=1)
+    parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
     return parser

@@ -1,8 +1,10 @@
-"""python -m bench disconnects --model DIR: clients that leave at a random moment, and how soon their KV is free.
+"""Measure how soon the KV of clients that disconnect at a random time is free.
 
-Store, gateway and a scripted worker of this benchmark's own; the worker logs when its engine drops a request, which
-frees its blocks in the same call. Told: the time from the client's close() to it, in seconds and in steps, and the
-requests and blocks that are left in the end. Ends with 1 if any are.
+    python -m bench disconnects --model DIR
+
+The benchmark starts its own store, gateway and scripted worker. The worker logs when its engine drops a request, which
+frees its blocks in the same call. The result has the time from the client's close() to that, in seconds and steps, and
+the requests and blocks left at the end. The exit status is 1 if any are left.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from shared.messages import decode_heartbeat
 from shared.redis_keys import RedisKeys
 
 STEP_SECONDS = 0.05
-OUTPUT_TOKENS = 2000  # none of them ends by itself
+OUTPUT_TOKENS = 2000  # no stream ends by itself
 LONGEST_STAY_SECONDS = 1.0
 SETTLE_SECONDS = 5.0
 
@@ -44,7 +46,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         share = [options.disconnects // options.concurrency] * options.concurrency
         share[0] += options.disconnects - sum(share)
         await asyncio.gather(*(_leave_again_and_again(fleet, source, count, closed_at) for count in share))
-        await asyncio.sleep(SETTLE_SECONDS)  # far more than a step and a heartbeat
+        await asyncio.sleep(SETTLE_SECONDS)  # much longer than a step and a heartbeat
         left = await asyncio.to_thread(_worker_state, fleet.store_url)
     aborted_at = {id_: float(at) for id_, at in (line.split() for line in log.read_text().splitlines())}
     delays = [aborted_at[id_] - at for id_, at in closed_at.items() if id_ in aborted_at]
@@ -66,8 +68,8 @@ async def _leave_again_and_again(
         body |= {"max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
         stream = RawStream()
         reader, writer = await open_stream(*fleet.address, body, stream)
-        await asyncio.sleep(source.uniform(0, LONGEST_STAY_SECONDS))  # the client's patience
-        piece = await reader.read(4096) if number % 4 else b""  # one in four leaves without having read anything
+        await asyncio.sleep(source.uniform(0, LONGEST_STAY_SECONDS))  # time until the client disconnects
+        piece = await reader.read(4096) if number % 4 else b""  # one in four disconnects without reading
         stream.pieces.append((time.monotonic(), piece))
         writer.transport.abort()
         request_id, _, _ = stream.events()
@@ -76,7 +78,7 @@ async def _leave_again_and_again(
 
 
 def _worker_state(store_url: str) -> dict[str, int]:
-    """As the next heartbeat tells it."""
+    """Return the state in the next heartbeat."""
     with redis.Redis.from_url(store_url) as store, store.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe(RedisKeys(MODEL).heartbeat_channel)
         message = None
@@ -91,12 +93,20 @@ def _worker_state(store_url: str) -> dict[str, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary = (__doc__ or "").partition(": ")[2]
+    summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench disconnects", description=summary)
-    parser.add_argument("--model", type=Path, required=True, help="model directory, for its tokenizer")
-    parser.add_argument("--disconnects", type=int, default=10_000)
-    parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log-aborts", type=Path, default=Path("aborts.log"), help="where the worker writes")
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, required=True, help="model directory; only its tokenizer is used"
+    )
+    parser.add_argument("--disconnects", metavar="N", type=int, default=10_000)
+    parser.add_argument("--concurrency", metavar="N", type=int, default=32)
+    parser.add_argument("--seed", metavar="N", type=int, default=1)
+    parser.add_argument(
+        "--log-aborts",
+        metavar="PATH",
+        type=Path,
+        default=Path("aborts.log"),
+        help="file that the worker logs aborts to (default: %(default)s)",
+    )
+    parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
     return parser

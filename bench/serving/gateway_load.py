@@ -1,9 +1,11 @@
-"""python -m bench gateway-load --model DIR: many slow streams at once through one gateway, for a minute.
+"""Run many slow streams through one gateway for a minute.
 
-Store, gateway and a scripted worker of this benchmark's own. Each token tells when the worker's step ended, so the time
-from there to the client is known token by token; afterwards each client's text is compared with the journal of its
-request. Told: mismatches, delay of delivery, the gateway's CPU time a token, its memory and the slope of that over the
-second half. `--streams 4000 --tokens-per-second 1` shows the memory of many streams. Ends with 1 on any mismatch.
+    python -m bench gateway-load --model DIR
+
+The benchmark starts its own store, gateway and scripted worker. Each token encodes the end of its step, so the delay to
+the client is known per token. Each client's text is compared with the journal of its request. The result has
+mismatches, delivery delay, the gateway's CPU time per token, its memory, and the memory's slope over the second half.
+`--streams 4000 --tokens-per-second 1` shows the memory of many streams. The exit status is 1 on a mismatch.
 """
 
 import argparse
@@ -32,7 +34,7 @@ SAMPLE_SECONDS = 0.5
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    gc.disable()  # what arrives is kept to the end: a search of it all would be told as 70 ms of delay
+    gc.disable()  # everything received is kept: a collection would add 70 ms of delay
     try:
         result = {**provenance(["gateway-load", *argv]), **asyncio.run(_measure(options))}
     finally:
@@ -46,7 +48,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     worker = ["--tell-time", "--step-seconds", str(1 / options.tokens_per_second), "--max-num-seqs", str(count)]
     limits = ["--max-num-streams", str(count), "--max-num-queued-reqs", str(count)]
     async with own_fleet(options.model, worker, gateway_flags=limits) as fleet:
-        await _read_all(fleet, 1, 1)  # loads what is loaded on first use
+        await _read_all(fleet, 1, 1)  # warm-up for what is loaded on first use
         samples: list[tuple[float, int]] = []  # (time.monotonic, bytes)
         memory = asyncio.create_task(_sample_memory(fleet, samples))
         before = fleet.cpu_seconds()
@@ -89,7 +91,7 @@ async def _sample_memory(fleet: OwnFleet, samples: list[tuple[float, int]]) -> N
 def _compare(
     streams: list[RawStream], store: redis.Redis, tokenizer: Tokenizer, num_tokens: int
 ) -> tuple[list[float], list[str]]:
-    """(seconds from the end of a token's step to its arrival, of all tokens; what is wrong with streams)."""
+    """Return (delay of every token from the end of its step in seconds, errors of streams)."""
     delays: list[float] = []
     mismatches = []
     for stream in streams:
@@ -110,7 +112,7 @@ def _delay(arrived_at: float, token_id: int) -> float:
 
 
 def _memory_report(samples: list[tuple[float, int]], streams: int) -> dict[str, Any]:
-    half = samples[len(samples) // 2 : -2]  # while all are open: not their end
+    half = samples[len(samples) // 2 : -2]  # while all streams are open
     return {
         "gateway_rss_bytes": {"before": samples[0][1], "peak": max(size for _, size in samples)},
         "gateway_rss_bytes_a_stream": (max(size for _, size in samples) - samples[0][1]) / streams,
@@ -119,7 +121,7 @@ def _memory_report(samples: list[tuple[float, int]], streams: int) -> dict[str, 
 
 
 def _slope(samples: list[tuple[float, int]]) -> float:
-    """Least squares."""
+    """Return the least-squares slope."""
     mean_x = sum(x for x, _ in samples) / len(samples)
     mean_y = sum(y for _, y in samples) / len(samples)
     spread = sum((x - mean_x) ** 2 for x, _ in samples)
@@ -127,11 +129,15 @@ def _slope(samples: list[tuple[float, int]]) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary = (__doc__ or "").partition(": ")[2]
+    summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench gateway-load", description=summary)
-    parser.add_argument("--model", type=Path, required=True, help="model directory, for its tokenizer")
-    parser.add_argument("--streams", type=int, default=1000)
-    parser.add_argument("--tokens-per-second", type=float, default=10.0, help="of each stream (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, required=True, help="model directory; only its tokenizer is used"
+    )
+    parser.add_argument("--streams", metavar="N", type=int, default=1000)
+    parser.add_argument(
+        "--tokens-per-second", metavar="N", type=float, default=10.0, help="rate of each stream (default: %(default)s)"
+    )
+    parser.add_argument("--seconds", metavar="SECONDS", type=float, default=60.0)
+    parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
     return parser

@@ -1,8 +1,10 @@
-"""python -m bench http-cases --trace FILE --server NAME READY_URL COMMAND ...: servers in turn under the same loads.
+"""Run servers in turn under the same loads.
 
-Each server is started by its command, which must serve an OpenAI-compatible API of model `m` at READY_URL's address; it
-has all of the machine until it is stopped, with every process that it started. Same prompts, same arrivals, same client
-processes for each. Writes OUT/NAME.jsonl and OUT/NAME.log as it goes, and ends with a table, the servers side by side.
+    python -m bench http-cases --trace FILE --server NAME READY_URL COMMAND ...
+
+Each command must start an OpenAI-compatible API of model `m` at READY_URL's address. A server has the whole machine
+until it is stopped with all its processes. Prompts, arrivals and client processes are the same. Writes OUT/NAME.jsonl
+and OUT/NAME.log during the run, and prints a table of all servers.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from urllib.parse import urlsplit
 
 from bench.provenance import provenance
 from bench.serving.client_processes import run_load
-from bench.serving.load_summary import summarise
+from bench.serving.load_summary import summarize
 from bench.workload import PlannedRequest, Workload, read_trace, take_lengths
 
 MODEL = "m"
@@ -44,7 +46,7 @@ class Server(NamedTuple):
 
 
 class NotReady(RuntimeError):
-    """The server ended, or took too long to answer."""
+    """The server ended, or did not answer in time."""
 
 
 def main(argv: list[str]) -> int:
@@ -75,7 +77,7 @@ def _measure(server: Server, options: argparse.Namespace) -> Iterator[dict[str, 
                 lengths = take_lengths(read_trace(options.trace), count)
                 requests = _requests(options, lengths, rate, f"rate {rate} {rep}")
                 results = run_load(server.url, MODEL, requests, options.processes)
-                summary = summarise({"rate": str(rate)}, results)
+                summary = summarize({"rate": str(rate)}, results)
                 yield {"server": server.name, "rep": rep, "start_seconds": start_seconds, **summary}
 
 
@@ -88,7 +90,7 @@ def _requests(
 
 @contextmanager
 def _running(server: Server, options: argparse.Namespace) -> Iterator[float]:
-    """Seconds from its start to its first good answer. All its processes are gone at the end."""
+    """Run a server and yield the seconds from its start to its first answer; all its processes are gone afterwards."""
     started_at = time.monotonic()
     with (options.out / f"{server.name}.log").open("ab") as log:
         process = subprocess.Popen(
@@ -110,7 +112,7 @@ def _running(server: Server, options: argparse.Namespace) -> Iterator[float]:
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Returns when none of its processes is left, so that the next server finds the memory free."""
+    """Kill a process group and wait until its processes are gone, so that the next server finds the memory free."""
     until = time.monotonic() + STOP_SECONDS
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -151,7 +153,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Sorted by load, so that servers stand under each other."""
+    """Return a table sorted by load, so that servers are comparable."""
     lines = [list(COLUMNS), *(cells(row) for row in sorted(rows, key=lambda row: str(row["load"]["rate"])))]
     lines = [[*one, *[""] * (len(COLUMNS) - len(one))] for one in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -159,15 +161,31 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench http-cases", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser(prog="python -m bench http-cases", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--server", nargs=3, action="append", required=True, metavar=("NAME", "READY_URL", "COMMAND"))
-    parser.add_argument("--trace", type=Path, required=True, help="JSON list of [prompt_tokens, output_tokens]")
-    parser.add_argument("--load", type=_loads, default=_loads("inf:1000,30:1000,10:500"), help="RATE:REQUESTS,...")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=6, help="of the client (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--start-seconds", type=float, default=150.0, help="a server that takes longer is left out")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of NAME.jsonl and NAME.log")
+    parser.add_argument(
+        "--trace", metavar="PATH", type=Path, required=True, help="JSON list of [prompt_tokens, output_tokens]"
+    )
+    parser.add_argument(
+        "--load", metavar="RATE:N,...", type=_loads, default=_loads("inf:1000,30:1000,10:500"), help="RATE:REQUESTS,..."
+    )
+    parser.add_argument("--repeats", metavar="N", type=int, default=1)
+    parser.add_argument("--processes", metavar="N", type=int, default=6, help="client processes (default: %(default)s)")
+    parser.add_argument("--seed", metavar="N", type=int, default=1)
+    parser.add_argument(
+        "--start-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=150.0,
+        help="start timeout; a slower server is skipped (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        type=Path,
+        default=Path("bench/results"),
+        help="folder of NAME.jsonl and NAME.log (default: %(default)s)",
+    )
     return parser
 
 

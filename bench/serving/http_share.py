@@ -1,12 +1,12 @@
-"""python -m bench http-share --model DIR: what share of the engine's speed is left through HTTP, both in one run.
-
-One wave on each side: the same prompts, all sent at once, greedy, to exactly the same number of tokens; through the
-engine in this process, scheduled as a worker schedules by default, and as streams from a `pagestream serve` of its own.
-Every repetition loads both anew, because two processes of one setting differ, visits every concurrency, and lets the
-other side begin. Ends with 1 when a request failed or the median share of e2e is under --least-share somewhere.
+"""Measure the share of the engine's speed that remains through HTTP, both in one run.
 
     e2e      all output tokens over the time from the first request sent to the last token
-    decode   tokens after the moment when every stream has its first one, over the time from then on
+    decode   tokens after every stream has its first token, over the time from then on
+
+Both sides get the same prompts at once, greedy and of fixed length: the engine in this process with a worker's default
+scheduling, and streams of its own `pagestream serve`. Each repetition loads both again, because two processes with the
+same settings differ, runs every concurrency, and swaps the order. The exit status is 1 if a request failed or the
+median e2e share is below --least-share.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def _repetition(options: argparse.Namespace, rep: int) -> list[dict[str, Any]]:
             "engine": lambda requests: _through_engine(runner, requests),
             "http": lambda requests: asyncio.run(_through_http(server.url, requests)),
         }
-        for side in sides.values():  # the first call of a side pays for lazy initialisation
+        for side in sides.values():  # the first call of a side pays for lazy initialization
             side(_requests(options, 1, f"warm-up {rep}", output_tokens=8))
         for concurrency in options.concurrency:
             requests = _requests(options, concurrency, f"{rep}/{concurrency}", options.output_tokens)
@@ -89,7 +89,7 @@ def _load(options: argparse.Namespace) -> ModelRunner:
     )
     runner = load_model_runner(settings, lambda phase, progress, detail: None)
     if (runner.num_blocks - 1) * runner.block_size < max(options.concurrency) * (length + runner.block_size):
-        raise ServerEnded("--kv-cache-memory-bytes does not hold every stream: the sides would not be alike")
+        raise ServerEnded("--kv-cache-memory-bytes is too small for all streams, so the sides would not be comparable")
     return runner
 
 
@@ -120,11 +120,11 @@ async def _through_http(url: str, requests: list[PlannedRequest]) -> Figures:
 
 
 def wave_figures(results: list[RequestResult]) -> Figures:
-    """The figures of requests sent at once, each token of which came as an event of its own."""
+    """Return the figures of requests sent at once, with one event per token."""
     started = min(result.sent_at for result in results)
     all_began = max(result.event_times[0] for result in results)
     ended = max(result.event_times[-1] for result in results)
-    # Not all tokens but the first ones: a stream that began early has decoded beside the others' prefill.
+    # Excludes tokens of streams that started early and decoded during the other streams' prefill.
     decoded = sum(moment > all_began for result in results for moment in result.event_times)
     return {
         "e2e_tokens_per_second": sum(result.completion_tokens for result in results) / (ended - started),
@@ -134,7 +134,7 @@ def wave_figures(results: list[RequestResult]) -> Figures:
 
 
 def shares(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each concurrency: the medians of both sides, and the median of the repetitions' own HTTP / engine."""
+    """Return per concurrency the medians of both sides, and the median of HTTP / engine per repetition."""
     rows = []
     for concurrency in dict.fromkeys(run["concurrency"] for run in runs):
         row: dict[str, Any] = {"concurrency": concurrency}
@@ -167,15 +167,39 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench http-share", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="model directory")
-    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 8, 16], help="comma separated")
-    parser.add_argument("--prompt-tokens", type=int, default=192)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--least-share", type=float, default=0.90)
-    parser.add_argument("--kv-cache-memory-bytes", type=int, default=512 * 2**20, help="of each side (%(default)s)")
-    parser.add_argument("--serve-flags", type=str.split, default=[], help="further flags of serve, in one string")
-    parser.add_argument("--output", type=Path, default=Path("bench/results"), help="directory of the JSON")
+    parser.add_argument("--model", metavar="PATH", type=Path, required=True, help="model directory")
+    parser.add_argument(
+        "--concurrency",
+        metavar="N,N,...",
+        type=_counts,
+        default=[1, 4, 8, 16],
+        help="concurrent streams, comma separated",
+    )
+    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=192)
+    parser.add_argument("--output-tokens", metavar="N", type=int, default=128)
+    parser.add_argument("--reps", metavar="N", type=int, default=3)
+    parser.add_argument("--least-share", metavar="RATIO", type=float, default=0.90)
+    parser.add_argument(
+        "--kv-cache-memory-bytes",
+        metavar="BYTES",
+        type=int,
+        default=512 * 2**20,
+        help="KV cache of each side (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--serve-flags",
+        metavar="FLAGS",
+        type=str.split,
+        default=[],
+        help="additional flags of `pagestream serve`, as one string",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        type=Path,
+        default=Path("bench/results"),
+        help="folder of the JSON (default: %(default)s)",
+    )
     return parser
 
 

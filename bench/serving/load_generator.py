@@ -1,8 +1,10 @@
-"""python -m bench [OPTIONS]: load an OpenAI-compatible server with streamed requests and time every token.
+"""Load an OpenAI-compatible server with streamed requests and time every token.
 
-Prompts are seeded random token ids (completions) or words (chat). A run is bounded by concurrency, or has Poisson
-arrivals; several values, separated by commas, make several runs. Ends with 1 when a request failed, was cut short, or
-brought another number of tokens than asked for.
+    python -m bench [OPTIONS]
+
+Prompts are seeded random token ids (completions) or words (chat). A run is bounded by concurrency or has Poisson
+arrivals; comma-separated values make several runs. The exit status is 1 if a request failed, was cut short, or had
+another number of tokens than requested.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import aiohttp
 
 from bench.provenance import provenance
 from bench.serving import load_report
-from bench.serving.load_summary import samples, summarise
+from bench.serving.load_summary import samples, summarize
 from bench.serving.streaming_request import RequestResult, Target, send
 from bench.workload import PlannedRequest, Workload, WorkloadError, read_trace, take_lengths
 
@@ -51,7 +53,7 @@ async def _benchmark(options: argparse.Namespace, origin: dict[str, Any]) -> int
         for kind, value in loads:
             limit, rate = (0, value) if kind == "rate" else (int(value), float("inf"))
             results = await _run(target, workload, limit, rate, stream=f"{kind} {value}")
-            runs.append((summarise({kind: value}, results), samples(results)))
+            runs.append((summarize({kind: value}, results), samples(results)))
             print(f"{kind} {value}: {len(results)} requests done", file=sys.stderr)
     return _report(options, origin, runs)
 
@@ -70,7 +72,7 @@ def _report(options: argparse.Namespace, origin: dict[str, Any], runs: list[tupl
 
 
 async def _run(target: Target, workload: Workload, limit: int, rate: float, stream: str) -> list[RequestResult]:
-    """All requests of one run: at most `limit` at a time, or, when it is 0, each at its arrival time."""
+    """Run all requests: at most `limit` at once, or if it is 0, each at its arrival time."""
     planned = workload.requests(rate, stream)
     if limit:
         lanes = await asyncio.gather(*(_lane(target, planned) for _ in range(limit)))
@@ -115,7 +117,7 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         return str(models["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
-        raise WorkloadError(f"{url}/v1/models names no model: {str(models)[:200]}") from error
+        raise WorkloadError(f"{url}/v1/models lists no model: {str(models)[:200]}") from error
 
 
 async def _server_version(target: Target) -> Any:
@@ -135,26 +137,73 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pagestream bench", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
-    parser.add_argument("--model", default="", help="default: the first one in /v1/models")
+    parser = argparse.ArgumentParser(prog="pagestream bench", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--url", metavar="URL", default="http://127.0.0.1:8000", help="server (default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", default="", help="model name (default: the first one in /v1/models)")
     parser.add_argument("--api", choices=("completions", "chat"), default="completions")
-    parser.add_argument("--api-key", default="")
-    parser.add_argument("--trace", type=Path, help="JSON list of [prompt_tokens, output_tokens]")
-    parser.add_argument("--prompt-tokens", type=_count, default=192, help="without a trace (%(default)s)")
-    parser.add_argument("--output-tokens", type=_count, default=128, help="without a trace (%(default)s)")
-    parser.add_argument("--num-requests", type=_count, help="in each run; default: the whole trace, or 64")
-    parser.add_argument("--concurrency", type=_list_of(_count), default=[8], help="open requests, such as 1,4,16 (8)")
-    parser.add_argument("--rate", type=_list_of(_rate), help="Poisson arrivals a second instead; inf: all at once")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=4, help="requests before the first run (%(default)s)")
-    parser.add_argument("--token-ids", type=_token_ids, default=(100, 49000), help="range of prompt tokens, 100:49000")
-    parser.add_argument("--stop-at-eos", action="store_true", help="let answers end early, and accept any length")
-    parser.add_argument("--extra-body", type=json.loads, default={}, help="JSON object merged into each request")
-    parser.add_argument("--timeout-seconds", type=float, default=300.0, help="silence that fails a request")
-    parser.add_argument("--json", type=Path, help="write every figure here")
-    parser.add_argument("--png", type=Path, help="draw the distributions here")
+    parser.add_argument("--api-key", metavar="KEY", default="")
+    parser.add_argument("--trace", metavar="PATH", type=Path, help="JSON list of [prompt_tokens, output_tokens]")
+    parser.add_argument(
+        "--prompt-tokens",
+        metavar="N",
+        type=_count,
+        default=192,
+        help="prompt tokens without a trace (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        metavar="N",
+        type=_count,
+        default=128,
+        help="output tokens without a trace (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-requests", metavar="N", type=_count, help="requests per run (default: the whole trace, or 64)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        metavar="N,N,...",
+        type=_list_of(_count),
+        default=[8],
+        help="concurrent requests, e.g. 1,4,16 (default: 8)",
+    )
+    parser.add_argument(
+        "--rate", metavar="N,N,...", type=_list_of(_rate), help="Poisson arrivals per second instead; inf: all at once"
+    )
+    _add_request_options(parser)
     return parser
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of each request and of the output files."""
+    parser.add_argument("--seed", metavar="N", type=int, default=1)
+    parser.add_argument(
+        "--warmup",
+        metavar="N",
+        type=int,
+        default=4,
+        help="warm-up requests before the first run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--token-ids",
+        metavar="N:N",
+        type=_token_ids,
+        default=(100, 49000),
+        help="range of prompt token ids (default: 100:49000)",
+    )
+    parser.add_argument("--stop-at-eos", action="store_true", help="let outputs end early, and accept any length")
+    parser.add_argument(
+        "--extra-body", metavar="JSON", type=json.loads, default={}, help="JSON object merged into each request"
+    )
+    parser.add_argument(
+        "--timeout-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="silence that fails a request (default: %(default)s)",
+    )
+    parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
+    parser.add_argument("--png", metavar="PATH", type=Path, help="file for a picture of the distributions")
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""A load benchmark as table, JSON and picture. matplotlib is imported only to draw."""
+"""Report a load benchmark as table, JSON and picture; matplotlib is imported only to draw."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ _SHORT = {"time_to_first_token": "TTFT", "time_per_output_token": "TPOT", "inter
 
 
 def tell(result: dict[str, Any], path: Path | None) -> None:
-    """Print every figure, and write it to `path` if there is one."""
+    """Print all figures, and write them to `path` if given."""
     text = json.dumps(result, indent=1)
     print(text)
     if path is not None:
@@ -20,7 +20,7 @@ def tell(result: dict[str, Any], path: Path | None) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """One line for each run; latencies in milliseconds, p50/p99."""
+    """Return one line per run; latencies in milliseconds, p50/p99."""
     header = ["load", "requests", "failed", "out tok/s", *(f"{_SHORT[name]} ms" for name in LATENCIES)]
     lines = [header, *(_row(run) for run in runs)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
@@ -45,8 +45,8 @@ def write_json(path: Path, origin: dict[str, Any], runs: list[dict[str, Any]]) -
 
 
 def write_png(path: Path, origin: dict[str, Any], runs: list[tuple[dict[str, Any], Samples]]) -> None:
-    """The distribution of each latency, one line for each run."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  half a second, and a development dependency
+    """Draw the distribution of each latency, one line per run."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, and a development dependency
 
     figure = Figure(figsize=(12, 8), layout="constrained")
     for axes, name in zip(figure.subplots(2, 2).flat, LATENCIES, strict=True):
@@ -65,7 +65,7 @@ def write_png(path: Path, origin: dict[str, Any], runs: list[tuple[dict[str, Any
 
 def can_draw() -> bool:
     try:
-        import matplotlib  # noqa: F401, PLC0415  asked before a run of minutes, not after it
+        import matplotlib  # noqa: F401, PLC0415 - checked before a run of minutes
     except ImportError:
         print("--png needs matplotlib: pip install 'pagestream[bench]'", file=sys.stderr)
         return False

@@ -1,4 +1,4 @@
-"""From the results of a load run to its figures. Pure."""
+"""Compute the figures of a load run from its results."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ LATENCIES = ("time_to_first_token", "time_per_output_token", "inter_token", "end
 
 
 def samples(results: list[RequestResult]) -> dict[str, list[float]]:
-    """Every single measurement of the requests that succeeded, by latency, in seconds."""
+    """Return all measurements of successful requests by latency, in seconds."""
     good = [result for result in results if not result.failure]
     per_token = [result.time_per_output_token_seconds for result in good]
     return {
@@ -20,8 +20,8 @@ def samples(results: list[RequestResult]) -> dict[str, list[float]]:
     }
 
 
-def summarise(load: dict[str, Any], results: list[RequestResult]) -> dict[str, Any]:
-    """Throughput counts what usage counts, from the first request sent to the last token of a good one."""
+def summarize(load: dict[str, Any], results: list[RequestResult]) -> dict[str, Any]:
+    """Summarize a run; throughput counts usage tokens, from the first request sent to the last token."""
     good = [result for result in results if not result.failure]
     failures = [result.failure for result in results if result.failure]
     summary: dict[str, Any] = {

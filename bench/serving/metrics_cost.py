@@ -1,10 +1,10 @@
-"""The cost of the metrics: python -m bench metrics-cost [--step-milliseconds S]. No device, no model, one thread.
+"""Measure the cost of the metrics: no device, no model, one thread.
 
-    step      observing one step of 256 decoding sequences, and the times of their requests: microseconds, and its share
-              of a step of S milliseconds
-    scrape    one snapshot of the engine and its text, and the gateway's text after some requests: milliseconds
+    step      observing one step of 256 decoding sequences, and the times of their requests: microseconds, and the share
+              of a step of S milliseconds (--step-milliseconds)
+    scrape    one snapshot of the engine with its text, and the gateway's text after some requests: milliseconds
 
-Each figure is the least of several repeats (others on the machine only add) beside the median.
+Each figure is the minimum of several repeats, because other processes only add time, beside the median.
 """
 
 import argparse
@@ -40,10 +40,16 @@ PROMPT_TOKENS = 256
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench metrics-cost", description=__doc__.split("\n")[0])
-    parser.add_argument("--num-sequences", type=int, default=256)
-    parser.add_argument("--step-milliseconds", type=float, default=10.0, help="of the step that they are a share of")
-    parser.add_argument("--repeats", type=int, default=400)
-    parser.add_argument("--output", type=Path, help="write the JSON here too")
+    parser.add_argument("--num-sequences", metavar="N", type=int, default=256)
+    parser.add_argument(
+        "--step-milliseconds",
+        metavar="MILLISECONDS",
+        type=float,
+        default=10.0,
+        help="step duration for the share (default: %(default)s)",
+    )
+    parser.add_argument("--repeats", metavar="N", type=int, default=400)
+    parser.add_argument("--output", metavar="PATH", type=Path, help="file to write the JSON to")
     options = parser.parse_args(argv)
     observe, scrape = worker_side(options.num_sequences)
     step_microseconds = timed(observe, options.repeats, 1e6)
@@ -76,7 +82,7 @@ def timed(work: Callable[[], object], repeats: int, scale: float) -> dict[str, f
 
 
 def worker_side(num_sequences: int) -> tuple[Callable[[], None], Callable[[], bytes]]:
-    """Return a worker's work after each step, and at a scrape, while `num_sequences` decode."""
+    """Return a worker's work after each step and at a scrape, while `num_sequences` decode."""
     config = SchedulerConfig(
         max_num_seqs=num_sequences, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN_TOKENS
     )

@@ -1,8 +1,10 @@
-"""python -m bench overload --model DIR: several times more requests than the worker can answer, for a while.
+"""Send several times more requests than the worker can process.
 
-Store, gateway and a scripted worker of this benchmark's own. Requests come at `--factor` times the worker's rate,
-whatever becomes of those before. Told: how fast the surplus is refused and with which status, and that each request
-that was accepted is answered whole, and when. Ends with 1 if one was not.
+    python -m bench overload --model DIR
+
+The benchmark starts its own store, gateway and scripted worker. Requests arrive at `--factor` times the worker's rate.
+The result has how fast and with which status the surplus is rejected, and when accepted requests complete. The exit
+status is 1 if an accepted request is incomplete.
 """
 
 import argparse
@@ -34,7 +36,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     rate = options.factor * CAPACITY_A_SECOND
     worker = ["--step-seconds", str(STEP_SECONDS), "--max-num-seqs", str(SEATS)]
     async with own_fleet(options.model, worker, gateway_flags=["--max-num-queued-reqs", str(QUEUED)]) as fleet:
-        await read_stream(*fleet.address, _body(0))  # loads what is loaded on first use
+        await read_stream(*fleet.address, _body(0))  # warm-up for what is loaded on first use
         begin = time.monotonic()
         tasks: list[asyncio.Task[Any]] = []
         while (elapsed_seconds := time.monotonic() - begin) < options.seconds:
@@ -72,10 +74,18 @@ def _body(number: int) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary = (__doc__ or "").partition(": ")[2]
+    summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench overload", description=summary)
-    parser.add_argument("--model", type=Path, required=True, help="model directory, for its tokenizer")
-    parser.add_argument("--factor", type=float, default=5.0, help="of the worker's rate (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, required=True, help="model directory; only its tokenizer is used"
+    )
+    parser.add_argument(
+        "--factor",
+        metavar="RATIO",
+        type=float,
+        default=5.0,
+        help="request rate as a multiple of the worker's (default: %(default)s)",
+    )
+    parser.add_argument("--seconds", metavar="SECONDS", type=float, default=20.0)
+    parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
     return parser

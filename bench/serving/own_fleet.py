@@ -1,4 +1,4 @@
-"""A store, gateways and one worker of a benchmark's own: a scripted one without a model (scripted_worker.py)."""
+"""A benchmark's own store, gateways and worker, by default a scripted one without a model (scripted_worker.py)."""
 
 import contextlib
 import subprocess
@@ -49,15 +49,22 @@ async def own_fleet(
     store_bytes: int = STORE_BYTES,
     gateway_home: Path | None = None,
 ) -> AsyncIterator[OwnFleet]:
-    """`model`: directory, for its tokenizer; `worker`: the module that runs as one; `gateway_home`: another checkout.
+    """Start the processes and yield when they are ready; all are gone afterwards.
 
-    Ready when entered; all processes are gone afterwards.
+    Args:
+        model: Model directory; only its tokenizer is used by the scripted worker.
+        worker_flags: Flags of the worker.
+        gateways: Number of gateways.
+        gateway_flags: Flags of each gateway.
+        worker: Module that runs as the worker.
+        store_bytes: Memory of the store.
+        gateway_home: Another checkout for the gateways.
     """
     with tempfile.TemporaryDirectory(prefix="ps-") as name:
         directory, port = Path(name), free_port()
         store = EmbeddedStore.at(directory, store_bytes)
         await store.start()
-        assert store.process is not None, "the directory is new, so the store is ours"
+        assert store.process is not None, "a new directory must have its own store"
         common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", store.url]
         listen = ["--port", str(port), *(["--reuse-port"] if gateways > 1 else []), *gateway_flags]
         commands = {f"gateway {number}": ["gateway", *common, *listen] for number in range(gateways)}
@@ -91,7 +98,7 @@ def _running(
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
-    """A gateway that stands still, as some benchmarks bring about, hears no signal but one."""
+    """Wait for a process, and kill it if it does not react to a signal."""
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
@@ -107,7 +114,7 @@ def _wait_until_ready(port: int, log: Path) -> None:
             if reply.status == 200:
                 return
         time.sleep(0.1)
-    raise RuntimeError("nobody is ready:\n" + log.read_text(errors="replace")[-2000:])
+    raise RuntimeError("the fleet is not ready:\n" + log.read_text(errors="replace")[-2000:])
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

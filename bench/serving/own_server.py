@@ -1,4 +1,4 @@
-"""A `pagestream serve` of a benchmark's own, on a free port and with its own store: nothing else here is met.
+"""A benchmark's own `pagestream serve`, on a free port and with its own store.
 
 with own_server(model, "m", ["--dtype", "float32"]) as server:
     server.url, server.pid
@@ -26,7 +26,7 @@ class ServerEnded(RuntimeError):
 
 @dataclass(frozen=True)
 class OwnServer:
-    url: str  # base, without /v1
+    url: str  # base URL, without /v1
     pid: int  # of the supervisor
 
 
@@ -35,7 +35,7 @@ def own_server(model: Path, served_name: str, flags: Sequence[str]) -> Iterator[
     port = free_port()
     options = ["--port", str(port), "--served-model-name", served_name, *flags]
     command = [sys.executable, "-m", "pagestream", "serve", str(model), *options]
-    # A short prefix: the store's unix socket lies in that directory, and a socket's path has 107 bytes.
+    # A short prefix, because a socket path is limited to 107 bytes and the store's socket is in that directory.
     with tempfile.TemporaryDirectory(prefix="ps-") as state, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, env={**os.environ, "XDG_STATE_HOME": state}, stdout=log, stderr=subprocess.STDOUT

@@ -1,6 +1,6 @@
-"""One streamed completion as bytes, with as little work a token as there can be: thousands run in one client process.
+"""One streamed completion as bytes, with minimal work per token, so that thousands run in one client process.
 
-Events are parsed when the load is over. Knows nothing of who measures what.
+Events are parsed after the load.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass
 class RawStream:
-    sent_at: float = 0.0  # as all times here, of time.monotonic
-    answered_at: float = 0.0  # the head of the reply
+    sent_at: float = 0.0  # time.monotonic, like all times here
+    answered_at: float = 0.0  # arrival of the response head
     status: int = 0
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # as they arrived
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # (arrival, bytes)
     failure: str = ""
 
     def events(self) -> tuple[str, list[tuple[float, str]], bool]:
-        """(request id, (arrival, text) of each token, whether [DONE] came).
+        """Return (request id, (arrival, text) of each token, whether [DONE] arrived).
 
-        One event more than tokens tells what an unfinished character at the end is taken for.
+        There may be one more event than tokens, for an unfinished character at the end.
         """
         request_id, tokens, done, pending = "", [], False, b""
         for arrived_at, piece in self.pieces:
@@ -59,7 +59,11 @@ class RawStream:
 async def open_stream(
     host: str, port: int, body: dict[str, object], stream: RawStream, *, headers: Mapping[str, str] | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Returns behind the reply's head. Raises OSError."""
+    """Send the request and return after the response head.
+
+    Raises:
+        OSError: If the connection fails.
+    """
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
@@ -73,7 +77,7 @@ async def open_stream(
 
 
 async def read_stream(host: str, port: int, body: dict[str, object]) -> RawStream:
-    """To its end. Never raises for what the server or the network does."""
+    """Read a stream to its end; errors of the server or the network are part of the result."""
     stream = RawStream()
     try:
         reader, writer = await open_stream(host, port, body, stream)

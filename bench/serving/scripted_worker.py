@@ -1,8 +1,8 @@
-"""python -m bench.serving.scripted_worker --step-seconds S WORKER FLAGS: a worker whose device only tells the time.
+"""A worker whose device only waits: python -m bench.serving.scripted_worker --step-seconds S WORKER FLAGS.
 
-A step takes S seconds, and --token-seconds more for each token that it computes. It samples tokens at random, or with
---tell-time those that tell when it ended: id - TIME_BASE is milliseconds of the monotonic clock, modulo TIME_MODULUS.
-What is left to be measured is everything else: scheduling, journal, store, gateway, client.
+A step takes S seconds, plus --token-seconds per computed token. Tokens are random, or with --tell-time encode the end
+of their step: id - TIME_BASE is milliseconds of the monotonic clock, modulo TIME_MODULUS. What remains to be measured
+is everything else: scheduling, journal, store, gateway, client.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _RANKED = [
 
 
 class ClockDevice:
-    """Steps follow each other without a gap while they are submitted in time, as on a device with a queue."""
+    """Steps follow without gaps if they are submitted in time, as on a device with a queue."""
 
     def __init__(self, step_seconds: float, token_seconds: float = 0.0, *, tells_time: bool = False) -> None:
         source = random.Random(1)
@@ -85,7 +85,7 @@ class ClockStep:
         self._result = result
 
     def collect(self) -> StepResult:
-        time.sleep(max(0.0, self._ends_at - time.perf_counter()))  # this is the step
+        time.sleep(max(0.0, self._ends_at - time.perf_counter()))  # the step
         return self._result
 
 
@@ -98,7 +98,7 @@ class LoggingEngine(Engine):
 
 
 def _load_until(path: Path) -> None:
-    """Loading takes as long as the benchmark says, which sees by another file that it has come to that."""
+    """Wait until the benchmark creates `path`; another file tells it that loading has begun."""
     path.with_suffix(".loading").touch()
     while not path.exists():
         time.sleep(0.01)
@@ -106,11 +106,13 @@ def _load_until(path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--step-seconds", type=float, required=True)
-    parser.add_argument("--token-seconds", type=float, default=0.0)
+    parser.add_argument("--step-seconds", metavar="SECONDS", type=float, required=True)
+    parser.add_argument("--token-seconds", metavar="SECONDS", type=float, default=0.0)
     parser.add_argument("--tell-time", action="store_true")
-    parser.add_argument("--load-until", type=Path, help="it is loaded when this file exists")
-    parser.add_argument("--log-aborts", type=Path, help="a line for each: request id, seconds of the monotonic clock")
+    parser.add_argument("--load-until", metavar="PATH", type=Path, help="finish loading when this file exists")
+    parser.add_argument(
+        "--log-aborts", metavar="PATH", type=Path, help="file for aborts: request id and monotonic seconds per line"
+    )
     script, worker_flags = parser.parse_known_args()
     settings = load_settings(WorkerSettings, worker_flags, os.environ, prog="pagestream worker").settings
     configure_logging(settings.log_format)

@@ -1,14 +1,12 @@
-"""Are served greedy tokens those of `transformers`? Through the whole system, on the device that is there.
+"""Check whether served greedy tokens are those of `transformers`, through the whole system.
 
     python -m bench served-exactness --model DIR [--device cuda] [--dtype float32] [--out FILE.json]
     python -m bench served-exactness --model DIR --dtype float32 --longest-prompt 260 --output-tokens 16    on a CPU
 
-Starts `pagestream serve`, streams a chat answer over HTTP, then sends ragged token-id prompts at once through the store
-(HTTP hides token ids), stops everything, and lets `transformers` judge each token on the same prefix, in the dtype that
-was served: its logit may lie below the highest one by at most the margin, and as many as --min-share are the highest.
-bf16 has 8 bits of mantissa: logits around 20 are 0.125 apart, and two correct kernels that sum in different order
-differ by one or two such units; hence the default margin of 0.5. The store is one of its own, so another `serve` of
-this user may go on. Needs torch and transformers beside the system itself.
+It starts `pagestream serve` with its own store, streams a chat over HTTP, and sends ragged token-id prompts through the
+store, because HTTP hides token ids. Then `transformers` judges each token for the same prefix and dtype: its logit may
+be below the highest by at most the margin, and a share of --min-share must be the highest. bf16 logits around 20 are
+0.125 apart, and correct kernels with another order of sums differ by one or two steps; hence the default margin 0.5.
 """
 
 import argparse
@@ -41,16 +39,16 @@ NAME = "exactness"
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--margin", type=float, default=0.5)
-    parser.add_argument("--min-share", type=float, default=0.98)
+    parser.add_argument("--model", metavar="PATH", type=Path, required=True)
+    parser.add_argument("--device", metavar="NAME", default="auto")
+    parser.add_argument("--port", metavar="PORT", type=int, default=8123)
+    parser.add_argument("--margin", metavar="RATIO", type=float, default=0.5)
+    parser.add_argument("--min-share", metavar="RATIO", type=float, default=0.98)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--longest-prompt", type=int, default=max(PROMPT_LENGTHS), help="tokens")
-    parser.add_argument("--output-tokens", type=int, default=32, help="of each prompt")
-    parser.add_argument("--threads", type=int, help="of a CPU, for the server and for its judge")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--longest-prompt", metavar="N", type=int, default=max(PROMPT_LENGTHS), help="tokens")
+    parser.add_argument("--output-tokens", metavar="N", type=int, default=32, help="of each prompt")
+    parser.add_argument("--threads", metavar="N", type=int, help="CPU threads of the server and of transformers")
+    parser.add_argument("--out", metavar="PATH", type=Path)
     options = parser.parse_args(argv)
     prompts = _prompts(options.model, options.longest_prompt)
     started = time.monotonic()
@@ -154,7 +152,7 @@ def _judge(options: argparse.Namespace, prompts: list[list[int]], outputs: list[
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
     gaps: list[float] = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert len(output) == options.output_tokens, f"{len(output)} tokens for a prompt of {len(prompt)}"
+        assert len(output) == options.output_tokens, f"{len(output)} output tokens for a prompt of {len(prompt)}"
         with torch.inference_mode():
             ids = torch.tensor([prompt + output], device=device)
             choosing = model(ids, logits_to_keep=len(output) + 1).logits[0, :-1].float()

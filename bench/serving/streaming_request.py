@@ -1,6 +1,6 @@
-"""One streamed request to an OpenAI-compatible server, timed event by event. Knows nothing of loads or statistics.
+"""One streamed request to an OpenAI-compatible server, timed event by event.
 
-The client shares its cores with the server it measures, so an event costs one typed decode and one clock reading.
+The client shares its cores with the server, so an event costs only one typed decode and one clock reading.
 """
 
 import time
@@ -17,14 +17,14 @@ from bench.workload import PlannedRequest
 
 @dataclass(slots=True, kw_only=True)
 class RequestResult:
-    """Times are those of time.perf_counter."""
+    """The result of a request; times are those of time.perf_counter."""
 
     requested_tokens: int
     sent_at: float
-    event_times: list[float] = field(default_factory=list)  # of events that bring output
+    event_times: list[float] = field(default_factory=list)  # of events with output
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    failure: str = ""  # empty when every promised token came
+    failure: str = ""  # empty if every requested token arrived
 
     @property
     def time_to_first_token_seconds(self) -> float:
@@ -57,7 +57,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def brings_output(self) -> bool:
-        """False for chat's opening chunk (a role) and for a closing chunk that carries nothing but the reason."""
+        """Whether it has output; chat's opening chunk (a role) and a bare finish reason have none."""
         if self.text or (self.delta and self.delta.content):
             return True
         return self.finish_reason is None and not (self.delta and self.delta.role)
@@ -80,10 +80,10 @@ _decode = msgspec.json.Decoder(_Event).decode
 @dataclass(frozen=True, kw_only=True)
 class Target:
     session: aiohttp.ClientSession
-    url: str  # base, without /v1
+    url: str  # base URL, without /v1
     model: str
     chat: bool
-    exact_lengths: bool = True  # ignore_eos is sent, and any other number of tokens is a failure
+    exact_lengths: bool = True  # send ignore_eos, and treat any other number of tokens as a failure
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     def body(self, request: PlannedRequest) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Target:
 
 
 async def send(target: Target, request: PlannedRequest) -> RequestResult:
-    """Never raises for what the server or the network does: a failure is part of the result."""
+    """Send a request; errors of the server or the network are part of the result."""
     path = "/v1/chat/completions" if target.chat else "/v1/completions"
     result = RequestResult(requested_tokens=request.output_tokens, sent_at=time.perf_counter())
     try:
@@ -122,7 +122,7 @@ async def send(target: Target, request: PlannedRequest) -> RequestResult:
 
 
 async def _read_events(content: aiohttp.StreamReader, result: RequestResult) -> bool:
-    """True when the stream ended with [DONE]."""
+    """Read the stream and return whether it ended with [DONE]."""
     pending = b""
     done = False
     async for data in content.iter_any():
@@ -136,7 +136,7 @@ async def _read_events(content: aiohttp.StreamReader, result: RequestResult) -> 
 
 
 def _payloads(events: list[bytes]) -> Iterator[bytes]:
-    return (event[6:] for event in events if event.startswith(b"data: "))  # others are comments that keep alive
+    return (event[6:] for event in events if event.startswith(b"data: "))  # others are keep-alive comments
 
 
 def _take(event: _Event, now: float, result: RequestResult) -> None:
@@ -153,9 +153,9 @@ def _shortcoming(target: Target, request: PlannedRequest, result: RequestResult,
     if not done:
         return "the stream ended without [DONE]"
     if not result.event_times or not result.completion_tokens:
-        return "no token or no usage came"
+        return "the stream had no token or no usage"
     if target.exact_lengths and result.completion_tokens != request.output_tokens:
-        return f"{result.completion_tokens} tokens in usage, {request.output_tokens} were asked for"
+        return f"{result.completion_tokens} tokens in usage, {request.output_tokens} were requested"
     if not target.chat and result.prompt_tokens != request.prompt_tokens:
         return f"{result.prompt_tokens} prompt tokens in usage, {request.prompt_tokens} were sent"
     return ""

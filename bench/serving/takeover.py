@@ -1,11 +1,12 @@
-"""python -m bench takeover --model DIR: how often does a stream's text change when its worker is killed?
+"""Count how often a stream's text changes when its worker is killed.
 
-Eight greedy streams through a `pagestream serve` of its own; in the middle of them the worker gets SIGKILL, and the
-restarted one resumes from the journals. Each round compares the texts with those of an undisturbed round. On a CPU, in
-the default number format and in any other one, and in float32 they must be equal. In bfloat16 on a GPU the KV of the
-generated part is computed again as a prompt, in other products, and a near-tie between two tokens may fall the other
-way: this counts how often. Ends with 1 when a stream lost or doubled a token, or when a text changed without --dtype
-bfloat16.
+    python -m bench takeover --model DIR
+
+Eight greedy streams run through its own `pagestream serve`. The worker is killed in the middle, and the restarted one
+resumes from the journals. Texts are compared with an undisturbed round. They must be equal, except in bfloat16 on a
+GPU,
+where generated KV is recomputed as a prompt by other kernels and a near-tie may be decided differently. The exit status
+is 1 if a token is lost or duplicated, or if a text changes without --dtype bfloat16.
 """
 
 import argparse
@@ -24,11 +25,11 @@ from bench.serving.own_server import ServerEnded, own_server
 from pagestream.restart_policy import MAX_DEATHS, WINDOW_SECONDS
 
 NAME = "takeover"
-# A round has one kill, at about the same place. `serve` gives up where a worker dies so often within so long.
-SECONDS_A_ROUND = WINDOW_SECONDS / (MAX_DEATHS - 1) + 5
+# One kill per round, at about the same position. `serve` gives up after too many deaths within a window.
+SECONDS_PER_ROUND = WINDOW_SECONDS / (MAX_DEATHS - 1) + 5
 OPENINGS = (
     "The capital of France is", "Once upon a time, in a village by the sea,", "Water boils at",
-    "The three primary colours are", "In the year 1969,", "def fibonacci(n):",
+    "The three primary colors are", "In the year 1969,", "def fibonacci(n):",
     "The best thing about the mountains in winter is", "My grandmother's recipe begins with",
 )  # fmt: skip
 
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
     flags = ["--dtype", options.dtype, "--quantization", options.quantization, "--max-model-len", "2048"]
     with own_server(options.model, NAME, flags) as server:
         for number in range(options.rounds):
-            next_at = time.monotonic() + SECONDS_A_ROUND
+            next_at = time.monotonic() + SECONDS_PER_ROUND
             report["rounds"].append(asyncio.run(_round(server.url, server.pid, number, options.output_tokens)))
             print(json.dumps(report["rounds"][-1]), flush=True)
             time.sleep(max(0.0, next_at - time.monotonic()))
@@ -93,7 +94,7 @@ async def _stream_all(
             stream.chars_at_kill = len(stream.text)
     await asyncio.gather(*tasks)
     if wrong := [stream.completion_tokens for stream in streams if stream.completion_tokens != num_tokens]:
-        raise ServerEnded(f"streams of {wrong} tokens; each was to have {num_tokens}")
+        raise ServerEnded(f"streams have {wrong} tokens instead of {num_tokens}")
     return streams
 
 
@@ -122,10 +123,12 @@ def _kill_worker(supervisor: int) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench takeover", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="model directory")
+    parser.add_argument("--model", metavar="PATH", type=Path, required=True, help="model directory")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
-    parser.add_argument("--quantization", default="auto", help="as of a worker (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output-tokens", type=int, default=96)
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument(
+        "--quantization", metavar="NAME", default="auto", help="weight format, as for a worker (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", metavar="N", type=int, default=5)
+    parser.add_argument("--output-tokens", metavar="N", type=int, default=96)
+    parser.add_argument("--output", metavar="PATH", type=Path, help="JSON file")
     return parser

@@ -1,9 +1,9 @@
-"""`pagestream serve` leaves a CPU to others: idle, and beside a second one on the same cores.
+"""Measure how much CPU `pagestream serve` leaves to others: idle, and beside a second one on the same cores.
 
     python -m bench two-serves --out FILE [--tokens 128] [--idle-seconds 30] [-- SERVE FLAGS]
 
-Tells the share of a core that an idle server takes, all its processes together, and the tokens a second of one greedy
-answer: of one server alone, and of each of two that answer at once. The aims: 0.01 of a core, 0.4 of the speed alone.
+The result has the share of a core that all processes of an idle server use, and the tokens per second of one greedy
+answer, alone and with two servers answering at once. Targets: 0.01 of a core, 0.4 of the speed alone.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from bench.serving.own_server import OwnServer, own_server
 from pagestream.demo_model import ensure_demo_model
 
 MODEL = "two-serves"
-_QUIET_SECONDS, _ANSWER_SECONDS = 5.0, 600.0  # what a start leaves behind is done; an answer on a busy machine
+_QUIET_SECONDS, _ANSWER_SECONDS = 5.0, 600.0  # the server has settled; an answer on a busy machine
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     options, flags = _parser().parse_args(argv[:at]), argv[at + 1 :]
     model = options.model or ensure_demo_model(lambda phase, progress, detail: None)
     with own_server(model, MODEL, flags) as first:
-        tokens_per_second(first, 8)  # the first answer pays for what is made once
+        tokens_per_second(first, 8)  # the first answer pays for lazy initialization
         time.sleep(_QUIET_SECONDS)
         idle = cores_taken(first.pid, options.idle_seconds)
         alone = tokens_per_second(first, options.tokens)
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def cores_taken(pid: int, seconds: float) -> float:
-    """Return the CPU seconds a second of a process and all below it."""
+    """Return the CPU seconds per second of a process and all its descendants."""
     before, started = _cpu_seconds(pid), time.monotonic()
     time.sleep(seconds)
     return (_cpu_seconds(pid) - before) / (time.monotonic() - started)
@@ -66,7 +66,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def tokens_per_second(server: OwnServer, tokens: int) -> float:
-    """Return the speed of one greedy answer of so many tokens, its short prompt included."""
+    """Return the speed of one greedy answer, including its short prompt."""
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
@@ -78,8 +78,10 @@ def tokens_per_second(server: OwnServer, tokens: int) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench two-serves", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", type=Path, default=None, help="model directory; default: the demo model")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer (%(default)s)")
-    parser.add_argument("--idle-seconds", type=float, default=30.0)
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True)
+    parser.add_argument(
+        "--model", metavar="PATH", type=Path, default=None, help="model directory (default: the demo model)"
+    )
+    parser.add_argument("--tokens", metavar="N", type=int, default=128, help="tokens per answer (default: %(default)s)")
+    parser.add_argument("--idle-seconds", metavar="SECONDS", type=float, default=30.0)
     return parser

@@ -108,7 +108,7 @@ def check_capacity(
     `max_new_tokens`: the most of a sequence in a step, which its table holds beside a window.
     """
     block_size, bytes_per_block = layout.block_size, layout.block_bytes
-    needed_blocks = layout.most_blocks(max_model_len, max_new_tokens) + 1
+    needed_blocks = layout.max_blocks(max_model_len, max_new_tokens) + 1
     if num_blocks >= needed_blocks:
         return
     needed_bytes = needed_blocks * bytes_per_block

@@ -39,7 +39,7 @@ from engine_worker.kv.layout import KVLayout, kv_cache_dtype
 from engine_worker.model.attention_backend import refuse_attention
 from engine_worker.model.devices import check_kv_dtype, check_quantization, check_weight_format, chosen_device
 from engine_worker.model.implementation import blueprint_from_directory
-from engine_worker.model.quantisation.grouped import why_no_kernels
+from engine_worker.model.quantization.grouped import why_no_kernels
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
 from engine_worker.model.spec import ModelShape, kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel

@@ -50,7 +50,7 @@ class ExecutionSettings:
         "auto",
         choices=QUANTIZATIONS,
         help="weights of products; auto: as the checkpoint has them, GGUF on a CPU as-stored where C++ kernels are, "
-        "else 16 bits; none: 16 bits; fp8: quantised while loading; on a CPU, int8: quantised while loading; "
+        "else 16 bits; none: 16 bits; fp8: quantized while loading; on a CPU, int8: quantized while loading; "
         "as-stored: GGUF's Q4_0, Q4_1 and Q8_0 as they are",
     )
     max_model_len: int | None = setting(None, parse=parse_count, help="longest prompt + output; default: the model's")

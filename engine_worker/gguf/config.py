@@ -1,7 +1,4 @@
-"""config.json and generation_config.json from the metadata of a GGUF file. Knows nothing of tensors' data.
-
-It is used once a file, by convert_gguf.py, before anything is served.
-"""
+"""Make config.json and generation_config.json from the metadata of a GGUF file."""
 
 from typing import Any
 
@@ -13,12 +10,17 @@ from engine_worker.model.architectures.gguf_family import GgufFamily
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 
-# Control tokens that end a turn or a text, whatever the file's own end is: llama.cpp ends at them too.
+# Control tokens that end a turn or a text besides the file's own end token; llama.cpp stops at them, too.
 _ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"})
 _CONTROL = 3  # gguf.TokenType.CONTROL
 
 
 def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
+    """Return the config.json of a GGUF file.
+
+    Raises:
+        ConversionError: If the file has no required key, or the model is not supported.
+    """
     if file.of_model("expert_count", 0):
         raise ConversionError("mixture-of-experts models are not supported")
     num_heads, hidden_size = (file.of_model_required(key) for key in ("attention.head_count", "embedding_length"))
@@ -58,13 +60,14 @@ def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
 
 
 def generation_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the generation_config.json of a GGUF file."""
     found = {key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config}
     ends = end_token_ids(file)
     return found | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
 def end_token_ids(file: GgufFile) -> list[int]:
-    """The file's own end first, then every other token that ends a turn or a text."""
+    """Return the file's end token first, then all other tokens that end a turn or a text."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = [token_id for key in keys if (token_id := file.get(key)) is not None]
     tokens, types = file.required("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type", [])
@@ -80,10 +83,10 @@ def _token_ids(file: GgufFile) -> dict[str, int]:
 
 
 def _rope_scaling(file: GgufFile, longest: int, rotated: int) -> dict[str, Any] | None:
-    """Tables of factors are kept as they are: each frequency is divided by its own."""
+    """Return the rope scaling; factor tables are kept, because each frequency is divided by its own factor."""
     kind = file.of_model("rope.scaling.type", "none")
     if kind not in _SCALING_TYPES:
-        raise ConversionError(f"rope scaling {kind!r} is not supported; {', '.join(_SCALING_TYPES)} are")
+        raise ConversionError(f"rope scaling {kind!r} is not supported; supported: {', '.join(_SCALING_TYPES)}")
     original = file.of_model("rope.scaling.original_context_length", longest)
     long, short = (_factors(file, f"rope_{name}.weight", rotated) for name in ("factors_long", "factors_short"))
     if (one := _factors(file, "rope_freqs.weight", rotated)) is not None:
@@ -107,12 +110,12 @@ def _factors(file: GgufFile, name: str, rotated: int) -> list[float] | None:
     if tensor is None:
         return None
     if tensor.data.dtype != np.float32 or tensor.data.shape != (rotated // 2,):
-        raise ConversionError(f"{name} is not one float32 for each of {rotated // 2} frequencies")
+        raise ConversionError(f"{name} must have {rotated // 2} float32 values, one per frequency")
     return [float(value) for value in tensor.data]
 
 
 def _dtype(file: GgufFile) -> str:
-    """The type of the largest tensor where that is a float, else bfloat16, which is wider than quantised ones."""
+    """Return the largest tensor's dtype if it is a float, else bfloat16, which represents every quantized type."""
     largest = max(file.tensors.values(), key=lambda tensor: int(tensor.n_elements), default=None)
     kind = "" if largest is None else largest.tensor_type.name
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
@@ -125,5 +128,5 @@ def _embedding_rows(file: GgufFile) -> int:
 
 
 def _shortest(value: float) -> float:
-    """GGUF stores float32; 9.999999747378752e-06 was written as 1e-05."""
+    """Return the shortest decimal of a float32: GGUF stores 1e-05 as 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -1,7 +1,4 @@
-"""A GGUF file, opened, with its metadata by key, and the one error of all readers here. Knows no key's meaning.
-
-It is used once a file, by the readers beside it, before anything is served.
-"""
+"""Open a GGUF file and read its metadata by key."""
 
 import struct
 from pathlib import Path
@@ -9,20 +6,20 @@ from typing import Any
 
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 
-_HEADER = struct.Struct("<4sIQQQ")  # magic, version, number of tensors, number of keys; length of the first key
+_HEADER = struct.Struct("<4sIQQQ")  # magic, version, number of tensors, number of keys, length of the first key
 _FIRST_KEY = b"general.architecture"
-_STRING = struct.Struct("<IQ")  # its type, its length
+_STRING = struct.Struct("<IQ")  # value type, length
 _LONGEST_NAME = 64
 
 
 class ConversionError(ValueError):
-    """This GGUF file cannot be converted faithfully; the message says what is in the way."""
+    """This GGUF file cannot be converted faithfully; the message gives the reason."""
 
 
 def architecture_of(path: Path) -> str | None:
-    """The file's name for its family, where that is its first key as llama.cpp and `gguf` write it; else None.
+    """Return the family name if it is the file's first key, as llama.cpp and `gguf` write it, else None.
 
-    A vocabulary takes seconds to read: a family that is not read from GGUF is refused before.
+    Reading a vocabulary takes seconds, so unsupported families are refused before that.
     """
     if not path.is_file():
         return None
@@ -39,16 +36,20 @@ def architecture_of(path: Path) -> str | None:
 
 
 class GgufFile:
-    """`name` stands in errors; `tensors` are by their names in the file."""
+    """An open GGUF file with its tensors by name."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConversionError for what is no whole GGUF file, and for one part of several."""
+        """Open and check the file.
+
+        Raises:
+            ConversionError: If it is missing, incomplete, or one part of a split file.
+        """
         self.name = path.name
         self._reader = _open(path)
         self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in self._reader.tensors}
         if (parts := self.get("split.count", 1)) > 1:
             raise ConversionError(
-                f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge`, and give the whole file"
+                f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge` and use the result"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -63,11 +64,11 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """As llama.cpp calls the family, which is the first word of the family's keys."""
+        """llama.cpp's name of the family, which is also the prefix of the family's keys."""
         return str(self.required("general.architecture"))
 
     def of_model(self, key: str, default: Any = None) -> Any:
-        """The value of the family's key: `block_count` is `llama.block_count` of a Llama."""
+        """Return the value of a family key, for example `block_count` for `llama.block_count`."""
         value = self.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):
             raise ConversionError(f"{self.architecture}.{key} differs from layer to layer, which is not supported")
@@ -86,7 +87,7 @@ def _open(path: Path) -> GGUFReader:
     except FileNotFoundError:
         raise ConversionError(f"{path} does not exist") from None
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        # What gguf raises for a wrong magic or version, and for a file that ends before its metadata or tensors do.
+        # gguf raises these for a wrong magic or version, and for a file that ends inside its metadata or tensors.
         raise ConversionError(
-            f"{path} is not a readable GGUF file, or was cut off at {path.stat().st_size:,} bytes: {error}"
+            f"{path} is not a readable GGUF file, or is truncated at {path.stat().st_size:,} bytes: {error}"
         ) from error

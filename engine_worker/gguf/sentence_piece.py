@@ -1,9 +1,8 @@
-"""SentencePiece's BPE as llama.cpp stores it: pieces with scores, `▁` for a space, one piece for every byte.
+"""SentencePiece's BPE as llama.cpp stores it: pieces with scores, `▁` for a space, one piece per byte.
 
-SentencePiece merges the pair whose piece has the best score; `tokenizers` merges by a list, so the list is made of all
-pairs of pieces that are a piece together, the best score first (as transformers' generate_merges() does it).
-
-It serves tokenizer.py, when a GGUF file is converted. It knows no tensors and encodes nothing itself.
+SentencePiece merges the pair whose piece has the best score, while `tokenizers` merges by a list. The list has all
+pairs
+of pieces that form a piece, best score first, as in transformers' generate_merges().
 """
 
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ _MERGED = frozenset({TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED}
 
 
 def sentence_piece_tokenizer(file: GgufFile) -> Tokenizer:
+    """Build the tokenizer of a `llama` vocabulary."""
     tokens = file.required("tokenizer.ggml.tokens")
     scores, types = file.required("tokenizer.ggml.scores"), file.required("tokenizer.ggml.token_type")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
@@ -45,7 +45,7 @@ def sentence_piece_tokenizer(file: GgufFile) -> Tokenizer:
 
 
 def _merges(scores: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The best score first; of one piece's pairs the one with the lowest ids."""
+    """Return all merges, best score first; among the pairs of one piece, the lowest ids first."""
     found = sorted(_pairs(scores), key=lambda pair: (-scores[pair[0] + pair[1]], ids[pair[0]], ids[pair[1]]))
     return found
 

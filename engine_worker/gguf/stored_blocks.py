@@ -1,8 +1,7 @@
-"""The quantised tensors of a GGUF file as they lie in it, beside their dequantised copies: stored_blocks.safetensors.
+"""Write the quantized tensors of a GGUF file unchanged to stored_blocks.safetensors.
 
-Each is [rows, bytes of a row] under its Hugging Face name; the file's metadata have its type. Only types that a CPU
-multiplies as they are: blocks of 32 numbers with a scale. Who reads them: model/quantisation/stored_blocks.py. It is
-used once a file, by convert_gguf.py; it knows no layer and no product.
+Each is [rows, bytes per row] under its Hugging Face name; the metadata hold its type. Only types that a CPU multiplies
+directly are written: blocks of 32 numbers with a scale. model/quantization/stored_blocks.py reads them.
 """
 
 from pathlib import Path
@@ -18,14 +17,14 @@ TYPES = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1, gguf.GG
 
 
 def write_stored_blocks(tensors: list[Tensor], directory: Path) -> None:
-    """Nothing is written where no tensor has such a type."""
+    """Write the tensors with supported types; without any, no file is written."""
     kept = [tensor for tensor in tensors if tensor.source.tensor_type in TYPES and len(tensor.shape) == 2]
     if not kept:
         return
     types = {tensor.name: gguf.GGMLQuantizationType(tensor.source.tensor_type).name for tensor in kept}
     path = directory / STORED_BLOCKS
     save_file({tensor.name: _rows(tensor) for tensor in kept}, path, metadata=types)
-    path.chmod(0o644)  # the library makes it 0600
+    path.chmod(0o644)  # save_file() makes 0600
 
 
 def _rows(tensor: Tensor) -> np.ndarray:

@@ -1,11 +1,8 @@
-"""tokenizer.json and tokenizer_config.json from the vocabulary inside a GGUF file.
+"""Make tokenizer.json and tokenizer_config.json from the vocabulary in a GGUF file.
 
-Its model is `gpt2` (byte-level BPE, whose merges the file lists) or `llama` (SentencePiece's BPE, whose merges follow
-from its scores). How text is cut before it is merged is known by a name; a wrong cut gives other ids than in training,
-so an unknown name is refused.
-
-Used once a model, by engine_worker/convert_gguf.py before anything is served: no request comes by. It knows nothing of
-tensors, and does not encode.
+The model is `gpt2` (byte-level BPE with a list of merges) or `llama` (SentencePiece BPE, whose merges follow from its
+scores). The pre-tokenizer is known only by name. A wrong one gives other ids than in training, so unknown names are
+refused.
 """
 
 from dataclasses import dataclass
@@ -28,7 +25,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _cased_words(suffix: str, digits: str) -> str:
-    """Upper-case letters begin a word and do not end one."""
+    """Return a pattern in which upper-case letters start a word and do not end one."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{_UPPER}*{_LOWER}+{suffix}|{start}{_UPPER}+{_LOWER}*{suffix}|{digits}"
     return words + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,20 +33,28 @@ def _cased_words(suffix: str, digits: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """`pattern`: what a word is; empty: GPT-2's. A word that is a token already needs no merges if `ignore_merges`."""
+    """How text is split before merging.
+
+    Attributes:
+        pattern: Regular expression of a word; empty: GPT-2's.
+        individual_digits: Split numbers into digits.
+        ignore_merges: A word that is a token needs no merges.
+        normalizes: Normalize to NFC.
+        adds_bos: Default of `tokenizer.ggml.add_bos_token`.
+    """
 
     pattern: str = ""
     individual_digits: bool = False
     ignore_merges: bool = False
-    normalizes: bool = False  # to NFC
-    adds_bos: bool = False  # where the file does not say
+    normalizes: bool = False
+    adds_bos: bool = False
 
 
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(individual_digits=True),
     "llama-bpe": PreTokenizer(_THREE_DIGITS, ignore_merges=True, adds_bos=True),
-    "dbrx": PreTokenizer(_THREE_DIGITS),  # of Phi-4 too
+    "dbrx": PreTokenizer(_THREE_DIGITS),  # also Phi-4
     "qwen2": PreTokenizer(_ONE_DIGIT, normalizes=True),
     "deepseek-r1-qwen": PreTokenizer(_ONE_DIGIT, normalizes=True),
     "tekken": PreTokenizer(_cased_words("", r"\p{N}"), ignore_merges=True, adds_bos=True),
@@ -58,6 +63,11 @@ PRE_TOKENIZERS = {
 
 
 def tokenizer(file: GgufFile, family: GgufFamily) -> Tokenizer:
+    """Build the tokenizer of a GGUF file.
+
+    Raises:
+        ConversionError: If the tokenizer or its pre-tokenizer is not supported.
+    """
     kind = file.required("tokenizer.ggml.model")
     keep_space: frozenset[str] | None = None
     if kind == "gpt2":
@@ -66,7 +76,7 @@ def tokenizer(file: GgufFile, family: GgufFamily) -> Tokenizer:
         result, keep_space = sentence_piece_tokenizer(file), family.tokens_that_keep_space
     else:
         known = "'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
-        raise ConversionError(f"tokenizer {kind!r} is not supported; {known} are")
+        raise ConversionError(f"tokenizer {kind!r} is not supported; supported: {known}")
     tokens, types = (file.required(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     special = [token for token, type_ in zip(tokens, types, strict=True) if type_ in _SPECIAL]
     result.add_special_tokens([_added(token, keep_space is not None and token not in keep_space) for token in special])
@@ -78,6 +88,7 @@ def tokenizer(file: GgufFile, family: GgufFamily) -> Tokenizer:
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, Any]:
+    """Return the tokenizer_config.json of a GGUF file."""
     tokens = file.required("tokenizer.ggml.tokens")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -120,16 +131,16 @@ def _byte_level_tokenizer(file: GgufFile) -> Tokenizer:
 def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
     name = file.required("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
-        raise ConversionError(f"pre-tokenizer {name!r} is not supported; {', '.join(PRE_TOKENIZERS)} are")
+        raise ConversionError(f"pre-tokenizer {name!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
     return PRE_TOKENIZERS[name]
 
 
 def _adds(file: GgufFile, name: str) -> bool:
-    """Whether the token `bos` or `eos` belongs to every text: by llama.cpp's defaults where the file does not say."""
-    said = file.get(f"tokenizer.ggml.add_{name}_token")
-    if said is None and name == "bos":
+    """Return whether `bos` or `eos` is added to every text; missing keys use llama.cpp's defaults."""
+    flag = file.get(f"tokenizer.ggml.add_{name}_token")
+    if flag is None and name == "bos":
         return file.get("tokenizer.ggml.model") == "llama" or _pre_tokenizer(file).adds_bos
-    return bool(said)
+    return bool(flag)
 
 
 def _post_processor(file: GgufFile, tokens: list[str]) -> processors.PostProcessor | None:
@@ -137,6 +148,6 @@ def _post_processor(file: GgufFile, tokens: list[str]) -> processors.PostProcess
     added = {name: token_id for name, token_id in ids.items() if token_id is not None and _adds(file, name)}
     if not added:
         return None
-    before, behind = ([tokens[added[name]]] if name in added else [] for name in ("bos", "eos"))
+    before, after = ([tokens[added[name]]] if name in added else [] for name in ("bos", "eos"))
     special = [(tokens[token_id], token_id) for token_id in added.values()]
-    return processors.TemplateProcessing(single=[*before, "$A", *behind], special_tokens=special)
+    return processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)

@@ -1,7 +1,6 @@
-"""The tensors of a GGUF file as safetensors under their Hugging Face names, dequantised.
+"""Write the tensors of a GGUF file as dequantized safetensors under their Hugging Face names.
 
-Which tensors there are the ModelSpec says; how llama.cpp calls each of them the package `gguf` knows. It is used once a
-file, by convert_gguf.py, before anything is served; it does not know how a weight is used.
+The ModelSpec gives the expected tensors, and the package `gguf` llama.cpp's names for them.
 """
 
 import json
@@ -19,14 +18,19 @@ from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.spec import ModelSpec
 
-_DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}  # safetensors' name, bytes
+_DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}  # safetensors' name, itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of the checkpoint, and where the GGUF file has it.
+    """One tensor of the checkpoint and its source in the GGUF file.
 
-    `num_heads`: of rows to put back in order, or 0; `offset`: what the converter added.
+    Attributes:
+        name: Hugging Face name.
+        shape: Shape in the checkpoint.
+        source: The GGUF tensor.
+        num_heads: Heads whose rotary permutation must be undone, or 0.
+        offset: What llama.cpp's converter added to the values.
     """
 
     name: str
@@ -37,7 +41,11 @@ class Tensor:
 
 
 def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tensor]:
-    """Raises ConversionError for what the file lacks, has in another shape, or has and no network reads."""
+    """Return the tensors of a model.
+
+    Raises:
+        ConversionError: If a tensor is missing, has another shape, or is unused.
+    """
     table = gguf.get_tensor_name_map(_architecture(file.architecture), spec.num_layers)
     found = [_find(file, table, name, shape) for name, shape in checkpoint_tensors(spec).items()]
     surplus = sorted(file.tensors.keys() - {tensor.source.name for tensor in found} - set(ROPE_TENSORS))
@@ -46,7 +54,7 @@ def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tens
         raise ConversionError(f"the GGUF file has {names}")
     if family.norm_offset:
         found = [replace(each, offset=family.norm_offset) if _is_norm(each) else each for each in found]
-    if not family.has_neighbouring_pairs:
+    if not family.has_adjacent_pairs:
         return found
     heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
     return [
@@ -56,13 +64,13 @@ def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tens
 
 
 def write_safetensors(tensors: list[Tensor], dtype: str, path: Path, report: Callable[[float, str], None]) -> None:
-    """Tensor after tensor straight into the file, so that a conversion needs the memory of its largest tensor only.
+    """Write one tensor after another, so a conversion needs memory only for the largest tensor.
 
-    The format is a length, a JSON header and the data; safetensors' own writer wants every tensor in memory at once.
+    The format is a length, a JSON header and the data; safetensors' own writer needs all tensors in memory.
     """
     contents = _table_of_contents(tensors, dtype)
     header = json.dumps({"__metadata__": {"format": "pt"}, **contents}).encode()
-    header += b" " * (-len(header) % 8)  # the data begins aligned to 8 bytes
+    header += b" " * (-len(header) % 8)  # the data must be aligned to 8 bytes
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
@@ -73,13 +81,14 @@ def write_safetensors(tensors: list[Tensor], dtype: str, path: Path, report: Cal
 
 
 def undo_rotary_permutation(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorder rows from adjacent rotary pairs (llama.cpp) to split halves (Hugging Face)."""
     head_dim = rows.shape[0] // num_heads
     pairs = rows.reshape(num_heads, head_dim // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 -> the upper 16 bits, rounded to nearest even as torch does. Weights hold no NaN or infinity."""
+    """Return the upper 16 bits of finite float32 values, rounded to nearest even as torch does."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -95,7 +104,7 @@ def _find(file: GgufFile, table: gguf.TensorNameMap, name: str, shape: tuple[int
         raise ConversionError(f"the GGUF file has no {known or name}")
     found = tuple(int(size) for size in reversed(source.shape))  # GGUF lists the fastest dimension first
     if found != shape:
-        raise ConversionError(f"tensor {known} has shape {found}; the file's metadata make it {shape}")
+        raise ConversionError(f"tensor {known} has shape {found}; the file's metadata imply {shape}")
     return Tensor(name, shape, source)
 
 
@@ -114,7 +123,7 @@ def _is_norm(tensor: Tensor) -> bool:
 
 
 def _values(tensor: Tensor) -> np.ndarray:
-    values = _dequantised(tensor.source)
+    values = _dequantized(tensor.source)
     if tensor.offset:
         values = values - np.float32(tensor.offset)
     return undo_rotary_permutation(values, tensor.num_heads) if tensor.num_heads else values
@@ -124,9 +133,9 @@ def _in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
     return to_bfloat16_bits(values) if dtype == "bfloat16" else values.astype(dtype)
 
 
-def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
+def _dequantized(tensor: gguf.ReaderTensor) -> np.ndarray:
     try:
         return gguf.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         kind = gguf.GGMLQuantizationType(tensor.tensor_type).name
-        raise ConversionError(f"tensor {tensor.name}: type {kind} cannot be dequantised") from None
+        raise ConversionError(f"tensor {tensor.name}: type {kind} cannot be dequantized") from None

@@ -1,4 +1,1 @@
-"""KV as values: the ground floor of the worker. Nothing here knows a sequence, a tensor or a device.
-
-It is used beneath a block's walk, at a start and in every step.
-"""
+"""The layout of KV as plain values, without tensors and devices."""

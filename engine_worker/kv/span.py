@@ -1,14 +1,10 @@
-"""Which part of a sequence has its KV in blocks: all of it, or what a window still sees and the next step adds.
+"""Which part of a sequence has its KV in blocks: all of it, or the window and the tokens of the next step.
 
-    window 3, blocks of 2, 7 tokens computed, 2 at most in a step:
+Example with window 3, blocks of 2 tokens, 7 tokens computed and at most 2 new tokens per step:
 
     block      0     1     2     3     4
     tokens   [0 1] [2 3] [4 5] [6 .] [. .]        the next token, 7, sees 5 and 6
-              behind       first_block      num_blocks(7, 12) = 5
-
-KVSpan is the one rule of it: for the table of a running sequence, for a prefix that is found, and for what a worker has
-room for. It knows no block and no token by its id. A block's walk asks it how many blocks are wanted and which are
-given up.
+             outside     first_block      num_blocks(7, 12) = 5
 """
 
 from collections.abc import Callable, Sequence
@@ -20,28 +16,31 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class KVSpan:
+    """The single rule for block tables, prefix cache hits and the capacity of a worker."""
+
     block_size: int
-    window: int = 0  # of so many tokens, itself among them, each token sees the KV; 0: of all before it
-    max_new_tokens: int = 1  # of a sequence in one step; a table with a window is as long as the next step may need
+    window: int = 0  # tokens visible to a token, including itself; 0: all before it
+    max_new_tokens: int = 1  # of a sequence per step; with a window, a table covers only the next step
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; it must be at least 1")
 
     def first_block(self, num_computed_tokens: int) -> int:
-        """The first block that the next token, or one behind it, sees."""
+        """Return the first block visible to the next token or any later one."""
         return max(0, num_computed_tokens - self.window + 1) // self.block_size if self.window else 0
 
     def num_blocks(self, num_computed_tokens: int, num_tokens: int) -> int:
-        """The length of the block table with which the next step can be computed, blocks behind the window included."""
+        """Return the block table length needed by the next step, including blocks outside the window."""
         if self.window:
             num_tokens = min(num_tokens, num_computed_tokens + self.max_new_tokens)
         return -(-num_tokens // self.block_size)
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a sequence holds at one time while it grows to `num_tokens`.
+    def max_blocks(self, num_tokens: int) -> int:
+        """Return the maximum number of blocks held at once while a sequence grows to `num_tokens`.
 
-        Blocks are given back when a block is full: so the window's, from any offset, the step's, and the one between.
+        A block is released when it is full, so the maximum covers the window at any offset, the step, and one block
+        between.
         """
         num_blocks = -(-num_tokens // self.block_size)
         if not self.window:
@@ -52,10 +51,14 @@ class KVSpan:
     def longest_hit(
         self, keys: Sequence[Key], find: Callable[[Key], int | None], start: int = 0
     ) -> tuple[int, list[int]]:
-        """The longest prefix of the full blocks `keys` that can be had: its first block to have, and their ids.
+        """Return the longest available prefix of the full blocks `keys` as (first needed block, block ids).
 
-        `find` gives the id of a block that is here. Without a window all of a prefix must be; with one, what the token
-        behind it sees, and prefixes up to `start` are not looked for. No block is asked for twice.
+        Without a window, all blocks of a prefix are needed; with one, only those visible to the next token.
+
+        Args:
+            keys: Keys of the full blocks, in order.
+            find: Returns the id of an available block, or None; called at most once per key.
+            start: Prefixes of up to this many blocks are not searched (with a window).
         """
         if not self.window:
             block_ids = []

@@ -1,4 +1,1 @@
-"""The network. Gets its inputs and KV tensors as arguments; no global context.
-
-It is the forward pass in the middle of a step. Nothing here knows sequences, scheduling or sampling.
-"""
+"""The network and its forward pass. Inputs and the KV pool are arguments; there is no global state."""

@@ -1,11 +1,6 @@
-"""Attention over the paged KV cache as a device has it: what it takes, and one plan for all layers of a step.
+"""Attention over the paged KV cache as a device implements it: supported layers, and one plan per step.
 
-    refuse_attention(layers, dtype, device_type)   asks the device's backend before weights load
-    backend.begin(model_input) -> plan             once a step: what its layers share is computed there
-    plan.attend(query, layer, scale, rules)        once a layer; rows: of those tokens alone
-
-A device makes its backend once, when the KV pool is there; that of CUDA is told then whether rows must not depend on
-their batch. Knows no network and no family. It is on a block's walk, where every layer writes and reads it.
+A device makes its backend once, when the KV pool exists. A plan computes what the layers of a step share.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,32 +17,47 @@ Supports: TypeAlias = Callable[[AttentionSpec, str], str]
 
 class AttentionPlan(Protocol):
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
-        """query [T, Hq * D] -> [T, Hq * D], or of `rows` (int64) alone; this step's keys and values are stored."""
+        """Attend in one layer. This step's keys and values must already be stored.
+
+        Args:
+            query: [T, Hq * D].
+            layer: Index of the layer.
+            scale: Factor of the scores.
+            rules: Window, softcap and sinks.
+            rows: int64 rows to compute; default: all.
+
+        Returns:
+            [T, Hq * D], or one row per entry of `rows`.
+        """
 
 
 class AttentionBackend(Protocol):
     @staticmethod
     def supports(spec: AttentionSpec, dtype: str) -> str:
-        """Why layers of `spec` whose queries are of `dtype` are not attended to; empty where they are."""
+        """Return why layers of `spec` with queries in `dtype` are not supported, or an empty string."""
 
     def begin(self, model_input: ModelInput) -> AttentionPlan: ...
 
 
 def refuse_attention(layers: Iterable[AttentionSpec], dtype: str, device_type: str) -> None:
-    """Raises ValueError with the first reason of the device's backend."""
+    """Refuse layers that the device does not support, before weights load.
+
+    Raises:
+        ValueError: With the backend's first reason.
+    """
     supports = _supports(device_type)
     for spec in dict.fromkeys(layers):
         if reason := supports(spec, dtype):
-            raise ValueError(f"--device {device_type}: {reason}. --device cpu serves them")
+            raise ValueError(f"--device {device_type}: {reason}. Use --device cpu")
 
 
 def _supports(device_type: str) -> Supports:
     if device_type == "cuda":
-        from engine_worker.model.cuda_attention import (  # noqa: PLC0415 - imports triton, which a CPU has not
+        from engine_worker.model.cuda_attention import (  # noqa: PLC0415 - imports triton, which a CPU worker lacks
             CudaAttention,
         )
 
         return CudaAttention.supports
-    from engine_worker.model.cpu_attention import CpuAttention  # noqa: PLC0415 - not where CUDA is
+    from engine_worker.model.cpu_attention import CpuAttention  # noqa: PLC0415 - CPU only
 
     return CpuAttention.supports

@@ -1,9 +1,6 @@
-"""The safetensors files of a model directory by their headers: which tensors there are, and whether a network fits.
+"""The safetensors files of a model directory by their headers: their tensors, and whether they fit the network.
 
-What a checkpoint lacks, has too much, in another shape or in a format that is not read is refused here, by name, before
-a byte of weights is read and before torch is there to read it.
-
-It is used at a worker's start, before a tensor is read. It knows no device.
+Missing, surplus, misshapen or unsupported tensors are refused by name before any weight is read and without torch.
 """
 
 from collections.abc import Iterator
@@ -20,34 +17,36 @@ from shared.model_files import ModelFilesError, read_json
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F32", "F16", "BF16")
 FP8 = ("F8_E4M3",)
-_MOST_NAMES = 4  # of many that are wrong, in an error
+_MAX_NAMES = 4  # names listed in an error
 
-# In files of older exporters, but computed (inv_freq) or shared with the embedding (a tied head); scales of an fp8 KV
-# cache, which it reads if it has that type (kv_scales.py).
+# Computed (inv_freq) or tied (lm_head) tensors of older exporters, and scales of an fp8 KV cache, which only such a
+# cache reads (kv_scales.py).
 _IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq", "lm_head.weight", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale"
 )  # fmt: skip
-# Parts beside the language model, which alone is served: images, sound, and heads that draft tokens.
+# Parts besides the language model, which is the only served part: vision, audio, and draft heads.
 _OTHER_PARTS = (
     "audio_tower.", "embed_audio.", "embed_vision.", "image_newline", "model.image_newline",
     "model.multi_modal_projector.", "model.vision_tower.", "model.visual.", "mtp.", "multi_modal_projector.",
     "vision_model.", "vision_tower.", "visual.",
 )  # fmt: skip
-# As transformers calls scales of fp8 (`inv`, for they are multiplied where others divide).
+# transformers' names of fp8 scales (`inv` because they are multiplied where others divide).
 _SCALES = {".weight_scale_inv": f".{WEIGHT_SCALE}", ".activation_scale": f".{INPUT_SCALE}"}
 _WRAPPED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
+    """One tensor in a safetensors file."""
+
     path: Path
     name: str  # in the file
     shape: Shape
-    dtype: str  # as safetensors calls it
+    dtype: str  # in safetensors' notation
 
 
 def text_name(stored: str) -> str | None:
-    """The language model's name of a tensor of a checkpoint of several parts; None for a tensor of another part."""
+    """Return the language model's name of a stored tensor, or None for a tensor of another part."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for suffix, scale in _SCALES.items():
@@ -60,11 +59,16 @@ def text_name(stored: str) -> str | None:
 
 
 def is_ignored(name: str) -> bool:
+    """Return whether a tensor may be left unused."""
     return name.endswith(_IGNORED_SUFFIXES)
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The language model's tensors, by its own names for them. Raises ModelFilesError."""
+    """Return the language model's tensors by its own names.
+
+    Raises:
+        ModelFilesError: If a file is missing or incomplete, or a tensor is stored twice.
+    """
     found: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
         for tensor in _tensors_in(path):
@@ -77,26 +81,30 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def check_checkpoint(spec: ModelSpec, found: dict[str, StoredTensor]) -> None:
-    """Raises ModelFilesError for the first kind of difference, with names."""
+    """Compare the stored tensors with those of the network.
+
+    Raises:
+        ModelFilesError: For the first kind of difference, with names.
+    """
     wanted = checkpoint_tensors(spec)
-    fp8, format_name = {f"{module}.weight" for module in fp8_modules(spec)}, spec.quantisation.name
+    fp8, format_name = {f"{module}.weight" for module in fp8_modules(spec)}, spec.quantization.name
     for name, tensor in found.items():
         if name in fp8 and tensor.dtype not in FP8:
-            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; in {format_name} it is {FP8[0]}")
+            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; {format_name} requires {FP8[0]}")
         if name in wanted and name not in fp8 and tensor.dtype not in FLOATS:
-            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; only {', '.join(FLOATS)} are read")
+            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; supported: {', '.join(FLOATS)}")
     if missing := [name for name in wanted if name not in found]:
-        asked = f" for as {format_name}" if format_name else " for"
-        raise ModelFilesError(f"the safetensors files have no {_some(missing)}, which config.json asks{asked}")
+        requirement = f" in {format_name}" if format_name else ""
+        raise ModelFilesError(f"the safetensors files have no {_some(missing)}, required by config.json{requirement}")
     for name, shape in wanted.items():
         if not is_shape(found[name].shape, shape, is_scale=name.endswith((WEIGHT_SCALE, INPUT_SCALE))):
-            raise ModelFilesError(f"{name} has shape {found[name].shape}; config.json makes it {shape}")
+            raise ModelFilesError(f"{name} has shape {found[name].shape}; config.json requires {shape}")
     if surplus := sorted(name for name in found.keys() - wanted.keys() if not is_ignored(name)):
-        raise ModelFilesError(f"the network of config.json has no place for {_some(surplus)}")
+        raise ModelFilesError(f"the network of config.json does not use {_some(surplus)}")
 
 
 def is_shape(stored: Shape, wanted: Shape, *, is_scale: bool) -> bool:
-    """Whether a tensor has the shape that is wanted. Some writers give scales dimensions of one element at the end."""
+    """Return whether a shape matches. Some writers give scales trailing dimensions of one element."""
     return stored == wanted or (is_scale and _without_ones(stored) == _without_ones(wanted))
 
 
@@ -107,29 +115,33 @@ def _without_ones(shape: Shape) -> Shape:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that the index names, or the only one. Raises ModelFilesError if one of them is not there."""
+    """Return the files named by the index, or the single file.
+
+    Raises:
+        ModelFilesError: If a file is missing, or the index is invalid.
+    """
     index = directory / INDEX
     names = [SINGLE]
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(_is_file_name(name) for name in weight_map.values()):
-            raise ModelFilesError(f"{index}: weight_map must name a file beside it for each tensor")
+            raise ModelFilesError(f"{index}: weight_map must map each tensor to a file in the same directory")
         names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (directory / name).is_file()]:
-        asked = f" that {INDEX} names" if index.is_file() else ""
-        raise ModelFilesError(f"{directory} has no {_some(missing)}{asked}; only safetensors weights are read")
+        source = f", required by {INDEX}" if index.is_file() else ""
+        raise ModelFilesError(f"{directory} has no {_some(missing)}{source}; only safetensors weights are supported")
     return [directory / name for name in names]
 
 
 def _tensors_in(path: Path) -> Iterator[StoredTensor]:
     try:
         with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118 - no dictionary
+            for name in file.keys():  # noqa: SIM118 - not a dictionary
                 part = file.get_slice(name)
                 yield StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
-    except (SafetensorError, OSError) as error:  # a header that is cut off, lies, or promises more than the file has
+    except (SafetensorError, OSError) as error:  # a header that is truncated, invalid, or larger than the file
         size = path.stat().st_size
-        raise ModelFilesError(f"{path} ({size:,} bytes) is not a whole safetensors file: {error}") from error
+        raise ModelFilesError(f"{path} ({size:,} bytes) is not a complete safetensors file: {error}") from error
 
 
 def _is_file_name(name: object) -> bool:
@@ -137,5 +149,5 @@ def _is_file_name(name: object) -> bool:
 
 
 def _some(names: list[str]) -> str:
-    rest = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")

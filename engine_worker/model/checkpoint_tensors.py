@@ -1,9 +1,6 @@
-"""Which tensors a network reads from its checkpoint: names and shapes, in the order of the layers. Pure.
+"""Names and shapes of the tensors that a network reads from its checkpoint, in layer order.
 
-A product in fp8 has its scales beside it (weight_format.py). What a checkpoint lacks, has too much or in another shape
-can be told from this before a byte of weights is read.
-
-It is used at a worker's start, for the checks of a directory and for estimates. It knows the spec, and no values.
+An fp8 linear layer has its scales beside its weight (weight_format.py).
 """
 
 import math
@@ -18,12 +15,13 @@ _SCALE_BYTES = 4  # float32
 
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Return all tensors with their shapes."""
     tensors = _dense_tensors(spec)
     return tensors | _scales(_fp8_modules(spec, tensors), tensors)
 
 
 def scale_names(spec: ModelSpec) -> list[str]:
-    """Names of all scales among them."""
+    """Return the names of all fp8 scales."""
     tensors = _dense_tensors(spec)
     return list(_scales(_fp8_modules(spec, tensors), tensors))
 
@@ -39,33 +37,34 @@ def _scales(modules: Mapping[str, Fp8Scheme], tensors: Mapping[str, Shape]) -> d
 
 
 def fp8_modules(spec: ModelSpec) -> dict[str, Fp8Scheme]:
-    """The products whose weights the checkpoint has in fp8, by the names of modules."""
+    """Return the linear layers that are fp8 in the checkpoint, by module name."""
     return _fp8_modules(spec, _dense_tensors(spec))
 
 
 def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """The size of all weights where the device multiplies fp8; `itemsize`: bytes of an element that is not in fp8.
+    """Return the size of all weights on a device that supports fp8.
 
-    The head is multiplied in 16 or 32 bits whatever the checkpoint has.
+    The output head stays in 16 or 32 bits whatever the checkpoint has. `itemsize` is the size of an element that is not
+    fp8.
     """
-    tensors, stored = _dense_tensors(spec), spec.quantisation
+    tensors, stored = _dense_tensors(spec), spec.quantization
     dense_bytes = spec.num_parameters() * itemsize
-    if stored.is_dequantised:
+    if stored.is_dequantized:
         return dense_bytes
-    schemes = {module: scheme for module in _products(spec, tensors) if (scheme := stored.scheme_of(module))}
+    schemes = {module: scheme for module in _linear_layers(spec, tensors) if (scheme := stored.scheme_of(module))}
     shapes = {module: tensors[f"{module}.weight"] for module in schemes if f"{module}.weight" != spec.names.head}
     scales = sum(math.prod(schemes[module].scale_shape(rows, columns)) for module, (rows, columns) in shapes.items())
     return dense_bytes - sum(map(math.prod, shapes.values())) * (itemsize - 1) + scales * _SCALE_BYTES
 
 
 def _fp8_modules(spec: ModelSpec, tensors: Mapping[str, Shape]) -> dict[str, Fp8Scheme]:
-    schemes = {module: spec.quantisation.stored_scheme(module) for module in _products(spec, tensors)}
+    schemes = {module: spec.quantization.stored_scheme(module) for module in _linear_layers(spec, tensors)}
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
 
 
-def _products(spec: ModelSpec, tensors: Mapping[str, Shape]) -> list[str]:
-    products = [name for name, shape in tensors.items() if len(shape) == 2 and name != spec.names.embedding]
-    return [name.removesuffix(".weight") for name in products]
+def _linear_layers(spec: ModelSpec, tensors: Mapping[str, Shape]) -> list[str]:
+    modules = [name for name, shape in tensors.items() if len(shape) == 2 and name != spec.names.embedding]
+    return [name.removesuffix(".weight") for name in modules]
 
 
 def _dense_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -98,7 +97,7 @@ def _of_layer(layer: LayerSpec, names: NamesSpec, hidden: int) -> Iterator[tuple
 
 
 def _linear(names: Sequence[str], outputs: Sequence[int], inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
-    """Yield the tensors of products that are one tensor each, or all together one."""
+    """Yield the tensors of linear layers that are separate, or fused into one tensor."""
     rows = outputs if len(names) == len(outputs) else (sum(outputs),)
     for name, size in zip(names, rows, strict=True):
         yield f"{name}.weight", (size, inputs)

@@ -1,8 +1,4 @@
-"""Attention on a CPU by the C++ kernels, over the block table where the keys lie: the AttentionBackend of CompiledStep.
-
-compiled_step.py stores keys and values through its plan and attends. It knows no network, no sequence and no sampling.
-It is on a block's walk, where a layer writes and reads it on a CPU with the library.
-"""
+"""Attention on a CPU with the C++ kernels, directly on the block table: the AttentionBackend of CompiledStep."""
 
 from collections.abc import Sequence
 
@@ -16,19 +12,19 @@ from kernels.fp8_kv import UNIT_SCALES, KVScales
 
 
 class CompiledAttention:
-    """The layers' views of the KV pool."""
+    """The KV pool, the layers' keys in it, and their scales."""
 
     def __init__(
         self, shape: ModelShape, kv_pool: Tensor, kernels: StepKernels, kv_scales: Sequence[KVScales] = ()
     ) -> None:
-        """`kv_scales`: of a pool in e4m3, by layer; 1 where there are none."""
+        """Hold the views; `kv_scales` are per layer for an e4m3 pool, default 1."""
         scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
         self.kernels, self.kv_pool, self.num_heads = kernels, kv_pool, shape.num_heads
         self.layers = [(kv_pool[:, layer, 0], scales[layer]) for layer in range(shape.num_layers)]
 
     @staticmethod
     def supports(spec: AttentionSpec, dtype: str) -> str:
-        return ""  # what StepKernels does not take is attended to by torch's operators
+        return ""  # layers that StepKernels cannot run use torch's operators
 
     def begin(self, model_input: ModelInput) -> "CompiledAttentionPlan":
         return CompiledAttentionPlan(self, model_input)
@@ -40,21 +36,22 @@ class CompiledAttentionPlan:
         self._arguments = attention.kernels.begin(attention.kv_pool, attention.num_heads, *_described(model_input))
 
     def follow(self, model_input: ModelInput) -> None:
-        """Take another step of the same shape: for a program of what was called with this plan."""
+        """Point to another step of the same shape, for a recorded program."""
         self._arguments.point_to(*_described(model_input))
 
     def rotate_and_store(self, qkv: Tensor, layer: int, cos_sin: Tensor | None = None) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]: turned in place by `cos_sin` [max_len, D]; keys and values are stored."""
+        """Rotate qkv [T, (Hq + 2 Hkv) * D] in place by `cos_sin` [max_len, D], and store keys and values."""
         keys, scales = self._layers[layer]
         self._kernels.rotate_and_store(self._arguments, qkv, cos_sin, keys, scales)
 
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
+        """Attend in one layer; see AttentionPlan."""
         keys, scales = self._layers[layer]
         return self._kernels.attend(self._arguments, query, keys, scale, rows, rules, scales)
 
 
 def _described(model_input: ModelInput) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of a step that kernels read."""
+    """Return the tensors of a step that the kernels read."""
     return (
         model_input.block_tables,
         model_input.query_start_loc,

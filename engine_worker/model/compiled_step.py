@@ -1,8 +1,6 @@
-"""The operators of one forward pass on a CPU by the C++ kernels; cpu_step.py has them without a library.
+"""The operators of one forward pass on a CPU with the C++ kernels; cpu_step.py has them in torch.
 
-Same methods as CpuStep. A row's bits depend on its own sequence alone: kernels/cpu/step.py. It is used in every step of
-a worker without a GPU whose processor and number formats the kernels serve; network.py calls it. It knows no family, no
-sequence and no sampling.
+A row's bits depend only on its own sequence (kernels/cpu/step.py).
 """
 
 from collections.abc import Sequence
@@ -24,7 +22,11 @@ from kernels.scaled import Scaled
 
 
 def step_kernels(shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> StepKernels:
-    """Raises NoLibrary with the reason why torch's operators serve instead."""
+    """Return the kernels for this model.
+
+    Raises:
+        NoLibrary: With the reason why torch's operators are used instead.
+    """
     try:
         return StepKernels(cpu_library(), shape.head_dim, dtype, kv_dtype)
     except ValueError as error:
@@ -32,12 +34,12 @@ def step_kernels(shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -
 
 
 class CompiledDevice:
-    """The state that outlives a step: attention over the KV pool."""
+    """State that outlives a step: attention over the KV pool."""
 
     def __init__(
         self, spec: ModelShape, kv_pool: Tensor, kernels: StepKernels, kv_scales: Sequence[KVScales] = ()
     ) -> None:
-        """`kv_scales`: of a pool in e4m3, by layer."""
+        """Hold the pool; `kv_scales` are per layer for an e4m3 pool."""
         self.spec, self.kernels = spec, kernels
         self.attention = CompiledAttention(spec, kv_pool, kernels, kv_scales)
 
@@ -53,26 +55,26 @@ class CompiledStep:
         self._plan = device.attention.begin(model_input)
 
     def follow(self, model_input: ModelInput) -> None:
-        """Take another step of the same shape: for a program of what was called with this one."""
+        """Point to another step of the same shape, for a recorded program."""
         self._plan.follow(model_input)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
-        """-> (normed, x + residual)."""
+        """Return (norm of x + residual, x + residual)."""
         return self._kernels.add_rms_norm(x, residual, norm.scaled_weight, norm.eps), x
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
     ) -> tuple[Scaled, Tensor]:
-        raise NotImplementedError("no product on a CPU quantises its inputs")
+        raise NotImplementedError("no linear layer on a CPU quantizes its inputs")
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
-        """Over the last dimension."""
+        """Norm over the last dimension."""
         if isinstance(norm, NormOverRanks):
             return norm(x)
         return self._kernels.rms_norm(x, norm.scaled_weight, norm.eps)
 
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]; norms and rotates inside it."""
+        """Norm and rotate qkv [T, (Hq + 2 Hkv) * D] in place, then store keys and values."""
         self._norm_queries_and_keys(qkv, attention)
         self._plan.rotate_and_store(qkv, layer, attention.cos_sin_table)
 
@@ -80,7 +82,7 @@ class CompiledStep:
         self._plan.rotate_and_store(qkv, layer)
 
     def _norm_queries_and_keys(self, qkv: Tensor, attention: AttentionWeights) -> None:
-        """A weight of one head norms each of them, one of all heads norms all together."""
+        """Norm queries and keys; a weight of one head norms each head, one of all heads norms them together."""
         if attention.query_norm is None or attention.key_norm is None:
             return
         query, key = qkv[:, : self._query_size], qkv[:, self._query_size : self._rotated_size]
@@ -93,5 +95,5 @@ class CompiledStep:
     def attend(
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor:
-        """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""
+        """Attend with qkv as rotate_and_store() left it; return [T, Hq * D], or one row per entry of `rows`."""
         return self._plan.attend(qkv[:, : self._query_size], layer, scale, rules, rows)

@@ -1,7 +1,4 @@
-"""Attention on a CPU by torch's operators, where no C++ kernel serves: one plan of kernels/attention/cpu.py a window.
-
-cpu_step.py stores keys and values through it and attends. It knows no network, no sequence and no sampling.
-"""
+"""Attention on a CPU with torch's operators: one plan of kernels/attention/cpu.py per window."""
 
 from collections.abc import Sequence
 
@@ -16,7 +13,7 @@ from kernels.fp8_kv import UNIT_SCALES, KVScales
 
 
 class CpuAttention:
-    """The layers' views of the KV pool, and the memory that every step gathers into."""
+    """The layers' views of the KV pool, and scratch memory for gathers."""
 
     def __init__(self, shape: ModelShape, kv_pool: Tensor, dtype: torch.dtype, kv_scales: Sequence[KVScales]) -> None:
         scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
@@ -28,7 +25,7 @@ class CpuAttention:
 
     @staticmethod
     def supports(spec: AttentionSpec, dtype: str) -> str:
-        return ""  # its operators take any shape and every rule
+        return ""  # supports all shapes and rules
 
     def begin(self, model_input: ModelInput) -> "CpuAttentionPlan":
         return CpuAttentionPlan(self, model_input)
@@ -36,7 +33,7 @@ class CpuAttention:
 
 class CpuAttentionPlan:
     def __init__(self, attention: CpuAttention, model_input: ModelInput) -> None:
-        """Blocks that the step begins are zeroed."""
+        """Plan the step and zero the blocks that it starts."""
         self._layers = attention.layers
         self._plans = {window: _plan(attention, model_input, window) for window in attention.windows}
         first = next(iter(self._plans.values()))
@@ -45,7 +42,7 @@ class CpuAttentionPlan:
         self._store_rows = first.store_rows(model_input.slot_mapping)
 
     def store(self, key_value: Tensor, layer: int) -> None:
-        """key_value [T, 2 * Hkv, D]: each token's keys, then its values."""
+        """Store key_value [T, 2 * Hkv, D]: the keys, then the values of each token."""
         store_kv_cpu(key_value, self._layers[layer], self._store_rows)
 
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:

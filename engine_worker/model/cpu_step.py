@@ -1,10 +1,7 @@
-"""The operators of one forward pass on a CPU beside its matrix products: norms, rotation, KV store, attention.
+"""The operators of one forward pass on a CPU in torch, besides the linear layers.
 
-Made once a step; it gathers there what all layers share. Few operators, because at batch 1 each costs 2-10 us against
-120 us of products in a layer (SmolLM2, 2 cores). Same methods as CudaStep.
-
-It is used in every step of a worker without a GPU; network.py calls it. It knows no family, no sequence and no
-sampling.
+There are few operators, because at batch 1 each costs 2-10 us against 120 us of linear layers per layer (SmolLM2, 2
+cores). What the layers share is computed once per step.
 """
 
 from collections.abc import Sequence
@@ -23,7 +20,7 @@ from kernels.scaled import Scaled
 
 
 class CpuDevice:
-    """The state that outlives a step: attention over the KV pool, and rotary tables in the type of the weights."""
+    """State that outlives a step: attention over the KV pool, and rotary tables in the model's dtype."""
 
     def __init__(
         self,
@@ -32,14 +29,21 @@ class CpuDevice:
         dtype: torch.dtype | None = None,
         kv_scales: Sequence[KVScales] = (),
     ) -> None:
-        """`dtype`: that the model computes in, the pool's unless told. `kv_scales`: of a pool in e4m3, by layer."""
+        """Hold the pool.
+
+        Args:
+            spec: The model's shape.
+            kv_pool: [num_blocks, L, 2, Hkv, BS, D].
+            dtype: Dtype of the model; default: that of the pool.
+            kv_scales: Per layer, for an e4m3 pool.
+        """
         self.spec = spec
         self.dtype = dtype or kv_pool.dtype
         self.attention = CpuAttention(spec, kv_pool, self.dtype, kv_scales)
         self._tables: dict[int, Tensor] = {}  # by AttentionWeights.rope_index
 
     def table_of(self, attention: AttentionWeights) -> Tensor:
-        """The table of cosines and sines in the type that the model computes in; the weights have it in float32."""
+        """Return the rotary table in the model's dtype; the weights have it in float32."""
         index = attention.rope_index
         if index not in self._tables:
             self._tables[index] = attention.cos_sin_table.to(self.dtype)
@@ -60,19 +64,19 @@ class CpuStep:
         self._plan = device.attention.begin(model_input)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
-        """-> (normed, x + residual). Six operators take 17 us here, F.rms_norm's own twelve 26 us."""
+        """Return (norm of x + residual, x + residual). Six operators take 17 us, F.rms_norm's twelve 26 us."""
         residual = x.add_(residual)
         exact = residual.to(torch.float32, copy=True)
         length = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
         return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype), residual
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
     ) -> tuple[Scaled, Tensor]:
-        raise NotImplementedError("no product on a CPU quantises its inputs")
+        raise NotImplementedError("no linear layer on a CPU quantizes its inputs")
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
-        """Over the last dimension."""
+        """Norm over the last dimension."""
         if isinstance(norm, NormOverRanks):
             return norm(x)
         exact = x.to(torch.float32, copy=True)
@@ -80,7 +84,7 @@ class CpuStep:
         return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype)
 
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]; norms and rotates inside it."""
+        """Norm and rotate qkv [T, (Hq + 2 Hkv) * D] in place, then store keys and values."""
         self._norm_queries_and_keys(qkv, attention)
         cos, signed_sin = self._angles_of(attention)
         pairs = qkv[:, : self._rotated_size].view(len(qkv), self._num_heads + self._num_kv_heads, 2, -1)
@@ -102,7 +106,7 @@ class CpuStep:
         key.copy_(self.rms_norm(key, attention.key_norm))
 
     def _angles_of(self, attention: AttentionWeights) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of the step's positions; layers mostly share one table."""
+        """Return cosines and signed sines of the step's positions; most layers share one table."""
         index = attention.rope_index
         if index not in self._angles:
             rows = self._device.table_of(attention)[self._positions]
@@ -113,5 +117,5 @@ class CpuStep:
     def attend(
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor:
-        """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""
+        """Attend with qkv as rotate_and_store() left it; return [T, Hq * D], or one row per entry of `rows`."""
         return self._plan.attend(qkv[:, : self._query_size], layer, scale, rules, rows)

@@ -1,8 +1,4 @@
-"""Attention on CUDA: the kernels of kernels/attention, planned once a step for every window of the layers.
-
-cuda_step.py attends through it, captured or not. It knows no network, no sequence and no sampling. It is on a block's
-walk, where a layer writes and reads it on a GPU.
-"""
+"""Attention on CUDA with kernels/attention: one plan per step and window."""
 
 from collections.abc import Sequence
 
@@ -12,22 +8,21 @@ from torch import Tensor
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import AttentionSpec, ModelShape
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
-from kernels.attention.prefill import MOST_HEAD_DIM
+from kernels.attention.prefill import MAX_HEAD_DIM
 from kernels.attention.score_rules import ScoreRules
 from kernels.fp8_kv import UNIT_SCALES, KVScales
 
-# Picking tokens out takes four kernels of 4.5 us, among others (profile of `bench engine-cases`); attention of 1,024
-# tokens takes 30 us.
+# Selecting rows takes four kernels of 4.5 us (profile of `bench engine-cases`); attention of 1,024 tokens takes 30 us.
 MAX_WASTED_QUERY_ROWS = 512
 
 
 class CudaAttention:
-    """The layers' views of the KV pool. `is_deterministic`: one kernel whose rows do not depend on their batch."""
+    """The layers' views of the KV pool; `is_deterministic` selects the batch-invariant kernel."""
 
     def __init__(
         self, shape: ModelShape, kv_pool: Tensor, is_deterministic: bool = False, kv_scales: Sequence[KVScales] = ()
     ) -> None:
-        """`kv_scales`: of a pool in e4m3, by layer."""
+        """Hold the views; `kv_scales` are per layer for an e4m3 pool."""
         self.num_heads, self.head_dim, self.is_deterministic = shape.num_heads, shape.head_dim, is_deterministic
         self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(shape.num_layers)]
         self.kv_scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
@@ -35,11 +30,8 @@ class CudaAttention:
 
     @staticmethod
     def supports(spec: AttentionSpec, dtype: str) -> str:
-        if spec.head_dim > MOST_HEAD_DIM or spec.head_dim % 2:
-            return (
-                f"prefill_kernel serves heads of an even size up to {MOST_HEAD_DIM}; this model's have "
-                f"{spec.head_dim} elements"
-            )
+        if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 2:
+            return f"attention needs an even head size of at most {MAX_HEAD_DIM}; this model's is {spec.head_dim}"
         return ""
 
     def begin(self, model_input: ModelInput) -> "CudaAttentionPlan":
@@ -62,7 +54,7 @@ class CudaAttentionPlan:
         )
 
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
-        """query [T, Hq * D], rows perhaps strided; `rows`: each the last token of a sequence."""
+        """Attend in one layer; query [T, Hq * D] may be strided, and each row of `rows` ends a sequence."""
         attention = self._attention
         heads: Tensor = query.view(len(query), attention.num_heads, attention.head_dim)
         if rows is not None and len(rows) == 0:
@@ -74,7 +66,7 @@ class CudaAttentionPlan:
         return attended if rows is None else attended[rows]
 
     def _attend_last(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor) -> Tensor:
-        """query [N, Hq, D] of the tokens `rows`: as if their sequences decoded."""
+        """Attend with query [N, Hq, D] of the tokens `rows`, as if their sequences were decoding."""
         inputs, attention = self._input, self._attention
         sequences = torch.searchsorted(inputs.query_start_loc, rows.int(), right=True) - 1
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=query.device)

@@ -1,10 +1,4 @@
-"""The operators of one forward pass on CUDA beside its matrix products: Triton kernels.
-
-Same methods as CpuStep. Products are the weights' own (quantisation/).
-
-It is used in every step of a worker on a GPU, captured or not; network.py calls it. It knows no family, no sequence
-and no sampling.
-"""
+"""The operators of one forward pass on CUDA besides the linear layers: Triton kernels."""
 
 from collections.abc import Sequence
 
@@ -18,13 +12,13 @@ from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import KVScales
-from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised, rms_norm
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
 from kernels.scaled import Scaled
 
 
 class CudaDevice:
-    """The state that outlives a step: the layers' views of the KV pool."""
+    """State that outlives a step: attention over the KV pool."""
 
     def __init__(
         self,
@@ -33,10 +27,10 @@ class CudaDevice:
         is_deterministic: bool = False,
         kv_scales: Sequence[KVScales] = (),
     ) -> None:
-        """`kv_scales`: of a pool in e4m3, by layer."""
+        """Hold the pool; `kv_scales` are per layer for an e4m3 pool."""
         self.spec = spec
         self.attention = CudaAttention(spec, kv_pool, is_deterministic, kv_scales)
-        # Of one position, which turns nothing: x * 1 - y * 0 is x.
+        # The table of one position that rotates nothing: x * 1 - y * 0 is x.
         self.unrotated = torch.cat((torch.ones(1, spec.head_dim // 2), torch.zeros(1, spec.head_dim // 2)), dim=1)
         self.unrotated = self.unrotated.to(kv_pool.device)
 
@@ -50,10 +44,10 @@ class CudaStep:
         self._input = model_input
         self._plan = device.attention.begin(model_input)
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
     ) -> tuple[Scaled, Tensor]:
-        return add_rms_norm_quantised(x, residual, norm.weight, norm.eps, is_grouped=scaling is Scaling.GROUPS)
+        return add_rms_norm_quantized(x, residual, norm.weight, norm.eps, is_grouped=scaling is Scaling.GROUPS)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, norm.weight, norm.eps)
@@ -64,7 +58,7 @@ class CudaStep:
         return rms_norm(x, norm.weight, norm.eps)
 
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]; norms and rotates inside it."""
+        """Norm and rotate qkv [T, (Hq + 2 Hkv) * D] in place, then store keys and values."""
         inputs, spec = self._input, attention.spec
         norms: QkNorms | None = None
         if attention.query_norm is not None and attention.key_norm is not None:
@@ -82,7 +76,7 @@ class CudaStep:
         )
 
     def store(self, qkv: Tensor, layer: int) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]; the kernel that rotates and stores, with a rotation by nothing."""
+        """Store keys and values of qkv [T, (Hq + 2 Hkv) * D] unrotated, with the rotate-and-store kernel."""
         device, inputs = self._device, self._input
         heads = qkv.view(len(qkv), -1, device.spec.head_dim)
         positions = torch.zeros_like(inputs.positions)
@@ -94,6 +88,6 @@ class CudaStep:
     def attend(
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor:
-        """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone, each the last token of a sequence."""
+        """Attend with qkv as rotate_and_store() left it; each row of `rows` is the last token of a sequence."""
         spec = self._device.spec
         return self._plan.attend(qkv[:, : spec.num_heads * spec.head_dim], layer, scale, rules, rows)

@@ -1,12 +1,7 @@
-"""Decode steps on a CPU as programs: all kernels of the network recorded once for a number of rows, then run as one.
+"""Record a CPU decode step's kernels once per number of rows, and run them as one program.
 
-    programs = decode_programs(model, device)    None where there is nothing to record
-    programs.logits_of(model_input)              None: run it operator by operator
-
-At one row the operators of a step are shorter than what wakes a thread for each of them, and than the Python around
-them. As CUDA graphs (execution/cuda_graphs.py), but of the exact number of rows, and recorded when it is first met.
-
-It stands between the replica and the network. It knows no sequence, no family and no sampling.
+At one row, a step's operators are shorter than waking a thread for each of them and than the Python around them. Like
+CUDA graphs (execution/cuda_graphs.py), but for the exact number of rows, recorded on first use.
 """
 
 import logging
@@ -25,11 +20,12 @@ from kernels.cpu.program import Buffers, NotRecordable, recording
 
 logger = logging.getLogger("worker")
 
-# More rows take long enough for their operators to be called one by one.
-MOST_ROWS = 32
+# With more rows, kernels take long enough to be called one by one.
+MAX_ROWS = 32
 
 
 def decode_programs(model: ServedModel, device: Device) -> "DecodePrograms | None":
+    """Return the recorder for this model and device, or None if nothing can be recorded."""
     if isinstance(model, Network) and model.is_whole and isinstance(device, CompiledDevice):
         return DecodePrograms(model, device)
     return None
@@ -40,13 +36,13 @@ class DecodePrograms:
         self._network, self._device = network, device
         self._by_rows: dict[int, _DecodeProgram] = {}
         self._buffers = Buffers()
-        self._logits: Tensor | None = None  # [MOST_ROWS, V], of all programs
+        self._logits: Tensor | None = None  # [MAX_ROWS, V], shared by all programs
         self._is_recordable = True
 
     def logits_of(self, model_input: ModelInput) -> Tensor | None:
-        """[T, V] float32, overwritten by the next call; None where a step is none of one token a sequence."""
+        """Return logits [T, V] float32, overwritten by the next call; None unless each sequence has one token."""
         num_rows = len(model_input.token_ids)
-        if not self._is_recordable or num_rows > MOST_ROWS or (ordered := _in_order_of_logits(model_input)) is None:
+        if not self._is_recordable or num_rows > MAX_ROWS or (ordered := _in_order_of_logits(model_input)) is None:
             return None
         model_input = ordered
         if num_rows not in self._by_rows:
@@ -54,13 +50,13 @@ class DecodePrograms:
                 self._by_rows[num_rows] = self._recorded(model_input)
             except NotRecordable as error:
                 self._is_recordable = False
-                logger.info("decode steps run operator by operator: %s", error)
+                logger.info("decode steps: not recorded, run kernel by kernel: %s", error)
                 return None
         return self._by_rows[num_rows].run(model_input)
 
     def _recorded(self, model_input: ModelInput) -> "_DecodeProgram":
         if self._logits is None:
-            self._logits = torch.empty(MOST_ROWS, self._network.spec.vocab_size)
+            self._logits = torch.empty(MAX_ROWS, self._network.spec.vocab_size)
         return _DecodeProgram(self._network, self._device, model_input, self._buffers, self._logits)
 
 
@@ -68,7 +64,11 @@ class _DecodeProgram:
     def __init__(
         self, network: Network, device: CompiledDevice, model_input: ModelInput, buffers: Buffers, logits: Tensor
     ) -> None:
-        """Raises NotRecordable."""
+        """Record one step.
+
+        Raises:
+            NotRecordable: If the network calls a torch operator.
+        """
         num_rows = len(model_input.token_ids)
         size, dtype = (num_rows, network.spec.hidden_size), network.dtype
         self._network, self._logits = network, logits[:num_rows]
@@ -88,8 +88,10 @@ class _DecodeProgram:
 
 
 def _in_order_of_logits(model_input: ModelInput) -> ModelInput | None:
-    """The step with its rows as their logits are wanted, for a program writes logits in the order of its rows; None
-    unless every sequence has one token, and the logits of each are wanted once."""
+    """Return the step with its rows in the order of the wanted logits, which a program writes in row order.
+
+    Return None unless every sequence has one token whose logits are wanted once.
+    """
     wanted = model_input.logits_indices
     if model_input.max_query_len != 1 or not len(model_input.seq_lens) == len(model_input.token_ids) == len(wanted):
         return None

@@ -1,7 +1,6 @@
-"""Devices: which one a worker has, what it refuses, and the operators of one forward pass on it.
+"""Devices: selection, limits, and the operators of one forward pass on a device.
 
-CompiledStep, CpuStep and CudaStep are the implementations. Knows no network. It is used at a worker's start, and once a
-step, when the operators of the pass are made.
+CompiledStep, CpuStep and CudaStep implement DeviceStep.
 """
 
 import logging
@@ -21,7 +20,7 @@ from kernels.scaled import Scaled
 
 logger = logging.getLogger("worker")
 
-FP8_CAPABILITY = (8, 9)  # the first with products of e4m3 (CUDA programming guide, tensor core data types)
+FP8_CAPABILITY = (8, 9)  # first with e4m3 matrix products (CUDA programming guide, tensor core data types)
 
 
 class DeviceStep(Protocol):
@@ -29,14 +28,14 @@ class DeviceStep(Protocol):
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
-        """-> (normed, x + residual)"""
+        """Return (norm of x + residual, x + residual)."""
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
     ) -> tuple[Scaled, Tensor]: ...
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None: ...
     def store(self, qkv: Tensor, layer: int) -> None:
-        """Keys and values of `qkv` [T, (Hq + 2 Hkv) * D] as they are, for networks that rotate by themselves."""
+        """Store keys and values of qkv [T, (Hq + 2 Hkv) * D] unrotated, for networks that rotate themselves."""
 
     def attend(
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
@@ -44,67 +43,82 @@ class DeviceStep(Protocol):
 
 
 class Device(Protocol):
-    """A device with a KV pool on it."""
+    """A device with its KV pool."""
 
     def begin_step(self, model_input: ModelInput) -> DeviceStep: ...
 
 
 def chosen_device(wanted: str, *, has_cuda: bool) -> str:
-    """`cpu` or `cuda`, for `auto`, `cpu` or `cuda`. Raises ValueError where `cuda` is wanted and there is none."""
+    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ValueError: If `cuda` is wanted and there is none.
+    """
     if wanted == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device")
     if wanted != "auto":
         return wanted
     if not has_cuda:
-        logger.info("no CUDA device: the model runs on the CPU (`pagestream doctor` says what there is)")
+        logger.info("no CUDA device: the model runs on the CPU (see `pagestream doctor`)")
     return "cuda" if has_cuda else "cpu"
 
 
 def check_quantization(quantization: str, device_type: str) -> None:
-    """Raises ValueError where weights are asked for that the device does not multiply."""
+    """Check the format against the device type.
+
+    Raises:
+        ValueError: If the device type does not support `quantization`.
+    """
     if quantization in {"int8", "as-stored"} and device_type != "cpu":
-        raise ValueError(f"--quantization {quantization}: for a CPU; on {device_type}: auto, none, fp8")
+        raise ValueError(f"--quantization {quantization} needs --device cpu; on {device_type} use auto, none or fp8")
 
 
 def check_weight_format(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError where `device` cannot multiply weights of the format `name` beside `dtype`. Starts CUDA."""
+    """Check a weight format against the device and the model's dtype; initializes CUDA.
+
+    Raises:
+        ValueError: If the device does not support the format `name`, or not with `dtype`.
+    """
     if not name or device.type != "cuda":
         return
     if dtype != torch.bfloat16:
-        told = str(dtype).removeprefix("torch.")
+        dtype_name = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"weights: {name}; on cuda products of fp8 are bfloat16 and the model is {told}: --dtype bfloat16; "
-            "--quantization none multiplies an fp8 checkpoint in any type"
+            f"weights: {name}; fp8 linear layers on cuda need --dtype bfloat16, and the model is {dtype_name}; "
+            "--quantization none dequantizes an fp8 checkpoint to any dtype"
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
         gpu, (major, minor) = torch.cuda.get_device_name(device), capability
         raise ValueError(
-            f"weights: {name}; {gpu} (sm_{major}{minor}) multiplies no fp8, which takes sm_89 or newer (Ada, Hopper). "
-            "--quantization none serves an fp8 checkpoint in 16 bits"
+            f"weights: {name}; {gpu} (sm_{major}{minor}) does not support fp8, which needs sm_89 (Ada, Hopper). "
+            "Use --quantization none to dequantize an fp8 checkpoint to 16 bits"
         )
 
 
 def check_kv_dtype(kv_dtype: str, model_dtype: str, capability: tuple[int, int] | None) -> None:
-    """Raises ValueError where no attention kernel reads a cache of `kv_dtype` beside such a model.
+    """Check the KV dtype against the model's dtype and the GPU.
 
-    `capability`: of the GPU; None on a CPU.
+    Args:
+        kv_dtype: A key of kv.layout.ITEMSIZES.
+        model_dtype: Dtype of the model.
+        capability: Compute capability of the GPU; None on a CPU.
+
+    Raises:
+        ValueError: If no attention kernel supports the combination.
     """
     if capability is None or kv_dtype == model_dtype:
-        return  # a CPU converts whatever it gathers
+        return  # a CPU converts what it gathers
     if kv_dtype != "float8_e4m3fn":
         raise ValueError(
-            f"--kv-cache-dtype {kv_dtype}: the model computes in {model_dtype}; on cuda the KV cache has that type or "
-            "fp8 (auto, fp8)"
+            f"--kv-cache-dtype {kv_dtype}: the model computes in {model_dtype}; on cuda use that dtype (auto) or fp8"
         )
     if model_dtype == "float32":
-        raise ValueError(
-            "--kv-cache-dtype fp8: on cuda beside bfloat16 and float16, to be had with --dtype; not float32"
-        )
+        raise ValueError("--kv-cache-dtype fp8: on cuda needs --dtype bfloat16 or float16, not float32")
     if capability < FP8_CAPABILITY:
         raise ValueError(
-            f"--kv-cache-dtype fp8: e4m3 needs a GPU of compute capability 8.9 or more (Ada, Hopper); this one has "
-            f"{capability[0]}.{capability[1]}. auto and bf16 are accepted"
+            f"--kv-cache-dtype fp8: e4m3 needs compute capability 8.9 or more (Ada, Hopper); this GPU has "
+            f"{capability[0]}.{capability[1]}. Use auto or bf16"
         )
 
 
@@ -115,26 +129,31 @@ def attach_device(
     is_deterministic: bool = False,
     kv_scales: Sequence[KVScales] = (),
 ) -> Device:
-    """The device on which `kv_pool` [num_blocks, L, 2, Hkv, BS, D] lies.
+    """Return the device that holds `kv_pool`.
 
-    `dtype`: that the model computes in. `kv_scales`: of each layer, for a pool in e4m3; 1 where there are none.
+    Args:
+        shape: The model's shape.
+        kv_pool: [num_blocks, L, 2, Hkv, BS, D].
+        dtype: Dtype of the model.
+        is_deterministic: Use batch-invariant kernels.
+        kv_scales: Per layer, for an e4m3 pool; default 1.
     """
     scales = tuple(kv_scales) if kv_scales and kv_pool.dtype == E4M3 else (UNIT_SCALES,) * shape.num_layers
     if kv_pool.is_cuda:
-        from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
+        from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU worker lacks
 
         return CudaDevice(shape, kv_pool, is_deterministic, scales)
     return _attach_cpu(shape, kv_pool, dtype, scales)
 
 
 def _attach_cpu(shape: ModelShape, kv_pool: Tensor, dtype: torch.dtype, scales: tuple[KVScales, ...]) -> Device:
-    """By the C++ kernels where they serve, else by torch's operators, and that is told."""
-    from engine_worker.model.compiled_step import CompiledDevice, step_kernels  # noqa: PLC0415 - of a CPU alone
+    """Use the C++ kernels if they support the model, else torch's operators with a log line."""
+    from engine_worker.model.compiled_step import CompiledDevice, step_kernels  # noqa: PLC0415 - CPU only
     from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
     from kernels.cpu.build import NoLibrary  # noqa: PLC0415
 
     try:
         return CompiledDevice(shape, kv_pool, step_kernels(shape, dtype, kv_pool.dtype), scales)
     except NoLibrary as error:
-        logger.info("steps by torch's operators, slower, and a row's bits may depend on its batch: %s", error)
+        logger.info("steps: falling back to torch operators, slower and not batch-invariant: %s", error)
     return CpuDevice(shape, kv_pool, dtype, scales)

@@ -1,7 +1,6 @@
-"""Which code runs a model: a family of this repository, or transformers where it has none (`--model-impl`).
+"""Select the code that runs a model: a family of this repository, or transformers (`--model-impl`).
 
-Both are Blueprints; whoever loads one need not know which it is. transformers is imported when it is the one. It is
-used once, at a worker's start. It knows no tensors and no steps.
+Both are Blueprints, so callers need not distinguish them. transformers is imported only when it is used.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine_worker.model.architectures import has_family, spec_from_json
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors, weights_bytes
 from engine_worker.model.grouped_bytes import grouped_weights_bytes
-from engine_worker.model.quantisation_config import refuse_quantised
+from engine_worker.model.quantization_config import refuse_quantized
 from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.weight_format import STORED_BLOCKS, chosen_format
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NativeBlueprint:
+    """A model whose family is in this repository."""
+
     shape: ModelSpec
     implementation: str = "native"
     is_capturable: bool = True
@@ -40,13 +41,13 @@ class NativeBlueprint:
     def weights_bytes(self, size: int, itemsize: int) -> int:
         share = self.share(size)
         return (
-            grouped_weights_bytes(share, itemsize) if share.quantisation.in_groups else weights_bytes(share, itemsize)
+            grouped_weights_bytes(share, itemsize) if share.quantization.in_groups else weights_bytes(share, itemsize)
         )
 
     @property
     def weight_format(self) -> str:
-        stored = self.shape.quantisation
-        return "" if stored.is_dequantised else stored.name
+        stored = self.shape.quantization
+        return "" if stored.is_dequantized else stored.name
 
     def build(
         self,
@@ -66,16 +67,16 @@ class NativeBlueprint:
     def _build_part(
         self, weights: "WeightSource", max_len: int, is_deterministic: bool, ranks: "TensorParallel"
     ) -> "ServedModel":
-        """Build the network of one rank of several."""
+        """Build the network of one of several ranks."""
         from engine_worker.model.network import Network  # noqa: PLC0415 - as above
         from engine_worker.model.parallel_linear import ParallelMethod  # noqa: PLC0415
-        from engine_worker.model.quantisation import linear_method  # noqa: PLC0415
+        from engine_worker.model.quantization import linear_method  # noqa: PLC0415
         from engine_worker.model.weights import ShardedWeights  # noqa: PLC0415
 
-        if self.shape.quantisation.blocks:
-            raise ValueError("--quantization as-stored: blocks are not divided among ranks; int8, auto and none are")
+        if self.shape.quantization.blocks:
+            raise ValueError("--quantization as-stored does not support several ranks; use auto, none or int8")
         spec = sharded(self.shape, ranks.rank, ranks.size)
-        stored = linear_method(spec.quantisation, weights.device.type, is_deterministic)
+        stored = linear_method(spec.quantization, weights.device.type, is_deterministic)
         method = ParallelMethod(stored, ranks, spec.vocab_size, is_deterministic)
         parts = tensor_parts(self.shape, ranks.rank, ranks.size)
         own = ShardedWeights(weights, checkpoint_tensors(self.shape), parts)
@@ -85,9 +86,15 @@ class NativeBlueprint:
 
 
 def blueprint_from_directory(directory: Path, wanted: str = "auto", quantization: str = "auto") -> "Blueprint":
-    """Raises ValueError with what config.json has that is not served.
+    """Return the Blueprint of a model directory.
 
-    `wanted`: auto, native or transformers; `quantization`: auto, none, fp8, int8 or as-stored.
+    Args:
+        directory: The model directory.
+        wanted: auto, native or transformers.
+        quantization: auto, none, fp8, int8 or as-stored.
+
+    Raises:
+        ValueError: If config.json has something that is not supported.
     """
     files = read_model_files(directory)
     blocks = directory / STORED_BLOCKS
@@ -95,6 +102,7 @@ def blueprint_from_directory(directory: Path, wanted: str = "auto", quantization
 
 
 def is_native(config: Mapping[str, Any], wanted: str) -> bool:
+    """Return whether a family of this repository runs the model."""
     return wanted == "native" or (wanted == "auto" and has_family(config))
 
 
@@ -105,10 +113,11 @@ def blueprint(
     quantization: str = "auto",
     blocks: Path | None = None,
 ) -> "Blueprint":
+    """Return the Blueprint of config.json and generation_config.json; see blueprint_from_directory()."""
     if is_native(config, wanted):
         spec = spec_from_json(config, generation)
-        return NativeBlueprint(replace(spec, quantisation=chosen_format(spec.quantisation, quantization, blocks)))
+        return NativeBlueprint(replace(spec, quantization=chosen_format(spec.quantization, quantization, blocks)))
     from engine_worker.model.transformers_backend.network import TransformersBlueprint  # noqa: PLC0415 - takes seconds
 
-    refuse_quantised(config, quantization)
+    refuse_quantized(config, quantization)
     return TransformersBlueprint.of(config, generation)

@@ -1,8 +1,7 @@
-"""The scales of an fp8 KV cache that a checkpoint may have: one of keys and one of values a layer.
+"""Read the scales of an fp8 KV cache from a checkpoint: one for keys and one for values per layer.
 
 compressed-tensors writes `self_attn.k_scale` and `v_scale`, modelopt `self_attn.k_proj.k_scale` and
-`self_attn.v_proj.v_scale`, older files one `self_attn.kv_scale`. A cache of 16 bits leaves them. It is used once, at a
-worker's start, by the network of a cache in fp8. It knows no cache and no kernel.
+`self_attn.v_proj.v_scale`, older files one `self_attn.kv_scale`. A 16-bit cache ignores them.
 """
 
 import math
@@ -18,7 +17,11 @@ _VALUES = ("self_attn.v_scale", "self_attn.attn.v_scale", "self_attn.v_proj.v_sc
 
 
 def read_kv_scales(source: WeightSource, spec: ModelSpec) -> tuple[KVScales, ...]:
-    """By layer; 1 where the checkpoint has none. Raises ValueError for one that is no factor."""
+    """Return the scales per layer; 1 if the checkpoint has none.
+
+    Raises:
+        ValueError: If a scale is not finite and positive.
+    """
     layers = [spec.names.layer.format(index=index) for index in range(spec.num_layers)]
     return tuple(KVScales(_scale(source, layer, _KEYS), _scale(source, layer, _VALUES)) for layer in layers)
 
@@ -28,8 +31,8 @@ def _scale(source: WeightSource, layer: str, suffixes: tuple[str, ...]) -> float
     if name is None:
         return 1.0
     stored = source.get(name, (), dtype=torch.float32)
-    source.keep_as(stored.nbytes, 0)  # a number of the program from here on
+    source.keep_as(stored.nbytes, 0)  # kept as a Python number, not as a tensor
     scale = stored.item()
     if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"{name} is {scale}; scales of keys and values are finite and over 0")
+        raise ValueError(f"{name} is {scale}; KV scales must be finite and positive")
     return scale

@@ -1,8 +1,6 @@
-"""Parts of the network that are the same on every device but for the layout of their weights.
+"""Parts of the network that are the same on all devices.
 
-Plain callables, not nn.Module: a module's call costs 1-2 us and a decode step on a CPU makes 211 of them.
-
-The parts are made once, at a worker's start; network.py walks through them in every step. The parts know no sequences.
+They are plain callables instead of nn.Module: a module call costs 1-2 us, and a decode step on a CPU makes 211.
 """
 
 import math
@@ -20,7 +18,7 @@ from kernels.attention.score_rules import NO_RULES, ScoreRules
 
 
 class NormWeight:
-    """The scale of one RMSNorm, and the constants that a CPU would compute again for every token.
+    """The weight of one RMSNorm, with constants that a CPU would otherwise compute for every token.
 
     x / sqrt(mean(x^2) + eps) * weight = x / hypot(norm(x), sqrt(H * eps)) * (sqrt(H) * weight)
     """
@@ -32,7 +30,7 @@ class NormWeight:
 
 
 class NormOverRanks(NormWeight):
-    """The scale of an RMSNorm over elements of which every rank has equally many, some perhaps as others have them."""
+    """An RMSNorm over elements that are distributed evenly over the ranks, or replicated."""
 
     def __init__(self, weight: Tensor, eps: float, ranks: TensorParallel) -> None:
         super().__init__(weight, eps)
@@ -46,7 +44,7 @@ class NormOverRanks(NormWeight):
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """The norms of a network share these; norms over all heads span the ranks."""
+    """What the norms of a network share; norms over all heads span the ranks."""
 
     size: int
     eps: float
@@ -57,13 +55,13 @@ class NormShape:
         return NormWeight(self.actual(stored), self.eps)
 
     def actual(self, stored: Tensor) -> Tensor:
-        """In float32 where there is an offset: 16 bits of 1 + w are fewer of w."""
+        """Return the actual weight, in float32 if there is an offset: 1 + w in 16 bits would lose bits of w."""
         return stored.float() + self.offset if self.offset else stored
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """One of the rotary tables of a network."""
+    """One rotary table of a network."""
 
     index: int
     cos_sin: Tensor  # [max_len, D] float32
@@ -71,10 +69,10 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """The weights of attention between a layer's norms: products, rotation, norms of queries and keys."""
+    """The weights of attention between a layer's norms: linear layers, rotation, query and key norms."""
 
     spec: AttentionSpec
-    rope_index: int  # layers of one network whose positions turn alike have the same one, and the same table
+    rope_index: int  # equal for layers with the same rotation, which share a table
     cos_sin_table: Tensor  # [max_len, D] float32
     qkv: Linear
     out: Linear
@@ -93,9 +91,17 @@ def load_attention(
     table: RotaryTable,
     is_out_summed: bool = True,
 ) -> AttentionWeights:
-    """Rows of queries and keys are put into the order of rotary.py, with their biases and norms.
+    """Load attention weights, with query and key rows, biases and norms in the order of rotary.py.
 
-    `is_out_summed`: see LinearSpec.
+    Args:
+        source: The checkpoint.
+        method: Loads linear layers.
+        names: Names of the checkpoint's tensors.
+        prefix: Prefix of the layer's names.
+        spec: The attention of the layer.
+        norm: What the norms share.
+        table: Rotary table of the layer.
+        is_out_summed: See LinearSpec.is_summed.
     """
     order = rotary_order(spec.rope, spec.head_dim)
     qkv = LinearSpec(
@@ -127,7 +133,7 @@ def load_attention(
 
 
 def _row_order(spec: AttentionSpec, order: Tensor) -> Tensor:
-    """[(Hq + 2 Hkv) * D]: `order` within every query and key head, values as they are."""
+    """Return [(Hq + 2 Hkv) * D]: `order` in each query and key head, identity for values."""
     rows = torch.arange(spec.query_size + 2 * spec.kv_size).view(-1, spec.head_dim)
     rows[: -spec.num_kv_heads] = rows[: -spec.num_kv_heads, order]
     return rows.flatten()

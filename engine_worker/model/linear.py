@@ -1,13 +1,8 @@
-"""Matrix products of a network, whatever their weights are stored as and multiplied by.
+"""Linear layers of a network, independent of how weights are stored and multiplied.
 
-    method.load(LinearSpec, source) -> Linear        from a checkpoint; a LinearMethod is a way of storing weights
-    Linear(x), Linear.gated(x, activation, scaling)  the product, and the product of a gated MLP's first half
-    Linear.scaling                                   how it quantises its inputs: who makes them may do it for it
-    method.head(weight, name, source) -> Head        the product whose outputs are logits
-
-A layer says what it multiplies and where that lies in a checkpoint. How weights are fused, packed, scaled or tiled the
-method knows alone (quantisation/): nobody else looks at a weight. Loaded at a start; multiplied in every step, on a
-block's walk beside the attention of each layer (network.py). It knows no family, no sequence and no rank.
+A layer states what it multiplies and the names in the checkpoint. Only the LinearMethod (quantization/) knows how
+weights are fused, packed, scaled or tiled. `Linear.scaling` tells how a layer quantizes its inputs, so that whatever
+computes them can quantize them.
 """
 
 from dataclasses import dataclass
@@ -20,8 +15,8 @@ from engine_worker.model.spec import Activation
 from engine_worker.model.weights import WeightSource
 from kernels.scaled import Scaled
 
-NOTHING_QUANTISED = "who quantises nothing is given nothing quantised"
-Input = Tensor | Scaled  # of a product: as it is, or quantised as the product would
+NOTHING_QUANTIZED = "this layer does not take quantized inputs"
+Input = Tensor | Scaled  # plain, or quantized as the layer requires
 
 
 class Role(StrEnum):
@@ -32,18 +27,18 @@ class Role(StrEnum):
 
 
 class Split(StrEnum):
-    """Which dimension of a weight the ranks of a group would share out."""
+    """The dimension of a weight that is split over ranks."""
 
     OUTPUTS = "outputs"
-    INPUTS = "inputs"  # the product is a sum over ranks
+    INPUTS = "inputs"  # the output is a sum over ranks
 
 
 class Scaling(StrEnum):
-    """A product that quantises its inputs has a scale for each row of them, or for each group of a row."""
+    """How a layer's inputs are quantized."""
 
-    NONE = "none"  # inputs stay as they are
+    NONE = "none"  # not quantized
     ROWS = "rows"
-    GROUPS = "groups"  # 128 elements of a row
+    GROUPS = "groups"  # one scale per 128 elements of a row
 
 
 SPLITS = {Role.QKV: Split.OUTPUTS, Role.OUT: Split.INPUTS, Role.GATE_UP: Split.OUTPUTS, Role.DOWN: Split.INPUTS}
@@ -51,21 +46,29 @@ SPLITS = {Role.QKV: Split.OUTPUTS, Role.OUT: Split.INPUTS, Role.GATE_UP: Split.O
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpec:
-    """One product of a layer: x [T, inputs] -> [T, sum(outputs)]."""
+    """One linear layer, x [T, inputs] -> [T, sum(outputs)].
+
+    Attributes:
+        role: Which layer of a block it is.
+        names: Tensor names without `.weight`: one fused tensor, or one per entry of `outputs`.
+        outputs: Outputs of each part.
+        inputs: Number of inputs.
+        bias: Whether there is a bias.
+        row_order: [sum(outputs)] int64, the checkpoint's row of each output; None: unchanged.
+        is_summed: Sum over the ranks that share the inputs; otherwise the output is a rank's part.
+    """
 
     role: Role
-    names: tuple[
-        str, ...
-    ]  # of the checkpoint's tensors without `.weight`: one with all rows, or one for each of outputs
+    names: tuple[str, ...]
     outputs: tuple[int, ...]
     inputs: int
     bias: bool
-    row_order: Tensor | None = None  # [sum(outputs)] int64: which row of the checkpoint's tensors each output is
-    is_summed: bool = True  # over the ranks that share its inputs; else its outputs are a rank's part
+    row_order: Tensor | None = None
+    is_summed: bool = True
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many rows the checkpoint's tensors have, name by name."""
+        """The number of rows of each of the checkpoint's tensors."""
         return self.outputs if len(self.names) == len(self.outputs) else (sum(self.outputs),)
 
     @property
@@ -78,26 +81,33 @@ class Linear(Protocol):
     def scaling(self) -> Scaling: ...
 
     def __call__(self, x: Input) -> Tensor:
-        """x [T, inputs] -> [T, outputs] in the dtype of activations; it is quantised only by `self.scaling`."""
+        """Return [T, outputs] for x [T, inputs], which is plain or quantized by `self.scaling`."""
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
-        """x [T, inputs] -> activation(gate) * up [T, outputs / 2]: gate and up are halves of the outputs.
+        """Return activation(gate) * up, [T, outputs / 2], where gate and up are the halves of the outputs.
 
-        The result may be quantised by `scaling`, that of the product that takes it.
+        The result may be quantized by `scaling`, that of the next layer.
         """
 
 
 class Head(Protocol):
     def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """x [N, H] -> [N, V] float32, written to `logits` if that is given."""
+        """Return logits [N, V] float32 for x [N, H], written to `logits` if given."""
 
 
 class LinearMethod(Protocol):
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
-        """Raises ValueError with the name of a tensor that is missing or of another shape."""
+        """Load a linear layer.
+
+        Raises:
+            ValueError: If a tensor is missing or has another shape.
+        """
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
-        """`weight` [V, H], perhaps the embedding's own; `name`: of its tensor in the checkpoint.
+        """Make the output head.
 
-        `source` is told what the head keeps beside `weight`.
+        Args:
+            weight: [V, H], possibly the embedding itself.
+            name: Name of the tensor in the checkpoint.
+            source: Is informed of the memory that the head keeps besides `weight`.
         """

@@ -1,12 +1,9 @@
-"""A decoder-only network: token ids and a paged KV pool in, logits of the wanted rows out.
+"""A decoder-only network: token ids and a paged KV pool in, logits out. A ServedModel.
 
     embedding -> [ norm -> qkv -> attention -> o -> norm -> gate_up -> down ] * num_layers -> norm -> head
 
-Reads as the network. Where its norms stand, and what else differs between families, its ModelSpec says; what differs
-between devices is in CpuStep and CudaStep, chosen by the pool's device. A ServedModel: it has no state but its weights.
-
-It is the forward pass of every step. It knows what a network consists of by its spec, never which family it is, and
-nothing of sequences or sampling. It is on a block's walk, where every layer writes and reads it.
+The ModelSpec defines all differences between families, such as the places of norms. Differences between devices are in
+the DeviceStep. The only state is the weights.
 """
 
 from collections.abc import Callable
@@ -20,8 +17,8 @@ from engine_worker.model.kv_scales import read_kv_scales
 from engine_worker.model.layers import NormWeight, RotaryTable, load_attention
 from engine_worker.model.linear import Input, Linear, LinearMethod, LinearSpec, Role, Scaling
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantised, takes_sums
-from engine_worker.model.quantisation import dense_tensor, linear_method
+from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantized, takes_sums
+from engine_worker.model.quantization import dense_tensor, linear_method
 from engine_worker.model.rotary import rotary_table
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import LayerSpec, ModelSpec
@@ -58,9 +55,13 @@ class DecoderLayer:
     def __call__(
         self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`hidden` is what the layer before computed and not yet added to `residual`, or a rank's part of it.
+        """Run the layer and return (hidden, residual).
 
-        `rows` (int64): only these of the result are wanted; the KV is stored of all.
+        Args:
+            step: Operators of this step.
+            hidden: Output of the previous layer, not yet added to `residual`; or a rank's part of it.
+            residual: [T, H].
+            rows: int64 rows of the result that are needed; KV is stored for all rows.
         """
         attention = self._attention
         entering, residual = _enter(step, hidden, residual, self._before_attention, attention.qkv)
@@ -74,20 +75,20 @@ class DecoderLayer:
         return self._leave(step, hidden, self._after_mlp), residual
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
-        """Return the summand of a part to the residual."""
+        """Norm and scale what a part adds to the residual."""
         if norm is not None:
             hidden = step.rms_norm(hidden, norm)
         return hidden if self._residual_scale == 1.0 else hidden.mul_(self._residual_scale)
 
 
 def _enter(
-    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None, product: Linear
+    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None, linear: Linear
 ) -> tuple[Input, Tensor]:
-    """Return the input of a part, whose first product is `product`, and the residual that it adds to."""
+    """Return the input of a part whose first linear layer is `linear`, and the residual it adds to."""
     if norm is not None:
-        if product.scaling is Scaling.NONE:
+        if linear.scaling is Scaling.NONE:
             return add_norm(step, hidden, residual, norm)
-        return add_norm_quantised(step, hidden, residual, norm, product.scaling)
+        return add_norm_quantized(step, hidden, residual, norm, linear.scaling)
     residual = residual + hidden
     return residual, residual
 
@@ -124,13 +125,19 @@ class Network:
         method: LinearMethod | None = None,
         ranks: TensorParallel = SINGLE,
     ) -> None:
-        """`method`: that of the checkpoint on the device of `weights`, unless told otherwise.
+        """Load the network.
 
-        `spec`, `weights` and `method` are those of a rank where there are several `ranks`.
+        Args:
+            spec: The network; with several ranks, this rank's part.
+            weights: The checkpoint; with several ranks, this rank's part.
+            max_len: Positions of the rotary tables.
+            is_deterministic: Use batch-invariant kernels.
+            method: Loads linear layers; default: that of the checkpoint's format and device.
+            ranks: The ranks that share the model.
         """
         self.spec, self._is_deterministic = spec, is_deterministic
-        self.is_whole = ranks.size == 1  # and no rank's part
-        method = method or linear_method(spec.quantisation, weights.device.type, is_deterministic)
+        self.is_whole = ranks.size == 1  # not a rank's part
+        method = method or linear_method(spec.quantization, weights.device.type, is_deterministic)
         names = spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
         ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
@@ -162,7 +169,7 @@ class Network:
         first, end = spec.head_rows or (0, spec.vocab_size)
         if spec.tie_word_embeddings:
             return self._embedding[first:end]
-        return dense_tensor(weights, spec.quantisation, spec.names.head, (end - first, spec.hidden_size))
+        return dense_tensor(weights, spec.quantization, spec.names.head, (end - first, spec.hidden_size))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,7 +186,7 @@ class Network:
         look: Callable[[LogitsOf], None] | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        """See ServedModel."""
+        """Compute logits; see ServedModel."""
         step = device.begin_step(model_input)
         residual = self.embed(model_input.token_ids)
         wanted = model_input.logits_indices
@@ -192,26 +199,32 @@ class Network:
         return self._logits_of(step, hidden[wanted], residual[wanted], logits)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, H]."""
+        """Embed token ids [T] as [T, H]."""
         embedded = F.embedding(token_ids, self._embedding)
         return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
 
     def through_layers(
         self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """-> the last summand of the residual and the residual without it, of `rows` if they are given.
+        """Run all layers and return the last summand and the residual without it, of `rows` if given.
 
-        `hidden`: zeros like `residual`, which is embed()'s. Both may be overwritten.
+        Args:
+            step: Operators of this step.
+            hidden: Zeros like `residual`; may be overwritten.
+            residual: From embed(); may be overwritten.
+            rows: int64 rows of the result that are needed.
         """
         for layer in self._layers[:-1]:
             hidden, residual = layer(step, hidden, residual)
-        # What the last layer computes after its keys and values is read for logits alone: of a prompt's part for one
-        # token or none.
+        # What the last layer computes after its keys and values is only used for logits: for one token of a prompt's
+        # chunk, or
+        # none.
         return self._layers[-1](step, hidden, residual, rows)
 
     def multiplied_by_head(
         self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None
     ) -> Tensor:
+        """Apply the final norm and the output head."""
         normed, _ = add_norm(step, hidden, residual, self._norm)
         return self._head(normed, logits)
 
@@ -219,7 +232,7 @@ class Network:
         return self.scaled_logits(self.multiplied_by_head(step, hidden, residual, logits))
 
     def scaled_logits(self, logits: Tensor) -> Tensor:
-        """In their place."""
+        """Scale and cap logits in place."""
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)
         cap = self.spec.logit_softcap

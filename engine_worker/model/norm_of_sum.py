@@ -1,12 +1,7 @@
-"""A norm that takes the sum over ranks before it: o and down hand out their part, and who norms it adds the parts up.
+"""RMSNorms that include the sum over ranks: o and down return their part, and the next norm adds the parts.
 
-    NormOfSum       stands where a NormWeight would, in a network of several ranks; NormShapes makes them
-    add_norm()      the norm of hidden + residual, whether `hidden` is whole or a rank's part of it;
-                    add_norm_quantised() for a product that takes it so
-
-So the sum, the addition and the norm are one launch where the ranks reach each other's memory (kernels/sum_norm.py),
-and what they are else: a sum, then the device's own norm. It knows no layer. It is used in every step of a group of
-ranks, twice a layer.
+If ranks reach each other's memory, sum, residual addition and norm are one launch (kernels/sum_norm.py). Otherwise they
+are an all-reduce followed by the device's norm.
 """
 
 from dataclasses import dataclass
@@ -23,22 +18,24 @@ from kernels.scaled import Scaled
 
 
 class NormOfSum(NormWeight):
-    """The scale of an RMSNorm of rows of which each rank has a part."""
+    """The weight of an RMSNorm over rows of which each rank has a summand."""
 
     def __init__(self, weight: Tensor, eps: float, ranks: TensorParallel, is_deterministic: bool) -> None:
         super().__init__(weight, eps)
         self._ranks = ranks
         self._all_reduce = ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce
-        # Longer sums are rounded once there and at each addition in order: a row's bits would depend on its batch.
+        # With more ranks the fused sum rounds once and the ordered sum at each addition, so a row's bits would depend
+        # on which
+        # one serves its batch.
         self._may_fuse = ranks.size == 2 or not is_deterministic
 
     def peers(self, part: Tensor) -> PeerNorm | None:
-        """Who sums and norms `part` at once, if anybody does."""
+        """Return the fused sum and norm if it supports `part`."""
         peers = self._ranks.peer_norm if self._may_fuse else None
         return peers if peers is not None and peers.serves(part) else None
 
     def summed(self, part: Tensor) -> Tensor:
-        """Perhaps in its place."""
+        """Return the sum over ranks, possibly in place."""
         return self._all_reduce(part)
 
 
@@ -48,14 +45,14 @@ class NormShapes(NormShape):
     is_deterministic: bool = False
 
     def of_sum(self, stored: Tensor) -> NormWeight:
-        """The norm behind a product that ranks share."""
+        """Return the norm after a linear layer whose inputs are split over ranks."""
         if not self.takes_sums:
             return self.weight(stored)
         return NormOfSum(self.actual(stored), self.eps, self.ranks, self.is_deterministic)
 
 
 def add_norm(step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
-    """-> (normed, residual + hidden). `hidden` is a rank's part where `norm` is of a sum."""
+    """Return (norm of residual + hidden, residual + hidden); `hidden` may be a rank's part."""
     if isinstance(norm, NormOfSum):
         if (peers := norm.peers(hidden)) is not None:
             return peers.add_rms_norm(hidden, residual, norm.weight, norm.eps)
@@ -63,20 +60,20 @@ def add_norm(step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeigh
     return step.add_rms_norm(hidden, residual, norm)
 
 
-def add_norm_quantised(
+def add_norm_quantized(
     step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
 ) -> tuple[Scaled, Tensor]:
-    """As add_norm(); the first result is quantised."""
+    """Compute add_norm() with a quantized norm."""
     if isinstance(norm, NormOfSum):
         if (peers := norm.peers(hidden)) is not None:
             is_grouped = scaling is Scaling.GROUPS
-            return peers.add_rms_norm_quantised(hidden, residual, norm.weight, norm.eps, is_grouped)
+            return peers.add_rms_norm_quantized(hidden, residual, norm.weight, norm.eps, is_grouped)
         hidden = norm.summed(hidden)
-    return step.add_rms_norm_quantised(hidden, residual, norm, scaling)
+    return step.add_rms_norm_quantized(hidden, residual, norm, scaling)
 
 
 def takes_sums(layers: tuple[LayerSpec, ...], ranks: TensorParallel) -> bool:
-    """Whether all that a product over ranks adds goes as it is into a norm: of families that norm or scale it, not."""
+    """Return whether all sums over ranks go directly into a norm, not first through a norm or factor."""
     return ranks.size > 1 and all(
         layer.norms_before and not layer.norms_after and layer.residual_scale == 1.0 for layer in layers
     )

@@ -1,10 +1,6 @@
-"""All-reduces of bfloat16 between two GPUs, by kernels/all_reduce.py in memory that each reaches of the other.
+"""All-reduce of bfloat16 between two GPUs with kernels/all_reduce.py, in memory that both map.
 
-    PairedMemory(device)            the memory of this rank, and the other's
-    peer_memory(device, size)       what sums for a group of `size`: that of a pair, torch's above its 2 MiB or for more
-
-Two H200s, 8 KiB to 2 MiB in a graph: bench/results/h200/all_reduce_2.json. It knows no network and no NCCL. It is used
-in every step of a group of two, twice a layer at most.
+Measured on two H200, 8 KiB to 2 MiB in a graph: bench/results/h200/all_reduce_2.json.
 """
 
 import logging
@@ -23,8 +19,12 @@ class PairedMemory:
     name = "own"
 
     def __init__(self, device: torch.device) -> None:
-        """Both ranks of the default group make one at the same time. Raises RuntimeError where they share no memory."""
-        from torch.distributed import _symmetric_memory  # noqa: PLC0415 - alpha: imported by who uses it
+        """Map the memory; both ranks of the default group must do it at the same time.
+
+        Raises:
+            RuntimeError: If the GPUs cannot share memory.
+        """
+        from torch.distributed import _symmetric_memory  # noqa: PLC0415 - alpha interface, imported only when used
 
         from kernels import all_reduce  # noqa: PLC0415 - imports triton
 
@@ -37,10 +37,10 @@ class PairedMemory:
         self._exchange = all_reduce.Exchange(
             own=handle.get_buffer(own, (num_elements,), torch.bfloat16),
             peer=handle.get_buffer(peer, (num_elements,), torch.bfloat16),
-            counts=torch.zeros(all_reduce.MOST_BLOCKS, dtype=torch.int32, device=device),
+            counts=torch.zeros(all_reduce.MAX_BLOCKS, dtype=torch.int32, device=device),
         )
         torch.cuda.synchronize(device)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # from here on the other's flags are zeros too
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # afterwards the peer's flags are zero, too
         torch.cuda.synchronize(device)
 
     def serves(self, tensor: Tensor) -> bool:
@@ -48,12 +48,12 @@ class PairedMemory:
         return is_small and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum in place."""
+        """Sum in place over both ranks."""
         return self._kernel.all_reduce_two(tensor, self._exchange)
 
 
 class _InTurn:
-    """The first of several that serves a tensor."""
+    """The first of several implementations that supports a tensor."""
 
     def __init__(self, *ways: PeerMemory) -> None:
         self._ways = ways
@@ -67,14 +67,17 @@ class _InTurn:
 
 
 def peer_memory(device: torch.device, size: int) -> PeerMemory | None:
-    """None, and a line of the log, where the GPUs do not reach each other: NCCL sums then."""
+    """Return the all-reduce for `size` ranks, or None with a log line if NCCL must sum.
+
+    For a pair, it uses PairedMemory up to 2 MiB and torch's symmetric memory above.
+    """
     others = [index for index in range(size) if index != device.index]
     if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
-        logger.warning("the GPUs of this group do not reach each other's memory: NCCL sums")
+        logger.warning("all-reduce: using NCCL: the GPUs of this group have no peer access")
         return None
     try:
         everything = SymmetricMemory(device)
         return _InTurn(PairedMemory(device), everything) if size == 2 else everything
-    except (RuntimeError, ImportError, AttributeError) as error:  # its interface is alpha, and NCCL always there
-        logger.warning("the GPUs of this group cannot share memory, so NCCL sums: %s", error)
+    except (RuntimeError, ImportError, AttributeError) as error:  # its interface is alpha, and NCCL is always available
+        logger.warning("all-reduce: using NCCL: the GPUs of this group cannot share memory: %s", error)
         return None

@@ -1,10 +1,7 @@
-"""Products of which a rank computes a part: a LinearMethod around another one, for networks of several ranks.
+"""Linear layers split over ranks: a LinearMethod that wraps another one.
 
-    ReducedOver          a product that is split by inputs: the ranks' partial sums are added up, unless a norm does
-    VocabParallelHead    logits of the rank's own tokens; rank 0 gets those of all
-
-A product that is split by outputs needs nothing: the next one takes what the rank has. Knows no layer and no backend.
-It is used in every step of a group of ranks.
+Layers split by outputs need no communication. Layers split by inputs sum the ranks' partial results, unless the next
+norm does. The output head is split by tokens, and rank 0 gathers the logits.
 """
 
 from collections.abc import Callable
@@ -21,6 +18,8 @@ from engine_worker.model.weights import WeightSource
 
 
 class ReducedOver:
+    """A linear layer split by inputs, followed by an all-reduce."""
+
     def __init__(self, linear: Linear, all_reduce: Callable[[Tensor], Tensor]) -> None:
         self._linear, self._all_reduce = linear, all_reduce
 
@@ -32,19 +31,23 @@ class ReducedOver:
         return self._all_reduce(self._linear(x))
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
-        raise NotImplementedError("a gated product is split by outputs")
+        raise NotImplementedError("gated layers are split by outputs")
 
 
 class VocabParallelHead:
+    """The output head of one rank's tokens."""
+
     def __init__(self, head: Head, ranks: TensorParallel, vocab_size: int) -> None:
         self._head, self._ranks, self._vocab_size = head, ranks, vocab_size
 
     def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """[N, V] on rank 0, the rank's own columns on the others."""
+        """Return logits [N, V] on rank 0, the rank's own columns on the others."""
         return self._ranks.gather_logits(self._head(x), self._vocab_size, logits)
 
 
 class ParallelMethod:
+    """A LinearMethod for one of several ranks."""
+
     def __init__(
         self, method: LinearMethod, ranks: TensorParallel, vocab_size: int, is_deterministic: bool = False
     ) -> None:
@@ -54,12 +57,12 @@ class ParallelMethod:
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         if spec.split is Split.OUTPUTS:
             return self._method.load(spec, source)
-        partial = replace(spec, bias=spec.bias and self._ranks.rank == 0)  # it is added once
+        partial = replace(spec, bias=spec.bias and self._ranks.rank == 0)  # the bias is added once
         linear = self._method.load(partial, source)
         return ReducedOver(linear, self._all_reduce) if spec.is_summed else linear
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
-        """`weight`: the rank's rows of the head, perhaps none; all ranks compute equally many."""
+        """Make the head of the rank's rows, padded so that all ranks compute equally many."""
         missing = padded_head_rows(self._vocab_size, self._ranks.size) - len(weight)
         padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
         return VocabParallelHead(self._method.head(padded, name, source), self._ranks, self._vocab_size)

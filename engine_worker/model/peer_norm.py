@@ -1,9 +1,6 @@
-"""The sum of the ranks' parts with the norm behind it, by kernels/sum_norm.py in memory that all reach of each other.
+"""The fused sum over ranks, residual addition and norm, with kernels/sum_norm.py in memory that all ranks map.
 
-    peer_norm(device, size)       of the default group; None where its GPUs share no memory
-
-The memory is its own: that of other sums has other slots. It knows no network and no NCCL. It is used in every step of
-a group of ranks, twice a layer.
+Its memory is separate from that of other all-reduces, which has other slots.
 """
 
 import logging
@@ -18,13 +15,19 @@ from kernels.scaled import Scaled
 
 logger = logging.getLogger("worker")
 
-_TRIED_SPINS = 2**22  # some seconds: a rank whose kernel waits for ever would keep the trial from its end
+_TEST_SPINS = 2**22  # some seconds, so that the self-test ends even if a rank's kernel never comes
 
 
 class SharedRows:
+    """The fused operation of one rank."""
+
     def __init__(self, device: torch.device) -> None:
-        """All ranks of the default group make one at the same time. Raises RuntimeError where they share no memory."""
-        from torch.distributed import _symmetric_memory  # noqa: PLC0415 - alpha: imported by who uses it
+        """Map the memory; all ranks of the default group must do it at the same time.
+
+        Raises:
+            RuntimeError: If the GPUs cannot share memory.
+        """
+        from torch.distributed import _symmetric_memory  # noqa: PLC0415 - alpha interface, imported only when used
 
         from kernels import sum_norm  # noqa: PLC0415 - imports triton
 
@@ -39,40 +42,40 @@ class SharedRows:
             rank=rank,
             own=buffers[rank],
             buffers=torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device),
-            counts=torch.zeros(sum_norm.most_rows(size), dtype=torch.int32, device=device),
-            most_spins=_TRIED_SPINS,
+            counts=torch.zeros(sum_norm.max_rows(size), dtype=torch.int32, device=device),
+            max_spins=_TEST_SPINS,
         )
-        self._kept = (memory, buffers)  # mapped for as long as kernels write there
+        self._kept = (memory, buffers)  # must stay mapped while kernels write to it
         at_once = sum_norm.PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-        self._most_rows = min(sum_norm.most_rows(size), at_once)
+        self._max_rows = min(sum_norm.max_rows(size), at_once)
         torch.cuda.synchronize(device)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # from here on the others' flags are zeros too
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # afterwards the other ranks' flags are zero, too
         torch.cuda.synchronize(device)
 
-    def wait_for_ever(self) -> None:
-        """From now on, as a rank that does not come ends the group."""
-        self._exchange = replace(self._exchange, most_spins=self._kernels.UNLIMITED)
+    def wait_forever(self) -> None:
+        """Wait without limit from now on; a rank that does not come ends the group."""
+        self._exchange = replace(self._exchange, max_spins=self._kernels.UNLIMITED)
 
     def serves(self, part: Tensor) -> bool:
-        is_small = 0 < part.shape[0] <= self._most_rows and part.shape[1] <= self._kernels.ROW_ELEMENTS
+        is_small = 0 < part.shape[0] <= self._max_rows and part.shape[1] <= self._kernels.ROW_ELEMENTS
         return is_small and part.dtype in {torch.bfloat16, torch.float16} and part.stride(1) == 1
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self._kernels.sum_add_rms_norm(part, residual, weight, eps, self._exchange)
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
     ) -> tuple[Scaled, Tensor]:
-        return self._kernels.sum_add_rms_norm_quantised(part, residual, weight, eps, self._exchange, is_grouped)
+        return self._kernels.sum_add_rms_norm_quantized(part, residual, weight, eps, self._exchange, is_grouped)
 
 
 def peer_norm(device: torch.device, size: int) -> PeerNorm | None:
-    """None, and a line of the log, where the GPUs do not reach each other: sums and norms are launches of their own."""
+    """Return the fused operation for `size` ranks, or None with a log line if the GPUs cannot share memory."""
     others = [index for index in range(size) if index != device.index]
     if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
-        return None  # peer_memory() says so
+        return None  # peer_memory() logs it
     try:
         return SharedRows(device)
     except (RuntimeError, ImportError, AttributeError) as error:  # its interface is alpha
-        logger.warning("the GPUs of this group cannot share rows, so norms do not take their sums: %s", error)
+        logger.warning("sum and norm: not fused: the GPUs of this group cannot share memory: %s", error)
         return None

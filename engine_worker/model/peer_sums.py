@@ -1,10 +1,6 @@
-"""Sums between devices that reach each other's memory: what such a way has to offer, and the trial that it must pass.
+"""Interfaces of sums between GPUs with peer access, and the self-test that they must pass at start.
 
-    PeerMemory       sums in place; symmetric_memory.py and paired_memory.py are such
-    PeerNorm         a sum, added to the residual and normed, in one launch; peer_norm.py is one
-    sums_rightly()   and norms_rightly(): whether it does so on this rank, of every size or number of rows
-
-They are tried once, at a start, by all ranks together. It knows no network, and not how ranks meet.
+All ranks run the self-test together, over every size or number of rows.
 """
 
 import logging
@@ -17,14 +13,14 @@ from kernels.scaled import Scaled
 
 logger = logging.getLogger("worker")
 
-_TRIED_ELEMENTS = tuple(2**exponent for exponent in range(6, 25))  # up to 32 MiB of bfloat16
-_TRIED_ROWS = (1, 2, 36, 128, 256)
-_TRIED_AGAIN = 3  # so that each slot of a buffer is written and then written over
+_TEST_ELEMENTS = tuple(2**exponent for exponent in range(6, 25))  # up to 32 MiB of bfloat16
+_TEST_ROWS = (1, 2, 36, 128, 256)
+_TEST_REPEATS = 3  # so that each slot of a buffer is written and then overwritten
 _EPS = 1e-5
 
 
-class Trial(Protocol):
-    """The ranks as a trial asks them, by other means than the one that is tried."""
+class SelfTestRanks(Protocol):
+    """The ranks as the self-test needs them, over an independent implementation."""
 
     @property
     def rank(self) -> int: ...
@@ -35,6 +31,8 @@ class Trial(Protocol):
 
 
 class PeerMemory(Protocol):
+    """All-reduces in place; see symmetric_memory.py and paired_memory.py."""
+
     name: str
 
     def serves(self, tensor: Tensor) -> bool: ...
@@ -42,24 +40,26 @@ class PeerMemory(Protocol):
 
 
 class PeerNorm(Protocol):
+    """Sum over ranks, residual addition and norm in one launch; see peer_norm.py."""
+
     def serves(self, part: Tensor) -> bool:
-        """Whether the others take `part` [T, H]: a matter of its shape and type, so all ranks agree."""
+        """Return whether `part` [T, H] is supported, from its shape and dtype, so that all ranks agree."""
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """-> (normed, residual + the sum of the ranks' parts), as rms_norm.py has them behind a sum"""
+        """Return (normed, residual + sum of the ranks' parts), equal to a sum followed by rms_norm.py."""
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
     ) -> tuple[Scaled, Tensor]: ...
 
-    def wait_for_ever(self) -> None:
-        """For ranks that do not come, from now on; in a trial it gives them up, and its sums are wrong."""
+    def wait_forever(self) -> None:
+        """Wait for ranks without limit from now on; in the self-test it gives up, and its sums are wrong."""
 
 
-def sums_rightly(peers: PeerMemory, ranks: Trial, device: torch.device) -> bool:
-    """Whether sums of every size are those in float32, but for their rounding, and have the same bits as rank 0's."""
+def passes_sum_test(peers: PeerMemory, ranks: SelfTestRanks, device: torch.device) -> bool:
+    """Return whether sums of every size equal those in float32 up to rounding, with rank 0's bits on all ranks."""
     is_right = True
-    for num_elements in _TRIED_ELEMENTS:
+    for num_elements in _TEST_ELEMENTS:
         mine = _random(ranks, num_elements, device).to(torch.bfloat16)
         if not peers.serves(mine):
             continue
@@ -68,22 +68,22 @@ def sums_rightly(peers: PeerMemory, ranks: Trial, device: torch.device) -> bool:
     return is_right
 
 
-def norms_rightly(peers: PeerNorm, hidden_size: int, ranks: Trial, device: torch.device) -> bool:
-    """Whether what they add is the sum in float32, but for its rounding, and normed so; with the same bits as rank 0's.
+def passes_norm_test(peers: PeerNorm, hidden_size: int, ranks: SelfTestRanks, device: torch.device) -> bool:
+    """Return whether fused sums and norms are right up to rounding, with rank 0's bits on all ranks.
 
-    Of two ranks the sum has one rounding, and the bits are those of any other way. Every number of rows is another use
-    of the memory, and one width is one kernel, which is compiled here.
+    With two ranks the sum has one rounding and must equal any other implementation bit for bit. Each number of rows
+    uses the memory differently. One width is one kernel, which is compiled here.
     """
     is_right = True
-    # In the type of a network's norms, or another kernel would be compiled for these.
+    # In the dtype of the network's norms; another dtype would compile another kernel.
     weight = torch.linspace(0.5, 1.5, hidden_size, device=device).to(torch.bfloat16)
-    for num_rows in _TRIED_ROWS:
+    for num_rows in _TEST_ROWS:
         mine = _random(ranks, num_rows * hidden_size, device).to(torch.bfloat16).view(num_rows, hidden_size)
         if not peers.serves(mine):
             continue
         residual = weight.to(mine.dtype).expand(num_rows, hidden_size).contiguous()
         exact = ranks.all_reduce(mine.float())
-        for _ in range(_TRIED_AGAIN):
+        for _ in range(_TEST_REPEATS):
             normed, added = _attempt(peers, mine, residual, weight)
             is_right &= _is_sum(added, exact + residual.float(), ranks)
             is_right &= ranks.size > 2 or torch.equal(added, exact.to(mine.dtype) + residual)
@@ -94,24 +94,24 @@ def norms_rightly(peers: PeerNorm, hidden_size: int, ranks: Trial, device: torch
 def _attempt(peers: PeerNorm, part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     try:
         return peers.add_rms_norm(part, residual, weight, _EPS)
-    except Exception as error:  # whatever a compiler raises: without this way the group serves as well
-        logger.warning("sums and norms in one launch: %s", error)
+    except Exception as error:  # any compiler error; the group also works without this path
+        logger.warning("sum and norm: self-test failed: %s", error)
         return torch.full_like(part, torch.nan), torch.full_like(part, torch.nan)
 
 
-def _random(ranks: Trial, num_elements: int, device: torch.device) -> Tensor:
+def _random(ranks: SelfTestRanks, num_elements: int, device: torch.device) -> Tensor:
     generator = torch.Generator(device).manual_seed(ranks.rank)
     return torch.randn(num_elements, device=device, generator=generator)
 
 
-def _is_sum(found: Tensor, exact: Tensor, ranks: Trial) -> bool:
-    rounding = 2.0**-8 * ranks.size * exact.abs().amax()  # of each addition, at the largest sum
+def _is_sum(found: Tensor, exact: Tensor, ranks: SelfTestRanks) -> bool:
+    rounding = 2.0**-8 * ranks.size * exact.abs().amax()  # rounding of each addition, at the largest sum
     of_first = ranks.broadcast(found.clone())
     return bool((found - exact).abs().amax() <= rounding) and torch.equal(found, of_first)
 
 
-def _is_norm(found: Tensor, row: Tensor, weight: Tensor, ranks: Trial) -> bool:
+def _is_norm(found: Tensor, row: Tensor, weight: Tensor, ranks: SelfTestRanks) -> bool:
     exact = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + _EPS) * weight
     of_first = ranks.broadcast(found.clone())
-    is_close = torch.allclose(found.float(), exact, rtol=2.0**-7, atol=2.0**-20)  # one rounding to eight bits
+    is_close = torch.allclose(found.float(), exact, rtol=2.0**-7, atol=2.0**-20)  # one rounding to 8 bits
     return is_close and torch.equal(found, of_first)

@@ -1,7 +1,4 @@
-"""Checks of a model directory before torch is there: its files are whole and fit its network.
-
-It is the first thing of a worker's start. It knows no device and no request.
-"""
+"""Check a model directory without torch: its files are complete and fit the network."""
 
 from pathlib import Path
 
@@ -9,7 +6,7 @@ from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
 from engine_worker.model.checkpoint_tensors import scale_names
 from engine_worker.model.implementation import is_native
-from engine_worker.model.quantisation_config import refuse_quantised
+from engine_worker.model.quantization_config import refuse_quantized
 from engine_worker.model.scale_values import check_scales
 from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size
 from shared.model_files import read_model_files
@@ -22,17 +19,26 @@ def check_files(
     tensor_parallel_size: int = 1,
     quantization: str = "auto",
 ) -> None:
-    """Raises ValueError: ModelFilesError of the files, and what config.json asks for and no family here has.
+    """Check the files.
 
-    What transformers makes of a config.json is known only when it is loaded. With `load_format` dummy there need be no
-    weights.
+    What transformers supports is known only when it is loaded.
+
+    Args:
+        directory: The model directory.
+        model_impl: auto, native or transformers.
+        load_format: auto or dummy; dummy needs no weights.
+        tensor_parallel_size: Number of ranks.
+        quantization: auto, none, fp8, int8 or as-stored.
+
+    Raises:
+        ValueError: If config.json has something that is not supported. ModelFilesError, a subclass: if files are wrong.
     """
     files = read_model_files(directory)
     spec = spec_from_json(files.config, files.generation) if is_native(files.config, model_impl) else None
     if spec is not None:
         check_tensor_parallel_size(spec, tensor_parallel_size)
     else:
-        refuse_quantised(files.config, quantization)
+        refuse_quantized(files.config, quantization)
         check_one_rank(tensor_parallel_size)
     if load_format == "dummy":
         return

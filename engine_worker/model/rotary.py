@@ -1,12 +1,8 @@
-"""Rotary tables for every RopeSpec, in the one form that kernels turn: element i of a head with element i + D / 2.
+"""Rotary tables for every RopeSpec, in the only form that kernels rotate: element i of a head with element i + D / 2.
 
-    rotary_table(rope, head_dim, max_len)   [max_len, D] float32: D / 2 cosines, then D / 2 sines, of each position
-    rotary_order(rope, head_dim)            which element of the checkpoint's head stands at each place, or None
-
-Where a family pairs other elements, or rotates a part of a head, the rows of the query and key weights are put into
-another order when they are loaded: scores are sums over elements, so the same order on both sides changes nothing. What
-is not rotated turns by no angle. So no kernel knows of partial, interleaved or absent rotation. It is used once, at a
-worker's start: the steps look into the table.
+If a family pairs other elements or rotates a part of a head, the rows of query and key weights are reordered on load.
+Scores are sums over elements, so the same order on both sides changes nothing. Unrotated elements have the angle 0.
+Kernels therefore need no partial, interleaved or absent rotation.
 """
 
 import math
@@ -18,6 +14,7 @@ from engine_worker.model.spec import RopeScaling, RopeSpec
 
 
 def rotary_table(rope: RopeSpec, head_dim: int, max_len: int) -> Tensor:
+    """Return [max_len, D] float32: D / 2 cosines, then D / 2 sines, per position."""
     frequencies = _frequencies(rope)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies
     factor = rope.scaling.attention_factor if rope.scaling else 1.0
@@ -28,7 +25,7 @@ def rotary_table(rope: RopeSpec, head_dim: int, max_len: int) -> Tensor:
 
 
 def rotary_order(rope: RopeSpec, head_dim: int) -> Tensor | None:
-    """int64 [D], or None where the checkpoint's own order is that of the kernels."""
+    """Return the checkpoint's element at each position of a head, int64 [D]; None: unchanged."""
     rotated, still = torch.arange(rope.dim), torch.arange(rope.dim, head_dim)
     pairs = rotated.view(-1, 2).T if rope.interleaved else rotated.view(2, -1)
     first, second = pairs
@@ -38,7 +35,7 @@ def rotary_order(rope: RopeSpec, head_dim: int) -> Tensor | None:
 
 
 def _frequencies(rope: RopeSpec) -> Tensor:
-    """[dim / 2] float32, radians a position."""
+    """Return [dim / 2] float32 frequencies, in radians per position."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / max(1, rope.dim)
     frequencies = 1.0 / rope.theta**exponents
     if rope.scaling is None:
@@ -51,8 +48,11 @@ def _linear(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor
 
 
 def _by_wavelength(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor:
-    """Wavelengths that fit often into the original context stay, those longer than it are stretched by `factor`, and
-    between the two bounds the frequency goes linearly from one to the other."""
+    """Scale the frequencies by wavelength.
+
+    Wavelengths short against the original context are kept, longer ones are divided by `factor`, and frequencies
+    between the two bounds are interpolated linearly.
+    """
     turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
@@ -60,7 +60,7 @@ def _by_wavelength(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) ->
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2), with the bounds rounded to whole dimensions where `truncate`."""
+    """Scale the frequencies with YaRN (arXiv 2309.00071, section 3.2); `truncate` rounds the bounds."""
 
     def dimension_of(turns: float) -> float:
         return (
@@ -79,7 +79,7 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor:
 
 
 def _longrope(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor:
-    """LongRoPE (arXiv 2402.13753): a factor for each frequency."""
+    """Divide each frequency by its factor (LongRoPE, arXiv 2402.13753)."""
     if len(scaling.factors) != len(frequencies):
         raise ValueError(f"config.json: longrope has {len(scaling.factors)} factors for {len(frequencies)} frequencies")
     return frequencies / torch.tensor(scaling.factors)

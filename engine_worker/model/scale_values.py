@@ -1,8 +1,8 @@
-"""The scales of fp8 weights as a checkpoint has them: whether they are factors. Read before torch is there.
+"""Check the values of fp8 scales in a checkpoint, without torch.
 
-They are a thousandth of a checkpoint or less. Knows a safetensors file's layout, because numpy has no bfloat16: 8 bytes
-with the length of a header, the header in JSON with where each tensor lies, the tensors (version 1 of the format). It
-is used by the checks before a worker's start.
+numpy has no bfloat16, so safetensors files are read directly: an 8-byte header length, a JSON header with the offsets
+of
+each tensor, the tensors (version 1 of the format). Scales are at most a thousandth of a checkpoint.
 """
 
 import json
@@ -17,7 +17,11 @@ from shared.model_files import ModelFilesError
 
 
 def check_scales(scales: Iterable[StoredTensor]) -> None:
-    """Raises ModelFilesError for the first one that is not finite, or negative."""
+    """Check that all scales are finite and not negative.
+
+    Raises:
+        ModelFilesError: For the first scale that is not.
+    """
     for path, tensors in groupby(sorted(scales, key=lambda tensor: (tensor.path, tensor.name)), key=lambda t: t.path):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -32,11 +36,11 @@ def _check(tensor: StoredTensor, values: npt.NDArray[np.floating]) -> None:
     wrong = values[~(np.isfinite(values) & (values >= 0))]
     if len(wrong):
         raise ModelFilesError(
-            f"{tensor.name} has {float(wrong[0])} in {tensor.path.name}; scales of fp8 are finite and not negative"
+            f"{tensor.name} has {float(wrong[0])} in {tensor.path.name}; fp8 scales must be finite and >= 0"
         )
 
 
 def _floats(content: bytes, dtype: str) -> npt.NDArray[np.floating]:
-    if dtype == "BF16":  # the upper half of a float32
+    if dtype == "BF16":  # bfloat16 is the upper half of a float32
         return (np.frombuffer(content, "<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(content, {"F32": "<f4", "F16": "<f2"}[dtype])

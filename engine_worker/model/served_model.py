@@ -1,10 +1,6 @@
-"""The demands of execution on a network, whoever wrote it: its shape before the weights are there, and a forward pass.
+"""What execution requires of a model: its shape before the weights are loaded, and a forward pass.
 
-    Blueprint     a model that can be served, known by its config.json alone
-    ServedModel   the same with its weights; Network and TransformersNetwork are the two there are
-
-Knows no tensors' names, no files and no devices. It is used in every step: replica.py calls the forward pass through
-it.
+Blueprint is known from config.json alone; ServedModel has the weights. Network and TransformersNetwork implement it.
 """
 
 from collections.abc import Callable
@@ -23,16 +19,16 @@ LogitsOf: TypeAlias = Callable[[Tensor], Tensor]  # rows [M] int64 of the step's
 
 
 class ServedModel(Protocol):
-    """A network with its weights. It has no other state: the KV pool is an argument."""
+    """A network with its weights and no other state: the KV pool is an argument."""
 
     @property
     def spec(self) -> ModelShape: ...
     @property
     def dtype(self) -> torch.dtype:
-        """The type that it computes in. Its keys and values are stored in that of the KV pool."""
+        """The dtype of the computation; keys and values have that of the KV pool."""
 
     def attach(self, kv_pool: Tensor) -> Device:
-        """Views of `kv_pool` [num_blocks, L, 2, Hkv, BS, D] as forward() wants them."""
+        """Return the device state for `kv_pool` [num_blocks, L, 2, Hkv, BS, D], which forward() takes."""
 
     def forward(
         self,
@@ -41,15 +37,21 @@ class ServedModel(Protocol):
         look: Callable[[LogitsOf], None] | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        """Logits [N, vocab_size] float32 of `model_input.logits_indices`, written to `logits` if that is given; the KV
-        of all tokens is in the pool afterwards.
+        """Run one step: store the KV of all tokens and return the wanted logits.
 
-        `look` may ask for the logits of other rows, part by part: those of a long prompt would fill the device.
+        Args:
+            model_input: Inputs of the step.
+            device: From attach().
+            look: May request the logits of other rows, piece by piece, because those of a long prompt would not fit.
+            logits: [N, vocab_size] float32 to write to; default: a new tensor.
+
+        Returns:
+            [N, vocab_size], float32, logits of `model_input.logits_indices`.
         """
 
 
 class Blueprint(Protocol):
-    """A model without its weights. Whatever it cannot serve was refused when it was made."""
+    """A model without its weights. Unsupported models are refused when it is made."""
 
     @property
     def implementation(self) -> str:
@@ -59,24 +61,32 @@ class Blueprint(Protocol):
     def shape(self) -> ModelShape: ...
     @property
     def weight_format(self) -> str:
-        """The name of the format in which products' weights are quantised; empty where they are not."""
+        """The name of the linear layers' quantization format, or an empty string."""
 
     @property
     def refused_options(self) -> dict[str, str]:
-        """Options of a worker that this way of running cannot keep -> why."""
+        """Worker options that this implementation does not support, with the reason."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether its forward pass is known to be the same launches every time, as a CUDA graph needs."""
+        """Whether every forward pass is known to be the same launches, as a CUDA graph needs."""
 
     def check_tensor_parallel_size(self, size: int) -> None:
-        """Raises ValueError with the numbers of ranks that can share the model, if `size` is none of them."""
+        """Check the number of ranks.
+
+        Raises:
+            ValueError: With the valid sizes, if `size` is not one.
+        """
 
     def share(self, size: int) -> ModelShape:
-        """The shape of the largest part of the model, rank 0's of `size`. Raises ValueError as above."""
+        """Return the shape of the largest part of the model, that of rank 0.
+
+        Raises:
+            ValueError: As check_tensor_parallel_size().
+        """
 
     def weights_bytes(self, size: int, itemsize: int) -> int:
-        """The size of the weights of that part on a GPU; `itemsize`: bytes of an element that is not quantised."""
+        """Return the size of that part's weights on a GPU; `itemsize` is that of unquantized elements."""
 
     def build(
         self,
@@ -85,13 +95,25 @@ class Blueprint(Protocol):
         is_deterministic: bool,
         tensor_parallel: TensorParallel | None = None,
     ) -> ServedModel:
-        """Takes every tensor from `weights`, or this rank's part of it; raises ValueError with the name of one that is
-        missing or left over. `tensor_parallel`: the other ranks; None where there are none.
+        """Load the weights, or this rank's part of them.
+
+        Args:
+            weights: The checkpoint, of which every tensor must be used.
+            max_len: Maximum length of a sequence.
+            is_deterministic: Use batch-invariant kernels.
+            tensor_parallel: The other ranks; None: there are none.
+
+        Raises:
+            ValueError: If a tensor is missing or unused.
         """
 
 
 def check_options(blueprint: Blueprint, options: dict[str, Any]) -> None:
-    """`options`: those that are set, by name. Raises ValueError with the first one that cannot be kept."""
+    """Check the options that are set.
+
+    Raises:
+        ValueError: For the first one that the model does not support.
+    """
     for name, why in blueprint.refused_options.items():
         if options.get(name):
             raise ValueError(f"--{name.replace('_', '-')}: {why}")

@@ -1,14 +1,8 @@
-"""The share of each rank of a group in a model: in its shape, and in every tensor of its checkpoint. Pure.
+"""The part of each rank in a model: its shape, and the part of every tensor in the checkpoint.
 
-    sharded(spec, rank, size)        the rank's own ModelSpec: its heads, its share of the inner width, its logits
-    tensor_parts(spec, rank, size)   by name, the part of each tensor that the rank reads
-    check_tensor_parallel_size()     refuses a size that does not divide the model, with those that do
-
-Queries, keys, values, gate and up are split by outputs, the products behind them by inputs, so that these are partial
-sums; the head is split by tokens; norms and the embedding are everywhere. Where heads of keys and values are fewer than
-ranks, several ranks have the same one. A bias of a partial sum is rank 0's.
-
-Used at a worker's start and in estimates. It knows no tensor, no process and no device.
+Queries, keys, values, gate and up are split by outputs, the following layers by inputs, so those give partial sums. The
+head is split by tokens; norms and the embedding are replicated. With fewer KV heads than ranks, several ranks have the
+same one. The bias of a partial sum belongs to rank 0.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +12,16 @@ from engine_worker.model.checkpoint_tensors import Shape
 from engine_worker.model.spec import AttentionSpec, LayerSpec, ModelSpec, QkNorm
 from engine_worker.model.weight_format import BLOCK, WEIGHT_SCALE, ScalePer, WeightFormat
 
-# Rows of the head that a rank has are a multiple of this: rows of float32 logits then begin where the library's fast
-# kernels can write them.
+# The head rows of a rank are a multiple of this, so that rows of float32 logits are aligned for the library's fast
+# kernels.
 _HEAD_ROWS_MULTIPLE = 64
 
-Range = tuple[int, int]  # from the first up to the second
+Range = tuple[int, int]  # [start, end)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows (dimension 0) or columns (dimension 1) of a tensor: `ranges`, one behind another."""
+    """Some rows (dimension 0) or columns (dimension 1) of a tensor: its `ranges`, concatenated."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -41,39 +35,52 @@ NOTHING = Part(0, ())
 
 
 def valid_tensor_parallel_sizes(spec: ModelSpec) -> list[int]:
+    """Return the sizes that divide heads and MLP width and, with block scales, keep blocks whole."""
     layers = set(spec.layers)
     most = min(layer.attention.num_heads for layer in layers)
     sizes = [size for size in range(1, most + 1) if all(_divides(size, layer) for layer in layers)]
     if not _has_blocks(spec):
         return sizes
-    head = spec.quantisation.stored_scheme(spec.names.head.removesuffix(".weight"))
+    head = spec.quantization.stored_scheme(spec.names.head.removesuffix(".weight"))
     if head is not None and head.per is ScalePer.BLOCK and not spec.tie_word_embeddings:
-        return [1]  # its tokens are shared by other numbers than blocks have
+        return [1]  # the head is split by other numbers than blocks
     return [size for size in sizes if size == 1 or all(_keeps_blocks(spec, layer, size) for layer in layers)]
 
 
 def check_tensor_parallel_size(spec: ModelSpec, size: int) -> None:
-    """Raises ValueError with the sizes that there may be."""
+    """Check the number of ranks.
+
+    Raises:
+        ValueError: With the valid sizes, if `size` is not one.
+    """
     valid = valid_tensor_parallel_sizes(spec)
     if size in valid:
         return
     layer = spec.layers[0]
     facts = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads, {layer.mlp.intermediate_size} intermediate"
-    facts += f", blocks of {BLOCK} with a scale each" if _has_blocks(spec) else ""
-    raise ValueError(f"{facts}: --tensor-parallel-size may be {_listed(valid)}, not {size}")
+    facts += f", scales per block of {BLOCK}" if _has_blocks(spec) else ""
+    raise ValueError(f"--tensor-parallel-size may be {_listed(valid)}, not {size}: the model has {facts}")
 
 
 def check_one_rank(size: int) -> None:
-    """For networks of transformers: raises ValueError where `size` is not 1."""
+    """Check the number of ranks, for models that run through transformers.
+
+    Raises:
+        ValueError: If `size` is not 1.
+    """
     if size != 1:
         raise ValueError(
-            f"--tensor-parallel-size may be 1, not {size}: what the layers of transformers sum over is not known; only "
-            "models with an implementation of their own here are shared by several devices"
+            f"--tensor-parallel-size must be 1, not {size}: only natively implemented models support several devices, "
+            "because it is unknown what transformers' layers sum over"
         )
 
 
 def sharded(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
-    """Raises ValueError as check_tensor_parallel_size() does."""
+    """Return a rank's part of the spec.
+
+    Raises:
+        ValueError: As check_tensor_parallel_size().
+    """
     check_tensor_parallel_size(spec, size)
     if size == 1:
         return spec
@@ -82,12 +89,12 @@ def sharded(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
 
 
 def padded_head_rows(vocab_size: int, size: int) -> int:
-    """Rows of the head on each of several ranks, with those at the end that stand for no token."""
+    """Return the head rows per rank, including padding rows without a token."""
     return -(-vocab_size // (size * _HEAD_ROWS_MULTIPLE)) * _HEAD_ROWS_MULTIPLE
 
 
 def tensor_parts(spec: ModelSpec, rank: int, size: int) -> dict[str, Part]:
-    """`spec`: of the whole model. A tensor that is not here the rank has whole."""
+    """Return a rank's part of each tensor of the whole model `spec`; tensors not listed are replicated."""
     parts: dict[str, Part] = {}
     if size == 1:
         return parts
@@ -96,11 +103,11 @@ def tensor_parts(spec: ModelSpec, rank: int, size: int) -> dict[str, Part]:
         parts |= {prefix + name: part for name, part in _layer_parts(spec, layer, rank, size)}
     if not spec.tie_word_embeddings:
         parts[spec.names.head] = Part(0, (_head_rows(spec.vocab_size, rank, size),))
-    return parts | dict(_scale_parts(parts, spec.quantisation))
+    return parts | dict(_scale_parts(parts, spec.quantization))
 
 
 def _scale_parts(parts: Mapping[str, Part], stored: WeightFormat) -> Iterator[tuple[str, Part]]:
-    """Yield the parts of scales; a rank has all that belong to no part of a weight alone."""
+    """Yield the parts of scales; scales that belong to no part of a weight are replicated."""
     for name, part in parts.items():
         module = name.removesuffix(".weight")
         scheme = stored.stored_scheme(module) if name.endswith(".weight") else None
@@ -120,11 +127,11 @@ def _divides(size: int, layer: LayerSpec) -> bool:
 
 
 def _has_blocks(spec: ModelSpec) -> bool:
-    return any(group.scheme.per is ScalePer.BLOCK for group in spec.quantisation.groups)
+    return any(group.scheme.per is ScalePer.BLOCK for group in spec.quantization.groups)
 
 
 def _keeps_blocks(spec: ModelSpec, layer: LayerSpec, size: int) -> bool:
-    """Whether every rank's part of every product begins with a block, and so does what lies behind it there."""
+    """Return whether each rank's part of each linear layer starts at a block, and so does each range in it."""
     parts = [part for rank in range(size) for _, part in _layer_parts(spec, layer, rank, size)]
     starts = [start for part in parts for start, _ in part.ranges]
     inner = [end - start for part in parts for start, end in part.ranges[:-1]]
@@ -162,7 +169,7 @@ def _layer_parts(spec: ModelSpec, layer: LayerSpec, rank: int, size: int) -> Ite
 
 
 def _by_outputs(names: Sequence[str], outputs: Sequence[int], mine: Sequence[Range]) -> Iterator[tuple[str, Part]]:
-    """Yield the parts of products that are one tensor each, or all together one."""
+    """Yield the parts of linear layers that are separate, or fused into one tensor."""
     if len(names) == len(outputs):
         parts = [Part(0, (rows,)) for rows in mine]
     else:
@@ -184,12 +191,12 @@ def _share(length: int, rank: int, size: int) -> Range:
 
 
 def _kv_range(attention: AttentionSpec, rank: int, size: int) -> Range:
-    """Rows of the rank's heads of keys, or of values; those that its queries attend to."""
+    """Return the rows of the key (or value) heads that the rank's queries attend to."""
     first = rank * attention.num_kv_heads // size
     num_heads = max(1, attention.num_kv_heads // size)
     return first * attention.head_dim, (first + num_heads) * attention.head_dim
 
 
 def _listed(sizes: Sequence[int]) -> str:
-    *most, last = map(str, sizes)
-    return f"{', '.join(most)} or {last}" if most else last
+    *first, last = map(str, sizes)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,11 +1,9 @@
-"""The parts of a decoder-only network, as frozen values: a family's file makes them, layers are made from them.
+"""The parts of a decoder-only network as frozen values, made by a family's file and used to build or size a network.
 
-    ModelSpec -> one LayerSpec a layer -> AttentionSpec, GatedMlpSpec, which norms it has
-    RopeSpec     which positions turn which pairs of a head's elements, and how fast
+    ModelSpec -> one LayerSpec per layer -> AttentionSpec, GatedMlpSpec
 
-A feature that a network does not have is a neutral value (no norm, a factor of 1), never a branch over families. Knows
-nothing of tensors, files or devices; the names of a checkpoint's tensors are in NamesSpec. It is made once, at a
-worker's start, and used by all that builds or sizes a network.
+A feature that a network lacks is a neutral value (no norm, a factor of 1), never a branch over families. NamesSpec has
+the names of the checkpoint's tensors.
 """
 
 from collections.abc import Mapping
@@ -18,28 +16,28 @@ from engine_worker.model.weight_format import DENSE, WeightFormat
 
 
 class QkNorm(StrEnum):
-    """RMSNorm of queries and keys before they are rotated."""
+    """RMSNorm of queries and keys before the rotation."""
 
     NONE = "none"
-    HEAD = "head"  # each head by itself, one weight [head_dim] for all
+    HEAD = "head"  # each head separately, one weight [head_dim] for all
     WHOLE = "whole"  # all heads of a token together, weight [num_heads * head_dim]
 
 
 class Activation(StrEnum):
-    """The function of the gate of a gated MLP."""
+    """The activation of a gated MLP's gate."""
 
     SILU = "silu"
-    GELU_TANH = "gelu_tanh"  # GELU with tanh for the error function: torch's gelu(x, approximate="tanh")
+    GELU_TANH = "gelu_tanh"  # torch's gelu(x, approximate="tanh")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How the rotary frequencies are stretched. Which fields count depends on `kind`; see layers.rotary_frequencies().
+    """How rotary frequencies are scaled; rotary.py computes them. The fields used depend on `kind`.
 
     linear         factor
     by_wavelength  factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
     yarn           factor, beta_fast, beta_slow, original_max_position_embeddings, truncate, attention_factor
-    longrope       factors (one for each frequency), attention_factor
+    longrope       factors (one per frequency), attention_factor
     """
 
     kind: str
@@ -51,14 +49,14 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0  # of cosines and sines
+    attention_factor: float = 1.0  # factor of cosines and sines
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """The first `dim` elements of a head are rotated in pairs, the others are not.
+    """The rotary embedding of the first `dim` elements of a head; the others are not rotated.
 
-    Pairs are (i, i + dim / 2), or neighbours (2i, 2i + 1) where `interleaved`. `dim` 0: no positions at all (NoPE).
+    Pairs are (i, i + dim / 2), or (2i, 2i + 1) if `interleaved`. `dim` 0: no positions (NoPE).
     """
 
     dim: int
@@ -69,16 +67,18 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
+    """The attention of one layer."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # of the scores, usually head_dim ** -0.5
+    scale: float  # factor of the scores, usually head_dim ** -0.5
     rope: RopeSpec
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
-    window: int = 0  # of so many tokens, itself among them, a token sees keys; 0: of all before it
-    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: they stay as they are
+    window: int = 0  # tokens visible to a token, including itself; 0: all before it
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: unchanged
 
     @property
     def query_size(self) -> int:
@@ -86,13 +86,13 @@ class AttentionSpec:
 
     @property
     def kv_size(self) -> int:
-        """The size of all keys of a token, or of all values."""
+        """The size of a token's keys, or of its values."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMlpSpec:
-    """down(activation(gate(x)) * up(x))"""
+    """down(activation(gate(x)) * up(x))."""
 
     intermediate_size: int
     bias: bool = False
@@ -101,18 +101,18 @@ class GatedMlpSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Norms stand before a part (its input is normed), after it (what it adds is), or both."""
+    """A layer, with norms before a part (on its input), after it (on what it adds), or both."""
 
     attention: AttentionSpec
     mlp: GatedMlpSpec
     norms_before: bool = True
     norms_after: bool = False
-    residual_scale: float = 1.0  # of what a part adds
+    residual_scale: float = 1.0  # factor of what a part adds
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamesSpec:
-    """Under which names a checkpoint has the tensors; several names are one tensor here, in this order."""
+    """The names of a checkpoint's tensors; several names of one layer are concatenated in this order."""
 
     layer: str = "model.layers.{index}."
     embedding: str = "model.embed_tokens.weight"
@@ -131,7 +131,7 @@ class NamesSpec:
 
 
 class ModelShape(Protocol):
-    """The facts that are known of any network before its weights are there, one of a ModelSpec or not."""
+    """What is known of any network before its weights are loaded."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -151,13 +151,13 @@ class ModelShape(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """That of each layer."""
+        """The attention of each layer."""
 
     def num_parameters(self) -> int: ...
 
 
 def kv_layout(shape: ModelShape, block_size: int, dtype: str) -> KVLayout:
-    """`dtype`: of keys and values, one of kv.layout.ITEMSIZES. All layers are one group, with the widest window."""
+    """Return the KV layout: one group of all layers, with the widest window; `dtype` is a key of ITEMSIZES."""
     windows = {attention.window for attention in shape.attentions}
     group = KVGroup(
         num_layers=shape.num_layers,
@@ -171,24 +171,26 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: str) -> KVLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
+    """A decoder-only network."""
+
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float
-    norm_offset: float = 0.0  # what is added to the weights of all norms: a checkpoint may have them around 0
+    norm_offset: float = 0.0  # added to all norm weights, which some checkpoints store around 0
     max_position_embeddings: int
     tie_word_embeddings: bool
-    dtype: str  # what the weights were saved in: bfloat16, float16 or float32
+    dtype: str  # dtype of the checkpoint: bfloat16, float16 or float32
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
-    rounds_embedding_scale: bool = False  # to the type that the model computes in, before it multiplies
+    rounds_embedding_scale: bool = False  # round the factor to the model's dtype
     logit_scale: float = 1.0
-    logit_softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: they stay as they are
-    quantisation: WeightFormat = DENSE
+    logit_softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: unchanged
+    quantization: WeightFormat = DENSE
     names: NamesSpec = field(default_factory=NamesSpec)
-    head_rows: tuple[int, int] | None = None  # tokens whose logits a rank computes, from the first up to the second
+    head_rows: tuple[int, int] | None = None  # [start, end) of the tokens whose logits a rank computes
 
-    # All layers store keys and values of one shape.
+    # All layers have the same KV shape.
     @property
     def num_layers(self) -> int:
         return len(self.layers)

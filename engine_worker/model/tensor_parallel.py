@@ -1,13 +1,7 @@
-"""The ranks that compute one model together: what a network asks of the others during a forward pass.
+"""The ranks that compute one model together: the collective operations of a forward pass.
 
-    SINGLE         one rank: every operation hands back what it got, and launches nothing
-    ProcessGroup   a process a rank, over torch.distributed: gloo on a CPU, NCCL on CUDA
-    join_by()      a ProcessGroup of processes that find each other by a store of torch.distributed
-
-Every rank makes the same calls in the same order with the same shapes. On CUDA all but minimum() are enqueued on the
-current stream and may be captured in a graph: nothing in them waits for the device. It knows no network, and nothing of
-steps: what a step is, ranks are told elsewhere. It is used at a start, where the ranks meet, and in every step, where
-their parts are added up.
+Every rank makes the same calls in the same order with the same shapes. On CUDA, all operations except minimum() are
+enqueued on the current stream, can be captured in a graph, and do not wait for the device.
 """
 
 import os
@@ -19,44 +13,52 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from engine_worker.model.peer_sums import PeerMemory, PeerNorm, norms_rightly, sums_rightly
+from engine_worker.model.peer_sums import PeerMemory, PeerNorm, passes_norm_test, passes_sum_test
 
-_JOIN_TIMEOUT = timedelta(minutes=10)  # of ranks that load at different speeds
+_JOIN_TIMEOUT = timedelta(minutes=10)  # ranks load at different speeds
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-# On a shared host a program that uses multicast (NVLS) can put the GPUs of others out of service.
+# On a shared host, a program that uses multicast (NVLS) can disable the GPUs of other programs.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class TensorParallel(Protocol):
+    """The collective operations of a group of ranks."""
+
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
     @property
     def peer_norm(self) -> PeerNorm | None:
-        """Return what sums and norms at once, where the ranks have that."""
+        """The fused sum and norm, if the ranks support it."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over the ranks, in its dtype and perhaps its place; the same bits on all."""
+        """Return the sum over ranks in its dtype, possibly in place, with the same bits on all ranks."""
 
     def all_reduce_in_order(self, tensor: Tensor) -> Tensor:
-        """Sum as all_reduce() does, rank after rank: an element's bits do not depend on where in `tensor` it stands."""
+        """Sum rank after rank, so that an element's bits do not depend on its position in `tensor`."""
 
     def gather_logits(self, shard: Tensor, vocab_size: int, logits: Tensor | None = None) -> Tensor:
-        """Return [N, vocab_size] on rank 0, written to `logits` if that is given; other ranks get their shard back.
+        """Gather logits on rank 0; other ranks get their shard back.
 
-        `shard` [N, ceil(vocab_size / size) or more] of each rank: columns past the vocabulary are left out.
+        Args:
+            shard: [N, ceil(vocab_size / size) or more]; columns beyond the vocabulary are dropped.
+            vocab_size: Number of tokens.
+            logits: [N, vocab_size] to write to on rank 0; default: a new tensor.
+
+        Returns:
+            [N, vocab_size] on rank 0, `shard` elsewhere.
         """
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Give `tensor` of rank 0 to all, in place."""
+        """Copy rank 0's `tensor` to all ranks, in place."""
 
     def minimum(self, value: int) -> int:
-        """Return the smallest of all ranks' values; waits for them."""
+        """Return the minimum over all ranks; waits for them."""
 
 
 class SingleRank:
-    """A group of one."""
+    """A group of one rank: every operation returns its input and launches nothing."""
 
     rank, size = 0, 1
     peer_norm: PeerNorm | None = None
@@ -81,15 +83,14 @@ SINGLE: TensorParallel = SingleRank()
 
 
 class ProcessGroup:
-    """A TensorParallel over an initialised group of torch.distributed.
+    """A TensorParallel over an initialized torch.distributed group: gloo on a CPU, NCCL on CUDA.
 
-    Sums are the backend's: NCCL's of bfloat16 are rounded to bfloat16 on the way. Both backends compute each element on
-    one rank and hand it on, so all have the same bits. Of more than two ranks the order of a sum depends on where in
-    the tensor the element stands.
+    NCCL rounds bfloat16 sums to bfloat16 at each step. Both backends compute each element on one rank and distribute
+    it, so all ranks get the same bits. With more than two ranks, the order of a sum depends on the element's position.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: torch's default one unless given. Connects the ranks, which a capture could not."""
+        """Connect the ranks, which cannot happen during a graph capture; `group` defaults to torch's."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device, self._group = device, group
         self._peers: PeerMemory | None = None
@@ -97,29 +98,32 @@ class ProcessGroup:
         self._connect()
 
     def reduce_by(self, peers: PeerMemory | None) -> bool:
-        """Let `peers` sum what it serves, if it does so rightly on every rank; return whether it will.
+        """Use `peers` for all-reduces that it supports, if it passes the self-test on every rank.
 
-        All ranks ask together. None: this rank has none, so no rank will use its own.
+        All ranks must call this together. Pass None if this rank has no peer memory; then no rank uses it.
+
+        Returns:
+            Whether `peers` is used.
         """
         if self.minimum(int(peers is not None)) == 0 or peers is None:
             return False
-        is_right = self.minimum(int(sums_rightly(peers, self, self._device))) == 1
+        is_right = self.minimum(int(passes_sum_test(peers, self, self._device))) == 1
         self._peers = peers if is_right else None
         return is_right
 
     def norm_by(self, peers: PeerNorm | None, hidden_size: int) -> bool:
-        """Let `peers` sum and norm rows at once, if it does so rightly on every rank; as reduce_by()."""
+        """Use `peers` for fused sums and norms if it passes the self-test on every rank, like reduce_by()."""
         if self.minimum(int(peers is not None)) == 0 or peers is None:
             return False
-        is_right = self.minimum(int(norms_rightly(peers, hidden_size, self, self._device))) == 1
+        is_right = self.minimum(int(passes_norm_test(peers, hidden_size, self, self._device))) == 1
         if is_right:
-            peers.wait_for_ever()
+            peers.wait_forever()
             self.peer_norm = peers
         return is_right
 
     @property
     def all_reduce_path(self) -> str:
-        """The name of what sums what a decode sums: that of the peers' memory, or of the backend."""
+        """The name of what serves the sums of a decode step: peer memory or the backend."""
         return self._peers.name if self._peers is not None else _BACKENDS[self._device.type]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -150,7 +154,7 @@ class ProcessGroup:
         if logits is None:
             logits = shard.new_empty(len(shard), vocab_size)
         for columns, part in zip(logits.split(shard.shape[1], dim=1), parts, strict=False):
-            columns.copy_(part[:, : columns.shape[1]])  # those past the vocabulary stand for no token
+            columns.copy_(part[:, : columns.shape[1]])  # columns beyond the vocabulary belong to no token
         return logits
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -164,11 +168,11 @@ class ProcessGroup:
         return int(smallest)
 
     def close(self) -> None:
-        """Leave in order; a group whose rank has died is left by ending the process."""
+        """Leave the group in order; after the death of a rank, end the process instead."""
         dist.destroy_process_group(self._group)
 
     def _connect(self) -> None:
-        """Use each operation once: NCCL connects what it needs when it first needs it."""
+        """Use each operation once, because NCCL connects on first use."""
         self.all_reduce(torch.zeros(1, device=self._device))
         self.all_reduce_in_order(torch.zeros(1, device=self._device))
         self.gather_logits(torch.zeros(1, 1, device=self._device), self.size)
@@ -177,10 +181,14 @@ class ProcessGroup:
 
 
 def join_by(store: Store, rank: int, size: int, device: torch.device, interface: str | None = "lo") -> ProcessGroup:
-    """Wait for the `size` ranks and connect them, by a store that all reach.
+    """Wait for `size` ranks and connect them through a store that all reach.
 
-    `interface`: the network interface over which they meet, of one host its loopback; None: whichever the libraries
-    choose. On CUDA `device` has an index, and every rank sees the devices of all ranks of its host.
+    Args:
+        store: A torch.distributed store.
+        rank: This rank.
+        size: Number of ranks.
+        device: On CUDA with an index; every rank must see the devices of all ranks on its host.
+        interface: Network interface between the ranks, the loopback for one host; None: chosen by the libraries.
     """
     os.environ.update(_NO_MULTICAST)
     if interface is not None:

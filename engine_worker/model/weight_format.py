@@ -1,10 +1,6 @@
-"""How the weights of products are stored, as frozen values: which are fp8, and where their scales lie. Pure.
+"""How the weights of linear layers are stored, as frozen values: which are fp8, and where their scales are.
 
-    WeightFormat   of a whole model: the scheme of each module, and those that stay in 16 bits
-    Fp8Scheme      of some modules: weight = e4m3 * scale, with a scale for all of it, for each row or for each block
-
-Read from a checkpoint by quantisation_config/, or chosen by `--quantization`. Nothing here knows tensors or devices. It
-is used at a worker's start and by estimates.
+A format is read from a checkpoint by quantization_config/, or chosen by `--quantization`.
 """
 
 import re
@@ -13,25 +9,29 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-# The tensors beside a product's `weight`, as they are called here; checkpoint.py knows what else they are called.
+# Suffixes of the tensors beside a layer's `weight`; checkpoint.py maps other names to them.
 WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 
-BLOCK = 128  # rows and columns of a weight that share a scale
+BLOCK = 128  # rows and columns per scale
 
 
 class ScalePer(StrEnum):
+    """What one scale covers."""
+
     TENSOR = "tensor"
-    ROW = "row"  # an output
-    BLOCK = "block"  # of BLOCK rows and as many columns, those at the edges smaller
+    ROW = "row"  # one output
+    BLOCK = "block"  # BLOCK rows and columns; smaller at the edges
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Scheme:
+    """An fp8 weight: e4m3 * scale."""
+
     per: ScalePer
-    has_input_scale: bool = False  # activations have one scale, too, that was measured beforehand
+    has_input_scale: bool = False  # activations have one static scale
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """`rows`, `columns`: of the weight, or of a rank's part of it."""
+        """Return the shape of the scales of a weight, or of a rank's part of it."""
         if self.per is ScalePer.TENSOR:
             return ()
         return (rows,) if self.per is ScalePer.ROW else (-(-rows // BLOCK), -(-columns // BLOCK))
@@ -39,7 +39,7 @@ class Fp8Scheme:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatGroup:
-    """Modules that are stored alike. Patterns are regular expressions of whole names of modules."""
+    """Modules stored alike; patterns are regular expressions for whole module names."""
 
     scheme: Fp8Scheme
     modules: tuple[str, ...] = (".*",)
@@ -50,28 +50,30 @@ class FormatGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    name: str = ""  # as messages call it; empty where all weights are 16 or 32 bits
+    """The format of a whole model."""
+
+    name: str = ""  # used in messages; empty if all weights have 16 or 32 bits
     groups: tuple[FormatGroup, ...] = ()
-    ignored: tuple[str, ...] = ()  # patterns, as above
-    is_online: bool = False  # the checkpoint has 16 or 32 bits; weights are quantised while they load
-    is_dequantised: bool = False  # while they load, whatever the device multiplies
-    in_groups: bool = False  # 4 and 8 bits, with scales for groups of 32 inputs: on a CPU
-    blocks: Path | None = None  # of these: the file that has them; None where they are quantised while loading
+    ignored: tuple[str, ...] = ()  # module patterns
+    is_online: bool = False  # 16- or 32-bit weights are quantized while loading
+    is_dequantized: bool = False  # dequantized while loading on every device
+    in_groups: bool = False  # 4 and 8 bits with scales per group of 32 inputs, on a CPU
+    blocks: Path | None = None  # file of stored blocks; None: quantized while loading
 
     def scheme_of(self, module: str) -> Fp8Scheme | None:
-        """`module`: the name of a product in the checkpoint, without `.weight`. None: it has 16 or 32 bits."""
+        """Return the scheme of a linear layer by its module name; None: 16 or 32 bits."""
         if _matches(self.ignored, module):
             return None
         return next((group.scheme for group in self.groups if group.has(module)), None)
 
     def stored_scheme(self, module: str) -> Fp8Scheme | None:
-        """As scheme_of(), of the checkpoint's own tensors, which are not in fp8 where weights are quantised online."""
+        """Return the scheme of the checkpoint's tensors, which are not fp8 if weights are quantized online."""
         return None if self.is_online else self.scheme_of(module)
 
 
 @cache
 def _matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """One for all: some checkpoints list hundreds of modules."""
+    """Compile all patterns as one, because some checkpoints list hundreds of modules."""
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
 
@@ -81,29 +83,35 @@ def _matches(patterns: tuple[str, ...], module: str) -> bool:
 
 DENSE = WeightFormat()
 ONLINE = WeightFormat(
-    name="fp8, quantised while loading", groups=(FormatGroup(scheme=Fp8Scheme(per=ScalePer.ROW)),), is_online=True
+    name="fp8, quantized while loading", groups=(FormatGroup(scheme=Fp8Scheme(per=ScalePer.ROW)),), is_online=True
 )
-INT8 = WeightFormat(name="int8 in groups of 32, quantised while loading", in_groups=True)
+INT8 = WeightFormat(name="int8 in groups of 32, quantized while loading", in_groups=True)
 AS_STORED = WeightFormat(name="blocks of 4 and 8 bits, as the GGUF file has them", in_groups=True)
-STORED_BLOCKS = "stored_blocks.safetensors"  # beside the dequantised weights of a GGUF file
+STORED_BLOCKS = "stored_blocks.safetensors"  # next to the dequantized weights of a GGUF file
 
 
 def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None = None) -> WeightFormat:
-    """The format that a model is served in. `stored`: its checkpoint's; `quantization`: as `--quantization`.
+    """Return the format to serve.
 
-    `blocks`: the file of stored blocks, if there is one. Raises ValueError where the checkpoint has not what is asked.
+    Args:
+        stored: The checkpoint's format.
+        quantization: Value of `--quantization`.
+        blocks: The file of stored blocks, if any.
+
+    Raises:
+        ValueError: If the checkpoint does not have the requested format.
     """
     if quantization == "as-stored" and blocks is None:
         raise ValueError(
-            f"--quantization as-stored: the model has no {STORED_BLOCKS}, which conversion makes of a GGUF file in "
-            "Q4_0, Q4_1 or Q8_0; --quantization int8 quantises other weights while loading"
+            f"--quantization as-stored needs {STORED_BLOCKS}, which the conversion of a GGUF file writes for "
+            "Q4_0, Q4_1 and Q8_0; --quantization int8 quantizes other weights while loading"
         )
     if quantization == "as-stored":
         return replace(AS_STORED, blocks=blocks)
     if quantization == "int8" and stored.groups:
-        raise ValueError(f"--quantization int8: the checkpoint has {stored.name}; auto and none are accepted")
+        raise ValueError(f"--quantization int8: the checkpoint is {stored.name}; use auto or none")
     if quantization == "int8":
         return INT8
     if quantization == "none" and stored.groups:
-        return replace(stored, is_dequantised=True)
+        return replace(stored, is_dequantized=True)
     return ONLINE if quantization == "fp8" and not stored.groups else stored

@@ -1,7 +1,6 @@
-"""Sources of weights: safetensors files of a model directory, random numbers of the right shape, or parts of either.
+"""Sources of weights: safetensors files, random numbers, or a rank's part of either.
 
-A source hands out each tensor once, on its device and in its dtype, and checks name and shape. It does not know what
-the tensors mean. It is used once, at a worker's start.
+A source returns each tensor on its device and in its dtype, after checking name and shape.
 """
 
 import math
@@ -20,38 +19,49 @@ from engine_worker.model.checkpoint_tensors import Shape
 from engine_worker.model.sharding import NOTHING, Part
 from engine_worker.model.weight_upload import uploader
 
-# Of random fp8 weights of deviation 0.02: 82 in e4m3, whose largest is 448.
+# Random fp8 weights with deviation 0.02 are 82 in e4m3, whose maximum is 448.
 _RANDOM_SCALE = 2.0**-12
 
-Report = Callable[[float, str], None]  # progress 0..1, detail
+Report = Callable[[float, str], None]  # progress 0..1, current activity
 
 
 class WeightSource(Protocol):
-    device: torch.device  # on which the tensors are
-    names: Collection[str]  # of all there are; none where every name has a tensor
+    """Where a network gets its weights."""
 
-    dtype: torch.dtype  # of the tensors that get() hands out
+    device: torch.device
+    names: Collection[str]  # available names; empty if every name has a tensor
+
+    dtype: torch.dtype  # default dtype of get()
 
     @property
     def loaded_bytes(self) -> int:
-        """The size of all tensors handed out, as they are kept."""
+        """Bytes of all tensors returned, as they are kept."""
 
     def get(
         self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The tensor of `shape`, or `part` of it; in `dtype` if that is given, as fp8 weights and their scales need."""
+        """Return a tensor, or a part of it.
+
+        Args:
+            name: Name in the checkpoint.
+            shape: Expected shape of the whole tensor.
+            part: The part to read; default: all.
+            dtype: Dtype, for fp8 weights and their scales; default: that of the source.
+        """
 
     def keep_as(self, handed_out: int, kept: int) -> None:
-        """Tell that of the bytes handed out `handed_out` were made into `kept` bytes."""
+        """Record that `handed_out` bytes were replaced by `kept` bytes."""
 
     def leave(self, name: str) -> None:
-        """Tell that a tensor is not read, for another file has it."""
+        """Record that a tensor is not read, because another file has it."""
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
-        """`ignored`: patterns of names that may be left over."""
+        """Check that all tensors were used, except names that match `ignored`."""
 
 
 class SafetensorsWeights:
+    """The safetensors files of a model directory."""
+
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, report: Report) -> None:
         self.device = device
         self.dtype = dtype
@@ -62,7 +72,7 @@ class SafetensorsWeights:
         self._unused = set(self._stored)
         self._total_bytes = sum(path.stat().st_size for path in self._files)
         self._passed_bytes = 0
-        self.read_bytes = 0  # of the files
+        self.read_bytes = 0  # read from the files
         self._reported_percent = 0
         self.loaded_bytes = 0
 
@@ -73,7 +83,7 @@ class SafetensorsWeights:
         if stored is None:
             raise ValueError(f"the safetensors files have no {name}")
         if not is_shape(stored.shape, shape, is_scale=dtype is not None):
-            raise ValueError(f"{name} has shape {stored.shape}; config.json makes it {shape}")
+            raise ValueError(f"{name} has shape {stored.shape}; config.json requires {shape}")
         tensor = self._read(stored, part).reshape(shape if part is None else part.shape(shape))
         self._unused.discard(name)
         self.read_bytes += tensor.nbytes
@@ -90,7 +100,7 @@ class SafetensorsWeights:
         self._unused.discard(name)
 
     def _read(self, stored: StoredTensor, part: Part | None) -> Tensor:
-        """Only the bytes that are asked for leave the disk: the files are mapped."""
+        """Read only the requested bytes, because the files are mapped."""
         file = self._files[stored.path]
         if part is None:
             whole: Tensor = file.get_tensor(stored.name)
@@ -98,12 +108,12 @@ class SafetensorsWeights:
         return _taken(file.get_slice(stored.name), part)
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
-        """A tensor that nothing asked for (a bias, an adapter) would be left out silently."""
+        """Refuse unused tensors (a bias, an adapter), which would otherwise be dropped silently."""
         unused = sorted(name for name in self._unused if not is_ignored(name))
         unused = [name for name in unused if not any(re.search(pattern, name) for pattern in ignored)]
         if unused:
             names = ", ".join(unused[:4])
-            raise ValueError(f"the model has {len(unused)} weights that this network has no place for: {names}")
+            raise ValueError(f"the checkpoint has {len(unused)} weights that this network does not use: {names}")
 
     def _report_progress(self) -> None:
         percent = self._passed_bytes * 100 // self._total_bytes
@@ -113,10 +123,10 @@ class SafetensorsWeights:
 
 
 class ShardedWeights:
-    """One rank's parts of the tensors of `source`, asked for by the shapes that they have on the rank."""
+    """One rank's parts of the tensors of `source`, requested by their shapes on the rank."""
 
     def __init__(self, source: WeightSource, shapes: Mapping[str, Shape], parts: Mapping[str, Part]) -> None:
-        """`shapes`: of the whole tensors, by name."""
+        """Wrap a source; `shapes` are those of the whole tensors, by name."""
         self._source, self._shapes, self._parts = source, shapes, parts
         self.device, self.dtype, self.names = source.device, source.dtype, source.names
 
@@ -127,7 +137,7 @@ class ShardedWeights:
     def get(
         self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        assert part is None, "a rank's part is not divided again"
+        assert part is None, "a rank's part cannot be split again"
         tensor = self._source.get(name, self._shapes.get(name, shape), self._parts.get(name), dtype)
         assert tuple(tensor.shape) == shape, f"{name}: this rank's part is {tuple(tensor.shape)}, not {shape}"
         return tensor
@@ -144,9 +154,9 @@ class ShardedWeights:
 
 
 class RandomWeights:
-    """Normal with deviation 0.02, norms (of one dimension, no biases) 1; a tensor depends on (seed, name) alone.
+    """Random normal weights with deviation 0.02; one-dimensional tensors except biases are 1.
 
-    Weights of fp8 and their scales are such that their product has this deviation.
+    A tensor depends only on (seed, name). fp8 weights times their scales have the same deviation.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
@@ -155,10 +165,10 @@ class RandomWeights:
         self.loaded_bytes = 0
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
-        """There is nothing that could be left over."""
+        """Do nothing: every name has a tensor."""
 
     def leave(self, name: str) -> None:
-        """There is no tensor before it is asked for."""
+        """Do nothing: tensors are drawn on request."""
 
     def keep_as(self, handed_out: int, kept: int) -> None:
         self.loaded_bytes += kept - handed_out
@@ -166,8 +176,8 @@ class RandomWeights:
     def get(
         self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The whole is drawn for any part of it, so that the ranks of a group have one model."""
-        whole = self._drawn(name, shape) if dtype is None else self._quantised(name, shape, dtype)
+        """Draw the whole tensor for any part, so that all ranks have one model."""
+        whole = self._drawn(name, shape) if dtype is None else self._quantized(name, shape, dtype)
         tensor = whole if part is None else _taken(whole, part)
         self.loaded_bytes += tensor.nbytes
         return tensor
@@ -178,22 +188,22 @@ class RandomWeights:
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype).mul_(0.02)
 
-    def _quantised(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _quantized(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if dtype != torch.float8_e4m3fn:
             return torch.full(shape, _RANDOM_SCALE, device=self.device, dtype=dtype)
-        most = torch.finfo(dtype).max
-        return (self._drawn(name, shape).float() / _RANDOM_SCALE).clamp_(-most, most).to(dtype)
+        largest = torch.finfo(dtype).max
+        return (self._drawn(name, shape).float() / _RANDOM_SCALE).clamp_(-largest, largest).to(dtype)
 
 
 def _taken(tensor: Any, part: Part) -> Tensor:
-    """`tensor`: a Tensor, or one of a file that is still to be read."""
+    """Return a part of a tensor, or of a tensor in a file that is still unread."""
     before = (slice(None),) * part.dim
     pieces = [tensor[(*before, slice(*wanted))] for wanted in part.ranges]
     return pieces[0].contiguous() if len(pieces) == 1 else joined(pieces, part.dim)
 
 
 def joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The pieces one behind another, of any type: torch joins no fp8."""
+    """Concatenate pieces of any dtype; torch.cat() does not support fp8."""
     if pieces[0].dtype != torch.float8_e4m3fn:
         return torch.cat(list(pieces), dim)
     return torch.cat([piece.view(torch.uint8) for piece in pieces], dim).view(torch.float8_e4m3fn)

@@ -65,7 +65,7 @@ class KVCacheManager:
         # Asked for every running sequence in every step: without a call between.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
         self.allocate, self.fork, self.can_fork = self.tables.allocate, self.tables.fork, self.tables.can_fork
-        self.most_blocks, self.release_behind = self._span.most_blocks, self.tables.release_behind
+        self.most_blocks, self.release_behind = self._span.max_blocks, self.tables.release_behind
 
     @property
     def num_usable_blocks(self) -> int:
@@ -103,7 +103,7 @@ class KVCacheManager:
         # With a window its first step takes less than a later one.
         num_needed = max(
             self._num_new_blocks(sequence, match),
-            self._span.most_blocks(sequence.num_tokens) - len(match.block_ids),
+            self._span.max_blocks(sequence.num_tokens) - len(match.block_ids),
         )
         spare = self._pool.num_available_blocks - num_needed - headroom_blocks
         spare -= sum(map(self._pool.is_cached, match.block_ids))

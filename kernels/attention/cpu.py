@@ -1,28 +1,21 @@
-"""Paged attention and the KV store on a CPU, from plain torch operators that are fast there.
+"""Paged attention and the KV store on a CPU, built from torch operators.
 
-    PagedAttentionPlan      what all layers of a step with one window share, computed once; then store_kv_cpu() and
-                            plan.attend() run per layer
-
-Why it looks like this (SmolLM2-135M shape, 2 cores with AVX512_BF16, ctx 256, per layer, operators alone):
-  - One index_select of [BS * D] rows gathers K and V of all sequences, 42 us for 16 of them; `cache[blocks]` takes
-    275 us.
-  - Decode: bmm, softmax, bmm with the G query heads of a KV head as rows take 133 us for 16 sequences and 75 us for 8;
-    scaled_dot_product_attention on the same tensors 310 us and 158 us, because it calls small GEMMs per head. Only
-    for the least work is it the faster one: 49 against 88 us for 1 sequence. bmm rounds bf16 scores before the
-    softmax; SmolLM2's logits are then off by 0.0603 instead of 0.0586 on average (deviation 3.2).
-  - A window is a shorter gather: the blocks before it are not read, and a prompt longer than it is cut into pieces
-    that see one window more than they are long.
-  - Prefill: scaled_dot_product_attention per sequence, which never writes the [T, ctx] scores; the G heads are a batch
-    of stride 0 over K and V.
-
-The cache views must be `pool[:, layer, 0]` and `pool[:, layer, 1]` of one tensor whose [BS, D] pieces are contiguous.
-A cache whose elements are of another type than the queries (e4m3, or bf16 beside float32) is gathered as it is, then
-converted. Knows nothing of layers beyond the views it is given, nor of how blocks are allocated.
-
-On a block's walk, where every layer writes and reads it: in each step on a CPU that the C++ kernels
-(kernels/cpu/step.py) do not run as a whole. engine_worker/model/cpu_attention.py makes a plan a window and calls it for
-each layer.
+It serves steps that the C++ kernels (kernels/cpu/step.py) cannot run. A PagedAttentionPlan is made once per step and
+window and shared by all layers. The caches must be `pool[:, layer, 0]` and `pool[:, layer, 1]` of one tensor whose
+[BS, D] pieces are contiguous. A cache of another dtype than the queries is gathered first and converted afterwards.
 """
+# Operator choices, measured per layer (SmolLM2-135M shape, 2 cores with AVX512_BF16, context 256):
+#   - One index_select of [BS * D] rows gathers K and V of 16 sequences in 42 us; `cache[blocks]` takes 275 us.
+#   - Decode: bmm, softmax, bmm with the G query heads of a KV head as rows take 133 us for 16 sequences and 75 us for
+#   8.
+#     scaled_dot_product_attention takes 310 and 158 us, because it calls one small GEMM per head. It wins only for the
+#     least work: 49 against 88 us for 1 sequence. bmm rounds bf16 scores before the softmax; the mean error of
+#         SmolLM2's
+#     logits (deviation 3.2) rises from 0.0586 to 0.0603.
+#   - Window: blocks before the window are not gathered. A longer prompt is cut into pieces whose keys span one window
+#     more than the piece.
+#   - Prefill: scaled_dot_product_attention per sequence never writes the [T, ctx] scores; the G heads are a batch with
+#     stride 0 over K and V.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,30 +31,30 @@ from kernels.attention.cpu_scores import attend_decode, attend_prefill
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 
-# A group is split when its padding costs more than an extra group's operators do (about 45 us a layer, the price of
-# 1000 gathered tokens) and is over this share of its area.
+# A group is split if its padding exceeds both limits. An extra group costs about 45 us per layer, as much as gathering
+# 1000 tokens.
 _MAX_PADDING_RATIO = 0.25
 _MIN_SPLIT_TOKENS = 1024
 
-# Query tokens of a prompt whose keys are gathered once, for a window of fewer.
+# Minimum number of query tokens per piece of a prompt with a window; each piece gathers its keys once.
 _MIN_PIECE_TOKENS = 256
 
-# oneDNN compiles a kernel per matrix shape, so lengths that grow by one token a step would compile all the time.
+# oneDNN compiles a kernel per matrix shape; without rounding it would compile at almost every step.
 _LENGTH_GRANULARITY_TOKENS = 64
 
 
 @dataclass(slots=True, frozen=True)
 class LayerKV:
-    """One layer's keys and values as rows: `blocks` has one per (block, K or V, head), `slots` one per token of it."""
+    """One layer's keys and values as rows: `blocks` per (block, K or V, head), `slots` per token of such a block."""
 
     blocks: Tensor  # [R, BS * D]
     slots: Tensor  # [R * BS, D]
-    scales: KVScales = UNIT_SCALES  # of rows in e4m3
+    scales: KVScales = UNIT_SCALES  # for rows in e4m3
 
 
 @dataclass(slots=True, frozen=True)
 class CacheLayout:
-    """The place of a (block, K or V, head), in rows of [BS * D] elements from the layer's first one."""
+    """Positions of (block, K or V, head) pieces, in rows of [BS * D] elements from the layer's first element."""
 
     num_kv_heads: int
     block_size: int
@@ -89,7 +82,7 @@ class CacheLayout:
         )
 
     def rows(self, blocks: np.ndarray) -> np.ndarray:
-        """[2, S, Hkv, B]: the rows of K and V of block tables [S, B]."""
+        """Return the rows of K and V for block tables [S, B], as [2, S, Hkv, B]."""
         heads = np.arange(self.num_kv_heads)[None, None, :, None]
         key_or_value = np.array([0, self.rows_to_value])[:, None, None, None]
         rows: NDArray[Any] = blocks.astype(np.int64)[None, :, None, :] * self.rows_per_block + key_or_value + heads
@@ -97,13 +90,13 @@ class CacheLayout:
 
 
 class GatherBuffer:
-    """Memory that every layer and every step gathers into, so that no step pays for fresh pages."""
+    """Scratch memory reused by all layers and steps, which avoids page faults on fresh memory."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def rows(self, num_rows: int, row: int, dtype: torch.dtype) -> Tensor:
-        """Memory of one type is not that of another."""
+        """Return a [num_rows, row] view of the scratch memory of this dtype."""
         if dtype not in self._memory or self._memory[dtype].numel() < num_rows * row:
             self._memory[dtype] = torch.empty(num_rows * row, dtype=dtype)
         return self._memory[dtype][: num_rows * row].view(num_rows, row)
@@ -111,22 +104,23 @@ class GatherBuffer:
 
 @dataclass(slots=True, frozen=True)
 class _Group:
-    """Sequences whose attention is computed together: some that decode, or one that prefills."""
+    """Sequences computed together: several decoding sequences, or one piece of a prompt."""
 
     first_token: int
     end_token: int
     rows: Tensor  # of LayerKV.blocks
-    gathered: Tensor  # [rows, BS * D], where they go, in the queries' type
-    keys: Tensor  # views of it: decode [S, Hkv, ctx, D], prefill [Hkv, ctx, D]
+    gathered: Tensor  # [rows, BS * D], the gather's destination, in the dtype of the queries
+    keys: Tensor  # views of `gathered`: decode [S, Hkv, ctx, D], prefill [Hkv, ctx, D]
     values: Tensor
-    mask: Tensor | None  # added to the scores: decode [S, 1, 1, ctx], prefill [T, ctx], or none if merely causal
+    mask: Tensor | None  # added to the scores: decode [S, 1, 1, ctx], prefill [T, ctx]; None: plain causal
     is_prefill: bool
 
 
 class PagedAttentionPlan:
-    """Sequences that decode (one token each) come first, by ascending length; then those with more tokens.
+    """What all layers of a step with one window share: groups of sequences, gather rows and masks.
 
-    `window`: of so many tokens, itself among them, each token sees the keys; 0: of all before it.
+    Decoding sequences (one new token) come first, by ascending length; then sequences with more tokens. Each token sees
+    the last `window` keys including its own, or all previous keys if `window` is 0.
     """
 
     def __init__(
@@ -155,8 +149,11 @@ class PagedAttentionPlan:
             self._groups += self._prefill_groups(index, starts[index], starts[index + 1], lengths[index])
 
     def started_blocks(self) -> list[int]:
-        """Blocks that this step begins and does not fill. They must be zeroed before store(): attention masks what is
-        behind a sequence's end by adding -inf, and a NaN that an earlier owner left there would stay NaN."""
+        """Return the blocks that this step starts but does not fill.
+
+        They must be zeroed before store_kv_cpu(): attention masks unused slots by adding -inf, and a NaN left by an
+        earlier owner of the block would stay NaN.
+        """
         block_size = self._layout.block_size
         blocks = []
         for index, length in enumerate(self._lengths):
@@ -167,7 +164,7 @@ class PagedAttentionPlan:
         return blocks
 
     def store_rows(self, slot_mapping: Tensor) -> Tensor:
-        """[T, 2 * Hkv] rows of LayerKV.slots, for store_kv_cpu()."""
+        """Return the [T, 2 * Hkv] rows of LayerKV.slots for store_kv_cpu()."""
         slots = slot_mapping.numpy()
         rows = self._layout.rows((slots // self._layout.block_size)[:, None])[..., 0]  # [2, T, Hkv]
         offsets = (slots % self._layout.block_size)[:, None, None]
@@ -175,7 +172,7 @@ class PagedAttentionPlan:
         return torch.from_numpy(by_token.reshape(len(slots), -1))
 
     def attend(self, query: Tensor, layer: LayerKV, scale: float, rules: ScoreRules = NO_RULES) -> Tensor:
-        """query [T, Hq * D] -> [T, Hq * D]; the keys and values of this step are in the cache already."""
+        """Attend with query [T, Hq * D] and return [T, Hq * D]. This step's keys and values must already be stored."""
         assert rules.window == self._window, "one plan is for layers of one window"
         outputs = [self._attend_group(group, query, layer, scale, rules) for group in self._groups]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -215,18 +212,18 @@ class PagedAttentionPlan:
         return _Group(first, first + len(lengths), rows, gathered, keys, values, mask, is_prefill=False)
 
     def _first_key(self, position: NDArray[Any]) -> NDArray[Any]:
-        """The first position that a token at each of `position` sees."""
+        """Return the first position visible to a token at each position."""
         return np.maximum(position - (self._window - 1), 0) if self._window else np.zeros_like(position)
 
     def _prefill_groups(self, index: int, first_token: int, end_token: int, length: int) -> Iterator[_Group]:
-        """Yield the pieces of a prompt: all of it where each token sees all before it."""
+        """Yield the pieces of a prompt; without a window there is one piece."""
         piece = max(self._window, _MIN_PIECE_TOKENS) if 0 < self._window < length else end_token - first_token
         for first in range(first_token, end_token, piece):
             end = min(first + piece, end_token)
             yield self._prefill_group(index, first, end, length - (end_token - end))
 
     def _prefill_group(self, index: int, first_token: int, end_token: int, length: int) -> _Group:
-        """`length`: of the sequence, up to the last of these tokens."""
+        """Build the group of tokens [first_token, end_token); `length` counts the sequence up to the last one."""
         num_new = end_token - first_token
         first_key = int(self._first_key(np.array(length - num_new)))
         first_block = first_key // self._layout.block_size
@@ -244,9 +241,10 @@ class PagedAttentionPlan:
     def _gather_target(
         self, first: int, first_blocks: list[int], lengths: list[int], context: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows to gather, where they go, and that memory as [2, S, Hkv, ctx, D]; ctx is rounded up to whole blocks.
+        """Return the rows to gather, their destination, and the destination as [2, S, Hkv, ctx, D].
 
-        `first_blocks`: of each sequence's table, those before are not gathered.
+        The context is rounded up to whole blocks. `first_blocks` gives each sequence's first gathered block table
+        entry.
         """
         layout = self._layout
         num_blocks = -(-context // layout.block_size)
@@ -261,7 +259,7 @@ class PagedAttentionPlan:
 
 
 def store_kv_cpu(key_value: Tensor, layer: LayerKV, store_rows: Tensor) -> None:
-    """key_value [T, 2 * Hkv, D]: each token's keys, then its values."""
+    """Store key_value [T, 2 * Hkv, D]: the keys, then the values of each token."""
     if layer.slots.dtype == E4M3:
         keys, values = key_value.chunk(2, dim=1)
         key_value = torch.cat((to_e4m3(keys, layer.scales.key), to_e4m3(values, layer.scales.value)), dim=1)
@@ -269,7 +267,7 @@ def store_kv_cpu(key_value: Tensor, layer: LayerKV, store_rows: Tensor) -> None:
 
 
 def _similar_lengths(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of ascending `lengths` whose members are padded to their last one."""
+    """Yield ranges of ascending `lengths` whose members are padded to the last one."""
     first = 0
     for end in range(1, len(lengths)):
         area = (end + 1 - first) * lengths[end]

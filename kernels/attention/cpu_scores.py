@@ -1,11 +1,7 @@
-"""Scores, softmax and weighted sum of one group of sequences on a CPU, whose keys and values lie gathered.
+"""Attention of one group of sequences on a CPU, over gathered keys and values.
 
-    attend_decode(...)    sequences with one query token each
-    attend_prefill(...)   one sequence with several
-
-Which keys a query sees the mask says; what else changes its scores (a cap, sinks) ScoreRules say. A fused operator
-knows neither cap nor sink, so with them scores are written down, some query tokens at a time. Knows no block and no
-layer. It serves cpu.py, once a layer in every step.
+The mask decides which keys a query sees. ScoreRules add a softcap and sinks; the fused operator supports neither, so
+with them the scores are written to memory, a few query tokens at a time.
 """
 
 import torch
@@ -14,17 +10,29 @@ from torch import Tensor
 
 from kernels.attention.score_rules import ScoreRules
 
-# KV heads of all sequences times keys: below this scaled_dot_product_attention beats bmm, softmax, bmm.
+# KV heads of all sequences times keys. Below this, scaled_dot_product_attention is faster than bmm, softmax, bmm.
 _MAX_FUSED_WORK = 1536
 
-# Query tokens whose scores are written down at once: 16 MB for 8 heads and 2,048 keys in float32.
+# Query tokens whose scores are written at once: 16 MB for 8 heads and 2,048 keys in float32.
 _QUERY_TOKENS_AT_ONCE = 256
 
 
 def attend_decode(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, rules: ScoreRules
 ) -> Tensor:
-    """query [S, Hkv, G, D], keys and values [S, Hkv, ctx, D], mask [S, 1, 1, ctx] -> [S, Hkv, G, D]."""
+    """Attend for sequences with one query token each.
+
+    Args:
+        query: [S, Hkv, G, D].
+        keys: [S, Hkv, ctx, D].
+        values: [S, Hkv, ctx, D].
+        mask: [S, 1, 1, ctx], added to the scores, or None.
+        scale: Factor of the scores.
+        rules: Softcap and sinks; the window is already in the mask.
+
+    Returns:
+        [S, Hkv, G, D].
+    """
     num_heads, context = keys.shape[0] * keys.shape[1], keys.shape[2]
     changes_scores = _changes_scores(rules)
     if num_heads * context <= _MAX_FUSED_WORK and not changes_scores:
@@ -42,7 +50,19 @@ def attend_decode(
 def attend_prefill(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, rules: ScoreRules
 ) -> Tensor:
-    """query [T, Hkv, G, D], keys and values [Hkv, ctx, D], mask [T, ctx] or none if merely causal -> [T, Hkv, G, D]."""
+    """Attend for one sequence with several query tokens.
+
+    Args:
+        query: [T, Hkv, G, D].
+        keys: [Hkv, ctx, D].
+        values: [Hkv, ctx, D].
+        mask: [T, ctx], added to the scores; None: plain causal.
+        scale: Factor of the scores.
+        rules: Softcap and sinks; the window is already in the mask.
+
+    Returns:
+        [T, Hkv, G, D].
+    """
     by_group = query.permute(2, 1, 0, 3)  # [G, Hkv, T, D]
     if _changes_scores(rules):
         return _prefill_by_scores(by_group, keys, values, mask, scale, rules).permute(2, 1, 0, 3)
@@ -54,7 +74,6 @@ def attend_prefill(
 def _prefill_by_scores(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, rules: ScoreRules
 ) -> Tensor:
-    """query [G, Hkv, T, D] -> the same shape."""
     num_tokens, context = query.shape[2], keys.shape[1]
     sinks = _by_head(rules.sinks, query.shape[1])
     sinks = None if sinks is None else sinks.transpose(0, 1)[:, :, None]  # [G, Hkv, 1, 1]
@@ -75,12 +94,12 @@ def _changes_scores(rules: ScoreRules) -> bool:
 
 
 def _by_head(sinks: Tensor | None, num_kv_heads: int) -> Tensor | None:
-    """[Hq] -> [Hkv, G, 1]"""
+    """Reshape sinks from [Hq] to [Hkv, G, 1]."""
     return None if sinks is None else sinks.view(num_kv_heads, -1, 1)
 
 
 def _weights(scores: Tensor, mask: Tensor | None, rules: ScoreRules, sinks: Tensor | None) -> Tensor:
-    """scores [..., ctx] -> their softmax, in their type; a sink is one more score whose value is nothing."""
+    """Return the softmax of scores [..., ctx] in their dtype. A sink is one more score without a value."""
     exact = scores.float()
     if rules.softcap:
         exact = exact.div_(rules.softcap).tanh_().mul_(rules.softcap)

@@ -1,14 +1,10 @@
-"""Paged attention of sequences with one new token: kernels and launch. paged_attention.py holds the contract.
+"""Triton kernels for paged attention of sequences with one new token. paged_attention.py has the contract.
 
-    attend_decode(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early, value_scale,
-                  rules) -> None, writes the rows that `plan` names
-
-decode_kernel is persistent: a program has one kv head and walks its share of the plan's items in one loop over tiles
-of keys, so that the loads of the next item are in flight while the last tile of this one is computed.
-combine_splits_kernel joins the splits of a row. The GROUP query heads that share a kv head are the rows of a tile, so
-that keys are read once. Does not know how sequences are split.
+decode_kernel is persistent: a program has one KV head and runs over its share of the plan's items in one loop over key
+tiles, so the next item's loads are in flight during the last tile of the current one. combine_splits_kernel joins the
+splits of a row. The GROUP query heads that share a KV head are the rows of a tile, so keys are read once.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 import functools
@@ -29,7 +25,7 @@ from kernels.dependent_launch import dependent_launch
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Keys of a tile, warps, loads in flight; compiled for sm_90 in the tests."""
+    """Keys per tile, warps and pipeline stages; the tests compile each configuration for sm_90."""
 
     block_n: int
     num_warps: int
@@ -37,15 +33,17 @@ class DecodeConfig:
 
 
 def decode_config(dtype: torch.dtype, head_dim: int, is_fp8: bool = False) -> DecodeConfig:
-    """Tiles of as many bytes for heads of 256 as for those of 128: half as many keys. Over a cache in e4m3 a quarter:
-    what is converted takes registers, and half as many spill 144 bytes."""
-    # Float32 is for tests and debugging: 64 keys spill at D 128 with the three products of tf32x3.
+    """Return the tile configuration.
+
+    Heads of 256 use half as many keys as heads of 128, that is, tiles of the same bytes. With an e4m3 cache they use a
+    quarter: the conversion takes registers, and half as many keys spill 144 bytes.
+    """
+    # float32 is for tests and debugging: at D 128, 64 keys spill with the three products of tf32x3.
     block_n = 32 if dtype == torch.float32 else 128
     return DecodeConfig(block_n if head_dim <= 128 else block_n // (4 if is_fp8 else 2), 4, 2)
 
 
-# Two programs of 78 KB of shared memory and 207 registers fit an SM; the next tile of one loads while the other
-# computes.
+# Two programs of 78 KB shared memory and 207 registers fit on an SM; one loads its next tile while the other computes.
 PROGRAMS_PER_SM = 2
 SPLITS_COMBINED_AT_ONCE = 4
 COMBINE_WARPS = 2
@@ -53,7 +51,7 @@ COMBINE_WARPS = 2
 
 @triton.jit
 def _load_item(items, part, num_items, ITEM_FIELDS: tl.constexpr, WINDOW: tl.constexpr):
-    """(sequence, row, first key, end key, splits, first visible key); zeros behind the list's end."""
+    """Return (sequence, row, first key, end key, splits, first visible key); zeros after the end of the list."""
     item = items + part * ITEM_FIELDS
     inside = part < num_items
     return (
@@ -78,7 +76,7 @@ def _visible(keys, first_visible, end_key, WINDOW: tl.constexpr):
 def _count_tiles(
     items, num_items, first, step, BLOCK_N: tl.constexpr, ITEM_FIELDS: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """Tiles of the items first, first + step, ...; an empty item has one, in which its zeros are written."""
+    """Return the number of tiles of items first, first + step, ...; an empty item has one, which writes zeros."""
     tiles = 0
     for start in range(first, num_items, step * AT_ONCE):
         parts = start + step * tl.arange(0, AT_ONCE)
@@ -96,7 +94,7 @@ def _attend_tile(
     VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running softmax (accumulator, sums a key lane, row_max in log2 units)."""
+    """Add one tile of keys to the running softmax (accumulator, sums per key lane, row_max in log2 units)."""
     lanes = tl.arange(0, BLOCK_DIM)
     used = _visible(keys, first_visible, end_key, WINDOW)[:, None]
     if HEAD_DIM == BLOCK_DIM:
@@ -108,7 +106,7 @@ def _attend_tile(
     visible = _visible(keys[None, :], first_visible, end_key, WINDOW)
     weights, decay, new_max = weigh(scores, visible, row_max, scale_log2, SOFTCAP)
     sums = sums * decay[:, None] + weights
-    # A weight of 0 does not silence NaN: unused slots must not be loaded at all.
+    # A weight of 0 does not cancel NaN, so values of unused slots must not be loaded.
     value_tile = tl.load(key_pointers + VALUE_OFFSET, mask=used, other=0.0).to(query_tile.dtype)
     accumulator = accumulator * decay[:, None]
     accumulator = tl.dot(weights.to(value_tile.dtype), value_tile, accumulator, input_precision=PRECISION)
@@ -120,8 +118,7 @@ def _write_item(
     accumulator, sums, row_max, value_scale, sinks, output, split_outputs, split_lse, row, part, splits, first_head,
     num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The normalised result of an item: to the output where it is a row's only one, else to its place among the
-    partial results."""
+    """Write an item's normalized result: to the output if it is the row's only split, else to the partial results."""
     rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
     heads = first_head + rows
     owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
@@ -150,13 +147,14 @@ def decode_kernel(
     ITEM_FIELDS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program = (kv head, share of the items); heads run fastest because they share a block."""
+    """Run program (KV head, share of the items). Heads vary fastest because they share a block."""
     kv_head, part = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     shares = tl.num_programs(0) // NUM_KV_HEADS
     count = tl.load(num_items)
     num_tiles = _count_tiles(items, count, part, shares, BLOCK_N, ITEM_FIELDS, 64)
-    # Items and block ids are loaded one iteration before their use. Loaded in their own iteration they would make the
-    # loads of keys and values depend on a load, and the pipeliner would keep fewer tiles in flight.
+    # Items and block ids are loaded one iteration before use. Loaded in their own iteration, the loads of keys and
+    # values
+    # would depend on a load, and the pipeliner would keep fewer tiles in flight.
     sequence, row, key, end_key, splits, first_visible = _load_item(items, part, count, ITEM_FIELDS, WINDOW)
     next_sequence, next_row, next_key, next_end_key, next_splits, next_visible = _load_item(
         items, part + shares, count, ITEM_FIELDS, WINDOW
@@ -165,22 +163,21 @@ def decode_kernel(
     heads = kv_head * GROUP + rows
     owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
     query_head = query + heads[:, None] * query_head_stride + lanes[None, :]
-    # A tile starts at a multiple of BLOCK_N, so a key's place in its block is that of its lane.
+    # A tile starts at a multiple of BLOCK_N, so a key's slot in its block is that of its lane.
     slots = tile % BLOCK_SIZE * cache_slot_stride
     key_head = key_cache + tl.cast(kv_head, tl.int64) * cache_head_stride + slots[:, None] + lanes[None, :]
     block_table = block_tables + sequence.to(tl.int64) * table_stride + key // BLOCK_SIZE
     block_ids = tl.load(
         block_table + tile // BLOCK_SIZE, mask=_visible(key + tile, first_visible, end_key, WINDOW), other=0
     )
-    # Unsigned 32 x 32 -> 64 bits is one instruction; block 2048 of an 8B model is beyond int32.
+    # Unsigned 32 x 32 -> 64 bits is one instruction. Offsets exceed int32 from block 2048 of an 8B model.
     block_stride = tl.cast(cache_block_stride, tl.uint32).to(tl.uint64)
-    # Before it only what a step makes once was read: plan and block tables (see attend_decode).
+    # Only the plan and the block tables, which are made once per step, were read before this wait (see attend_decode).
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
-    # Summed over keys only at an item's end: a sum over the warps of a program costs two barriers, and so would each
-    # tile.
+    # Summed over keys only at the end of an item: a sum across a program's warps costs two barriers.
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     for _ in tl.range(0, num_tiles, num_stages=NUM_STAGES):
@@ -224,7 +221,7 @@ def combine_splits_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (GROUP query heads, sequence): the splits of one row, weighted by their sums, in ascending order."""
+    """Combine the splits of one row, in ascending order, for program (GROUP query heads, sequence)."""
     first_head, sequence = tl.program_id(0) * GROUP, tl.program_id(1)
     first_item = tl.load(sequence_items + sequence * 2)
     num_splits = tl.load(sequence_items + sequence * 2 + 1)
@@ -269,9 +266,21 @@ def attend_decode(
     value_scale: float | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """`may_start_early`: read plan and block tables while the kernel before still runs. All of them must then be
-    complete, which any kernel launched without dependence between them and this one ensures. `value_scale`:
-    of values in e4m3; None of others. `rules`: with the window of `plan`."""
+    """Write the output rows of the sequences in `plan`.
+
+    Args:
+        query: [T, Hq, D].
+        key_cache: [N, Hkv, BS, D].
+        value_cache: [N, Hkv, BS, D], with the strides of key_cache.
+        block_tables: [S, B], int32.
+        plan: From plan_decode(), with the window of `rules`.
+        output: [T, Hq, D], contiguous.
+        scale: Factor of the scores.
+        may_start_early: Read the plan and the block tables while the previous kernel still runs. They must be complete
+            then, which any kernel launched without dependence between them and this one ensures.
+        value_scale: Factor of e4m3 values; None for other caches.
+        rules: Window, softcap and sinks.
+    """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_heads, num_sequences = query.shape[1], plan.sequence_items.shape[0]
     group = num_heads // num_kv_heads
@@ -332,5 +341,5 @@ def attend_decode(
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """1 where there is no GPU: in the interpreter, and when compiling without one."""
+    """Return the number of SMs; 1 without a GPU (interpreter, compilation for a missing device)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,18 +1,11 @@
-"""Paged attention of sequences with one new token on a Hopper GPU. paged_attention.py holds the contract.
+"""Gluon kernel for paged attention of sequences with one new token on Hopper. paged_attention.py has the contract.
 
-    attend_decode_hopper(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early,
-                         keys_are_old, value_scale, rules) -> None          writes the rows that `plan` names
-
-A program is one warp with one kv head and a share of the plan's tiles, which it walks in one loop. Its ring of
-NUM_STAGES tiles in shared memory is filled by TMA, a block at a time. One warp waits at no barrier: a few
-of them an SM hide each other's latencies, and 190 KiB of keys and values an SM are always on their way. The last
-program to finish a piece of a row joins its splits, in ascending order. The GROUP query heads that share a kv head are
-the rows of a product, so that keys are read once. Gluon has no interpreter: without a GPU the kernel can only be
-compiled. Does not know how shares are cut.
-
-Of a cache in e4m3 elements are 16-bit pairs until they are in registers, and heads have PARTS 2 (head_parts.py).
+A program is one warp with one KV head and a share of the plan's tiles. TMA fills its ring of NUM_STAGES tiles in shared
+memory, one block at a time. A single warp needs no barrier; several warps per SM hide each other's latency and keep
+190 KiB of keys and values in flight. The last program to finish a piece of a row joins its splits in ascending order.
+e4m3 caches are read as 16-bit pairs with PARTS 2 (head_parts.py). Gluon has no interpreter.
 """
-# Arguments of a launch are flat (ADR 0108), and the kernel is one function: see there.
+# Launch arguments are flat, and the kernel is one function (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917, C901, PLR0912, PLR0915
 
 import torch
@@ -25,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.decode_shares import ROW_FIELDS, SharePlan
-from kernels.attention.head_parts import load_query, normalised, operands, store_parts, zeros
+from kernels.attention.head_parts import load_query, normalized, operands, store_parts, zeros
 from kernels.attention.online_softmax import LOG2_E
 from kernels.attention.online_softmax_gluon import weigh, with_sinks
 from kernels.attention.pool_rows import PoolRows
@@ -35,20 +28,20 @@ from kernels.dependent_launch import dependent_launch
 
 @gluon.jit
 def _hidden_tiles(seq_len, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """Tiles that lie wholly behind the window: a row's first tile has this number."""
+    """Return the number of tiles completely before the window; a row's first tile has this number."""
     return gl.maximum(seq_len - WINDOW, 0) // TILE if WINDOW > 0 else 0
 
 
 @gluon.jit
 def _load_row(rows, index, ROW_FIELDS: gl.constexpr):
-    """(sequence, row of query and output, keys, tiles before it)"""
+    """Return (sequence, row of query and output, keys, tiles before it)."""
     row = rows + index * ROW_FIELDS
     return gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
 
 
 @gluon.jit
 def _share_of(tile, long, short, LONG_SHARES: gl.constexpr):
-    """The share that a tile lies in."""
+    """Return the share that contains a tile."""
     long_end = long * LONG_SHARES
     return gl.where(tile < long_end, tile // long, LONG_SHARES + gl.maximum(tile - long_end, 0) // short)
 
@@ -58,7 +51,7 @@ def _fill(
     pool, ring, barriers, step, block_table, first_key, seq_len, head_row, block_rows, value_rows,
     TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDTH: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Asks for a tile of keys and values: boxes [BOX, 64] at their places in [keys and values, halves, TILE, 64]."""
+    """Request a tile of keys and values as boxes [BOX, 64] of [keys and values, halves, TILE, 64]."""
     COLUMNS: gl.constexpr = 64 if WIDTH > 64 else WIDTH
     HALVES: gl.constexpr = WIDTH // COLUMNS
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < TILE else TILE
@@ -68,7 +61,7 @@ def _fill(
     mbarrier.expect(barrier, 2 * TILE * WIDTH * 2)
     for box in gl.static_range(BOXES):
         key = first_key + box * BOX
-        # Behind a sequence's end, or its window, block 0 is read: its scores and values are masked.
+        # Outside the sequence or its window block 0 is read; its scores and values are masked.
         used = key < seq_len
         if WINDOW > 0:
             used = used & (key + BOX > seq_len - WINDOW)
@@ -88,7 +81,7 @@ def _combine_splits(
     output, splits, split_lse, first_share, num_splits, row, first_head, sinks,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """The splits of a row, weighted by their sums, in ascending order."""
+    """Combine the splits of a row, weighted by their sums, in ascending order."""
     AT_ONCE: gl.constexpr = 16 // BLOCK_GROUP
     layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // 32], [1, 1, 32], [1, 1, 1], [2, 1, 0])
     flat: gl.constexpr = gl.SliceLayout(2, layout)
@@ -101,7 +94,7 @@ def _combine_splits(
     maximum = gl.full([BLOCK_GROUP], float("-inf"), gl.float32, group_layout)
     for first in range(0, num_splits, AT_ONCE):
         split = first + ahead
-        # A row's first split is the second of its share, the others are the first of theirs.
+        # A row's first split is the second slot of its share; later splits are the first slot of theirs.
         place = (first_share + split) * 2 + gl.where(split == 0, 1, 0)
         place = gl.expand_dims(place, 1) * NUM_HEADS + first_head + gl.expand_dims(group, 0)
         inside = gl.expand_dims(split < num_splits, 1) & gl.expand_dims(group < GROUP, 0)
@@ -129,7 +122,7 @@ def _write_zeros(
     output, rows, num_empty, num_sequences, share, num_shares, kv_head,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROW_FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """The rows without keys, which are at the end of the list."""
+    """Write zeros to the rows without keys, which are at the end of the list."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     lanes = gl.arange(0, HEAD_DIM, layout)
     for index in range(share, num_empty, num_shares):
@@ -141,8 +134,11 @@ def _write_zeros(
 
 @gluon.jit
 def _clear_unused(value_tile, first_used, end_used, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """A weight of 0 does not silence NaN. In shared memory, so that it is a branch: of registers the compiler makes
-    selections, which every tile would carry out."""
+    """Zero the values of unused slots, because a weight of 0 does not cancel NaN.
+
+    It works on shared memory so that it is a branch. On registers the compiler emits selects, which every tile would
+    execute.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     slots = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     used = slots < end_used
@@ -159,7 +155,7 @@ def _attend_tile(
     query_tile, key_tile, value_tile, tile, seq_len, accumulator, row_sum, row_max, scale_log2,
     TILE: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """A tile of keys and values [TILE, WIDTH] in shared memory into the running softmax (row_max in log2 units)."""
+    """Add a tile of keys and values [TILE, WIDTH] in shared memory to the running softmax (row_max in log2 units)."""
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     keys = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, mma))
@@ -192,8 +188,10 @@ def _write_split(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     PARTS: gl.constexpr, TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The normalised result: to the output where the share has all of the row, else to its place among the splits,
-    which the last to arrive joins."""
+    """Write the normalized result to the output, or to the splits if the share has only a part of the row.
+
+    The program that arrives last joins the splits.
+    """
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     group = gl.arange(0, 16, gl.SliceLayout(1, mma))
     heads = kv_head * GROUP + group
@@ -201,13 +199,13 @@ def _write_split(
     if sinks is not None:
         with_sink = with_sinks(row_sum, row_max, sinks, heads, group < GROUP)
         divisor = gl.where(is_last & (split_tile == 0), with_sink, row_sum)
-    even = normalised(accumulator[0], divisor, value_scale)
-    attended = (even, normalised(accumulator[1], divisor, value_scale)) if PARTS == 2 else (even,)
+    even = normalized(accumulator[0], divisor, value_scale)
+    attended = (even, normalized(accumulator[1], divisor, value_scale)) if PARTS == 2 else (even,)
     if is_last & (split_tile == 0):
         start = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM
         store_parts(attended, output, start, group, GROUP, HEAD_DIM, PARTS, mma)
     else:
-        # A row that began before the share ends or goes on in its first place, one that begins in it in its second.
+        # A row that started before the share uses the share's first slot, one that starts in it the second.
         place = (share * 2 + gl.where(split_tile == 0, 1, 0)) * NUM_HEADS + heads
         store_parts(attended, splits + place[:, None] * HEAD_DIM, None, group, GROUP, HEAD_DIM, PARTS, mma)
         gl.store(split_lse + place, row_max + gl.log2(row_sum), mask=group < GROUP)
@@ -226,7 +224,7 @@ def _write_split(
 
 @gluon.jit
 def _share_bounds(counts, share, LONG_SHARES: gl.constexpr):
-    """(first tile, number of tiles, tiles of a long share, of a short one)"""
+    """Return (first tile, number of tiles, tiles of a long share, tiles of a short share)."""
     num_tiles, long, short = gl.load(counts + 2), gl.load(counts + 3), gl.load(counts + 4)
     is_long = share < LONG_SHARES
     start = gl.where(is_long, share * long, LONG_SHARES * long + (share - LONG_SHARES) * short)
@@ -234,7 +232,7 @@ def _share_bounds(counts, share, LONG_SHARES: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_sequences"])
-# A warp has two cursors, what it asks for next and what it attends to; Triton has no structure to hand them over in.
+# A warp has two cursors: the next tile to request and the tile to attend to. Triton has no structure to pass them in.
 def decode_hopper_kernel(
     pool, query, block_tables, output, rows, counts, share_rows, arrivals, splits, split_lse, scale_log2, value_scale,
     sinks, query_token_stride, query_head_stride, block_rows, head_rows, value_rows, table_stride, num_sequences,
@@ -243,10 +241,10 @@ def decode_hopper_kernel(
     ROW_FIELDS: gl.constexpr, LONG_SHARES: gl.constexpr, KEYS_ARE_OLD: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Program = (kv head, share); heads run fastest because they share a block."""
+    """Run program (KV head, share). Heads vary fastest because they share a block."""
     if DEPENDENT:
         gdc_launch_dependents()
-    WIDTH: gl.constexpr = HEAD_DIM // PARTS  # of what is stored, in 16 bits
+    WIDTH: gl.constexpr = HEAD_DIM // PARTS  # of the stored head, in 16-bit elements
     COLUMNS: gl.constexpr = 64 if WIDTH > 64 else WIDTH
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < TILE else TILE
     BOXES: gl.constexpr = NUM_STAGES * 2 * (WIDTH // COLUMNS) * (TILE // BOX)
@@ -268,13 +266,14 @@ def decode_hopper_kernel(
     if WINDOW > 0:
         tile += _hidden_tiles(seq_len, TILE, WINDOW)
     head_row = kv_head * head_rows
-    # What is asked for next.
+    # Cursor of the next request.
     next_index, next_tile, next_len = index, tile, seq_len
     next_table = block_tables + sequence.to(gl.int64) * table_stride
     asked = 0
     if DEPENDENT:
-        # Before the wait only what a step makes once is read: plan and block tables. Of a batch that only decodes, all
-        # keys but the last of a sequence are older than the step.
+        # Before the wait, only the plan and the block tables are read, which are made once per step. In a decode-only
+        # batch
+        # all keys except the last of each sequence are older than the step.
         if KEYS_ARE_OLD:
             asked = gl.maximum(gl.minimum(gl.minimum(num_steps, NUM_STAGES), (seq_len - 1) // TILE - tile), 0)
             for step in range(asked):
@@ -289,7 +288,7 @@ def decode_hopper_kernel(
     accumulator = zeros(WIDTH, PARTS, mma)
     row_sum = gl.zeros([16], gl.float32, rows_layout)
     row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
-    # The steps before the first only fill the ring.
+    # Negative steps only fill the ring.
     for step in range(asked - NUM_STAGES, num_steps):
         ahead = step + NUM_STAGES
         if (ahead < num_steps) & (next_tile * TILE >= next_len):
@@ -349,10 +348,21 @@ def attend_decode_hopper(
     value_scale: float | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """`may_start_early`: read plan and block tables while the kernel before still runs. All of them must then be
-    complete, which any kernel launched without dependence between them and this one ensures. `keys_are_old`: so are
-    the keys and values of all positions but the last of each sequence. `value_scale`: of values in e4m3, None of
-    others. `rules`: with the window of `plan`.
+    """Write the output rows of the sequences in `plan`.
+
+    Args:
+        query: [T, Hq, D].
+        key_cache: [N, Hkv, BS, D], accepted by pool_rows.supports_tma().
+        value_cache: [N, Hkv, BS, D], with the strides of key_cache.
+        block_tables: [S, B], int32.
+        plan: From plan_shares(), with the window of `rules`.
+        output: [T, Hq, D], contiguous.
+        scale: Factor of the scores.
+        may_start_early: Read the plan and the block tables while the previous kernel still runs. They must be complete
+            then, which any kernel launched without dependence between them and this one ensures.
+        keys_are_old: The keys and values of all positions except the last of each sequence are complete, too.
+        value_scale: Factor of e4m3 values; None for other caches.
+        rules: Window, softcap and sinks.
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads

@@ -1,13 +1,11 @@
-"""The plan that the decode kernels of all layers of a step share: the list of splits, and room for their results.
+"""The plan shared by the decode kernels of all layers in a step: the list of splits and room for their results.
 
-    plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim, window) -> DecodePlan
-
-A sequence with one new token is cut into splits of its keys, an item of the list each; items of a sequence follow one
-another. Where the cuts lie depends on the sequence's own length alone, so that neighbours in the batch cannot change
-its result. Keys behind a window are in no split. Launching never waits for the device: `max_seq_len` bounds the room,
-the list's length is on the device. Does not know queries, keys or layers. It is used once a step.
+A sequence with one new token is cut into splits of its keys, one item each; a sequence's items are consecutive. The
+cuts depend only on the sequence's own length, so other sequences in the batch cannot change its result. Keys outside
+the window are in no split. A launch never waits for the device: `max_seq_len` bounds the room, and the length of the
+list stays on the device.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
@@ -17,15 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Fields of an item, int32: sequence, its row of query and output, first key, end key, splits of the sequence; with a
-# window the first key that it leaves visible, too.
-ITEM_FIELDS = 8  # six are used; 32 bytes an item are one sector
-# Shorter splits leave less to do between two loads of a query, longer ones leave SMs idle at batch 1: see
-# docs/adr/0024-attention-splits.md.
+# int32 fields of an item: sequence, row of query and output, first key, end key, splits of the sequence, and with a
+# window the first visible key.
+ITEM_FIELDS = 8  # six are used; 32 bytes per item are one sector
+# Shorter splits do less between two loads of a query; longer ones leave SMs idle at batch 1 (ADR 0024).
 MIN_SPLIT_TOKENS = 256
 MAX_SHORT_SPLIT_TOKENS = 768
 MAX_SPLITS = 32
-# Splits start at multiples of it, which must be multiples of every tile of keys and of every block size.
+# Splits start at multiples of this. It must be a multiple of every key tile and every block size.
 SPLIT_ALIGNMENT_TOKENS = 128
 SEQUENCES_COUNTED_AT_ONCE = 512
 
@@ -36,7 +33,7 @@ class DecodePlan:
     num_items: Tensor  # [1] int32
     sequence_items: Tensor  # [S, 2] int32: first item, number of items
     query_start_loc: Tensor  # [S + 1] int32
-    split_outputs: Tensor  # [max_items, Hq, D] float32, normalised
+    split_outputs: Tensor  # [max_items, Hq, D] float32, normalized per split
     split_lse: Tensor  # [max_items, Hq] float32, log2 of the sum of exponentials
 
 
@@ -46,8 +43,10 @@ def _splits(
     MIN_SPLIT_TOKENS: tl.constexpr, MAX_SHORT_SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """(splits, keys of each). A row without keys has one empty split, which writes its zeros; a sequence that does not
-    decode has none."""
+    """Return (number of splits, keys per split).
+
+    A row without keys has one empty split, which writes its zeros. A sequence that does not decode has none.
+    """
     split_tokens = tl.minimum(tl.maximum(tl.cdiv(num_keys, 8), MIN_SPLIT_TOKENS), MAX_SHORT_SPLIT_TOKENS)
     split_tokens = tl.cdiv(tl.maximum(split_tokens, tl.cdiv(num_keys, MAX_SPLITS)), ALIGNMENT) * ALIGNMENT
     return tl.where(query_len == 1, tl.maximum(tl.cdiv(num_keys, split_tokens), 1), 0), split_tokens
@@ -55,7 +54,7 @@ def _splits(
 
 @triton.jit
 def _hidden(seq_len, ALIGNMENT: tl.constexpr, WINDOW: tl.constexpr):
-    """Keys behind the window of the last token, in whole pieces in which splits may start."""
+    """Return the number of keys before the last token's window, rounded down to where a split may start."""
     return tl.maximum(seq_len - WINDOW, 0) // ALIGNMENT * ALIGNMENT if WINDOW > 0 else 0
 
 
@@ -66,7 +65,7 @@ def plan_decode_kernel(
     ALIGNMENT: tl.constexpr, ITEM_FIELDS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program = sequence: counts the splits of those before it, then writes its own."""
+    """Count the splits of the sequences before this program's sequence, then write its own."""
     sequence = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_SEQUENCES)
     before = tl.zeros([BLOCK_SEQUENCES], dtype=tl.int32)
@@ -107,6 +106,16 @@ def plan_decode_kernel(
 def plan_decode(
     query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int, num_heads: int, head_dim: int, window: int = 0
 ) -> DecodePlan:
+    """Plan the splits of one step.
+
+    Args:
+        query_start_loc: [S + 1], int32.
+        seq_lens: [S], int32, in tokens.
+        max_seq_len: Upper bound of seq_lens, known to the host.
+        num_heads: Query heads.
+        head_dim: Elements per head.
+        window: Visible keys per token; 0: all.
+    """
     num_sequences = seq_lens.shape[0]
     if window:
         max_seq_len = min(max_seq_len, window + SPLIT_ALIGNMENT_TOKENS)

@@ -1,16 +1,11 @@
-"""The plan that the layers of a step share on a Hopper GPU: the keys of all decoding sequences, dealt out evenly.
+"""The plan shared by the layers of a step on Hopper: the keys of all decoding sequences in shares of equal size.
 
-    plan_shares(query_start_loc, seq_lens, num_heads, num_kv_heads, head_dim, config, num_multiprocessors, window)
-        -> SharePlan
-
-The tiles of the sequences with one new token, one sequence after another, are cut into shares: long ones of equal
-length, one for each program of a kv head that the device runs at once, then `tail` times as many short ones for those
-that finish first, because memory is nearer to some SMs than to others. A share may start and end within a sequence; a
-sequence that lies in several shares is combined from as many splits. Few sequences are cut, but where they are cut
-depends on the whole batch (ADR 0044). Rows without keys have no part in it, but count in the choice of a form.
-Launching never waits for the device. Does not know queries, keys or layers.
+The key tiles of the sequences with one new token are concatenated and cut into shares: one long share per program of a
+KV head that the device runs at once, then `tail` short shares per long one for the programs that finish first, because
+some SMs are closer to memory. A sequence in several shares is combined from as many splits. The cuts depend on the
+whole batch (ADR 0044). A launch never waits for the device.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
@@ -20,20 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Fields of a row, int32: sequence, its row of query and output, keys, tiles of the rows before it. A tile
-# that lies wholly behind a window is none.
+# int32 fields of a row: sequence, row of query and output, keys, tiles of the rows before it. Tiles completely before
+# the window are not counted.
 ROW_FIELDS = 4
-# Shares of fewer keys cost more in joining than they save: 8192 keys of one sequence took 17.8 us in shares of 256 and
-# 20.4 in shares of 128, but 1024 keys 11.0 and 7.2.
+# Smaller shares cost more to join than they save: 8192 keys of one sequence took 17.8 us in shares of 256 and 20.4 us
+# in
+# shares of 128; 1024 keys took 11.0 and 7.2 us.
 MIN_SHARE_TOKENS, FULL_SHARE_TOKENS, FULL_SHARE_FROM_TOKENS = 128, 256, 8192
-# Of the tiles, in percent, the part that short shares have.
+# Percentage of the tiles that goes to short shares.
 TAIL_PERCENT = 20
 SEQUENCES_COUNTED_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
 class ShareConfig:
-    """Keys of a tile, tiles in shared memory, programs an SM runs at once, short shares for each long one."""
+    """Keys per tile, tiles in shared memory, concurrent programs per SM, short shares per long share."""
 
     tile: int
     num_stages: int
@@ -41,14 +37,14 @@ class ShareConfig:
     tail: int
 
 
-# By rows of the batch, padding included, ascending; of fourteen batches from 1 x 1024 to 256 x 8192 (ADR 0044).
+# By rows of the batch including padding, ascending. Chosen from fourteen batches, 1 x 1024 to 256 x 8192 (ADR 0044).
 H200_CONFIGS = (
     (8, ShareConfig(tile=32, num_stages=3, programs_per_sm=4, tail=2)),
     (48, ShareConfig(tile=32, num_stages=3, programs_per_sm=4, tail=0)),
     (None, ShareConfig(tile=32, num_stages=2, programs_per_sm=6, tail=2)),
 )
-# Of a cache in e4m3: as many bytes on their way. Of many rows, in tiles of 64 keys: 256 x 1024 took 134 us so, 141 with
-# eight programs of 32 keys, and batches of few long rows as long either way.
+# For e4m3: the same bytes in flight. With many rows, tiles of 64 keys took 134 us for 256 x 1024, and eight programs of
+# 32 keys took 141 us; batches of few long rows showed no difference.
 H200_FP8_CONFIGS = (
     (8, ShareConfig(tile=64, num_stages=3, programs_per_sm=4, tail=2)),
     (48, ShareConfig(tile=64, num_stages=3, programs_per_sm=4, tail=0)),
@@ -57,17 +53,18 @@ H200_FP8_CONFIGS = (
 
 
 def share_config(num_rows: int, is_fp8: bool = False) -> ShareConfig:
+    """Return the configuration for this number of rows, padding included."""
     configs = H200_FP8_CONFIGS if is_fp8 else H200_CONFIGS
-    return next(config for most, config in configs if most is None or num_rows <= most)
+    return next(config for max_rows, config in configs if max_rows is None or num_rows <= max_rows)
 
 
 @dataclass(frozen=True)
 class SharePlan:
-    rows: Tensor  # [S, ROW_FIELDS] int32: rows with keys from the front, rows without from the back
-    counts: Tensor  # [5] int32: rows with keys, rows without, tiles in all, tiles of a long share, of a short one
-    share_rows: Tensor  # [shares] int32: index of the row in which a share starts; undefined behind the last tile
-    arrivals: Tensor  # [shares, Hkv] int32, 0 between layers: splits done of the row that leaves a share
-    splits: Tensor  # [shares * 2, Hq, D] float32, normalised
+    rows: Tensor  # [S, ROW_FIELDS] int32: rows with keys from the front, rows without keys from the back
+    counts: Tensor  # [5] int32: rows with keys, rows without, tiles, tiles per long share, tiles per short share
+    share_rows: Tensor  # [shares] int32: index of the row in which a share starts; undefined after the last tile
+    arrivals: Tensor  # [shares, Hkv] int32, 0 between layers: finished splits of the row that leaves a share
+    splits: Tensor  # [shares * 2, Hq, D] float32, normalized per split
     split_lse: Tensor  # [shares * 2, Hq] float32, log2 of the sum of exponentials
     num_long_shares: int
     num_shares: int
@@ -77,7 +74,7 @@ class SharePlan:
 
 @triton.jit
 def _tiles(query_start_loc, seq_lens, sequence, inside, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """(tiles with keys, whether it is a row without keys) of sequences that decode; both 0 for others."""
+    """Return (tiles with keys, whether the row has no keys) of decoding sequences; 0 for all others."""
     start = tl.load(query_start_loc + sequence, mask=inside, other=0)
     decodes = tl.load(query_start_loc + sequence + 1, mask=inside, other=0) - start == 1
     seq_len = tl.load(seq_lens + sequence, mask=inside, other=0)
@@ -92,12 +89,12 @@ def _share_tiles(
     tiles, LONG_SHARES: tl.constexpr, SHORT_SHARES: tl.constexpr, TILE: tl.constexpr, MIN_TOKENS: tl.constexpr,
     FULL_TOKENS: tl.constexpr, FULL_FROM_TOKENS: tl.constexpr, TAIL_PERCENT: tl.constexpr,
 ):  # fmt: skip
-    """(tiles of a long share, of a short one) for so many tiles in all."""
+    """Return (tiles per long share, tiles per short share)."""
     full = tl.cdiv(FULL_TOKENS, TILE)
     least = tl.minimum(tl.maximum(tiles * FULL_TOKENS // FULL_FROM_TOKENS, tl.cdiv(MIN_TOKENS, TILE)), full)
     if SHORT_SHARES == 0:
         return tl.maximum(tl.cdiv(tiles, LONG_SHARES), least), least
-    # In two steps: a product by 100 would leave int32 at 21 million tiles.
+    # In two steps: a product with 100 would overflow int32 at 21 million tiles.
     long = tl.maximum(tiles // LONG_SHARES * (100 - TAIL_PERCENT) // 100, least)
     rest = tl.maximum(tiles - long * LONG_SHARES, 0)
     return long, tl.maximum(tl.cdiv(rest, SHORT_SHARES), tl.cdiv(MIN_TOKENS, TILE))
@@ -111,7 +108,7 @@ def plan_shares_kernel(
     ROW_FIELDS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, BLOCK_SHARES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program = sequence. Each counts all others: a thousand integers from L2, once a step."""
+    """Write the entry of one sequence. Each program counts all others: a thousand integers from L2, once per step."""
     sequence = tl.program_id(0)
     all_tiles, tiles_before, rows_in_all, rows_before, empty_in_all, empty_before = 0, 0, 0, 0, 0, 0
     for first in range(0, num_sequences, BLOCK_SEQUENCES):
@@ -135,7 +132,7 @@ def plan_shares_kernel(
         tl.store(place + 2, tl.load(seq_lens + sequence))
         tl.store(place + 3, tiles_before)
     tiles_end, long_end = tiles_before + tiles, long * LONG_SHARES
-    # The shares that start in this row: long ones, then short ones.
+    # The shares that start in this row: long ones first, then short ones.
     first_share = tl.minimum(tl.cdiv(tiles_before, long), LONG_SHARES)
     first_share += tl.cdiv(tl.maximum(tiles_before - long_end, 0), short)
     end_share = tl.minimum(tl.cdiv(tiles_end, long), LONG_SHARES)
@@ -164,6 +161,18 @@ def plan_shares(
     num_multiprocessors: int,
     window: int = 0,
 ) -> SharePlan:
+    """Plan the shares of one step.
+
+    Args:
+        query_start_loc: [S + 1], int32.
+        seq_lens: [S], int32, in tokens.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        head_dim: Elements per head.
+        config: From share_config().
+        num_multiprocessors: SMs of the device.
+        window: Visible keys per token; 0: all.
+    """
     num_sequences, tile = seq_lens.shape[0], config.tile
     num_long_shares = max(1, config.programs_per_sm * num_multiprocessors // num_kv_heads)
     num_shares = num_long_shares * (1 + config.tail)

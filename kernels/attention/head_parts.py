@@ -1,12 +1,7 @@
-"""The parts of a head in the decode kernel for Hopper: one, or two of a cache in e4m3, its even and its odd elements.
+"""Parts of a head in the Hopper decode kernel: one part, or the even and the odd elements of an e4m3 cache.
 
-    load_query, operands    left and right operands of products, a part each
-    zeros                   the accumulators that they are summed in
-    normalised, store_parts a part's result; all parts to where the head is
-
-A cache in e4m3 is walked as 16-bit pairs of neighbours, so that its way to the registers is that of any other cache:
-TMA, ring, swizzle, ldmatrix. Only there a pair becomes two float16. On a block's walk, where decode_hopper.py reads it.
-It knows no softmax and no ring.
+An e4m3 cache is read as 16-bit pairs of adjacent elements, so it takes the same path as any other cache (TMA, ring,
+swizzle, ldmatrix). A pair becomes two float16 elements only in registers.
 """
 
 from triton.experimental import gluon
@@ -15,14 +10,14 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _lanes(part: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
-    """The elements of a head that are in a part of it."""
+    """Return the indices of a head's elements in one part."""
     lanes = gl.arange(0, HEAD_DIM // PARTS, layout)
     return lanes * 2 + part if PARTS == 2 else lanes
 
 
 @gluon.jit
 def query_operand(query_tile, dtype: gl.constexpr):
-    """As operands.query_operand(), for keys that are multiplied in `dtype`."""
+    """Convert queries as operands.query_operand() does, for keys multiplied in `dtype`."""
     if dtype == gl.float16 and query_tile.dtype == gl.bfloat16:
         query_tile = query_tile.to(gl.float32)
         query_tile = gl.where(query_tile > 65504.0, 65504.0, query_tile)
@@ -47,9 +42,9 @@ def _query_part(
 
 @gluon.jit
 def load_query(query, place, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr):
-    """The parts of a group's queries, as left operands of products.
+    """Load a group's queries as left operands, one per part.
 
-    `place`: (row, elements from row to row, kv head, elements from head to head).
+    `place` is (row, elements between rows, KV head, elements between heads).
     """
     even = _query_part(query, place, 0, GROUP, HEAD_DIM, PARTS, mma)
     return (even, _query_part(query, place, 1, GROUP, HEAD_DIM, PARTS, mma)) if PARTS == 2 else (even,)
@@ -57,7 +52,7 @@ def load_query(query, place, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS:
 
 @gluon.jit
 def _unpacked(pairs):
-    """(even, odd) elements in float16 of int16 pairs of e4m3, exactly."""
+    """Convert int16 pairs of e4m3 to (even, odd) float16 elements, exactly."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -79,20 +74,20 @@ def _unpacked(pairs):
 
 @gluon.jit
 def operands(tile, layout: gl.constexpr, PARTS: gl.constexpr):
-    """The parts of a tile in shared memory, as right operands of products."""
+    """Load a tile from shared memory as right operands, one per part."""
     stored = tile.load(layout)
     return _unpacked(stored) if PARTS == 2 else (stored,)
 
 
 @gluon.jit
 def zeros(WIDTH: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr):
-    """The accumulators of a row's parts."""
+    """Return the zeroed accumulators of a row's parts."""
     even = gl.zeros([16, WIDTH], gl.float32, mma)
     return (even, gl.zeros([16, WIDTH], gl.float32, mma)) if PARTS == 2 else (even,)
 
 
 @gluon.jit
-def normalised(accumulator, row_sum, value_scale):
+def normalized(accumulator, row_sum, value_scale):
     attended = accumulator / row_sum[:, None]
     if value_scale is not None:
         attended *= value_scale
@@ -104,7 +99,7 @@ def store_parts(
     attended, target, start, group, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """The rows of a group, each from its `start` of `target` on; None: `target` is a pointer for each row."""
+    """Store a group's rows from `start` of `target` on; with `start` None, `target` has one pointer per row."""
     for part in gl.static_range(PARTS):
         lanes = _lanes(part, HEAD_DIM, PARTS, gl.SliceLayout(0, mma))
         owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]

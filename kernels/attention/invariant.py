@@ -1,15 +1,11 @@
-"""Paged attention whose bits depend on a token and those before it alone. paged_attention.py holds the contract.
+"""Batch-invariant paged attention: a token's bits depend only on itself and the tokens before it.
 
-    attend_invariant(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len,
-                     max_seq_len, scale, value_scale, rules)
-
-One kernel serves decoding and prefill: a row's keys are cut at every multiple of SPLIT_TOKENS, and its splits are
-merged one after another. A few decoding sequences have their splits computed side by side and merged by a second kernel
-with the same operations; otherwise the program that computes them merges them. Neither how many rows a tile has nor who
-merges changes a bit, so it does not matter whether a token is decoded, prefilled, chunked, or computed again. It does
-not know which batch a row is in.
+One kernel serves decode and prefill: a row's keys are cut at each multiple of SPLIT_TOKENS, and the splits are merged
+in order. For a few decoding sequences, splits are computed in parallel and merged by a second kernel with the same
+operations. Tile size and merging kernel do not change a bit, so a token has the same result decoded, prefilled,
+chunked or recomputed. paged_attention.py has the contract.
 """
-# Arguments of a launch are flat (ADR 0108).
+# Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 import torch
@@ -32,9 +28,9 @@ from kernels.attention.prefill import (
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.dependent_launch import dependent_launch
 
-# Shorter splits are merged more often in prefill, longer ones leave a lone sequence with fewer programs.
+# Shorter splits are merged more often in prefill; longer ones leave a single sequence with fewer programs.
 SPLIT_TOKENS = 512
-PROGRAMS_PER_SM = 2  # of short tiles
+PROGRAMS_PER_SM = 2  # for short tiles
 
 
 @triton.jit
@@ -43,7 +39,7 @@ def merge_splits_kernel(
     SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program = (query head, sequence)."""
+    """Merge the splits of one row, for program (query head, sequence)."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -71,13 +67,13 @@ def merge_splits_kernel(
     tl.store(output + write, combined.to(output.dtype.element_ty), mask=inside)
 
 
-# Of heads of more than 128 elements, for prompts and decoding alike: with other warps a row's sums have another order.
-# Two results of 64 rows leave few registers: 1,452 bytes are spilled where splits are merged, with four warps 2,908.
+# For heads over 128 elements, in prompts and decoding alike: another number of warps would change the order of a row's
+# sums. Two results of 64 rows leave few registers: merging spills 1,452 bytes, with four warps 2,908.
 WIDE_SPLIT_TILES = PrefillConfig(64, 64, 8, 2)
 
 
 def invariant_config(dtype: torch.dtype, head_dim: int, max_rows: int) -> PrefillConfig:
-    """Never the large tiles: what was merged before needs as many registers as the split that is computed."""
+    """Return the tiles. Large ones are never used: the merged result needs as many registers as the current split."""
     if dtype == torch.float32:
         return prefill_config(dtype, head_dim, 0, max_rows, 1)
     if head_dim > 128:
@@ -99,15 +95,31 @@ def attend_invariant(
     value_scale: float | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
+    """Write all output rows with batch-invariant bits.
+
+    Args:
+        query: [T, Hq, D].
+        key_cache: [N, Hkv, BS, D].
+        value_cache: [N, Hkv, BS, D], with the strides of key_cache.
+        block_tables: [S, B], int32.
+        query_start_loc: [S + 1], int32.
+        seq_lens: [S], int32, in tokens.
+        output: [T, Hq, D], contiguous.
+        max_query_len: Upper bound of new tokens per sequence.
+        max_seq_len: Upper bound of seq_lens.
+        scale: Factor of the scores.
+        value_scale: Factor of e4m3 values; None for other caches.
+        rules: Window, softcap and sinks.
+    """
     num_sequences, num_heads, head_dim = seq_lens.shape[0], query.shape[1], query.shape[2]
     num_kv_heads = key_cache.shape[1]
     max_splits = triton.cdiv(max_seq_len, SPLIT_TOKENS)
-    if rules.window:  # a window may begin and end within a split
+    if rules.window:  # a window may start and end within a split
         max_splits = min(max_splits, triton.cdiv(rules.window, SPLIT_TOKENS) + 1)
     programs = PROGRAMS_PER_SM * num_multiprocessors(query.device) // (num_sequences * num_kv_heads)
     programs = min(programs, max_splits) if max_query_len == 1 else 1
     config = invariant_config(query.dtype, head_dim, max_query_len * (num_heads // num_kv_heads))
-    split = SplitPrefill(least_query_len=1, split_tokens=SPLIT_TOKENS)
+    split = SplitPrefill(min_query_len=1, split_tokens=SPLIT_TOKENS)
     if programs > 1:
         splits = query.new_empty(num_sequences, max_splits, num_heads, head_dim, dtype=torch.float32)
         split = SplitPrefill(1, SPLIT_TOKENS, programs, max_splits, splits, splits.new_empty(splits.shape[:3]))

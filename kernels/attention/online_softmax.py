@@ -1,13 +1,8 @@
-"""The online softmax of the attention kernels: a tile of scores beside what a row has seen before.
+"""Online softmax for the Triton attention kernels: one tile of scores combined with what a row has seen before.
 
-    weigh(scores, visible, row_max, scale_log2, SOFTCAP) -> weights of the tile, decay of what came before, new row_max
-    with_sinks(total, row_max, sinks, heads, owned)      -> the sum of a row's weights, its sink's among them
-
-Maxima are in log2 units of the scaled scores, and rows start at -inf. Rules of scores that a layer has not are None and
-constexpr 0: no instruction is left of them. online_softmax_gluon.py is the same for the kernels for Hopper.
-
-On a block's walk, where each layer reads it on a GPU: decode.py and prefill.py weigh every tile by it. It does not know
-where keys lie and who sees them: the kernels do.
+Maxima are in log2 units of the scaled scores; rows start at -inf. Rules that a layer does not have are None or
+constexpr 0 and cost no instruction. online_softmax_gluon.py has the same functions in Gluon.
+Source: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
 """
 
 import math
@@ -21,25 +16,40 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @triton.jit
 def _tanh(scores, scale_log2, SOFTCAP: tl.constexpr):
-    """tanh(scaled score / softcap) as 1 - 2 / (1 + e^2x), of -inf and inf too. Near 0 it is exact to an eps of 1, which
-    is an eps of the softcap in a score. The factor stays for the caller's FMA: multiplied here, a compiler would fuse
-    it into the exponent of tiles without a mask alone, and a chunk's bits would not be those of its prompt."""
+    """Return tanh(scaled score / softcap) as 1 - 2 / (1 + e^2x), which is correct for -inf and inf.
+
+    Near 0 the error is one eps of 1, that is, one eps of the softcap in a score. The softcap factor stays for the
+    caller's
+    FMA: multiplied here, a compiler would fuse it into the exponent only in tiles without a mask, and a chunk's bits
+    would differ from those of its whole prompt.
+    """
     doubled = tl.exp2(scores * (scale_log2 * (2.0 / SOFTCAP)))
     return 1.0 - 2.0 / (1.0 + doubled)
 
 
 @triton.jit
 def weigh(scores, visible, row_max, scale_log2, SOFTCAP: tl.constexpr):
-    """`visible`: of keys, for each row; None: all are."""
+    """Weigh one tile of scores.
+
+    Args:
+        scores: [M, N], float32, unscaled.
+        visible: Mask of the keys per row; None: all are visible.
+        row_max: [M], running maximum.
+        scale_log2: Factor of the scores times log2(e).
+        SOFTCAP: Softcap of the scaled scores; 0: none.
+
+    Returns:
+        (weights [M, N], decay [M] of the earlier sums, new row_max [M]).
+    """
     if SOFTCAP > 0:
         scores = _tanh(scores, scale_log2, SOFTCAP)
         scale_log2 = SOFTCAP * _LOG2_E
     if visible is not None:
-        # This also wipes the scores of unused slots, so that keys need no mask of their own.
+        # This also removes scores of unused slots, so keys need no mask of their own.
         scores = tl.where(visible, scores, float("-inf"))
-    # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it.
+    # The scale is inside the exponent, as one FMA: scaling a bf16 query beforehand would round it.
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
-    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+    # A row without keys so far has maximum -inf, and -inf - -inf is NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale_log2 - shift[:, None])
     decay = tl.exp2(row_max - shift)
@@ -48,8 +58,18 @@ def weigh(scores, visible, row_max, scale_log2, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def with_sinks(total, row_max, sinks, heads, owned):
-    """`sinks`: [Hq] in the units of scaled scores, or None. In one operation each, so that no compiler may fuse them
-    differently in another kernel. Of a row without keys the total is the weight of the sink: its result stays 0."""
+    """Add the sink's weight to the sum of each row.
+
+    Each step is one operation, so no compiler can fuse them differently in another kernel. For a row without keys the
+    total is the sink's weight; its result stays 0.
+
+    Args:
+        total: [M], sums of the weights.
+        row_max: [M], running maximum.
+        sinks: [Hq], in units of scaled scores, or None.
+        heads: Head of each row.
+        owned: Mask of the rows in use.
+    """
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=owned, other=0.0).to(tl.float32)
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)

@@ -1,10 +1,4 @@
-"""The online softmax of online_softmax.py for the kernels for Hopper, which are written in Gluon: the same functions.
-
-weigh(scores, visible, row_max, scale_log2, SOFTCAP, HAS_KEYS)
-with_sinks(total, row_max, sinks, heads, owned)
-
-A block's walk, where every layer reads it on a GPU. It knows no table of blocks and no launch.
-"""
+"""online_softmax.py in Gluon, for the Hopper kernels."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,18 +16,18 @@ def _tanh(scores, scale_log2, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def weigh(scores, visible, row_max, scale_log2, SOFTCAP: gl.constexpr, HAS_KEYS: gl.constexpr):
-    """`HAS_KEYS`: each row sees a key of the tile, so that no maximum is -inf."""
+    """Weigh one tile. HAS_KEYS: each row sees a key of the tile, so no maximum is -inf."""
     if SOFTCAP > 0:
         scores = _tanh(scores, scale_log2, SOFTCAP)
         scale_log2 = SOFTCAP * _LOG2_E
     if visible is not None:
-        # This also wipes the scores of unused slots, so that keys need no mask of their own.
+        # This also removes scores of unused slots, so keys need no mask of their own.
         scores = gl.where(visible, scores, float("-inf"))
-    # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it.
+    # The scale is inside the exponent, as one FMA: scaling a bf16 query beforehand would round it.
     new_max = gl.maximum(row_max, gl.max(scores, axis=1) * scale_log2)
     shift = new_max
     if not HAS_KEYS:
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        # A row without keys so far has maximum -inf, and -inf - -inf is NaN.
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(scores * scale_log2 - shift[:, None])
     decay = gl.exp2(row_max - shift)

@@ -1,36 +1,19 @@
-"""Causal attention of a ragged batch over a paged KV cache; decode and prefill sequences mixed freely.
+"""Causal attention of a ragged batch over a paged KV cache: contract, reference and kernel selection.
 
-    AttentionPlan(block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, num_heads, key_cache, windows)
-        once a step, with any layer's keys: what all layers share.
-        plan.attend(query, key_cache, value_cache, scale, kv_scales, rules) -> output, once a layer
-
-    paged_attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, max_query_len,
-                    max_seq_len, scale, one_kernel, kv_scales, rules) -> output [T, Hq, D], contiguous
-        query                    [T, Hq, D]         new tokens of all sequences, concatenated; D is contiguous
-        key_cache, value_cache   [N, Hkv, BS, D]    views of one pool with equal strides, below 2^31 elements each;
-                                                    D is contiguous; Hq = G * Hkv; of the query's type, or e4m3
-        block_tables             [S, B]     int32   block ids; only the first ceil(seq_len / BS) of a row are read
-        query_start_loc          [S + 1]    int32   sequence s owns the query rows from entry s up to entry s + 1
-        seq_lens                 [S]        int32   tokens of a sequence, the new ones (already stored) included
-        max_query_len, max_seq_len          int     upper bounds known to the host: launching never waits for the device
-        kv_scales                                   of a cache in e4m3 (kernels/fp8_kv.py), 1 for any other
-        rules                                       window, softcap and sinks (score_rules.py)
-
-The last query row of a sequence is at position seq_len - 1; a row sees the keys at its own position and before. A row
-that sees no key (seq_len 0, the padding of a batch) gives 0; rows that no sequence owns are left undefined. Whatever
-lies in unused slots, in block 0, behind a table's used part, or in blocks that no new token's window reaches, NaN
-included, has no effect. Softmax in float32;
-products accumulate in float32, those of float32 are three tf32 products each (error about 1e-6). A chunk's result does
-not depend on how its prompt was cut. What else is in a batch, and past 8 and 48 rows its padding, decides where keys of
-a decoding sequence are cut, and so its last bits, on a Hopper GPU; nowhere else, and not with `one_kernel`. Of a
-cache in e4m3 it also decides which of two kernels computes a prompt there (widened.py).
-
-Launch grids depend on shapes and on the two bounds alone, so a plan and its layers can be captured in a CUDA graph;
-loose bounds cost nothing but the room of the plan.
-
-Does not know layers, and does not write the cache (rotary_embedding.py does, before).
+Decode and prefill sequences may be mixed. The last query row of a sequence is at position seq_len - 1; a row sees the
+keys at its own position and before. A row without keys (padding with seq_len 0) gives 0; rows that belong to no
+sequence are undefined. Unused slots, block 0, table entries after the used part and blocks outside all windows have no
+effect, even if they contain NaN. Source: PagedAttention, https://arxiv.org/abs/2309.06180.
 """
-# The operation has nine arguments; a structure would be a type that kernels and engine must share.
+# Numerics: softmax in float32; products accumulate in float32, those of float32 are three tf32 products (error about
+# 1e-6). A chunk's result does not depend on how its prompt was cut. On a Hopper GPU without `one_kernel`, the rest of
+# the
+# batch (and above 8 and 48 rows its padding) decides where the keys of a decoding sequence are cut, and so its last
+# bits;
+# with an e4m3 cache it also decides which of two kernels computes a prompt (widened.py).
+# Launch grids depend only on shapes and the two bounds, so a plan and its layers can be captured in a CUDA graph. Loose
+# bounds cost only the memory of the plan.
+# Nine arguments: a structure would be a type that kernels and engine share.
 # ruff: noqa: PLR0913, PLR0917
 
 from collections.abc import Iterable
@@ -66,6 +49,7 @@ def paged_attention_reference(
     kv_scales: KVScales = UNIT_SCALES,
     rules: ScoreRules = NO_RULES,
 ) -> Tensor:
+    """Compute paged_attention() with plain torch operators, one sequence at a time."""
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     kv, starts = PagedKV(key_cache, value_cache, kv_scales), query_start_loc.tolist()
     for sequence, seq_len in enumerate(seq_lens.tolist()):
@@ -76,7 +60,7 @@ def paged_attention_reference(
 
 
 class AttentionPlan:
-    """Shared by the layers of a step. On a CPU the reference serves them, and there is nothing to prepare."""
+    """The part of attention that the layers of a step share. On a CPU the reference serves and nothing is prepared."""
 
     def __init__(
         self,
@@ -90,8 +74,21 @@ class AttentionPlan:
         one_kernel: bool = False,
         windows: Iterable[int] = (0,),
     ) -> None:
-        """`one_kernel`: a token has the same bits whether it is decoded or is part of a prompt, whatever else is in the
-        batch; slower for long prompts. `windows`: those of the layers' rules, each once; keys are dealt out by them."""
+        """Plan one step; see paged_attention() for the tensors.
+
+        Args:
+            block_tables: [S, B], int32.
+            query_start_loc: [S + 1], int32.
+            seq_lens: [S], int32, in tokens.
+            max_query_len: Upper bound of new tokens per sequence.
+            max_seq_len: Upper bound of seq_lens.
+            num_heads: Query heads.
+            key_cache: The keys of any layer.
+            one_kernel: Batch-invariant bits: decoded or in a prompt, a token's result is the same in every batch.
+                Slower
+                for long prompts.
+            windows: The distinct windows of the layers' rules; each has a plan of its own.
+        """
         self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
         self._triton: dict[int, TritonPlan] = {}  # by window
         if seq_lens.is_cuda:
@@ -107,9 +104,14 @@ class AttentionPlan:
         kv_scales: KVScales = UNIT_SCALES,
         rules: ScoreRules = NO_RULES,
     ) -> Tensor:
-        """[T, Hq, D]. On CUDA a kernel launched without dependence must lie between the plan and its first layer, and
-        in a batch that only decodes between its older keys and that layer; KeyError for a window that the plan was
-        not told."""
+        """Attend in one layer and return [T, Hq, D].
+
+        On CUDA, a kernel launched without dependence must run between the plan and its first layer. In a decode-only
+        batch the same holds between the writes of older keys and the first layer.
+
+        Raises:
+            KeyError: If the plan was made without the window of `rules`.
+        """
         if not query.is_cuda:
             return paged_attention_reference(query, key_cache, value_cache, *self._batch, scale, kv_scales, rules)
         plan = self._triton[rules.window]
@@ -132,7 +134,7 @@ class TritonPlan:
         one_kernel: bool = False,
         window: int = 0,
     ) -> None:
-        """`window`: of the rules that attend() is called with."""
+        """Plan one window; `window` is that of the rules passed to attend()."""
         assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
         assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
         self._block_tables, self._lengths = block_tables, (query_start_loc, seq_lens)
@@ -144,7 +146,7 @@ class TritonPlan:
         widens = self._on_hopper and key_cache.dtype == E4M3 and max_query_len > 1 and not one_kernel
         if widens and WidenedBlocks.suit(len(seq_lens), max_seq_len):
             self._widened = WidenedBlocks(block_tables, *self._lengths, max_seq_len, key_cache.shape[2], window)
-        # One sequence with several new tokens leaves nothing to decode.
+        # A single sequence with several new tokens leaves nothing to decode.
         if not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1):
             num_kv_heads, _, head_dim = key_cache.shape[1:]
             if self._on_hopper:
@@ -227,7 +229,7 @@ def paged_attention_triton(
 ) -> Tensor:
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
     plan = TritonPlan(*batch, query.shape[1], key_cache, one_kernel, rules.window)
-    # The plan is written by the kernel right before.
+    # The plan is written by the kernel directly before, so the first layer may not start early.
     return plan.attend(query, key_cache, value_cache, scale, False, kv_scales, rules)
 
 
@@ -245,6 +247,26 @@ def paged_attention(
     kv_scales: KVScales = UNIT_SCALES,
     rules: ScoreRules = NO_RULES,
 ) -> Tensor:
+    """Compute causal attention over a paged KV cache.
+
+    Args:
+        query: [T, Hq, D], new tokens of all sequences, concatenated; D is contiguous.
+        key_cache: [N, Hkv, BS, D], dtype of query or e4m3; D is contiguous, Hq = G * Hkv, fewer than 2**31 elements
+            between blocks.
+        value_cache: [N, Hkv, BS, D], a view of the same pool with the same strides.
+        block_tables: [S, B], int32, block ids; only the first ceil(seq_len / BS) of a row are read.
+        query_start_loc: [S + 1], int32; sequence s owns the query rows from entry s up to entry s + 1.
+        seq_lens: [S], int32, in tokens, including the new tokens, which are already stored.
+        max_query_len: Upper bound of new tokens per sequence, known to the host: a launch never waits for the device.
+        max_seq_len: Upper bound of seq_lens, known to the host.
+        scale: Factor of the scores.
+        one_kernel: Use the batch-invariant kernel (invariant.py).
+        kv_scales: Scales of an e4m3 cache; 1 for any other.
+        rules: Window, softcap and sinks.
+
+    Returns:
+        [T, Hq, D], contiguous, dtype of query.
+    """
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, scale)
     if query.is_cuda:
         return paged_attention_triton(query, key_cache, value_cache, *batch, one_kernel, kv_scales, rules)

@@ -1,16 +1,11 @@
-"""Paged attention of sequences with several new tokens: kernel and launch. paged_attention.py holds the contract.
+"""Triton kernel for paged attention of sequences with several new tokens. paged_attention.py has the contract.
 
-    attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale,
-                   value_scale, rules)
-
-A program has a tile of rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that share
-keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop, and what a
-window hides from some rows alone goes before, in a third. Tiles of keys lie at absolute positions, so that the order of
-a row's additions does not depend on how its prompt was chunked or on the rows of a tile. With SPLIT_TOKENS the softmax
-starts anew at each of its multiples and the results are merged in ascending order: invariant.py says what for. It knows
-neither layers nor why a row has rules.
+A program has a tile of rows, (token, query head) pairs of one KV head, so the GROUP query heads that share keys read
+them once. Key tiles that every row sees need no mask; tiles cut by the diagonal or the window run in loops of their
+own. Key tiles lie at absolute positions, so the order of a row's additions depends neither on the chunking of its
+prompt nor on the rows of a tile. With SPLIT_TOKENS the softmax restarts at each multiple (see invariant.py).
 """
-# Arguments of a launch are flat (ADR 0108), and a kernel is one function: see there.
+# Launch arguments are flat, and a kernel is one function (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917, PLR0915
 
 from dataclasses import dataclass
@@ -30,7 +25,7 @@ from kernels.dependent_launch import dependent_launch
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Rows (tokens x group) by keys of a tile, warps, and loads in flight; compiled for sm_90 in the tests."""
+    """Tile of rows (tokens x group) by keys, warps and pipeline stages; the tests compile each one for sm_90."""
 
     block_m: int
     block_n: int
@@ -45,11 +40,12 @@ SHORT_TILES, SMALL_TILES, LARGE_TILES = (
 )
 
 
-# Of heads of more than 128 elements: results of 128 rows take half of all registers, keys and values of three tiles
-# more shared memory (262,144 bytes) than a program has on sm_90 (232,448), and 256 rows no compiler fits.
-# Over a cache in e4m3 tiles of 64 keys spill 340 bytes, of 32 keys 100.
+# For heads over 128 elements: results of 128 rows take half of all registers. Keys and values of three tiles need more
+# shared memory (262,144 bytes) than a program has on sm_90 (232,448), and no compiler fits 256 rows. With an e4m3
+# cache,
+# tiles of 64 keys spill 340 bytes and tiles of 32 keys 100 bytes.
 WIDE_TILES, WIDE_FP8_TILES = PrefillConfig(128, 64, 8, 2), PrefillConfig(128, 32, 8, 2)
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 def prefill_config(
@@ -60,14 +56,23 @@ def prefill_config(
     num_multiprocessors: int,
     is_fp8: bool = False,
 ) -> PrefillConfig:
-    """`num_rows`, `max_rows`: new tokens times query heads a kv head, of all sequences and heads, and of the longest.
+    """Return the tile configuration. All configurations give the same bits.
 
-    All tilings give the same bits. Short ones, two programs an SM, are for a few tokens, of which larger ones would be
-    mostly empty. Large ones load keys half as often, 491 against 446 TFLOP/s at 8192 tokens, but at 1024 tokens, 128
-    tiles, the longest run alone: 206 against 292. At 2048, 256 tiles, they win: 412 against 368.
-    Not over a cache in e4m3: what is converted needs registers that 16 warps have not, and spills 800 bytes."""
+    Short tiles, two programs per SM, serve a few tokens, for which larger ones would be mostly empty. Large tiles load
+    keys half as often: 491 against 446 TFLOP/s at 8192 tokens and 412 against 368 at 2048 (256 tiles). At 1024 tokens
+    (128 tiles) the longest runs alone: 206 against 292. An e4m3 cache does not use them, because the conversion needs
+    registers that 16 warps do not have and spills 800 bytes.
+
+    Args:
+        dtype: Dtype of the queries.
+        head_dim: Elements per head.
+        num_rows: New tokens times query heads, of all sequences.
+        max_rows: New tokens times query heads per KV head, of the longest sequence.
+        num_multiprocessors: SMs of the device.
+        is_fp8: The cache is e4m3.
+    """
     if dtype == torch.float32:
-        # For tests and debugging: 32 rows, or 64 keys, already spill at D 128 with the three products of tf32x3.
+        # For tests and debugging: 32 rows, or 64 keys, spill at D 128 with the three products of tf32x3.
         return PrefillConfig(16, 32 if head_dim <= 128 else 16, 4, 2)
     if head_dim > 128:
         return WIDE_FP8_TILES if is_fp8 else WIDE_TILES
@@ -93,13 +98,16 @@ def _attend_keys(
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys [first_key, end_key) into the running softmax (accumulator, row_sum, row_max); row_max in log2 units. No row
-    sees a key before `first_visible`."""
+    """Add keys [first_key, end_key) to the running softmax (accumulator, row_sum, row_max in log2 units).
+
+    No row sees a key before `first_visible`.
+    """
     tile, lanes = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DIM)
-    # Unsigned 32 x 32 -> 64 bits is one instruction; block 2048 of an 8B model is beyond int32.
+    # Unsigned 32 x 32 -> 64 bits is one instruction. Offsets exceed int32 from block 2048 of an 8B model.
     block_stride = tl.cast(cache_block_stride, tl.uint32).to(tl.uint64)
-    # The block ids of a tile are loaded one iteration ahead. Loaded in their own iteration they would make the loads
-    # of keys and values depend on a load, and the pipeliner then keeps one tile in flight instead of two.
+    # The block ids of a tile are loaded one iteration ahead. Loaded in their own iteration, the loads of keys and
+    # values
+    # would depend on a load, and the pipeliner would keep one tile in flight instead of two.
     lane_blocks = tile // BLOCK_SIZE
     first_used = _used(first_key + tile, seq_len, first_visible, WINDOW)
     block_ids = tl.load(block_table + first_key // BLOCK_SIZE + lane_blocks, mask=first_used, other=0)
@@ -126,7 +134,7 @@ def _attend_keys(
         row_max = new_max
         value_pointers = key_pointers + VALUE_OFFSET
         if MASKED:
-            # A weight of 0 does not silence NaN: unused slots must not be loaded at all.
+            # A weight of 0 does not cancel NaN, so values of unused slots must not be loaded.
             used = _used(keys, seq_len, first_visible, WINDOW)[:, None] & (lanes < HEAD_DIM)[None, :]
             value_tile = tl.load(value_pointers, mask=used, other=0.0)
         elif HEAD_DIM == BLOCK_DIM:
@@ -142,8 +150,10 @@ def _attend_keys(
 
 @triton.jit
 def merge_split(combined, total, maximum, attended, lse):
-    """Another split of a row's keys (normalised; log2 of its sum of exponentials) beside those before: the same
-    operations in the same order wherever splits are merged, so that no compiler may fuse them differently."""
+    """Merge another split (normalized; lse is the log2 of its sum of exponentials) into the earlier ones.
+
+    The same operations in the same order serve all callers, so no compiler can fuse them differently.
+    """
     new_maximum = tl.maximum(maximum, lse)
     # A row without keys so far has maximum -inf, and -inf - -inf is NaN.
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -154,8 +164,11 @@ def merge_split(combined, total, maximum, attended, lse):
 
 @triton.jit
 def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: tl.constexpr):
-    """Sequence s has the tiles from start // TILE_TOKENS + s on: an upper bound of what it needs, known without a plan
-    made by the host."""
+    """Return the sequence of a tile.
+
+    Sequence s has the tiles from start // TILE_TOKENS + s on. This is an upper bound of its need that requires no plan
+    from the host.
+    """
     sequence, beyond = 0, num_sequences
     while beyond - sequence > 1:
         middle = (sequence + beyond) // 2
@@ -174,13 +187,15 @@ def _attend_split(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """(normalised result, log2 of the sum of exponentials) of keys [first_key, end_key), for rows of which none sees a
-    key before `first_visible` and the last sees none from `tile_end` on."""
+    """Return (normalized result, log2 of the sum of exponentials) for keys [first_key, end_key).
+
+    No row sees a key before `first_visible`, and the last row sees none from `tile_end` on.
+    """
     accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if WINDOW > 0:
-        # Behind the last row's window.
+        # From here on all rows have the keys inside their windows.
         first_plain_key = tl.cdiv(tl.maximum(tile_end - WINDOW, 0), BLOCK_N) * BLOCK_N
         first_plain_key = tl.minimum(tl.maximum(first_plain_key, first_key), first_masked_key)
         accumulator, row_sum, row_max = _attend_keys(
@@ -214,11 +229,14 @@ def prefill_kernel(
     table_stride, num_sequences,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAST_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program = (kv head of a tile of tokens, share of the splits). Where there are several shares, MAX_SPLITS > 0,
-    rows are single tokens, and each split goes to its place [sequence, MAX_SPLITS, head, HEAD_DIM]."""
+    """Run program (KV head of a tile of tokens, share of the splits).
+
+    With several shares, MAX_SPLITS > 0, rows are single tokens, and each split is stored at
+    [sequence, MAX_SPLITS, head, HEAD_DIM].
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -230,8 +248,8 @@ def prefill_kernel(
     first_row = tl.load(query_start_loc + sequence)
     query_len = tl.load(query_start_loc + sequence + 1) - first_row
     first_token = (tile - first_row // TILE_TOKENS - sequence) * TILE_TOKENS
-    # With 2, a sequence with one new token belongs to the decode kernel, whatever else is in the batch.
-    if (query_len < LEAST_QUERY_LEN) | (first_token >= query_len):
+    # With 2, sequences with one new token are left to the decode kernel.
+    if (query_len < MIN_QUERY_LEN) | (first_token >= query_len):
         return
     rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
     tokens = first_token + rows // GROUP
@@ -252,7 +270,7 @@ def prefill_kernel(
         first_tile_key = first_visible // BLOCK_N * BLOCK_N
         first_masked_key = tl.maximum(first_masked_key, first_tile_key)
     block_table = block_tables + tl.cast(sequence, tl.int64) * table_stride
-    # A tile starts at a multiple of BLOCK_N, so a key's place in its block is that of its lane.
+    # A tile starts at a multiple of BLOCK_N, so a key's slot in its block is that of its lane.
     slots = tl.arange(0, BLOCK_N) % BLOCK_SIZE * cache_slot_stride
     key_head = key_cache + tl.cast(kv_head, tl.int64) * cache_head_stride + slots[:, None] + lanes[None, :]
     if SPLIT_TOKENS == 0:
@@ -303,23 +321,39 @@ def attend_prefill(
     value_scale: float | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """Compute the output rows of the sequences with two new tokens or more. `value_scale`: of values in e4m3."""
+    """Write the output rows of sequences with at least two new tokens.
+
+    Args:
+        query: [T, Hq, D].
+        key_cache: [N, Hkv, BS, D].
+        value_cache: [N, Hkv, BS, D], with the strides of key_cache.
+        block_tables: [S, B], int32.
+        query_start_loc: [S + 1], int32.
+        seq_lens: [S], int32, in tokens.
+        output: [T, Hq, D], contiguous.
+        max_query_len: Upper bound of new tokens per sequence.
+        scale: Factor of the scores.
+        value_scale: Factor of e4m3 values; None for other caches.
+        rules: Window, softcap and sinks.
+    """
     num_rows, max_rows = query.shape[0] * query.shape[1], max_query_len * (query.shape[1] // key_cache.shape[1])
     is_fp8 = value_scale is not None
     processors = num_multiprocessors(query.device)
     config = prefill_config(query.dtype, query.shape[2], num_rows, max_rows, processors, is_fp8)
     caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
-    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(least_query_len=2), value_scale, rules)
+    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(min_query_len=2), value_scale, rules)
 
 
 @dataclass(frozen=True)
 class SplitPrefill:
-    """The sequences to attend, the keys of a split (0: none), the programs of a row, and the room for splits
-    [S, max_splits, Hq, D] float32 and their lse [S, max_splits, Hq], which several programs need."""
+    """How the keys of a row are split.
 
-    least_query_len: int
-    split_tokens: int = 0
-    programs: int = 1
+    Several programs per row need room for the splits [S, max_splits, Hq, D] and their lse [S, max_splits, Hq], float32.
+    """
+
+    min_query_len: int  # shorter sequences are skipped
+    split_tokens: int = 0  # 0: no splits
+    programs: int = 1  # per row
     max_splits: int = 0
     splits: Tensor | None = None
     split_lse: Tensor | None = None
@@ -339,6 +373,7 @@ def launch_prefill(
     value_scale: float | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
+    """Launch prefill_kernel with a configuration and a split; the other arguments are those of attend_prefill()."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
     num_sequences, group = seq_lens.shape[0], num_heads // num_kv_heads
@@ -364,12 +399,12 @@ def launch_prefill(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        # 64 at least: Triton 3.6 has sporadic illegal accesses on Hopper with tiles of 32 lanes and several dots.
+        # At least 64: Triton 3.6 has sporadic illegal accesses on Hopper with tiles of 32 lanes and several dots.
         BLOCK_DIM=max(64, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
-        LEAST_QUERY_LEN=split.least_query_len,
+        MIN_QUERY_LEN=split.min_query_len,
         SPLIT_TOKENS=split.split_tokens,
         MAX_SPLITS=split.max_splits,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",

@@ -1,17 +1,11 @@
-"""Paged attention of sequences with several new tokens on a Hopper GPU. paged_attention.py holds the contract.
+"""Gluon kernel for paged attention of sequences with several new tokens on Hopper. paged_attention.py has the contract.
 
-    attend_prefill_hopper(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, scale,
-                          value_scale, rules)
-
-A program has a tile of 128 rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that
-share keys read them once. One warp asks TMA for keys and values, block by block, into rings of tiles; two groups of
-four warps have 64 rows each, and start the scores of the next tile before the softmax of this one, so that the tensor
-cores do not wait for exponentials. Tiles of keys lie at absolute positions, so that the order of a row's additions does
-not depend on how its prompt was chunked. Gluon has no interpreter: without a GPU the kernel can only be compiled. Of a
-window the tiles of keys behind it are no keys of the sequence: its table, its length and all positions begin at the
-first tile that a row sees. It knows neither layers nor why a row has rules.
+A program has a tile of 128 rows, (token, query head) pairs of one KV head. One warp requests keys and values by TMA,
+block by block, into rings of tiles. Two groups of four warps have 64 rows each and start the scores of the next tile
+before the softmax of the current one, so the tensor cores do not wait for exponentials. Key tiles lie at absolute
+positions (see prefill.py). With a window, table, length and positions start at the first visible tile.
 """
-# Arguments of a launch are flat (ADR 0108), and a kernel is one function: see there.
+# Launch arguments are flat, and a kernel is one function (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917, PLR0915
 
 from torch import Tensor
@@ -32,13 +26,13 @@ from kernels.attention.online_softmax_gluon import weigh, with_sinks
 from kernels.attention.pool_rows import PoolRows
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 
-# Tiles of 64 keys reach 526 TFLOP/s at 8192 tokens where these reach 638, rings of three 559.
+# Tiles of 64 keys reach 526 TFLOP/s at 8192 tokens, rings of three 559, this configuration 638.
 BLOCK_M, BLOCK_N, NUM_STAGES = 128, 128, 2
 
 
 @gluon.jit
 def _is_used(key, seq_len, first_visible, BOX: gl.constexpr, WINDOW: gl.constexpr):
-    """Whether a row sees one of the BOX keys from `key` on."""
+    """Return whether a row sees one of the BOX keys from `key` on."""
     used = key < seq_len
     if WINDOW > 0:
         used = used & (key + BOX > first_visible)
@@ -62,7 +56,7 @@ def _produce(
             key = tile * BLOCK_N + box * BOX
             used = _is_used(key, seq_len, first_visible, BOX, WINDOW)
             block = gl.load(block_table + key // BLOCK_SIZE, mask=used, other=0)
-            # Rows behind the pool's end arrive as zeros.
+            # Rows after the end of the pool arrive as zeros.
             row = gl.where(used, block * block_rows + head_row, row_behind)
             for half in gl.static_range(HALVES):
                 place = key_ring.index((stage * HALVES + half) * BOXES + box)
@@ -84,7 +78,7 @@ def _weigh(
     scores, row_max, row_sum, tile, row_positions, scale_log2, MASKED: gl.constexpr, mma: gl.constexpr,
     BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """(weights of a tile, new maximum in log2 units, new sum, decay of what came before)"""
+    """Return (weights of a tile, new maximum in log2 units, new sum, decay of the earlier sums)."""
     visible = None
     if MASKED:
         keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
@@ -101,7 +95,7 @@ def _step(
     tile, row_positions, scale_log2, MASKED: gl.constexpr, mma: gl.constexpr, mma_out: gl.constexpr,
     left: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """The scores of `tile` and its weights, beside the values of the tile before."""
+    """Compute the scores and weights of `tile` while the values of the previous tile are multiplied."""
     stage, before = tile % NUM_STAGES, (tile - 1) % NUM_STAGES
     mbarrier.wait(full_keys.index(stage), tile // NUM_STAGES & 1)
     none = gl.zeros([64, BLOCK_N], gl.float32, mma)
@@ -121,7 +115,7 @@ def _step(
 
 @gluon.jit
 def _clear_unused(value_ring, stage, end, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr):
-    """A weight of 0 does not silence NaN: the slots of a tile's last block that hold no value become 0."""
+    """Zero the unused slots of a tile's last block, because a weight of 0 does not cancel NaN."""
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
     BOXES: gl.constexpr = BLOCK_N // BOX
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -143,7 +137,7 @@ def _consume(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of the tile."""
+    """Attend for 64 rows of the tile."""
     HALVES: gl.constexpr = HEAD_DIM // 64
     TILE_TOKENS: gl.constexpr = BLOCK_M // GROUP
     mma_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -177,7 +171,7 @@ def _consume(
         weights = gl.convert_layout(weights.to(query_tile.dtype), left)
         first_plain_tile: gl.constexpr = 2 if WINDOW > 0 else 1
         if WINDOW > 0:
-            # A tile has as many rows as keys at most: of what a row sees no later tile is behind the last row's window.
+            # A tile has at most as many rows as keys, so only these tiles can be cut by the last row's window.
             for tile in range(1, gl.minimum(num_tiles, first_plain_tile)):
                 weights, accumulator, row_max, row_sum = _step(
                     query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values,
@@ -218,8 +212,11 @@ def _consume(
 
 @gluon.jit
 def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: gl.constexpr):
-    """Sequence s has the tiles from start // TILE_TOKENS + s on: an upper bound of what it needs, known without a plan
-    made by the host."""
+    """Return the sequence of a tile.
+
+    Sequence s has the tiles from start // TILE_TOKENS + s on. This is an upper bound of its need that requires no plan
+    from the host.
+    """
     sequence, beyond = 0, num_sequences
     while beyond - sequence > 1:
         middle = (sequence + beyond) // 2
@@ -238,7 +235,7 @@ def prefill_hopper_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Program = kv head of a tile of tokens."""
+    """Run program (KV head of a tile of tokens)."""
     HALVES: gl.constexpr = HEAD_DIM // 64
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
     TILE_TOKENS: gl.constexpr = BLOCK_M // GROUP
@@ -273,7 +270,7 @@ def prefill_hopper_kernel(
     end_key = gl.minimum(first_position + TILE_TOKENS, seq_len)
     first_masked_tile = gl.maximum(gl.minimum(first_position + 1, end_key), 0) // BLOCK_N
     num_tiles = gl.maximum((end_key + BLOCK_N - 1) // BLOCK_N, 1)
-    # A sequence with one new token belongs to the decode kernel, whatever else is in the batch.
+    # Sequences with one new token are left to the decode kernel.
     num_tiles = gl.where((query_len < 2) | (first_token >= query_len), 0, num_tiles)
     block_table = block_tables + sequence.to(gl.int64) * table_stride
     if WINDOW > 0:
@@ -305,8 +302,11 @@ def prefill_hopper_kernel(
 
 
 def heads_at_once(num_kv_heads: int, max_tiles: int, num_multiprocessors: int) -> int:
-    """As few as fill the device three times in two: the keys and values of one head, 17 MB at 32k tokens, stay in L2,
-    those of eight do not (608 and 506 TFLOP/s). Short prompts have too few tiles for one (239 and 282)."""
+    """Return the smallest number of heads whose tiles fill the device 1.5 times.
+
+    The keys and values of one head, 17 MB at 32k tokens, stay in L2, those of eight do not (608 and 506 TFLOP/s). Short
+    prompts have too few tiles for one head at a time (239 and 282 TFLOP/s).
+    """
     divisors = (heads for heads in range(1, num_kv_heads) if num_kv_heads % heads == 0)
     return next((heads for heads in divisors if 2 * heads * max_tiles >= 3 * num_multiprocessors), num_kv_heads)
 
@@ -323,9 +323,19 @@ def attend_prefill_hopper(
     value_scale: float | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """Compute the output rows of the sequences with two new tokens or more.
+    """Write the output rows of sequences with at least two new tokens.
 
-    `value_scale`: what values are multiplied with; None: nothing. Of a cache in float16 queries may be bfloat16.
+    Args:
+        query: [T, Hq, D]; may be bfloat16 with a float16 cache.
+        key_cache: [N, Hkv, BS, D].
+        value_cache: [N, Hkv, BS, D], with the strides of key_cache.
+        block_tables: [S, B], int32.
+        query_start_loc: [S + 1], int32.
+        seq_lens: [S], int32, in tokens.
+        output: [T, Hq, D], contiguous.
+        scale: Factor of the scores.
+        value_scale: Factor of the values; None: 1.
+        rules: Window, softcap and sinks.
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]

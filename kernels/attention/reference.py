@@ -1,10 +1,7 @@
 """Attention of one sequence over a paged KV cache in plain torch: the specification of the kernels.
 
-    attend_sequence(query, kv, block_table, seq_len, scale, rules) -> output [Q, Hq, D]
-
-With all of its scores at once, in float32 or in the type of the queries if that is wider. Of a sequence with a window
-no key behind every new token's is read, nor its entry of the block table. It serves paged_attention.py. It knows no
-batch and no layer.
+All scores are computed at once, in float32 or in the queries' dtype if that is wider. With a window, neither keys
+before the first visible one nor their block table entries are read.
 """
 
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ from kernels.fp8_kv import KVScales
 
 @dataclass(frozen=True)
 class PagedKV:
-    """A layer's cache [N, Hkv, BS, D] and what its keys and values are multiplied with."""
+    """One layer's cache [N, Hkv, BS, D] and its scales."""
 
     key_cache: Tensor
     value_cache: Tensor
@@ -28,7 +25,19 @@ class PagedKV:
 def attend_sequence(
     query: Tensor, kv: PagedKV, block_table: Tensor, seq_len: int, scale: float, rules: ScoreRules
 ) -> Tensor:
-    """Query [Q, Hq, D] of the last tokens of `seq_len`."""
+    """Attend for the last tokens of a sequence.
+
+    Args:
+        query: [Q, Hq, D], the last Q tokens.
+        kv: The layer's cache.
+        block_table: [B], block ids of the sequence.
+        seq_len: Tokens of the sequence, including the new ones.
+        scale: Factor of the scores.
+        rules: Window, softcap and sinks.
+
+    Returns:
+        [Q, Hq, D], dtype of query.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     first_key = max(seq_len - len(query) - rules.window + 1, 0) if rules.window else 0
     keys, values = (
@@ -38,7 +47,7 @@ def attend_sequence(
 
 
 def _gather(cache: Tensor, block_table: Tensor, first_key: int, seq_len: int) -> Tensor:
-    """[seq_len - first_key, Hkv, D]: a sequence's keys or values in order, as a contiguous cache would hold them."""
+    """Return a sequence's keys or values [seq_len - first_key, Hkv, D] as a contiguous cache would hold them."""
     block_size = cache.shape[2]
     first_block = first_key // block_size
     blocks = block_table[first_block : -(-seq_len // block_size)].long()
@@ -47,7 +56,7 @@ def _gather(cache: Tensor, block_table: Tensor, first_key: int, seq_len: int) ->
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, rules: ScoreRules) -> Tensor:
-    """Query [Q, Hq, D] of the last tokens; keys and values [K, Hkv, D] of the last ones that any of them sees."""
+    """Attend with query [Q, Hq, D] to keys and values [K, Hkv, D]; both end at the same position."""
     query_len, num_keys, group = query.shape[0], keys.shape[0], query.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.to(keys.dtype), keys) * scale
@@ -62,6 +71,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, rules: Sc
     if rules.sinks is not None:
         sinks = rules.sinks.to(scores)[:, None, None].expand(-1, query_len, 1)
         scores = torch.cat((scores, sinks), dim=2)
-    # A row before position 0 sees nothing: its softmax is 0 / 0, its output 0.
+    # A row before position 0 sees no key: its softmax is 0 / 0, its output must be 0.
     weights = scores.softmax(dim=-1)[..., :num_keys].masked_fill(~visible, 0.0)
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)

@@ -1,14 +1,6 @@
-"""The rules of a layer for scores beside the causal mask: which keys stay visible, and what becomes of a score.
+"""The rules of a layer for attention scores besides the causal mask: window, softcap and sinks.
 
-    ScoreRules(window, softcap, sinks)      0, 0 and None: there is no such rule, and it costs no instruction
-    NO_RULES                                none of them: the causal mask alone
-
-window    a query at position p sees the keys p - window + 1 .. p, as transformers' `sliding_window`; 0: all up to p
-softcap   scores, scaled, become softcap * tanh(score / softcap) before the mask
-sinks     [Hq], a logit of each query head beside its scores: it enlarges the sum of weights, without a value
-
-On a block's walk, where a layer reads it: the reference, the kernels and the plan of a CPU take the rules as they are.
-It knows no kernel.
+A rule that a layer does not have costs no instruction.
 """
 
 from dataclasses import dataclass
@@ -18,7 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreRules:
-    """Raises ValueError for a negative window or softcap, and for sinks that are no vector."""
+    """Rules of one layer.
+
+    Attributes:
+        window: A query at position p sees keys p - window + 1 to p, as transformers' `sliding_window`; 0: all up to p.
+        softcap: Scaled scores become softcap * tanh(score / softcap) before the mask; 0: unchanged.
+        sinks: [Hq], one logit per query head that enters the sum of weights without a value; None: no sinks.
+
+    Raises:
+        ValueError: If window or softcap is negative, or sinks is not a vector.
+    """
 
     window: int = 0
     softcap: float = 0.0
@@ -26,9 +27,9 @@ class ScoreRules:
 
     def __post_init__(self) -> None:
         if self.window < 0 or self.softcap < 0:
-            raise ValueError(f"a window ({self.window}) and a softcap ({self.softcap}) are 0 or more; 0 is none")
+            raise ValueError(f"window ({self.window}) and softcap ({self.softcap}) must be 0 (none) or more")
         if self.sinks is not None and self.sinks.dim() != 1:
-            raise ValueError(f"sinks: a number for each query head, not a tensor {tuple(self.sinks.shape)}")
+            raise ValueError(f"sinks must have one dimension (query heads), not shape {tuple(self.sinks.shape)}")
 
 
 NO_RULES = ScoreRules()

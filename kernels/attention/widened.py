@@ -1,14 +1,8 @@
-"""Keys and values in e4m3 as float16 for one layer's prefill, where those of all prompts of a step are few.
+"""Keys and values of an e4m3 cache as float16, for one layer's prefill of a small step.
 
-    WidenedBlocks(block_tables, query_start_loc, seq_lens, max_seq_len, block_size, window)      once a step
-        widened.block_tables [S, B]                     of what follows
-        widened.caches(key_cache, value_cache) -> two [S * B, Hkv, BS, D] float16; only blocks in use of sequences
-                                                  with several new tokens are defined
-
-Warp-group products take keys and values from shared memory in 16 bits, and the kernel for Hopper has no registers left
-to widen them on their way there. Written once and read again they are a small part of a prefill: 8192 keys are 34 MB of
-an 8B model's layer, beside 0.9 ms of products. On a block's walk, where a layer reads it: paged_attention.py asks for
-it. It knows no query.
+Warp-group products read keys and values from shared memory in 16 bits, and the Hopper kernel has no registers left to
+convert them on the way. Written once and read again, they are a small part of a prefill: 8192 keys of an 8B model's
+layer are 34 MB, beside 0.9 ms of products.
 """
 
 import torch
@@ -16,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of all sequences of a step, each as long as the longest: 134 MB of an 8B model's layer, next to what a step needs.
-MOST_WIDENED_TOKENS = 32768
-_CHUNK = 8192  # elements at once
+# Over all sequences of a step, each counted with the longest length: 134 MB for a layer of an 8B model.
+MAX_WIDENED_TOKENS = 32768
+_CHUNK = 8192  # elements per program
 
 
 @triton.jit
@@ -26,7 +20,7 @@ def widen_kernel(
     key_cache, block_ids, widened, block_stride,
     VALUE_OFFSET: tl.constexpr, ELEMENTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program = (block, chunk of its keys and of its values)."""
+    """Convert one chunk of a block's keys and values, for program (block, chunk)."""
     index = tl.program_id(0)
     block = tl.load(block_ids + index).to(tl.int64)
     lanes = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -41,7 +35,8 @@ def widen_kernel(
 class WidenedBlocks:
     @staticmethod
     def suit(num_sequences: int, max_seq_len: int) -> bool:
-        return num_sequences * max_seq_len <= MOST_WIDENED_TOKENS
+        """Return whether a step is small enough to convert."""
+        return num_sequences * max_seq_len <= MAX_WIDENED_TOKENS
 
     def __init__(
         self,
@@ -52,7 +47,16 @@ class WidenedBlocks:
         block_size: int,
         window: int = 0,
     ) -> None:
-        """`window`: blocks that no new token's reaches are not widened either; 0: all are reached."""
+        """Choose the blocks of one step.
+
+        Args:
+            block_tables: [S, B], int32.
+            query_start_loc: [S + 1], int32.
+            seq_lens: [S], int32, in tokens.
+            max_seq_len: Upper bound of seq_lens.
+            block_size: Slots per block.
+            window: Blocks that no new token's window reaches are skipped; 0: all blocks are used.
+        """
         num_blocks = min(triton.cdiv(max_seq_len, block_size), block_tables.shape[1])
         starts = torch.arange(num_blocks, dtype=torch.int32, device=seq_lens.device) * block_size
         is_used = (starts < seq_lens[:, None]) & (query_start_loc.diff() > 1)[:, None]
@@ -63,7 +67,16 @@ class WidenedBlocks:
         self.block_tables = places.view_as(self._block_ids)
 
     def caches(self, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Widen a layer's. The heads of a block must lie in one piece."""
+        """Convert a layer's keys and values.
+
+        Args:
+            key_cache: [N, Hkv, BS, D], e4m3; the heads of a block are contiguous.
+            value_cache: [N, Hkv, BS, D], with the strides of key_cache.
+
+        Returns:
+            Two [S * B, Hkv, BS, D], float16, addressed by `self.block_tables` [S, B]. Only used blocks of sequences
+            with several new tokens are defined.
+        """
         num_kv_heads, block_size, head_dim = key_cache.shape[1:]
         assert key_cache.stride()[1:] == (block_size * head_dim, head_dim, 1)
         num_blocks, elements = self._block_ids.numel(), num_kv_heads * block_size * head_dim

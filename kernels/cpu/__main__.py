@@ -1,8 +1,7 @@
-"""python -m kernels.cpu [--check] [--beside]: build the library unless it is there, and say in one line what serves.
+"""Build the C++ kernels if needed and print one line that says which implementation is used.
 
-Exit status 0 with and without a library: torch's operators serve where there is none. --check only looks; --beside
-writes it beside the sources, for a clone or an image, and needs no torch, which may be installed meanwhile. Beside the
-walks: make and the image's build run it, before any worker starts. It knows no kernel by its name.
+The exit status is 0 with and without a library, because torch's operators are the fallback. `--beside` needs no torch,
+so `make` and the image build can run it while torch is being installed.
 """
 
 import argparse
@@ -15,16 +14,18 @@ from kernels.cpu.build import SOURCES, NoLibrary, build, compiler, installed_lib
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu")
-    parser.add_argument("--check", action="store_true", help="look only: build nothing")
-    parser.add_argument("--beside", action="store_true", help="build beside the sources, not in the cache")
+    parser.add_argument("--check", action="store_true", help="print what would be used; build nothing")
+    parser.add_argument(
+        "--beside", action="store_true", help="write the library next to its sources instead of the user's cache"
+    )
     args = parser.parse_args(argv)
-    _, told = look() if args.check else made(SOURCES.parent, str) if args.beside else made(None)
-    print(f"C++ kernels: {told}")
+    _, message = look() if args.check else made(SOURCES.parent, str) if args.beside else made(None)
+    print(f"C++ kernels: {message}")
     return 0
 
 
 def look() -> tuple[bool, str]:
-    """Whether the library is there or can be built, and what is to be told of it."""
+    """Return whether the library exists or can be built, and a message about it."""
     try:
         path = installed_library()
         return True, _serving(path) if path else f"to be compiled at the first start, with {' '.join(compiler())}"
@@ -32,24 +33,24 @@ def look() -> tuple[bool, str]:
         return False, _none(str(error))
 
 
-def made(directory: Path | None, told: Callable[[Path], str] | None = None) -> tuple[bool, str]:
-    """As look(), once it is built. `directory`: see build(); `told`: what to tell of the file."""
+def made(directory: Path | None, message_of: Callable[[Path], str] | None = None) -> tuple[bool, str]:
+    """Build the library if needed and return as look(); `directory` as in build(), `message_of` formats its path."""
     try:
-        return True, (told or _serving)(installed_library() or build(directory))
+        return True, (message_of or _serving)(installed_library() or build(directory))
     except NoLibrary as error:
         return False, _none(str(error))
     except OSError as error:
-        return False, _none(f"the library cannot be written: {error}")
+        return False, _none(f"cannot write the library: {error}")
 
 
 def _serving(path: Path) -> str:
-    from kernels.cpu.library import CpuLibrary  # noqa: PLC0415 - imports torch, without which a build must do
+    from kernels.cpu.library import CpuLibrary  # noqa: PLC0415 - imports torch, which a build must not need
 
     return f"{CpuLibrary(path).instruction_set.name}, {path}"
 
 
 def _none(why: str) -> str:
-    return f"none, torch's operators serve, slower: {why}"
+    return f"none; falling back to torch operators, which are slower: {why}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""Products of float32 and bfloat16 weights, in C++ (csrc/dense.h): a row's bits are its own in any batch.
+"""Linear layers with float32 and bfloat16 weights in C++ (csrc/dense.h). A row's bits are the same in any batch.
 
-    DenseProduct(library, weight, bias)     packs the weight once; called with rows
-    gate_and_mul(library, gate_up)          what follows the first product of a gated MLP
-
-Weights that bfloat16 holds exactly are kept in it, so a model of a bfloat16 checkpoint that computes in float32 reads
-half the bytes. Knows no model. It is used in every step of a worker without a GPU.
+Weights that bfloat16 represents exactly are stored in it, so a bfloat16 checkpoint that computes in float32 reads half
+the bytes.
 """
 
 from ctypes import c_int, c_int64, c_void_p
@@ -16,8 +13,8 @@ from kernels.cpu.library import CpuLibrary, InstructionSet, address, num_threads
 from kernels.cpu.step import DTYPES, SUFFIXES
 
 
-class DenseProduct:
-    """x [T, inputs] -> [T, outputs]."""
+class DenseLinear:
+    """A packed weight; maps x [T, inputs] to [T, outputs]."""
 
     def __init__(
         self,
@@ -26,7 +23,14 @@ class DenseProduct:
         bias: Tensor | None = None,
         instruction_set: InstructionSet | None = None,
     ) -> None:
-        """`weight` [outputs, inputs] in float32 or bfloat16; `instruction_set`: the processor's fastest unless told."""
+        """Pack the weight.
+
+        Args:
+            library: The C++ kernels.
+            weight: [outputs, inputs], float32 or bfloat16.
+            bias: [outputs], or None.
+            instruction_set: Default: the fastest of the processor.
+        """
         suffix = SUFFIXES[instruction_set or library.instruction_set]
         panel, pack, self._multiply = (
             getattr(library.functions, f"pagestream_{name}_{suffix}")
@@ -47,7 +51,7 @@ class DenseProduct:
         self._bias = None if bias is None else bias.float().contiguous()
 
     def __call__(self, x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """`dtype`: of the result, which is written to `out` if that is given."""
+        """Multiply x [T, inputs] and return [T, outputs] in `dtype`, written to `out` if given."""
         exact = x.float().contiguous()
         output = torch.empty(len(x), self.outputs, dtype=dtype) if out is None else out
         assert output.shape == (len(x), self.outputs) and output.dtype == dtype and output.is_contiguous()
@@ -59,13 +63,24 @@ class DenseProduct:
 
 
 def serves(tensor: Tensor) -> bool:
+    """Return whether the kernels support this tensor."""
     return tensor.dtype in DTYPES and tensor.device.type == "cpu"
 
 
 def gate_and_mul(
     library: CpuLibrary, gate_up: Tensor, *, is_gelu: bool = False, instruction_set: InstructionSet | None = None
 ) -> Tensor:
-    """[T, 2 * I] -> silu (or gelu by tanh) of the first half times the second, [T, I], rounded once."""
+    """Return silu (or tanh-approximated gelu) of the first half times the second half, rounded once.
+
+    Args:
+        library: The C++ kernels.
+        gate_up: [T, 2 * I], contiguous.
+        is_gelu: Use gelu instead of silu.
+        instruction_set: Default: the fastest of the processor.
+
+    Returns:
+        [T, I], dtype of gate_up.
+    """
     function = getattr(
         library.functions, f"pagestream_gate_and_mul_{SUFFIXES[instruction_set or library.instruction_set]}"
     )
@@ -78,5 +93,5 @@ def gate_and_mul(
 
 
 def _fits_bfloat16(weight: Tensor) -> bool:
-    """Whether no bit is lost: the lower half of every float32 is zero."""
+    """Return whether bfloat16 loses no bit: the lower half of every float32 is zero."""
     return weight.dtype == torch.bfloat16 or not (weight.view(torch.int32) & 0xFFFF).any()

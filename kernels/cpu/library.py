@@ -1,10 +1,6 @@
-"""The library of C++ kernels in this process: built if it is not there yet, loaded once, asked what the processor has.
+"""Load the library of C++ kernels once per process and determine the processor's instruction sets.
 
-    cpu_library()   -> CpuLibrary, or raises NoLibrary with the reason, every time the same
-    address(tensor) -> what a kernel is called with
-
-Who calls it says in the log what it got: without the library torch's operators serve, slower. Knows no kernel. It is
-used at a worker's start.
+Callers log the result, because without the library torch's operators are used, which are slower.
 """
 
 import ctypes
@@ -19,22 +15,26 @@ from kernels.cpu.build import NoLibrary, build, installed_library
 
 
 class InstructionSet(IntEnum):
-    """An instruction set with kernels of its own, the faster the later. The numbers are csrc/processor.h's."""
+    """Instruction sets with their own kernels, from slow to fast. The values are those of csrc/processor.h."""
 
     AVX2 = 1
     AVX512_VNNI = 2
 
 
 class CpuLibrary:
-    """`functions`: of the shared library. `instruction_sets`: that this processor has, the fastest last."""
+    """The loaded library: its `functions` and the `instruction_sets` of this processor, fastest last."""
 
     def __init__(self, path: Path) -> None:
-        """Raises NoLibrary where the file is none, or the processor has none of the instruction sets."""
+        """Load the library.
+
+        Raises:
+            NoLibrary: If the file cannot be loaded, or the processor has none of the instruction sets.
+        """
         self.path = path
         try:
             self.functions = ctypes.CDLL(str(path))
         except OSError as error:
-            raise NoLibrary(f"{path} cannot be loaded: {error}") from None
+            raise NoLibrary(f"cannot load {path}: {error}") from None
         has = self.functions.pagestream_has_instruction_set
         has.argtypes, has.restype = [ctypes.c_int], ctypes.c_int
         self.instruction_sets = tuple(one for one in InstructionSet if has(one))
@@ -47,7 +47,11 @@ class CpuLibrary:
 
 
 def cpu_library() -> CpuLibrary:
-    """Raises NoLibrary."""
+    """Return the library, built and loaded on the first call.
+
+    Raises:
+        NoLibrary: With the same reason on every call.
+    """
     found = _loaded()
     if isinstance(found, str):
         raise NoLibrary(found)
@@ -61,14 +65,14 @@ def _loaded() -> CpuLibrary | str:
     except NoLibrary as error:
         return str(error)
     except OSError as error:
-        return f"the library cannot be written: {error}"
+        return f"cannot write the library: {error}"
 
 
 def num_threads() -> int:
-    """As many as torch's operators take; the library has the same pool, of the OpenMP that torch has loaded."""
+    """Return the thread count of torch's operators; the library shares the OpenMP pool that torch has loaded."""
     return torch.get_num_threads()
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return where the first element is. A kernel is told the strides that it cannot assume."""
+    """Return the address of the first element, or None. Strides are passed separately."""
     return None if tensor is None else tensor.data_ptr()

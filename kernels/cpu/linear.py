@@ -1,10 +1,7 @@
-"""Products of 8-bit and 4-bit weights with groups of 32 inputs, in C++ (csrc/linear.h says how they are computed).
+"""Linear layers with 8-bit and 4-bit weights in groups of 32 inputs, in C++ (csrc/linear.h has the arithmetic).
 
-    GroupedWeight      numbers and scales as they are stored, which a file or quantised() gives
-    PackedLinear       the same in the order of the instructions; called with rows
-    linear_products()  the functions that this processor has, each compared with plain loops once
-
-Knows no model and no file format. It is used in every step of a worker without a GPU whose weights are stored so.
+GroupedWeight holds numbers and scales as stored, PackedLinear the same in the order of the instructions. Each kernel is
+compared with plain loops once before use.
 """
 
 import ctypes
@@ -21,22 +18,22 @@ from torch import Tensor
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import InstructionSet, address, cpu_library, num_threads
 
-GROUP = 32  # inputs that share a scale
-_OUTPUTS = 16  # of a block
-_INT8_MOST = 127
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/linear_weight.h's
+GROUP = 32  # inputs per scale
+_OUTPUTS = 16  # per block
+_INT8_MAX = 127
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # values of csrc/linear_weight.h
 _FUNCTIONS = {InstructionSet.AVX2: "pagestream_linear_avx2", InstructionSet.AVX512_VNNI: "pagestream_linear_avx512"}
 _PLAIN = "pagestream_linear_plain"
 _NO_MEMORY = 1
-_TRIED_ROWS = (5, 13, 19, 23)  # of a comparison: tiles of 4 and 1 rows; AVX-512's panels of 6 to 12 rows
-_QUANTISED_AT_ONCE = 2**14  # numbers: they stay in a cache, and operators of so few wake no threads
-_ROUNDING = 1.5 * 2**23  # a float32 beside it has no fraction: as round(), which wakes threads for 2,048 numbers
+_TRIED_ROWS = (5, 13, 19, 23)  # cover tiles of 4 and 1 rows, and AVX-512 panels of 6 to 12 rows
+_QUANTIZED_AT_ONCE = 2**14  # numbers: they fit a cache, and operators on so few wake no threads
+_ROUNDING = 1.5 * 2**23  # adding it rounds a float32; round() would wake threads from 2,048 numbers on
 
-Product = Any  # a function of the library
+Kernel = Any  # a function of the library
 
 
 class GroupFormat(IntEnum):
-    """Formats differ in what a number stands for; the values are csrc/linear_weight.h's."""
+    """What a stored number means; the values are those of csrc/linear_weight.h."""
 
     INT8 = 0  # scale * quant
     INT4_ZERO_8 = 1  # scale * (quant - 8)
@@ -44,7 +41,7 @@ class GroupFormat(IntEnum):
 
 
 class Gate(IntEnum):
-    """Activations of a gate; the values are csrc/linear_weight.h's."""
+    """Gate activations; the values are those of csrc/linear_weight.h."""
 
     SILU = 1
     GELU_TANH = 2
@@ -52,22 +49,23 @@ class Gate(IntEnum):
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """[N, K] in groups; K is a multiple of 32, or the last group ends with zeros that no input belongs to."""
+    """A weight [N, K] in groups of 32 inputs. If K is not a multiple of 32, the last group is padded with zeros."""
 
     format: GroupFormat
-    quants: Tensor  # [N, groups, 32] int8 of INT8, else [N, groups, 16] uint8: lower halves are the first 16 numbers
+    quants: Tensor  # [N, groups, 32] int8 for INT8, else [N, groups, 16] uint8: low nibbles are numbers 0-15
     scales: Tensor  # [N, groups] float16
-    minima: Tensor | None = None  # [N, groups] float16, of INT4_MINIMUM
+    minima: Tensor | None = None  # [N, groups] float16, only for INT4_MINIMUM
 
     def __len__(self) -> int:
         return len(self.quants)
 
     def rows(self, order: Tensor | slice) -> "GroupedWeight":
+        """Return the selected rows."""
         minima = None if self.minima is None else self.minima[order]
         return GroupedWeight(self.format, self.quants[order], self.scales[order], minima)
 
     def values(self) -> Tensor:
-        """[N, groups * 32] float32, exactly what is stored."""
+        """Return the exact values, [N, groups * 32], float32."""
         scales = self.scales.float()[..., None]
         is_int8 = self.format is GroupFormat.INT8
         quants = (self.quants if is_int8 else torch.cat((self.quants & 15, self.quants >> 4), -1)).float()
@@ -78,9 +76,13 @@ class GroupedWeight:
 
 
 def joined_rows(parts: Sequence[GroupedWeight]) -> GroupedWeight:
-    """One weight below another. Raises ValueError where they are not of one format."""
+    """Concatenate weights along the output dimension.
+
+    Raises:
+        ValueError: If their formats differ.
+    """
     if len({part.format for part in parts}) != 1:
-        raise ValueError(f"weights of one product are {', '.join(part.format.name for part in parts)}")
+        raise ValueError(f"parts of one weight have different formats: {', '.join(part.format.name for part in parts)}")
     minima = [part.minima for part in parts if part.minima is not None]
     return GroupedWeight(
         parts[0].format,
@@ -90,29 +92,32 @@ def joined_rows(parts: Sequence[GroupedWeight]) -> GroupedWeight:
     )
 
 
-def quantised(weight: Tensor) -> GroupedWeight:
-    """[N, K] of 16 or 32 bits -> INT8, each group's largest number 127. Raises ValueError where a scale is no float16.
+def quantized(weight: Tensor) -> GroupedWeight:
+    """Quantize a weight [N, K] to INT8, with the largest number of each group at 127.
 
-    Numbers are rounded against the scale as it is stored, as ggml's quantize_row_q8_0_ref() does not.
+    Numbers are rounded against the stored float16 scale, unlike ggml's quantize_row_q8_0_ref().
+
+    Raises:
+        ValueError: If a scale does not fit float16.
     """
     num_groups = -(-weight.shape[1] // GROUP)
     quants = torch.empty((len(weight), num_groups, GROUP), dtype=torch.int8)
     scales = torch.empty((len(weight), num_groups), dtype=torch.float16)
-    rows = max(1, _QUANTISED_AT_ONCE // max(1, weight.shape[1]))
+    rows = max(1, _QUANTIZED_AT_ONCE // max(1, weight.shape[1]))
     for part, of_quants, of_scales in zip(weight.split(rows), quants.split(rows), scales.split(rows), strict=True):
-        _quantise(part, of_quants, of_scales)
+        _quantize(part, of_quants, of_scales)
     if not scales.isfinite().all():
-        raise ValueError("weights are too large, infinite or NaN: scales of groups in 8 bits are float16")
+        raise ValueError("cannot quantize to 8 bits: a weight is NaN, infinite or too large for a float16 scale")
     return GroupedWeight(GroupFormat.INT8, quants, scales)
 
 
-def _quantise(weight: Tensor, quants: Tensor, scales: Tensor) -> None:
+def _quantize(weight: Tensor, quants: Tensor, scales: Tensor) -> None:
     groups = F.pad(weight.float(), (0, quants.shape[1] * GROUP - weight.shape[1])).unflatten(1, (-1, GROUP))
-    scales.copy_(groups.abs().amax(2) / _INT8_MOST)
+    scales.copy_(groups.abs().amax(2) / _INT8_MAX)
     exact = scales.float()[..., None]
-    # Where a scale is zero as a float16 the numbers are less than a millionth: by one instead of it they round to zero.
+    # If a scale underflows to 0, the numbers are below a millionth; dividing by 1 instead rounds them to 0.
     quants.copy_(
-        (groups / exact.masked_fill_(exact == 0, 1)).add_(_ROUNDING).sub_(_ROUNDING).clamp_(-_INT8_MOST, _INT8_MOST)
+        (groups / exact.masked_fill_(exact == 0, 1)).add_(_ROUNDING).sub_(_ROUNDING).clamp_(-_INT8_MAX, _INT8_MAX)
     )
 
 
@@ -130,9 +135,10 @@ class _LinearWeight(ctypes.Structure):
 
 
 class PackedLinear:
-    """x [T, inputs] -> [T, outputs]; gated: activation(x @ gate) * (x @ up), [T, outputs / 2].
+    """A weight in kernel order; maps x [T, inputs] to [T, outputs].
 
-    A row's numbers depend on the row alone. One that holds NaN or an infinity has outputs of NaN.
+    A gated weight computes activation(x @ gate) * (x @ up), [T, outputs / 2]. A row's result depends only on the row. A
+    row with NaN or infinity gives NaN.
     """
 
     def __init__(
@@ -142,13 +148,24 @@ class PackedLinear:
         bias: Tensor | None = None,
         *,
         is_gated: bool = False,
-        product: Product = None,
+        kernel: Kernel = None,
     ) -> None:
-        """`product`: one of linear_products(), the fastest unless told. Raises NoLibrary where there is none."""
-        self._product = product or fastest_product()
+        """Pack the weight.
+
+        Args:
+            weight: The stored weight; gated: the rows of gate, then those of up.
+            inputs: Number of inputs without padding.
+            bias: [outputs], or None.
+            is_gated: Apply the gate to the two halves of the outputs.
+            kernel: One of linear_kernels(); default: the fastest.
+
+        Raises:
+            NoLibrary: If there is no library.
+        """
+        self._kernel = kernel or fastest_kernel()
         self.outputs, self._width = len(weight), len(weight) // 2 if is_gated else len(weight)
         self.inputs, self._is_gated = inputs, is_gated
-        self._tensors = _packed(weight, is_gated)  # kept: the structure has their addresses
+        self._tensors = _packed(weight, is_gated)  # must stay alive: the structure holds their addresses
         self._bias = None if bias is None else bias.float().contiguous()
         quants, scales, minima = self._tensors
         self._weight = _LinearWeight(
@@ -164,9 +181,19 @@ class PackedLinear:
     def __call__(
         self, x: Tensor, out: Tensor | None = None, gate: Gate = Gate.SILU, threads: int | None = None
     ) -> Tensor:
-        """`x` and `out` of bfloat16 or float32; `out` of x's unless given. `gate`: of a gated product.
+        """Multiply x.
 
-        `threads`: as many as torch's operators take unless told.
+        Args:
+            x: [T, inputs], float32 or bfloat16.
+            out: [T, width], float32 or bfloat16; default: a new tensor in the dtype of x.
+            gate: Activation of a gated weight.
+            threads: Default: as many as torch's operators use.
+
+        Returns:
+            `out`.
+
+        Raises:
+            MemoryError: If the kernel cannot allocate its scratch memory.
         """
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -174,26 +201,26 @@ class PackedLinear:
             out = torch.empty((len(x), self._width), dtype=x.dtype)
         assert x.shape[1] == self.inputs and out.shape == (len(x), self._width) and out.stride(1) == 1
         self._weight.gate = gate if self._is_gated else 0
-        status = self._product(
+        status = self._kernel(
             self._address, x.data_ptr(), x.stride(0), _TYPES[x.dtype], len(x), out.data_ptr(), out.stride(0),
             _TYPES[out.dtype], threads or num_threads(),
         )  # fmt: skip
         if status == _NO_MEMORY:
-            raise MemoryError(f"no memory for {len(x)} rows of {self.inputs} inputs")
+            raise MemoryError(f"out of memory for {len(x)} rows of {self.inputs} inputs")
         return out
 
 
 def _packed(weight: GroupedWeight, is_gated: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quants, scales and minima by blocks of 16 outputs; of a gated weight a block of gate, then one of up."""
+    """Return quants, scales and minima in blocks of 16 outputs; gated: a block of gate, then one of up."""
     minima = None if weight.minima is None else _in_blocks(weight.minima, is_gated).transpose(1, 2).contiguous()
     scales = _in_blocks(weight.scales, is_gated).transpose(1, 2).contiguous()
-    fours = weight.quants.contiguous().view(torch.int32)  # moved as they are: bytes one by one took 10 s for 135 M
+    fours = weight.quants.contiguous().view(torch.int32)  # moving single bytes took 10 s for 135 M weights
     lines = _in_blocks(fours, is_gated).permute(0, 2, 3, 1)  # [B, groups, 8 or 4, 16]
     return lines.contiguous(), scales, minima
 
 
 def _in_blocks(rows: Tensor, is_gated: bool) -> Tensor:
-    """[N, ...] -> [blocks, 16, ...], outputs that are missing in the last block zero."""
+    """Reshape [N, ...] to [blocks, 16, ...]; missing outputs of the last block are zero."""
     parts = [_whole_blocks(part).unflatten(0, (-1, _OUTPUTS)) for part in rows.chunk(2 if is_gated else 1)]
     return torch.stack(parts, 1).flatten(0, 1) if is_gated else parts[0]
 
@@ -204,28 +231,40 @@ def _whole_blocks(rows: Tensor) -> Tensor:
 
 
 @cache
-def plain_product() -> Product:
-    """Loops without instruction sets, hundreds of times slower. Raises NoLibrary."""
+def plain_kernel() -> Kernel:
+    """Return the plain loops, which are hundreds of times slower than the instruction sets.
+
+    Raises:
+        NoLibrary: If there is no library.
+    """
     return _function(_PLAIN)
 
 
 @cache
-def linear_products() -> dict[InstructionSet, Product]:
-    """The products of this processor's instruction sets. Raises NoLibrary where one is not what plain loops make it."""
-    products = {one: _function(_FUNCTIONS[one]) for one in cpu_library().instruction_sets}
-    for one, product in products.items():
-        if not is_right(product):
-            raise NoLibrary(f"on this processor {_FUNCTIONS[one]} computes something else than plain loops do")
-    return products
+def linear_kernels() -> dict[InstructionSet, Kernel]:
+    """Return the kernel of each instruction set of this processor.
+
+    Raises:
+        NoLibrary: If there is no library, or a kernel differs from plain loops.
+    """
+    kernels = {one: _function(_FUNCTIONS[one]) for one in cpu_library().instruction_sets}
+    for one, kernel in kernels.items():
+        if not is_right(kernel):
+            raise NoLibrary(f"self-test failed: {_FUNCTIONS[one]} differs from plain loops on this processor")
+    return kernels
 
 
-def fastest_product() -> Product:
-    """Raises NoLibrary."""
-    return linear_products()[cpu_library().instruction_set]
+def fastest_kernel() -> Kernel:
+    """Return the kernel of the fastest instruction set.
+
+    Raises:
+        NoLibrary: If there is no library.
+    """
+    return linear_kernels()[cpu_library().instruction_set]
 
 
-def is_right(product: Product) -> bool:
-    """Whether small products of every format have the bits that plain loops have."""
+def is_right(kernel: Kernel) -> bool:
+    """Return whether small layers of every format have the same bits as plain loops."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((max(_TRIED_ROWS), 70), generator=generator)
     for format_ in GroupFormat:
@@ -239,16 +278,16 @@ def is_right(product: Product) -> bool:
         )
         for is_gated, gate in ((False, Gate.SILU), (True, Gate.SILU), (True, Gate.GELU_TANH)):
             found, wanted = (
-                PackedLinear(weight, 70, is_gated=is_gated, product=one) for one in (product, plain_product())
+                PackedLinear(weight, 70, is_gated=is_gated, kernel=one) for one in (kernel, plain_kernel())
             )
             exact = wanted(x, gate=gate)
-            # By one thread: to wake others for each of these takes ten times as long as they do.
+            # One thread: waking others takes ten times as long as these layers.
             if not all(torch.equal(found(x[:rows], gate=gate, threads=1), exact[:rows]) for rows in _TRIED_ROWS):
                 return False
     return True
 
 
-def _function(name: str) -> Product:
+def _function(name: str) -> Kernel:
     function = getattr(cpu_library().functions, name)
     function.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64,

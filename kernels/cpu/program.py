@@ -1,12 +1,8 @@
-"""Calls of C++ kernels recorded once and run as one: threads wake once for all of them (csrc/program.cpp).
+"""Record calls of C++ kernels and run them as one program, which wakes the threads only once (csrc/program.cpp).
 
-    with recording(library) as recorded:
-        ...                       # kernels write nothing, what they are called with is kept
-    recorded.program.run()        # in their order, on the memory that they were given
-
-An operator of torch inside a recording would read what is not computed yet, so it is refused: NotRecordable.
-Allocations come from Buffers, where what one call has read makes room for the next one. It is used on a CPU, in
-a decoding step of a shape that was recorded before. Knows no kernel.
+Inside recording(), kernels write nothing; their calls are kept with their addresses. A torch operator would read values
+that are not computed yet, so it raises NotRecordable. Allocations come from Buffers, which reuse memory as soon as no
+tensor refers to it.
 """
 
 import ctypes
@@ -24,22 +20,22 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.cpu.library import CpuLibrary, num_threads
 
-_LINE = 64  # bytes of a cache's line, where a buffer begins
-_REFERENCES_OF_FREE = 3  # to an array that no tensor lies in: the list's, the loop's and that of the question
+_LINE = 64  # bytes per cache line; buffers are aligned to it
+_REFERENCES_OF_FREE = 3  # of an array without tensors: the list, the loop variable and the argument of getrefcount()
 
 
 class NotRecordable(RuntimeError):
-    """An operator that is no C++ kernel was called in a recording; the message names it."""
+    """A torch operator was called in a recording; the message names it."""
 
 
 class Buffers:
-    """Memory of programs that never run at the same time."""
+    """Memory shared by programs that never run at the same time."""
 
     def __init__(self) -> None:
-        self._arrays: list[NDArray[np.uint8]] = []  # the smallest first
+        self._arrays: list[NDArray[np.uint8]] = []  # ascending size
 
     def take(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An empty tensor; its memory is free again as soon as neither it nor a view of it is left."""
+        """Return an uninitialized tensor; its memory is reusable once no tensor refers to it."""
         num_bytes = int(np.prod(size, dtype=np.int64)) * dtype.itemsize
         array = self._free(num_bytes + _LINE)
         start = -array.ctypes.data % _LINE
@@ -71,12 +67,17 @@ class Program:
 
 
 class Recorded:
-    program: Program  # once the recording has ended
+    program: Program  # set when the recording ends
 
 
 @contextmanager
 def recording(library: CpuLibrary, buffers: Buffers) -> Iterator[Recorded]:
-    """Record the kernels that this thread calls. Raises NotRecordable, MemoryError."""
+    """Record the kernels called by this thread.
+
+    Raises:
+        NotRecordable: If a torch operator other than a view or an allocation is called.
+        MemoryError: If the program cannot be allocated.
+    """
     functions, recorded = library.functions, Recorded()
     end = _function(functions.pagestream_end_recording, [], ctypes.c_void_p)
     _function(functions.pagestream_begin_recording, [], None)()
@@ -88,7 +89,7 @@ def recording(library: CpuLibrary, buffers: Buffers) -> Iterator[Recorded]:
             Program(library, address)
         raise
     if (address := end()) is None:
-        raise MemoryError("no memory for a program of kernels")
+        raise MemoryError("out of memory for a program of kernels")
     recorded.program = Program(library, address)
 
 
@@ -99,7 +100,7 @@ class _KernelsAlone(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled here. What keeps torch.compile out of this mode imports it, 1.4 s of a start."""
+        """Return False: nothing is compiled here, and True would import torch.compile, 1.4 s of a start."""
         return False
 
     def __torch_dispatch__(
@@ -111,15 +112,15 @@ class _KernelsAlone(TorchDispatchMode):
         if func is torch.ops.aten.empty_like.default:
             return self._buffers.take(tuple(args[0].shape), options.get("dtype") or args[0].dtype)
         if not func.is_view:
-            raise NotRecordable(f"{func} is no C++ kernel")
+            raise NotRecordable(f"{func} is not a C++ kernel")
         found = func(*args, **options)
-        if _storages(found) - _storages(args):  # to() and contiguous() are views where there is nothing to do
-            raise NotRecordable(f"{func} copies and is no C++ kernel")
+        if _storages(found) - _storages(args):  # to() and contiguous() return views if there is nothing to do
+            raise NotRecordable(f"{func} copies and is not a C++ kernel")
         return found
 
 
 def _storages(tensors: Any) -> set[int]:
-    """The addresses of what the tensors of a call or of its result lie in."""
+    """Return the storage addresses of all tensors in a call or result."""
     return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
 
 

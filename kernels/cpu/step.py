@@ -1,10 +1,7 @@
-"""The C++ kernels of a step beside its matrix products: attention, norms, rotation with the KV store.
+"""C++ kernels of a step besides the linear layers: attention, norms, rotary embedding with the KV store.
 
-    StepKernels(library, head_dim, dtype, kv_dtype)   for tensors of these types, on this processor's instruction set
-    kernels.begin(pool, inputs...)                    -> StepArguments, which the calls of all layers share
-
-A row of a result is summed in an order that its own sequence gives (csrc/attention.h, csrc/rows.h): its bits are the
-same in any batch and any chunk of a prompt. Knows no layer and no network.
+The order of a row's sums depends only on its own sequence (csrc/attention.h, csrc/rows.h), so its bits are the same in
+any batch and any chunk of a prompt.
 """
 
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
@@ -23,14 +20,14 @@ from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 POOL_DTYPES = DTYPES | {E4M3: 2}
-# A part of a prompt that a thread attends for: a tile of keys is widened and turned once for so many rows, and fewer
-# share better. 1500 tokens of SmolLM2, one layer, CPU time in turns: 29.6 ms with 64, 27.5 with 128;
-# since softmaxes are of many rows at once 24.7 with 128, 24.2 with 192.
+# Query rows per attention item of a prompt. A key tile is widened and transposed once per item; fewer rows balance
+# better. 1500 tokens of SmolLM2, one layer, CPU time measured in turns: 29.6 ms with 64 rows, 27.5 with 128; since
+# softmaxes cover many rows at once, 24.7 with 128 and 24.2 with 192.
 _ROWS_OF_AN_ITEM = 192
-_TILE = 64  # csrc/attention.h's
-# Threads share a token from so many keys on. Fewer KV heads than so many a thread are few: some threads would wait.
+_TILE = 64  # csrc/attention.h
+# From this many keys on, threads share a token; only with fewer KV heads per thread, when some threads would idle.
 _SHARED_KEYS, _KV_HEADS_OF_A_THREAD = 512, 4
-_WIDTHS = {InstructionSet.AVX2: 8, InstructionSet.AVX512_VNNI: 16}  # elements of a vector, which divide a head's
+_WIDTHS = {InstructionSet.AVX2: 8, InstructionSet.AVX512_VNNI: 16}  # elements per vector, which divide a head's
 SUFFIXES = {InstructionSet.AVX2: "avx2", InstructionSet.AVX512_VNNI: "avx512"}
 
 
@@ -41,7 +38,7 @@ _NUMBERS = ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_threads"
 
 
 class _Step(Structure):
-    """The fields of csrc/attention.h's Step."""
+    """Mirrors Step of csrc/attention.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in (*_TENSORS, "scores")),
@@ -74,13 +71,13 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def served_instruction_sets(library: CpuLibrary, head_dim: int) -> list[InstructionSet]:
-    """Return those of the processor whose vectors fill heads of `head_dim` elements."""
+    """Return the processor's instruction sets whose vectors divide heads of `head_dim` elements."""
     return [one for one in library.instruction_sets if head_dim % _WIDTHS[one] == 0]
 
 
 @dataclass(slots=True, kw_only=True)
 class StepArguments:
-    """The calls of a step share it; `held` are the tensors that it points to."""
+    """Arguments shared by the kernel calls of a step; `held` keeps the tensors alive that it points to."""
 
     step: _Step
     items: NDArray[np.int32]
@@ -91,7 +88,7 @@ class StepArguments:
     def point_to(
         self, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor
     ) -> None:
-        """Describe another step, of as many sequences and tokens each: for a program of the calls that shared it."""
+        """Point to another step of the same sizes, for a program whose calls share these arguments."""
         held = (block_tables, query_start_loc, seq_lens, positions, slots)
         assert block_tables.stride(1) == 1 and [len(one) for one in held] == [len(one) for one in self.held]
         for name, tensor in zip(_TENSORS, held, strict=True):
@@ -101,20 +98,20 @@ class StepArguments:
         self.make_room(seq_lens)
 
     def make_room(self, seq_lens: Tensor) -> None:
-        """Room for the scores of tokens that threads share, where there are any and sequences are long."""
+        """Allocate the scores of tokens that threads share, if there are any and sequences are long."""
         longest = int(seq_lens.max()) if self.step.shares_tokens else 0
         if longest < _SHARED_KEYS:
             self.step.scores = None
             return
         tiles = -(-longest // _TILE)
-        stride = tiles * (_TILE + 1) + 1  # of a row: scores, each tile's factor, the total
+        stride = tiles * (_TILE + 1) + 1  # per row: scores, one factor per tile, the total
         if self.scores is None or self.scores.shape[2] < stride:
             self.scores = torch.empty(self.step.num_tokens, self.step.num_heads, stride + 8 * (_TILE + 1))
         self.step.scores, self.step.scores_stride = self.scores.data_ptr(), self.scores.shape[2]
 
 
 class StepKernels:
-    """Raises ValueError for types or heads that the kernels do not serve."""
+    """The kernels for one head size and one pair of dtypes."""
 
     def __init__(
         self,
@@ -124,14 +121,25 @@ class StepKernels:
         kv_dtype: torch.dtype,
         instruction_set: InstructionSet | None = None,
     ) -> None:
-        """`instruction_set`: the fastest that serves `head_dim` unless told."""
+        """Select the kernels.
+
+        Args:
+            library: The C++ kernels.
+            head_dim: Elements per head, a multiple of 8.
+            dtype: Dtype of the activations, float32 or bfloat16.
+            kv_dtype: Dtype of the KV cache: float32, bfloat16 or e4m3.
+            instruction_set: Default: the fastest that supports `head_dim`.
+
+        Raises:
+            ValueError: If the kernels do not support `head_dim` or a dtype.
+        """
         served = served_instruction_sets(library, head_dim)
         if not served:
-            raise ValueError(f"heads of {head_dim} elements; the C++ kernels take multiples of 8")
+            raise ValueError(f"head size {head_dim} is not supported by the C++ kernels, which need a multiple of 8")
         if dtype not in DTYPES or kv_dtype not in POOL_DTYPES:
             raise ValueError(
-                f"{dtype} beside a KV cache in {kv_dtype}; "
-                "the C++ kernels take float32 and bfloat16, of a cache e4m3 too"
+                f"{dtype} with a KV cache in {kv_dtype} is not supported by the C++ kernels, "
+                "which need float32 or bfloat16 (KV cache: e4m3, too)"
             )
         self.dtype = dtype
         self._types = DTYPES[dtype], POOL_DTYPES[kv_dtype]
@@ -156,7 +164,17 @@ class StepKernels:
         positions: Tensor,
         slots: Tensor,
     ) -> StepArguments:
-        """`pool` [num_blocks, L, 2, Hkv, BS, D], block tables, starts and lengths int32, positions and slots int64."""
+        """Prepare the arguments of one step.
+
+        Args:
+            pool: [num_blocks, L, 2, Hkv, BS, D], the KV pool.
+            num_heads: Query heads.
+            block_tables: [S, B], int32.
+            query_start_loc: [S + 1], int32.
+            seq_lens: [S], int32.
+            positions: [T], int64.
+            slots: [T], int64.
+        """
         num_kv_heads, block_size, head_dim = pool.shape[3:]
         assert pool.stride()[3:] == (block_size * head_dim, head_dim, 1)
         assert block_tables.stride(1) == 1
@@ -194,9 +212,19 @@ class StepKernels:
         rules: ScoreRules = NO_RULES,
         scales: KVScales = UNIT_SCALES,
     ) -> Tensor:
-        """qkv [T, >= Hq * D] -> [T, Hq * D], or of `rows` (int64) alone.
+        """Attend in one layer.
 
-        `layer_keys`: a layer's keys of the pool, [num_blocks, Hkv, BS, D]; `scales`: of a pool in e4m3.
+        Args:
+            step: From begin().
+            qkv: [T, >= Hq * D], queries first.
+            layer_keys: [num_blocks, Hkv, BS, D], the layer's keys in the pool.
+            scale: Factor of the scores.
+            rows: int64 rows to compute; default: all.
+            rules: Window, softcap and sinks.
+            scales: Scales of an e4m3 pool.
+
+        Returns:
+            [T, Hq * D], or one row per entry of `rows`.
         """
         items = step.items if rows is None else _items_of_rows(step.query_start_loc, rows)
         num_rows = len(qkv) if rows is None else len(rows)
@@ -223,9 +251,14 @@ class StepKernels:
         layer_keys: Tensor,
         scales: KVScales = UNIT_SCALES,
     ) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]: queries and keys are turned in place by `cos_sin` [max_len, D] float32, if any.
+        """Rotate queries and keys in place, then store keys and values in their slots.
 
-        `scales`: of a pool in e4m3.
+        Args:
+            step: From begin().
+            qkv: [T, (Hq + 2 * Hkv) * D], contiguous.
+            cos_sin: [max_len, D], float32; None: no rotation.
+            layer_keys: [num_blocks, Hkv, BS, D], the layer's keys in the pool.
+            scales: Scales of an e4m3 pool.
         """
         assert qkv.is_contiguous() and qkv.dtype == self.dtype
         self._rotate_and_store(
@@ -234,7 +267,7 @@ class StepKernels:
         )  # fmt: skip
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:
-        """x [N, H] becomes x + residual; return it normed, times `scaled_weight` / sqrt(H)."""
+        """Add `residual` to x [N, H] in place, and return x normed and multiplied with `scaled_weight` / sqrt(H)."""
         assert x.is_contiguous() and residual.is_contiguous() and x.dtype == residual.dtype == self.dtype
         normed = torch.empty_like(x)
         rows, size = x.shape
@@ -245,7 +278,7 @@ class StepKernels:
         return normed
 
     def rms_norm(self, x: Tensor, scaled_weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """x [N, parts * H], each part by itself -> `out`, which may be x itself; H is that of `scaled_weight`."""
+        """Norm each part of x [N, parts * H] into `out`, which may be x itself; `scaled_weight` is [H]."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         assert x.stride(1) == out.stride(1) == 1 and x.dtype == out.dtype == self.dtype
         size = len(scaled_weight)
@@ -257,11 +290,11 @@ class StepKernels:
 
 
 def _items(starts: NDArray[np.int32], num_tokens: int) -> NDArray[np.int32]:
-    """[N, 4]: sequence, first token, end, first row of the output; each of `num_tokens` at most.
+    """Return [N, 4]: sequence, first token, end, first output row; each item has at most `num_tokens` tokens.
 
-    The last ones first: these have the most keys of a prompt, and of sequences that come by length.
+    The last ones come first: they have the most keys of a prompt, and of sequences sorted by length.
     """
-    if len(starts) - 1 == starts[-1]:  # one token each
+    if len(starts) - 1 == starts[-1]:  # one token per sequence
         rows = np.arange(len(starts) - 1, dtype=np.int32)[::-1]
         return np.stack((rows, rows, rows + 1, rows), axis=1)
     bounds = starts.tolist()

@@ -1,11 +1,8 @@
-"""Random numbers without state: noise = hash(seed, output index, stage, counter).
+"""Stateless random numbers: noise = hash(seed, output index, stage, counter).
 
-    draw_keys(seeds [R], indices [R])        -> keys [R]: 64 bits for output `index` of the stream `seed`
-    gumbel_noise(keys [R], stage, counters)  -> [R, C] float64, standard Gumbel
-
-The hash is SplitMix64's finaliser over 64-bit counters, in integers (int64) that wrap alike on every device; the Triton
-twin of these functions is in triton_kernels.py. Knows nothing of logits. It is used at the first step of a token's way
-back.
+The hash is the finalizer of SplitMix64 over 64-bit counters, in int64 arithmetic that wraps identically on every
+device. triton_kernels.py has the same functions in Triton. Source: Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014.
 """
 
 import torch
@@ -16,20 +13,28 @@ MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def draw_keys(seeds: Tensor, indices: Tensor) -> Tensor:
+    """Return [R] int64 keys, one per (seed, output index)."""
     return _mix(_mix(seeds + signed(GOLDEN)) + (indices + 1) * signed(GOLDEN))
 
 
 def gumbel_noise(keys: Tensor, stage: int, counters: Tensor) -> Tensor:
-    """`counters` [R, C] (int64); `stage` parts the draws of one key."""
+    """Return standard Gumbel noise, [R, C] float64.
+
+    Args:
+        keys: [R], int64, from draw_keys().
+        stage: Separates the draws of one key.
+        counters: [R, C], int64.
+    """
     bits = _mix(_mix(keys ^ stage)[:, None] + counters * signed(GOLDEN))
-    # float64 before the half: torch promotes int64 + 0.5 to float32. With 52 bits and a half, both the least and the
-    # greatest value are strictly inside (0, 1).
+    # float64 first, because torch promotes int64 + 0.5 to float32. With 52 bits and a half, the smallest and the
+    # largest
+    # value are strictly inside (0, 1).
     uniform: Tensor = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
 
 def signed(value: int) -> int:
-    """The 64 bits of `value` as int64 has them."""
+    """Return the 64 bits of `value` as a signed int64."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -40,5 +45,5 @@ def _mix(values: Tensor) -> Tensor:
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch has no unsigned 64-bit arithmetic, and `>>` copies the sign bit."""
+    """Shift logically: torch has no unsigned 64-bit arithmetic, and `>>` copies the sign bit."""
     return torch.bitwise_and(values >> bits, 2 ** (64 - bits) - 1)

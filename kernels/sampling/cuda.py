@@ -1,7 +1,6 @@
-"""sample_tokens on CUDA: launches of triton_kernels.py. Nothing here waits for the device.
+"""sample_tokens on CUDA: launches of triton_kernels.py. Nothing waits for the device.
 
-One launch for a batch of greedy rows; else two, and one more if a row has min-p, top-k or top-p. Knows no reference. It
-is the first step of a token's way back on a GPU.
+A batch of greedy rows takes one launch; others take two, plus one if a row has min-p, top-k or top-p.
 """
 
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from torch import Tensor
 from kernels.sampling.reference import GROUP_SIZE, SamplingRows
 from kernels.sampling.triton_kernels import argmax_kernel, draw_kernel, floor_kernel, group_kernel
 
-# Measured on an H200 (bench/kernel/sampling.py). 4096 scores for 8 warps are two 16-byte loads a thread in bf16, and 12
-# programs for a row of 49152 tokens; a row's search has no other program's work to hide its loads behind.
+# Measured on an H200 (bench/kernel/sampling.py). 4096 scores for 8 warps are two 16-byte loads per thread in bf16 and
+# 12
+# programs for a row of 49152 tokens. A row's floor search has no other program on its SM to hide its loads.
 _GROUPS_PER_TILE, _GROUP_WARPS = 32, 8
 _FLOOR_GROUPS_PER_TILE, _FLOOR_WARPS = 32, 16
 _DRAW_WARPS = 8
@@ -23,12 +23,13 @@ _ARGMAX_TILE, _ARGMAX_WARPS = 8192, 32
 
 @dataclass(frozen=True, slots=True)
 class GroupSums:
-    best: Tensor  # [N, G] float32, the greatest score of each group
-    mass: Tensor  # [N, G] float32, of what is kept, relative to the group's best; undefined in greedy rows
-    floors: Tensor  # [N] float32, the least score that is kept
+    best: Tensor  # [N, G] float32, largest score of each group
+    mass: Tensor  # [N, G] float32, kept mass relative to the group's best; undefined in greedy rows
+    floors: Tensor  # [N] float32, smallest kept score
 
 
 def sample_tokens_triton(scores: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
+    """Compute sample_tokens() on CUDA."""
     num_rows, vocab_size = scores.shape
     assert scores.stride(1) == 1
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
@@ -57,6 +58,7 @@ def sample_tokens_triton(scores: Tensor, rows: SamplingRows | None) -> tuple[Ten
 
 
 def sum_groups(scores: Tensor, rows: SamplingRows) -> GroupSums:
+    """Compute each group's best score and kept mass, and each row's smallest kept score."""
     num_rows, vocab_size = scores.shape
     num_groups, num_truncated = triton.cdiv(vocab_size, GROUP_SIZE), rows.truncated_rows.shape[0]
     best = torch.empty(num_rows, num_groups, dtype=torch.float32, device=scores.device)

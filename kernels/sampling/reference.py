@@ -1,7 +1,4 @@
-"""The reference of sampling.py, where the contract is; it serves CPU tensors. Also the types that both sides share.
-
-It is the first step of a token's way back on a CPU. It knows no sequence and no request.
-"""
+"""The torch reference of sample_tokens.py, which serves CPU tensors, and the types shared with the kernels."""
 
 import math
 from dataclasses import dataclass
@@ -11,23 +8,23 @@ from torch import Tensor
 
 from kernels.sampling.counter_based_noise import draw_keys, gumbel_noise
 
-# Tokens of one group of the two-level draw. Part of the answer: another value draws other tokens for the same seed.
+# Tokens per group of the two-level draw. It is part of the result: another value draws other tokens for the same seed.
 # 128 divides common vocabularies (128256, 151936, 49152), so their logits need no padding.
 GROUP_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row is sampled, on the device of the scores. Rows of temperature 0 take the argmax."""
+    """Sampling parameters per row, on the device of the scores. Rows with temperature 0 take the argmax."""
 
     seeds: Tensor  # [N] int64
-    indices: Tensor  # [N] int64, of the token in its sequence's output
-    temperature: Tensor  # [N] float64, 0 or at least 1e-30: below, a division overflows float32
-    log_min_p: Tensor  # [N] float64; -inf = off
-    top_k: Tensor  # [N] int64; 0 = off
-    top_p: Tensor  # [N] float64; 1 = off
-    random_rows: Tensor  # [R] int64: the rows whose temperature is not 0
-    truncated_rows: Tensor  # [Q] int64: the random rows that have min-p, top-k or top-p
+    indices: Tensor  # [N] int64, index of the token in its sequence's output
+    temperature: Tensor  # [N] float64, 0 or at least 1e-30, below which a division overflows float32
+    log_min_p: Tensor  # [N] float64; -inf: off
+    top_k: Tensor  # [N] int64; 0: off
+    top_p: Tensor  # [N] float64; 1: off
+    random_rows: Tensor  # [R] int64: rows whose temperature is not 0
+    truncated_rows: Tensor  # [Q] int64: random rows with min-p, top-k or top-p
 
 
 def sample_tokens_reference(scores: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
@@ -54,7 +51,7 @@ def _selected(rows: SamplingRows, chosen: Tensor) -> SamplingRows:
 
 
 def _draw(scores: Tensor, best: Tensor, rows: SamplingRows) -> Tensor:
-    """One token id for each row of `scores`, which it overwrites; `best` [R, 1] is each row's maximum."""
+    """Draw one token id per row of `scores`, which is overwritten; `best` [R, 1] is each row's maximum."""
     log_weights = scores.sub_(best).div_(rows.temperature.float()[:, None])
     weights = log_weights.exp()
     floor = _floor(log_weights, weights, rows) if rows.truncated_rows.shape[0] else None
@@ -71,13 +68,16 @@ def _draw(scores: Tensor, best: Tensor, rows: SamplingRows) -> Tensor:
     if floor is not None:
         kept = kept.masked_fill(kept < floor, -math.inf)
     within = (kept + gumbel_noise(keys, 1, token_ids)).argmax(dim=-1, keepdim=True)
-    # A row that cannot be sampled has NaN everywhere, whose argmax may lie in the padding.
+    # A row that cannot be sampled is NaN everywhere, and its argmax may lie in the padding.
     return token_ids.gather(1, within).squeeze(1).clamp_(max=scores.shape[1] - 1)
 
 
 def _groups(weights: Tensor) -> Tensor:
-    """[R, groups, GROUP_SIZE]. A sum over a whole vocabulary is one of their sums: torch shares a single long row out
-    among threads, and its last bits would be others than among other rows."""
+    """Return weights as [R, groups, GROUP_SIZE].
+
+    Sums over a vocabulary are sums of group sums: torch splits a single long row among threads, so its last bits would
+    differ from those of the same row in a batch.
+    """
     return _padded(weights, 0.0).view(len(weights), -1, GROUP_SIZE)
 
 
@@ -87,7 +87,7 @@ def _padded(rows: Tensor, value: float) -> Tensor:
 
 
 def _floor(log_weights: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
-    """The least log weight [R, 1] that min-p, top-k and top-p keep together; -inf in rows that have none of them."""
+    """Return the smallest log weight [R, 1] kept by min-p, top-k and top-p; -inf in rows without them."""
     floor = rows.log_min_p.float()[:, None]
     sorting = ((rows.top_k > 0) | (rows.top_p < 1.0)).nonzero().squeeze(1)
     if sorting.shape[0]:
@@ -102,10 +102,10 @@ def _floor(log_weights: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
 def _prefix_floor(
     log_weights: Tensor, mass: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, num_sorted: int = 128
 ) -> Tensor:
-    """`floor` raised by top-k, then by top-p of what is left.
+    """Raise `floor` by top-k, then by top-p of the rest.
 
-    Sorts the `num_sorted` largest, and eight times as many of the rows for which these do not decide: sorting a whole
-    vocabulary of 49152 takes a CPU 3.5 ms a row, its 128 largest 0.07 ms, and a nucleus is seldom larger.
+    It sorts the `num_sorted` largest, then eight times as many for undecided rows. A CPU needs 3.5 ms to sort a row of
+    49152 but 0.07 ms for its 128 largest, and a nucleus is rarely larger.
     """
     vocab_size = log_weights.shape[1]
     num_sorted = min(num_sorted, vocab_size)
@@ -114,12 +114,12 @@ def _prefix_floor(
     floor = torch.where(top_k <= num_sorted, torch.maximum(floor, kth.to(floor.dtype)), floor)
     left = largest >= floor
     left_weights = largest.exp() * left
-    # Without top-k and min-p the whole row is left, and its mass is known before it is sorted.
+    # Without top-k and min-p the whole row remains, and its mass is known before sorting.
     whole_row = (top_k >= vocab_size) & (floor == -math.inf)
     total = torch.where(whole_row, mass.double(), left_weights.sum(dim=-1, keepdim=True))
     before = left_weights.cumsum(dim=-1) - left_weights
     kept = left & ((top_p >= 1.0) | (before < top_p * total))
-    kept[:, 0] = True  # top_p = 0 still leaves the best token
+    kept[:, 0] = True  # top_p = 0 still keeps the best token
     result = largest.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True).to(floor.dtype)
 
     undecided = torch.where(whole_row, kept[:, -1:], left[:, -1:])

@@ -1,17 +1,12 @@
-"""The kernels of cuda.py: the contract and the random numbers of the reference in reference.py.
+"""Triton kernels of sampling, with the contract of sample_tokens.py and the random numbers of reference.py.
 
-    argmax_kernel   greedy rows, one program a row
-    group_kernel    reads the scores once: greatest score and mass of each group of 128 tokens
-    floor_kernel    for rows with min-p, top-k or top-p: searches the least score that is kept, without a sort
-    draw_kernel     a group from the masses, then a token from that group's 128 scores
-
-Masses are sums of exp((score - greatest of the group) / temperature), so that one pass suffices: nothing needs the
-row's maximum beforehand. No program sees more than one row, and its tiles do not depend on the batch: a row's result is
-the same bits wherever it stands. Rows whose scores are not finite end with such a `best`, and some token.
-
-The first step of a token's way back, on a GPU. They know no sequence and no request.
+group_kernel reads the scores once and computes each group's largest score and mass; floor_kernel finds the smallest
+kept
+score without a sort; draw_kernel draws a group, then a token. Masses are sums of exp((score - group maximum) /
+temperature), so one pass suffices. Tiles do not depend on the batch, so a row's bits do not depend on its position.
+Rows with non-finite scores end with a non-finite `best` and an arbitrary token.
 """
-# Arguments of a launch are flat (ADR 0108). Only NaN is not itself.
+# Launch arguments are flat (ADR 0108). x != x tests for NaN.
 # ruff: noqa: PLR0913, PLR0917, PLR0124
 
 import triton
@@ -26,7 +21,8 @@ _SECOND_MULTIPLIER = tl.constexpr(MULTIPLIERS[1])
 _GROUP = tl.constexpr(GROUP_SIZE)
 _INFINITY = tl.constexpr(float("inf"))
 
-# Parts of one tensor, which begin at multiples of 8 bytes: each of 16 would be another variant of a kernel, compiled
+# Views of one tensor that start at multiples of 8 bytes. Specializing on 16-byte alignment would compile another
+# variant
 # when the first odd number of rows is sampled. A program reads one number of each.
 _PARAMETERS = ["seeds", "indices", "temperature", "log_min_p", "top_k", "top_p", "truncated_rows"]
 
@@ -40,8 +36,8 @@ def _mix(values):
 
 @triton.jit
 def _gumbel(seed, index, STAGE: tl.constexpr, counters):
-    """counter_based_noise.gumbel_noise: the same integers, then float64."""
-    # As wide as the counters from the start: one number has no shape to be a constant of.
+    """Mirror counter_based_noise.gumbel_noise: the same integers, then float64."""
+    # Broadcast to the counters first: a scalar has no shape to be a constant of.
     zeros = (counters * 0).to(tl.uint64)
     key = _mix(_mix(zeros + seed.to(tl.uint64) + _GOLDEN) + (index + 1).to(tl.uint64) * _GOLDEN)
     bits = _mix(_mix(key ^ STAGE) + counters.to(tl.uint64) * _GOLDEN) >> 12
@@ -51,7 +47,7 @@ def _gumbel(seed, index, STAGE: tl.constexpr, counters):
 
 @triton.jit
 def _greatest(values):
-    """The greatest of all parts of a row; NaN if any is, which tl.max passes over."""
+    """Return the row's maximum, or NaN if any part is NaN, which tl.max ignores."""
     unordered = tl.max((values != values).to(tl.int32), axis=0)
     greatest = tl.max(values, axis=0)
     return tl.where(unordered > 0, float("nan"), greatest)
@@ -68,7 +64,7 @@ def argmax_kernel(scores, token_ids, best_scores, row_stride, VOCAB: tl.constexp
         inside = start + columns < VOCAB
         values = tl.load(scores + row * row_stride + start + columns, mask=inside, other=-_INFINITY).to(tl.float32)
         unordered |= (values != values).to(tl.int32)
-        better = values > greatest  # of equals the first stays
+        better = values > greatest  # of equal scores the first stays
         found = tl.where(better, start + columns, found)
         greatest = tl.where(better, values, greatest)
     best = tl.max(greatest, axis=0)
@@ -106,18 +102,18 @@ def _load_groups(scores_of_row, groups, is_group, VOCAB: tl.constexpr):
 
 @triton.jit
 def _mass_of_groups(values, best, inverse_temperature):
-    """exp() of nothing but -inf is 0, not NaN."""
+    """Sum the masses of groups; a group of only -inf has mass 0, not NaN."""
     base = tl.where(best == -_INFINITY, 0.0, best)
     return tl.sum(tl.exp((values - base[:, None]) * inverse_temperature), axis=1)
 
 
 @triton.jit
 def _list_groups(active, best, floor, NUM_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr):
-    """Writes which groups hold a score of `floor` or more; returns how many they are."""
+    """Write the list of groups that hold a score of at least `floor`, and return their number."""
     groups = tl.arange(0, GROUPS_BLOCK)
     is_active = ((groups < NUM_GROUPS) & (best >= floor)).to(tl.int32)
     places = tl.cumsum(is_active, axis=0) - 1
-    tl.debug_barrier()  # nobody still reads the list before
+    tl.debug_barrier()  # wait for readers of the previous list
     tl.store(active + places, groups, mask=is_active > 0)
     tl.debug_barrier()
     return tl.sum(is_active, axis=0)
@@ -131,11 +127,11 @@ def _load_listed(scores_of_row, active, start, num_active, VOCAB: tl.constexpr, 
 
 
 @triton.jit
-def _survey(
+def _measure(
     scores_of_row, active, best, greatest, inverse_temperature, floor,
     VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, GROUPS_PER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The number of scores from `floor` on that are not -inf, their mass, and the least of them."""
+    """Return the number of finite scores from `floor` on, their mass, and the smallest of them."""
     num_active = _list_groups(active, best, floor, NUM_GROUPS, GROUPS_BLOCK)
     number = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
     mass = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
@@ -157,27 +153,27 @@ def _search(
     BY_MASS: tl.constexpr, VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
     GROUPS_PER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The greatest score s for which all scores from s on count for `target` or more; those from `low` on do.
+    """Return the largest score s such that all scores from s on count at least `target`; those from `low` on do.
 
-    A score counts 1, or BY_MASS exp((score - greatest) / temperature). Each pass over the groups that reach `low`
-    quarters [low, high): what is at low and above counts for the target, what is at high and above does not. It also
-    takes the least score from `low` on and the greatest below `high`: when they are one, that is the answer, exactly.
+    A score counts 1, or with BY_MASS exp((score - greatest) / temperature). Each pass over the groups that reach `low`
+    quarters [low, high): the scores from low on reach the target, those from high on do not. A pass also finds the
+    smallest score from `low` on and the largest below `high`; when they are equal, that score is the exact answer.
     """
     high = greatest * 0.0 + _INFINITY
-    top = greatest  # the greatest score below `high`, or something above it
+    top = greatest  # an upper bound of the scores below `high`
     is_open = low < greatest
-    # 16 passes quarter the 2^32 floats to one; scores that crowd around a point far from both ends take some more.
+    # 16 passes quarter the 2^32 floats down to one; scores clustered far from both ends take a few more.
     num_passes = 0
     while is_open & (num_passes < 256):
         num_active = _list_groups(active, best, low, NUM_GROUPS, GROUPS_BLOCK)
-        quarter = top * 0.25 - low * 0.25  # their difference can overflow
+        quarter = top * 0.25 - low * 0.25  # top - low can overflow
         first, second, third = low + quarter, low + 2.0 * quarter, top - quarter
         above_first = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
         above_second = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
         above_third = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
         least = tl.full([GROUPS_PER_TILE, _GROUP], _INFINITY, tl.float32)
-        most = tl.full([GROUPS_PER_TILE, _GROUP], -_INFINITY, tl.float32)
-        # One tile ahead: a program is alone on its SM, so nothing else hides the time of a load.
+        largest = tl.full([GROUPS_PER_TILE, _GROUP], -_INFINITY, tl.float32)
+        # Prefetch one tile: a program is alone on its SM, so nothing else hides the latency of a load.
         following = _load_listed(scores_of_row, active, 0, num_active, VOCAB, GROUPS_PER_TILE)
         for start in range(0, num_active, GROUPS_PER_TILE):
             values = following
@@ -191,10 +187,10 @@ def _search(
             above_second += tl.where(values >= second, counted, 0.0)
             above_third += tl.where(values >= third, counted, 0.0)
             least = tl.minimum(least, tl.where(values >= low, values, _INFINITY))
-            most = tl.maximum(most, tl.where(values < high, values, -_INFINITY))
+            largest = tl.maximum(largest, tl.where(values < high, values, -_INFINITY))
         from_first, from_second, from_third = tl.sum(above_first), tl.sum(above_second), tl.sum(above_third)
         bottom = tl.min(least)
-        top = tl.max(most)
+        top = tl.max(largest)
         is_open = bottom < top
         if from_third >= target:
             low = third
@@ -206,7 +202,7 @@ def _search(
             high = second
         else:
             high = first
-        # One score is left: it is the answer. Else the least one bounds what is to be searched.
+        # If one score is left, it is the answer. Otherwise the smallest one is the new lower bound.
         low = tl.where(is_open, tl.maximum(low, bottom), bottom)
         top = tl.minimum(top, high)
         num_passes += 1
@@ -219,7 +215,7 @@ def floor_kernel(
     row_stride,
     VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, GROUPS_PER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the least score that is kept, and the masses of the groups without what is not."""
+    """Write the smallest kept score, and the masses of the groups without dropped scores."""
     row = tl.load(truncated_rows + tl.program_id(0))
     active = active_lists + tl.program_id(0).to(tl.int64) * NUM_GROUPS
     scores_of_row = scores + row * row_stride
@@ -227,7 +223,7 @@ def floor_kernel(
     is_group = groups < NUM_GROUPS
     best = tl.load(group_best + row * NUM_GROUPS + groups, mask=is_group, other=-_INFINITY)
     greatest = _greatest(best)
-    if (greatest > -_INFINITY) & (greatest < _INFINITY):  # else the row fails
+    if (greatest > -_INFINITY) & (greatest < _INFINITY):  # otherwise the row fails
         row_temperature = tl.load(temperature + row).to(tl.float32)
         inverse_temperature = 1.0 / row_temperature
         floor = greatest + row_temperature * tl.load(log_min_p + row).to(tl.float32)
@@ -236,7 +232,7 @@ def floor_kernel(
             low = tl.min(tl.where(is_group, best, _INFINITY))
             number = tl.full([], VOCAB, tl.float32)
             if (number_kept > NUM_GROUPS) | (low == -_INFINITY):
-                number, _, low = _survey(
+                number, _, low = _measure(
                     scores_of_row, active, best, greatest, inverse_temperature, -_INFINITY,
                     VOCAB, NUM_GROUPS, GROUPS_BLOCK, GROUPS_PER_TILE,
                 )  # fmt: skip
@@ -252,11 +248,11 @@ def floor_kernel(
             masses = tl.load(group_mass + row * NUM_GROUPS + groups, mask=is_group, other=0.0)
             mass = tl.sum(masses * tl.exp((best - greatest) * inverse_temperature))
             if floor > -_INFINITY:
-                _, mass, _ = _survey(
+                _, mass, _ = _measure(
                     scores_of_row, active, best, greatest, inverse_temperature, floor,
                     VOCAB, NUM_GROUPS, GROUPS_BLOCK, GROUPS_PER_TILE,
                 )  # fmt: skip
-            # All scores below `bound` together weigh half of what may be left out, or less.
+            # All scores below `bound` together weigh at most half of what may be dropped.
             spare = ((1.0 - ratio) * 0.5).to(tl.float32) * mass / VOCAB
             bound = tl.maximum(greatest + row_temperature * tl.log(tl.maximum(spare, 1e-37)), -3e38)
             floor = _search(
@@ -289,7 +285,7 @@ def draw_kernel(
     row_temperature = tl.load(temperature + row)
     seed, index = tl.load(seeds + row), tl.load(indices + row)
     is_random = row_temperature > 0.0
-    # Greedy rows are drawn too, at temperature 1 from the group of the best score; its place is taken below.
+    # Greedy rows are drawn at temperature 1 from the group of the best score, then its position is taken below.
     divisor = tl.where(is_random, row_temperature, 1.0)
 
     masses = tl.load(group_mass + row * NUM_GROUPS + groups, mask=is_group, other=0.0)
@@ -306,7 +302,7 @@ def draw_kernel(
     score = log_weights + _gumbel(seed, index, 1, columns)
     score = tl.where(values > -_INFINITY, score, -_INFINITY)
     wins = tl.where(is_random, score == tl.max(score, axis=0), values == greatest)
-    # A row that fails may have no winner; its token must still be one of the vocabulary.
+    # A failing row may have no winner; its token must still be in the vocabulary.
     token_id = tl.min(tl.where(wins, columns, VOCAB - 1), axis=0)
     tl.store(token_ids + row, tl.minimum(token_id, VOCAB - 1).to(tl.int64))
     tl.store(best_scores + row, greatest)

@@ -1,3 +1,5 @@
+"""Plots of benchmark results."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,15 @@ def http_row(rate: str, requests_per_second: float) -> dict[str, Any]:
 HTTP = [http_row("30.0", 27.0), http_row("10.0", 9.5), http_row("inf", 55.0), {"load": {"rate": "5.0"}}]
 
 
-def test_decode_points_are_the_best_of_repeats_by_batch() -> None:
+def test_decode_points_are_the_best_repeat_per_batch() -> None:
     assert decode_points(DECODE) == [(1, 250.0, 4.0), (8, 2000.0, 4.0)]
 
 
-def test_http_points_leave_out_what_has_no_rate_or_no_result() -> None:
+def test_http_points_skip_entries_without_rate_or_result() -> None:
     assert http_points(HTTP, "inter_token") == [(9.5, 5.0, 20.0), (27.0, 5.0, 20.0)]
 
 
-def test_the_pictures_are_drawn(tmp_path: Path) -> None:
+def test_plots_are_written(tmp_path: Path) -> None:
     for name, rows in (("engine", DECODE), ("http", HTTP)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     kernel = {"group": "decode attention", "seconds": 1e-4, "bytes": 4e8, "flops": 2e9}

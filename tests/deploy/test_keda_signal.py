@@ -1,6 +1,6 @@
-"""What KEDA reads through the overlay is the truth: requests that are accepted and unfinished, by queue.
+"""The values that KEDA reads through the overlay equal the accepted, unfinished requests of each queue.
 
-A cancelled request that a worker has read counts until that worker has let go of it, in its next step.
+A canceled request that a worker has read counts until the worker releases it in its next step.
 """
 
 import random
@@ -23,7 +23,7 @@ from shared.redis_keys import NEWER, PRIORITY_CLASSES, QUEUE_NAMES, RESUMED, Red
 from shared.redis_scripts import Demand, Ending, QueueEntry, ReapMode, RedisScripts
 
 OVERLAY = Path(__file__).parents[2] / "deploy" / "kustomize" / "overlays" / "keda"
-MODEL = "SmolLM2-135M-Instruct"  # of the overlay
+MODEL = "SmolLM2-135M-Instruct"  # model name of the overlay
 NUM_HISTORIES, NUM_ACTIONS = 200, 40
 WORKERS = ("w0.1", "w1.1")
 
@@ -38,8 +38,11 @@ def scaled_object() -> dict[str, Any]:
 
 
 async def as_keda_reads(redis: Redis, trigger: dict[str, Any], stream: str = "") -> int:
-    """Its redis-streams scaler: without a group the stream's length; else the group's lag, of which an unknown one is 0
-    to go-redis; and with neither the group's pending entries."""
+    """Return what KEDA's redis-streams scaler reads.
+
+    Without a group it is the stream's length; with `lagCount` it is the group's lag, where go-redis reads an unknown
+    lag as 0; otherwise it is the group's pending entries.
+    """
     metadata, stream = trigger["metadata"], stream or trigger["metadata"]["stream"]
     if "consumerGroup" not in metadata:
         return await redis.xlen(stream)
@@ -51,15 +54,15 @@ async def as_keda_reads(redis: Redis, trigger: dict[str, Any], stream: str = "")
 
 @dataclass
 class History:
-    """A store to which anything may happen in any order, and beside it what is true."""
+    """A store on which random actions run in random order, with the expected state beside it."""
 
     scripts: RedisScripts
     random: random.Random
-    queue_of: dict[str, str] = field(default_factory=dict)  # by request that is unfinished
+    queue_of: dict[str, str] = field(default_factory=dict)  # by unfinished request
     class_of: dict[str, str] = field(default_factory=dict)
     held: dict[str, dict[str, QueueEntry]] = field(default_factory=lambda: {worker: {} for worker in WORKERS})
     needs: dict[str, int] = field(default_factory=dict)
-    cancelled: set[str] = field(default_factory=set)  # and still held
+    cancelled: set[str] = field(default_factory=set)  # cancelled but still held
     num_accepted: int = 0
 
     async def act(self) -> None:
@@ -83,7 +86,7 @@ class History:
         await self.scripts.claim(worker, entries)
 
     async def finish(self) -> None:
-        """Any of them, not the oldest; and what was cancelled, which a worker lets go of in its next step."""
+        """Finish random held requests and all canceled ones, which a worker releases in its next step."""
         worker = self.random.choice(WORKERS)
         held = self.held[worker]
         some = self.random.sample(sorted(held), min(len(held), self.random.randint(1, 3)))
@@ -105,7 +108,7 @@ class History:
             del self.queue_of[request_id]
 
     async def give_back(self) -> None:
-        """What it has not begun: it is queued again before all others, if nobody has cancelled it."""
+        """Return requests that have not started; they are queued before all others unless canceled."""
         worker = self.random.choice(WORKERS)
         held = self.held[worker]
         entries = [held.pop(id_) for id_ in self.random.sample(sorted(held), min(len(held), self.random.randint(1, 2)))]
@@ -118,7 +121,7 @@ class History:
                 self.queue_of[entry.request_id] = NEWER if self.needs[entry.request_id] else RESUMED
 
     async def lose_worker(self) -> None:
-        """It dies or drains; its requests are queued again, before all others, or become dead letters."""
+        """Reap a worker that crashed or drains; its requests are queued before all others or become dead letters."""
         worker = self.random.choice(WORKERS)
         await reap_worker(self.scripts, worker, ReapMode.DRAIN if self.random.random() < 0.5 else ReapMode.CRASH)
         for request_id in self.held[worker]:
@@ -140,9 +143,7 @@ async def new_history(connections: RedisConnections, keys: RedisKeys, seed: int)
     return history
 
 
-async def test_each_trigger_reads_what_is_accepted_and_unfinished(
-    connections: RedisConnections, scaled_object: dict[str, Any]
-) -> None:
+async def test_triggers_count_unfinished_requests(connections: RedisConnections, scaled_object: dict[str, Any]) -> None:
     triggers, keys = scaled_object["spec"]["triggers"], RedisKeys(MODEL)
     num_resumed = num_ended = 0
     for seed in range(NUM_HISTORIES):
@@ -156,11 +157,11 @@ async def test_each_trigger_reads_what_is_accepted_and_unfinished(
                     assert await as_keda_reads(connections.commands, trigger) == truth[stream], (seed, number, stream)
         num_resumed += truth[keys.queue(RESUMED)]
         num_ended += history.num_accepted - len(history.queue_of)
-    assert num_resumed > 100 and num_ended > 1000  # or little was tried
+    assert num_resumed > 100 and num_ended > 1000  # otherwise the history covers too little
 
 
-async def test_a_gateway_tells_the_same(connections: RedisConnections) -> None:
-    """For who scales by Prometheus."""
+async def test_gateway_metric_matches_the_triggers(connections: RedisConnections) -> None:
+    """The metric serves deployments that scale by Prometheus."""
     keys = RedisKeys("org/model:7b")
     for seed in range(20):
         history = await new_history(connections, keys, seed)
@@ -175,7 +176,7 @@ async def test_a_gateway_tells_the_same(connections: RedisConnections) -> None:
         assert stats.all.unfinished == len(history.queue_of)
 
 
-def test_the_triggers_are_the_queues_and_none_asks_for_the_lag(scaled_object: dict[str, Any]) -> None:
+def test_triggers_cover_all_queues_without_lag(scaled_object: dict[str, Any]) -> None:
     triggers = scaled_object["spec"]["triggers"]
     assert sorted(trigger["metadata"]["stream"] for trigger in triggers) == sorted(RedisKeys(MODEL).queues)
     for trigger in triggers:
@@ -184,7 +185,7 @@ def test_the_triggers_are_the_queues_and_none_asks_for_the_lag(scaled_object: di
         assert not {"lagCount", "consumerGroup", "pendingEntriesCount"} & trigger["metadata"].keys()
 
 
-def test_the_formula_weighs_every_queue_once(scaled_object: dict[str, Any]) -> None:
+def test_scaling_formula_counts_each_queue_once(scaled_object: dict[str, Any]) -> None:
     modifiers = scaled_object["spec"]["advanced"]["scalingModifiers"]
     weights = {}
     for term in modifiers["formula"].split(" + "):
@@ -196,7 +197,7 @@ def test_the_formula_weighs_every_queue_once(scaled_object: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("name", ["a:b", "org/model:7b", "modèle 1", "a}b", "{a}", "a{b"])
-async def test_names_with_marks_of_keys_count_apart_or_are_refused(
+async def test_model_names_with_key_separators_do_not_collide(
     connections: RedisConnections, scaled_object: dict[str, Any], name: str
 ) -> None:
     if set("{}") & set(name):
@@ -211,9 +212,7 @@ async def test_names_with_marks_of_keys_count_apart_or_are_refused(
         assert await as_keda_reads(connections.commands, trigger, stream) == (trigger["name"] == "interactive")
 
 
-async def test_queues_that_are_not_there_yet_read_as_0(
-    connections: RedisConnections, scaled_object: dict[str, Any]
-) -> None:
+async def test_missing_queues_count_as_zero(connections: RedisConnections, scaled_object: dict[str, Any]) -> None:
     for trigger in scaled_object["spec"]["triggers"]:
         assert await as_keda_reads(connections.commands, trigger) == 0
     assert (await read_queue_stats(connections.commands, RedisKeys(MODEL))).all.unfinished == 0

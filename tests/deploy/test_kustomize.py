@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid, and true to the code, to Compose and to the alerts."""
+"""The Kubernetes manifests are valid and match the code, Compose and the alerts."""
 
 import re
 import shutil
@@ -19,8 +19,8 @@ from shared.settings import load_settings, options
 ROOT = Path(__file__).parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
 OVERLAYS = ("cpu", "gpu", "keda", "monitoring", "tensor-parallel", "leader-worker-set")
-NAME = "app.kubernetes.io/name"  # label of a pod
-# No schema of theirs is in Kubernetes.
+NAME = "app.kubernetes.io/name"  # pod label
+# Kubernetes has no schema of these kinds.
 CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule", "LeaderWorkerSet"}
 
 
@@ -32,7 +32,7 @@ def built(request: pytest.FixtureRequest) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_every_object_is_valid(built: str, tmp_path: Path) -> None:
+def test_kubernetes_objects_are_valid(built: str, tmp_path: Path) -> None:
     found = list(yaml.safe_load_all(built))
     objects = [item for item in found if item["kind"] not in CUSTOM_KINDS]
     objects += [
@@ -46,7 +46,7 @@ def test_every_object_is_valid(built: str, tmp_path: Path) -> None:
     assert done.stderr.count("passed") + done.stdout.count("passed") == len(objects)
 
 
-def test_references_inside_a_build_resolve(built: str) -> None:
+def test_kustomize_references_resolve(built: str) -> None:
     objects = list(yaml.safe_load_all(built))
     config_maps = {item["metadata"]["name"] for item in objects if item["kind"] == "ConfigMap"}
     for container in containers(objects):
@@ -57,7 +57,7 @@ def test_references_inside_a_build_resolve(built: str) -> None:
             assert item["spec"]["scaleTargetRef"]["name"] in targets
 
 
-def test_an_update_and_a_drained_node_take_one_worker_at_a_time(built: str) -> None:
+def test_updates_and_drains_stop_one_worker_at_a_time(built: str) -> None:
     objects = list(yaml.safe_load_all(built))
     budgets = {
         item["spec"]["selector"]["matchLabels"][NAME]: item["spec"]
@@ -71,26 +71,28 @@ def test_an_update_and_a_drained_node_take_one_worker_at_a_time(built: str) -> N
             update = item["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
             assert (item["spec"]["replicas"], update) == (2, {"maxUnavailable": 1, "maxSurge": 0})
         elif item["metadata"]["name"] == "pagestream-engine-worker" and "nvidia.com/gpu" in str(item):
-            # More than it has GPUs for is never asked for.
+            # A surge would need more GPUs than the pool has.
             assert item["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def test_a_group_has_as_many_gpus_as_ranks(built: str) -> None:
+def test_group_has_one_gpu_per_rank(built: str) -> None:
     for container in containers(list(yaml.safe_load_all(built))):
         env = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
         gpus = container["resources"]["limits"].get("nvidia.com/gpu")
         assert gpus is None or int(env.get("PAGESTREAM_TENSOR_PARALLEL_SIZE", 1)) == gpus
 
 
-def test_ranks_of_several_hosts_meet_at_their_leader_by_options_that_there_are() -> None:
+def test_multi_host_ranks_use_the_leader_address() -> None:
     objects = documents("overlays/leader-worker-set/groups.yaml")
     assert objects[0]["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
     leader, follower = containers(objects)
-    told = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "g-0.g.ns", "LWS_WORKER_INDEX": "1"}
+    env_values = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "g-0.g.ns", "LWS_WORKER_INDEX": "1"}
     arguments = {}
     for container in (leader, follower):
         assert container["command"][:2] == ["python", "-m"]
-        filled = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], argument) for argument in container["args"]]
+        filled = [
+            re.sub(r"\$\((\w+)\)", lambda found: env_values[found[1]], argument) for argument in container["args"]
+        ]
         arguments[container["command"][2]] = filled
     assert arguments.keys() == {"engine_worker", "engine_worker.remote_follower"}
     argv = ["--model", "/m", "--served-model-name", "m", *arguments["engine_worker"]]
@@ -112,7 +114,7 @@ def containers(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def templates_of_groups(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Templates of the leader and of the others of each LeaderWorkerSet."""
+    """Return the templates of the leader and of the workers of each LeaderWorkerSet."""
     groups = [item["spec"]["leaderWorkerTemplate"] for item in objects if item["kind"] == "LeaderWorkerSet"]
     return [group[name] for group in groups for name in ("leaderTemplate", "workerTemplate")]
 
@@ -124,21 +126,21 @@ def templates_of_groups(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
      ("overlays/tensor-parallel/engine-worker-group.yaml", WorkerSettings),
      ("overlays/leader-worker-set/groups.yaml", WorkerSettings)],
 )  # fmt: skip
-def test_named_options_exist(path: str, settings: type) -> None:
+def test_manifest_options_exist(path: str, settings: type) -> None:
     known = {f"PAGESTREAM_{field.name.upper()}" for field in options(settings)}
     for container in containers(documents(path)):
         named = {entry["name"] for entry in container.get("env", []) if entry["name"].startswith("PAGESTREAM_")}
         assert named <= known
 
 
-def test_common_options_are_known_to_both_programs() -> None:
+def test_common_options_exist_in_both_programs() -> None:
     (kustomization,) = documents("base/kustomization.yaml")
     named = {entry.partition("=")[0] for entry in kustomization["configMapGenerator"][0]["literals"]}
     for settings in (GatewaySettings, WorkerSettings):
         assert named <= {f"PAGESTREAM_{field.name.upper()}" for field in options(settings)}
 
 
-def test_probes_ask_open_routes_and_pods_are_hardened() -> None:
+def test_probes_use_open_routes_and_pods_are_hardened() -> None:
     for path in ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml"):
         for container in containers(documents(path)):
             probes = [container[kind] for kind in container if kind.endswith("Probe")]
@@ -150,7 +152,7 @@ def test_probes_ask_open_routes_and_pods_are_hardened() -> None:
             assert container["resources"]["limits"]["memory"]
 
 
-def test_the_pods_are_users_of_the_store() -> None:
+def test_pods_have_redis_accounts() -> None:
     lines = (KUSTOMIZE / "base" / "users.acl").read_text().splitlines()
     users = {line.split()[1] for line in lines}
     for path, user in (("base/gateway.yaml", "gateway"), ("base/engine-worker.yaml", "worker")):
@@ -162,7 +164,7 @@ def test_the_pods_are_users_of_the_store() -> None:
     assert redis["args"][redis["args"].index("--aclfile") + 1] == "/etc/pagestream/users.acl"
 
 
-def test_nobody_is_root_and_nobody_has_a_token_of_the_cluster() -> None:
+def test_pods_have_no_root_and_no_cluster_token() -> None:
     for path in ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml"):
         for item in documents(path):
             if item["kind"] in ("Deployment", "StatefulSet"):
@@ -172,8 +174,8 @@ def test_nobody_is_root_and_nobody_has_a_token_of_the_cluster() -> None:
                 assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-def test_what_has_no_key_is_reached_by_nobody_or_by_those_who_are_named(built: str) -> None:
-    """Of the store and of the workers; a policy that selects a pod refuses whatever none of them allows."""
+def test_network_policies_guard_ports_without_keys(built: str) -> None:
+    """The store and the workers have policies; a selected pod denies all traffic that no policy allows."""
     objects = list(yaml.safe_load_all(built))
     guarded: dict[str, list[Any]] = {}
     for item in objects:
@@ -183,7 +185,7 @@ def test_what_has_no_key_is_reached_by_nobody_or_by_those_who_are_named(built: s
             guarded.setdefault(name, []).extend(item["spec"].get("ingress") or [])
     pods = {item["metadata"]["name"] for item in objects if item["kind"] in ("Deployment", "StatefulSet")}
     pods |= {template["metadata"]["labels"][NAME] for template in templates_of_groups(objects)}
-    assert guarded.keys() == pods - {"pagestream-gateway"}  # which has keys
+    assert guarded.keys() == pods - {"pagestream-gateway"}  # the gateway checks API keys
     for rules in guarded.values():
         for rule in rules:
             assert rule["ports"] and rule["from"]
@@ -199,16 +201,16 @@ def test_what_has_no_key_is_reached_by_nobody_or_by_those_who_are_named(built: s
     (store,) = [
         item for item in objects if item["metadata"]["name"] == "pagestream-redis" and "ingress" in item["spec"]
     ]
-    assert "pagestream-follower" not in str(store)  # a rank that takes no requests reaches none
+    assert "pagestream-follower" not in str(store)  # followers accept no requests and do not connect to the store
 
 
-def test_a_drain_fits_into_the_grace_time() -> None:
+def test_drain_fits_in_the_grace_period() -> None:
     for path, settings in (("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings)):
         (drain,) = list[Any](field.default for field in options(settings) if field.name == "drain_seconds")
         (workload,) = [item for item in documents(path) if item["kind"] == "Deployment"]
         assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= drain + 20
 
 
-def test_the_rules_are_those_that_are_tested() -> None:
+def test_deployed_alert_rules_are_the_tested_ones() -> None:
     (rule,) = documents("overlays/monitoring/prometheus-rule.yaml")
     assert rule["spec"] == yaml.safe_load((ROOT / "monitoring" / "prometheus" / "alerts.yml").read_text())

@@ -1,11 +1,11 @@
-"""What linters say of the Dockerfile and of what is deployed as YAML: nothing."""
+"""Linters report nothing for the Dockerfile and the deployed YAML files."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# No `---` before a file's only document; two spaces before a comment, as in the Python files.
+# Files with one document have no `---`; comments have two spaces before them, as in Python.
 YAML_RULES = """
 extends: default
 rules:
@@ -22,11 +22,11 @@ def lint(program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_dockerfile() -> None:
+def test_hadolint_passes_on_the_dockerfile() -> None:
     lint("hadolint", "--no-color", "Dockerfile")
 
 
-def test_the_yaml_files() -> None:
+def test_yamllint_passes() -> None:
     files = [
         str(file) for folder in ("monitoring", "deploy", ".github") for file in sorted((ROOT / folder).rglob("*.y*ml"))
     ]

@@ -1,4 +1,4 @@
-"""The locks fit the Pythons that are promised, and the GPU's is what was measured."""
+"""The lock files match the supported Python versions, and the GPU lock matches the measured versions."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["serve.txt", "engine-cpu.txt", "dev.txt"])
-def test_torch_without_cuda_is_there_for_each_python(name: str) -> None:
+def test_cpu_torch_has_a_hash_for_each_python(name: str) -> None:
     text = (REQUIREMENTS / name).read_text()
     (block,) = re.findall(r"^torch==(\S+) \\\n((?: +--hash=\S+(?: \\)?\n)+)", text, re.MULTILINE)
     assert re.findall(r"sha256:(\w+)", block[1]) == [
@@ -26,12 +26,12 @@ def test_torch_without_cuda_is_there_for_each_python(name: str) -> None:
     ]
 
 
-def test_a_torch_whose_hashes_are_unknown_is_no_lock() -> None:
+def test_torch_with_unknown_hashes_is_refused() -> None:
     with pytest.raises(SystemExit, match=r"torch 9\.0\+cpu: TORCH_CPU_HASHES"):
         with_torch_of_each_python("torch==9.0+cpu \\\n    --hash=sha256:00\n")
 
 
-def test_the_gpu_has_the_torch_and_triton_of_the_figures() -> None:
+def test_gpu_lock_has_the_measured_torch_and_triton() -> None:
     versions: dict[str, set[str]] = {"torch": set(), "triton": set()}
     for path in MEASURED.glob("*.json*"):
         for line in path.read_text().splitlines():
@@ -41,12 +41,12 @@ def test_the_gpu_has_the_torch_and_triton_of_the_figures() -> None:
     assert {name: {locked[name]} for name in versions} == versions
     assert "".join(f"{name}=={locked[name]}\n" for name in versions) == MEASURED_ON_GPU
     assert pins("serve.txt")["triton"] == locked["triton"]
-    # Without a lock too: a torch of the index that names another Triton is not taken.
+    # An installation without a lock must not take a torch that requires another Triton.
     allowed = re.search(r'"triton>=([\d.]+),<([\d.]+);', (ROOT / "pyproject.toml").read_text())
     assert allowed and allowed[1] == "3.6" and allowed[2] == "3.7" and locked["triton"].startswith("3.6.")
 
 
-def test_the_pythons_are_those_that_are_promised() -> None:
+def test_python_versions_match_the_documents() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert 'requires-python = ">=3.11,<3.13"' in project
     makefile = (ROOT / "Makefile").read_text()

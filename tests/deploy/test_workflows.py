@@ -1,4 +1,4 @@
-"""The files in .github and beside it are valid and pinned, and call what there is."""
+"""The files in .github and the tool configurations are valid and pinned, and call existing commands."""
 
 import re
 import subprocess
@@ -33,18 +33,18 @@ def commands(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_each_file_follows_its_schema(schema: str) -> None:
+def test_workflow_file_follows_its_schema(schema: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
     checked = subprocess.run([*command, *map(str, SCHEMAS[schema])], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_every_file_has_a_schema() -> None:
+def test_every_workflow_file_has_a_schema() -> None:
     assert sorted(GITHUB.rglob("*.yml")) == sorted(path for paths in SCHEMAS.values() for path in paths)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_actions_are_named_by_commit_and_may_write_nothing_by_themselves(path: Path) -> None:
+def test_actions_are_pinned_by_commit_and_read_only(path: Path) -> None:
     assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
     used = [step["uses"] for step in steps(path) if "uses" in step]
     assert used
@@ -52,27 +52,27 @@ def test_actions_are_named_by_commit_and_may_write_nothing_by_themselves(path: P
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_no_command_is_made_of_what_others_wrote(path: Path) -> None:
-    """A branch's or an issue's name in a command line would be run by the shell: values go by the environment."""
+def test_commands_contain_no_untrusted_input(path: Path) -> None:
+    """The shell would run a branch or issue name in a command line; such values are passed by environment variables."""
     assert [line for line in commands(path) if "${{" in line] == []
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_commands_are_those_of_the_repository(path: Path) -> None:
+def test_workflow_commands_exist_in_the_repository(path: Path) -> None:
     made = [name for line in commands(path) for name in re.findall(r"\bmake ([\w-]+)", line)]
     assert set(made) <= make_targets()
     scripts = [line.split()[0] for line in commands(path) if line.startswith(".ci/")]
     assert [name for name in scripts if not (ROOT / name).is_file()] == []
 
 
-def test_ci_runs_the_quick_and_the_whole_suite_on_both_pythons() -> None:
+def test_ci_runs_both_suites_on_both_pythons() -> None:
     jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]
     assert all(job["strategy"]["matrix"] == {"python": [PYTHON, PYTHON_TOO]} for job in jobs.values())
-    said = commands(GITHUB / "workflows" / "ci.yml")
-    assert "make quick PYTHON=python" in said and ".ci/run" in said
+    lines = commands(GITHUB / "workflows" / "ci.yml")
+    assert "make quick PYTHON=python" in lines and ".ci/run" in lines
 
 
-def test_a_release_has_the_wheel_and_every_image_of_compose() -> None:
+def test_release_has_the_wheel_and_all_compose_images() -> None:
     jobs = yaml.safe_load((GITHUB / "workflows" / "release.yml").read_text())["jobs"]
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"].values()
     built = {service["image"]: service["build"] for service in services if "build" in service}
@@ -84,15 +84,15 @@ def test_a_release_has_the_wheel_and_every_image_of_compose() -> None:
     assert jobs["wheel"]["needs"] == jobs["images"]["needs"] == "test"
 
 
-def test_hooks_run_what_make_check_runs() -> None:
+def test_git_hooks_run_what_make_check_runs() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     entries = {hook["entry"].split()[0] for hook in hooks} - {".venv/bin/python"}
     (recipe,) = re.findall(r"(?m)^check: dev\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text())
     assert entries == {f".venv/bin/{name}" for name in re.findall(r"\$\(BIN\)/([\w-]+)", recipe)}
-    assert all(hook["language"] == "system" for hook in hooks)  # nothing is fetched
+    assert all(hook["language"] == "system" for hook in hooks)  # no hook downloads anything
 
 
-def test_editors_are_told_the_width_that_ruff_asks_for() -> None:
+def test_editorconfig_line_length_matches_ruff() -> None:
     width = re.findall(r"(?m)^line-length = (\d+)$", (ROOT / "pyproject.toml").read_text())
     assert (
         re.findall(

@@ -10,7 +10,7 @@ import pytest
 
 from bench.serving.own_server import OwnServer, own_server
 from kernels.cpu.build import NoLibrary
-from kernels.cpu.linear import linear_products
+from kernels.cpu.linear import linear_kernels
 from tests.patience import PATIENCE_SECONDS
 
 MODEL = "demo"
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def has_library() -> bool:
     try:
-        return bool(linear_products())
+        return bool(linear_kernels())
     except NoLibrary:
         return False
 

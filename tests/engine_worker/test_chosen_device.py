@@ -37,9 +37,9 @@ def test_caches_that_are_served(kv_dtype: str, model_dtype: str, capability: tup
 
 
 def test_a_cache_that_no_kernel_reads_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"--kv-cache-dtype fp8: e4m3 needs .* 8\.9 or more .*; this one has 8\.6"):
+    with pytest.raises(ValueError, match=r"--kv-cache-dtype fp8: e4m3 needs .* 8\.9 or more .*; this GPU has 8\.6"):
         check_kv_dtype("float8_e4m3fn", "bfloat16", (8, 6))
-    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: on cuda beside bfloat16 and float16"):
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: on cuda needs --dtype bfloat16 or float16"):
         check_kv_dtype("float8_e4m3fn", "float32", (9, 0))
     with pytest.raises(ValueError, match="--kv-cache-dtype bfloat16: the model computes in float16"):
         check_kv_dtype("bfloat16", "float16", (9, 0))

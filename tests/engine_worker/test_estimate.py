@@ -74,10 +74,10 @@ def test_a_cache_in_fp8_has_twice_the_tokens() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
-    told = r"15.0 GiB of weights leave 3.9 GiB for KV; .* 131072 tokens takes 16.0 GiB"
-    with pytest.raises(DoesNotFit, match=told) as refused:
+    message = r"take 15.0 GiB and leave 3.9 GiB for KV; .* 131072 tokens needs 16.0 GiB"
+    with pytest.raises(DoesNotFit, match=message) as refused:
         of_llama(memory_bytes=21 * 2**30, max_model_len=131072)
-    advised = re.search(r"would fit: --max-model-len (\d+)", str(refused.value))
+    advised = re.search(r"Set --max-model-len (\d+)", str(refused.value))
     assert advised is not None
     assert of_llama(memory_bytes=21 * 2**30, max_model_len=int(advised[1])).sequences_at_tokens[int(advised[1])] == 1
     with pytest.raises(DoesNotFit, match=r"leave 0.0 GiB for KV; .* Use more or larger devices"):
@@ -117,9 +117,9 @@ def test_devices_share_a_model_where_they_must(tmp_path: Path, capsys: pytest.Ca
     command = [str(tmp_path), "--max-model-len", "8K", "--tensor-parallel-size", "2", "--gpu-memory"]
     assert main([*command, "80G"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("of each of 2 devices") and "one device alone holds it: 2 workers of a device each" in text
+    assert text.startswith("per device, with 2 devices") and "2 workers with one device each" in text
     assert main([*command, "16G"]) == 0
-    assert "one device alone does not hold the model" in capsys.readouterr().out
+    assert "The model does not fit one device" in capsys.readouterr().out
 
 
 def test_it_needs_no_torch() -> None:
@@ -151,7 +151,7 @@ def test_fp8_is_a_byte_and_its_scales(
     norms_and_embeddings = 2 * (head + head // size + 4096 * 65)
     assert rest in (None, norms_and_embeddings)
     assert found["weights_bytes"] == expected + norms_and_embeddings
-    names = {"auto": "fp8, a scale for each 128 x 128", "fp8": "fp8, quantised while loading", "none": ""}
+    names = {"auto": "fp8, a scale per 128 x 128", "fp8": "fp8, quantized while loading", "none": ""}
     assert found["weight_format"] == names[quantization]
 
 

@@ -47,7 +47,7 @@ def test_a_sequence_of_4k_tokens_holds_its_window_and_the_block_between(window: 
     if 0 < window <= 4000:
         assert set(decoding) == {num_blocks}
     span = KVSpan(16, window, 256)
-    assert max(held) <= span.most_blocks(4099) <= num_blocks + (16 if window else 0)
+    assert max(held) <= span.max_blocks(4099) <= num_blocks + (16 if window else 0)
     assert held[-1] == 0
 
 
@@ -67,7 +67,7 @@ def test_a_sequence_may_be_longer_than_the_pool() -> None:
     while engine.has_work:
         transcript.add(engine.step())
         engine.check_integrity()
-        assert engine.stats().kv_cache.num_active_blocks <= KVSpan(4, 16, 16).most_blocks(1000) == 9
+        assert engine.stats().kv_cache.num_active_blocks <= KVSpan(4, 16, 16).max_blocks(1000) == 9
     assert transcript.tokens[request.request_id] == expected_output(request, max_num_tokens=1000, window=16)
     assert len(transcript.tokens[request.request_id]) == 300
 

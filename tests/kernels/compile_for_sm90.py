@@ -1,9 +1,9 @@
-"""Compiles every kernel for an H200 (sm_90) on a machine without a GPU and prints what ptxas says about it, as JSON.
+"""Compile every kernel for an H200 (sm_90) on a machine without a GPU and print ptxas's figures as JSON.
 
-Run as its own process, without TRITON_INTERPRET: `python tests/kernels/compile_for_sm90.py PART PARTS`. The real
-launchers run, on tensors without memory, so that arguments, their alignment and the configuration are those of serving;
-only the last step, the launch, is left out. The last line has the hashes of all that was read for it (ingredients).
-Does not judge: test_compile_sm90.py does.
+Run in its own process, without TRITON_INTERPRET: `python tests/kernels/compile_for_sm90.py PART PARTS`. The real
+launchers run on tensors without memory, so arguments, their alignment and the configuration are those of serving; only
+the launch is skipped. The last line has the hashes of all files that were read (ingredients). The figures are checked
+in test_compile_sm90.py.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from bench.kernel.products import MODELS, products_of
-from kernels.all_reduce import MEMORY_BYTES, MOST_BLOCKS, Exchange, all_reduce_two
+from bench.kernel.linear_shapes import MODELS, linear_shapes_of
+from kernels.all_reduce import MAX_BLOCKS, MEMORY_BYTES, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
@@ -31,10 +31,10 @@ from kernels.attention.prefill import attend_prefill
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
-from kernels.fp8_quantise import quantise_groups, quantise_rows
+from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.fp8_tiles import fp8_tiles
 from kernels.kv_block_copy import copy_kv_blocks_triton
-from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton, rms_norm_triton
+from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling.cuda import sample_tokens_triton
 from kernels.sampling.log_normalizers_triton import log_normalizers_triton
@@ -42,32 +42,32 @@ from kernels.sampling.reference import SamplingRows
 from kernels.sampling.token_counts import counts_width
 from kernels.sampling.token_counts_triton import apply_penalties_triton, count_drawn_triton, recount_triton
 from kernels.scaled import Scaled
-from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantised, silu_and_mul_triton
+from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantized, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
-from kernels.sum_norm import RowExchange, memory_elements, most_rows, sum_add_rms_norm, sum_add_rms_norm_quantised
+from kernels.sum_norm import RowExchange, max_rows, memory_elements, sum_add_rms_norm, sum_add_rms_norm_quantized
 from kernels.token_bitmask_triton import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 from tests.kernels.ingredients import ingredients, sources_read
 
-Compiled = tuple[CompiledKernel, str]  # and what ptxas said of it
+Compiled = tuple[CompiledKernel, str]  # and the log of ptxas
 
 TARGET = GPUTarget("cuda", 90, 32)
-# A window as narrow as a tile, so that no loop is without masks; and a wider one with all other rules.
+# A window of one tile, so that every loop has masks; and a wider one with all other rules.
 WINDOWED = ScoreRules(128, sinks=torch.empty(64, dtype=torch.bfloat16, device="meta"))
 CAPPED = ScoreRules(4096, 50.0)
-# name: hidden, query heads, kv heads, head dim, intermediate, layers
+# name: hidden, query heads, KV heads, head dim, intermediate, layers
 SHAPES = {"smollm2-135m": (576, 9, 3, 64, 1536, 30), "llama-8b": (4096, 32, 8, 128, 14336, 32)}
 SHAPES["gemma3-4b"] = (2560, 8, 4, 256, 10240, 34)
 
 
 @contextlib.contextmanager
 def compile_only() -> Iterator[list[Compiled]]:
-    """Within it a launch compiles for TARGET and appends the kernel to the list instead of running it."""
+    """Make launches compile for TARGET and append the kernel to the list instead of running it."""
     compiled: list[Compiled] = []
-    reports: dict[str, str] = {}  # by kernel: what is launched again is not compiled again
+    reports: dict[str, str] = {}  # by kernel: repeated launches are compiled once
     run = JITFunction.run
-    knobs.nvidia.dump_ptxas_log = True  # to stdout
+    knobs.nvidia.dump_ptxas_log = True  # printed to stdout
 
     def record(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as log:
@@ -95,7 +95,7 @@ def attention(
     kv_dtype: torch.dtype | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> Callable[[], object]:
-    """`kv_dtype`: of the cache; None: that of the queries."""
+    """Compile the attention kernels; `kv_dtype` is the cache's dtype, None for that of the queries."""
     _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
     num_tokens, num_sequences = 1024, 64
     pool = torch.empty(4096, layers, 2, kv_heads, block_size, head_dim, dtype=kv_dtype or dtype, device="meta")
@@ -109,15 +109,15 @@ def attention(
 
     def launch() -> None:
         lengths = (indices, indices[1:])
-        # The kernels for Hopper, where they suit: a prompt, and as many that decode as have shares of their own.
-        # Of a cache in e4m3 a few prompts are widened for theirs.
+        # Hopper kernels, where supported: a prompt, and enough decoding sequences for shares of their own.
+        # With an e4m3 cache a few prompts are widened first.
         few = ((8, 8),) if kv_dtype == E4M3 else ()
         for rows, max_query_len in ((num_sequences, 8), (num_sequences, 1), (48, 1), (8, 1), *few):
             bounds = max_query_len, 4096
             batch = tables, indices[: rows + 1], indices[:rows], *bounds, heads, key_cache
             plan = TritonPlan(*batch, window=rules.window)
             plan.attend(qkv[:, :heads], key_cache, value_cache, scale, may_start_early=True, rules=rules)
-        # Those for every device.
+        # Kernels for every device.
         shares = plan_decode(*lengths, 4096, heads, head_dim, rules.window)
         output = torch.empty(num_tokens, heads, head_dim, dtype=dtype, device="meta")
         caches = (key_cache, value_cache, tables)
@@ -138,7 +138,7 @@ def attention_in_splits(
     tables = torch.empty(1, 256, dtype=torch.int32, device="meta")
 
     def launch() -> None:
-        # Without a GPU there is one multiprocessor, which one kv head leaves room for a second program.
+        # Without a GPU there is one multiprocessor; one KV head leaves room for a second program.
         for max_query_len, heads_kept in ((1, 1), (8, kv_heads), (64, kv_heads)):
             caches = (pool[:, 1, 0, :heads_kept], pool[:, 1, 1, :heads_kept])
             batch = tables, indices, indices[1:], max_query_len, 4096, heads, caches[0]
@@ -171,7 +171,7 @@ def token_kernels(shape: str, dtype: torch.dtype, kv_dtype: torch.dtype | None =
 
 
 class At8Bytes(torch.Tensor):
-    """A tensor without memory that is said to begin at a multiple of 8 bytes, not of 16."""
+    """A tensor without memory that starts at a multiple of 8 bytes, not of 16."""
 
     def __new__(cls, tensor: torch.Tensor) -> "At8Bytes":
         return torch.Tensor._make_subclass(cls, tensor)
@@ -186,7 +186,7 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
 
     integers, numbers = empty(256, dtype=torch.int64), empty(256, dtype=torch.float64)
     rows = SamplingRows(integers, integers, numbers, numbers, integers, numbers, integers, integers)
-    # As of an odd number of rows, whose parameters are parts of one tensor.
+    # As with an odd number of rows, whose parameters are slices of one tensor.
     odd_integers, odd_numbers = At8Bytes(integers), At8Bytes(numbers)
     odd = SamplingRows(integers, integers, odd_numbers, numbers, odd_integers, odd_numbers, integers, odd_integers)
 
@@ -210,9 +210,9 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
     return launch
 
 
-def skinny_products() -> None:
-    """Every product of an 8B layer, at the least and the greatest number of rows for which its tiles are chosen."""
-    for num_outputs, num_inputs, is_gated in products_of(MODELS["Llama-3.1-8B"]).values():
+def skinny_linear_layers() -> None:
+    """Compile every linear layer of an 8B model, at the smallest and largest number of rows that have tiles."""
+    for num_outputs, num_inputs, is_gated in linear_shapes_of(MODELS["Llama-3.1-8B"]).values():
         weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.bfloat16, device="meta")
         for num_rows in (1, 16, 17, 64, 65, 128):
             tiles = tiles_of((num_outputs, num_inputs, is_gated), num_rows)
@@ -220,34 +220,34 @@ def skinny_products() -> None:
                 continue
             x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
             (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
-            if (num_outputs, num_rows) == (128_256, 64):  # a head, whose logits are float32
+            if (num_outputs, num_rows) == (128_256, 64):  # output head, whose logits are float32
                 logits = torch.empty(num_rows, num_outputs, dtype=torch.float32, device="meta")
                 skinny_linear(x, weight, tiles, logits)
 
 
-def fp8_products() -> None:
-    """A gated product and one that is not, of an 8B layer, with their most rows and the fewest; what quantises rows."""
-    products = products_of(MODELS["Llama-3.1-8B"])
-    for shape, numbers_of_rows in ((products["gate_up"], (1, 64)), (products["down"], (32, 64, 128))):
+def fp8_linear_layers() -> None:
+    """Compile a gated and a plain linear layer of an 8B model at most and fewest rows, and row quantization."""
+    shapes = linear_shapes_of(MODELS["Llama-3.1-8B"])
+    for shape, numbers_of_rows in ((shapes["gate_up"], (1, 64)), (shapes["down"], (32, 64, 128))):
         num_outputs, num_inputs, is_gated = shape
         weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.float8_e4m3fn, device="meta")
         of_blocks = torch.empty(len(weight) // 128, num_inputs // 128, device="meta")
         of_rows = torch.empty(len(weight), device="meta")
         for num_rows in numbers_of_rows:
             x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
-            for scales, quantise in ((of_rows, quantise_rows), (of_blocks, quantise_groups)):
+            for scales, quantize in ((of_rows, quantize_rows), (of_blocks, quantize_groups)):
                 tiles = fp8_tiles(shape, num_rows, scales is of_blocks)
                 assert tiles is not None
-                (gated_fp8_linear if is_gated else fp8_linear)(quantise(x), Scaled(weight, scales), tiles)
+                (gated_fp8_linear if is_gated else fp8_linear)(quantize(x), Scaled(weight, scales), tiles)
     x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
     for is_grouped in (False, True):
-        add_rms_norm_quantised(x, x, x[0], 1e-5, is_grouped)
-    silu_and_mul_quantised(x)
+        add_rms_norm_quantized(x, x, x[0], 1e-5, is_grouped)
+    silu_and_mul_quantized(x)
 
 
 def summing() -> None:
     own, peer = (torch.empty(MEMORY_BYTES // 2, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    exchange = Exchange(own, peer, torch.empty(MOST_BLOCKS, dtype=torch.int32, device="meta"))
+    exchange = Exchange(own, peer, torch.empty(MAX_BLOCKS, dtype=torch.int32, device="meta"))
     for num_rows in (1, 256):
         all_reduce_two(torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta"), exchange)
 
@@ -256,11 +256,11 @@ def summing_and_norming() -> None:
     for size, hidden in ((2, 4096), (2, 8192), (4, 4096)):
         own = torch.empty(memory_elements(size), dtype=torch.int16, device="meta")
         buffers = torch.empty(size, dtype=torch.int64, device="meta")
-        exchange = RowExchange(1, own, buffers, torch.empty(most_rows(size), dtype=torch.int32, device="meta"))
+        exchange = RowExchange(1, own, buffers, torch.empty(max_rows(size), dtype=torch.int32, device="meta"))
         x = torch.empty(64, hidden, dtype=torch.bfloat16, device="meta")
         sum_add_rms_norm(x, x, x[0], 1e-5, exchange)
-        sum_add_rms_norm(x, x, x[0], 1e-5, replace(exchange, most_spins=2**22))
-        sum_add_rms_norm_quantised(x, x, x[0], 1e-5, exchange, is_grouped=hidden == 8192)
+        sum_add_rms_norm(x, x, x[0], 1e-5, replace(exchange, max_spins=2**22))
+        sum_add_rms_norm_quantized(x, x, x[0], 1e-5, exchange, is_grouped=hidden == 8192)
 
 
 def unpacking() -> None:
@@ -324,8 +324,8 @@ def main(part: int, num_parts: int) -> None:
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
         "tokens llama-8b fp8 kv": token_kernels("llama-8b", torch.bfloat16, E4M3),
-        "products llama-8b bf16": skinny_products,
-        "fp8 products llama-8b bf16": fp8_products,
+        "linear layers llama-8b bf16": skinny_linear_layers,
+        "fp8 linear layers llama-8b bf16": fp8_linear_layers,
         "sums of two": summing,
         "sums and norms bf16": summing_and_norming,
         "unpacking": unpacking,

@@ -1,6 +1,8 @@
-"""Triton decides at import whether `@triton.jit` compiles or interprets, so one process can do only one of the two.
-The tests under interpreted/ are collected only in a process that has chosen the interpreter; test_interpreter.py
-starts it."""
+"""Collect interpreted/ only in a process that has chosen Triton's interpreter.
+
+Triton decides at import whether `@triton.jit` compiles or interprets, so one process can do only one of the two.
+test_interpreter.py starts the other process.
+"""
 
 import os
 

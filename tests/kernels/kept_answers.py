@@ -1,6 +1,6 @@
-"""Answers of a process that takes minutes, kept on this machine with the ingredients that each was made of.
+"""Answers of a slow process, kept on this machine with the ingredients of each.
 
-They lie outside the clone, so that a fresh one of the same sources finds them. Knows not what an answer says.
+They are stored outside the clone, so that another clone of the same sources finds them.
 """
 
 import hashlib
@@ -14,16 +14,16 @@ from tests.kernels.ingredients import are_the_same
 
 
 class KeptAnswers:
-    """A directory of the `most` answers that were kept last, a file each."""
+    """A directory of the last `most` answers, one file each."""
 
     def __init__(self, directory: Path, most: int = 8) -> None:
         self._directory = directory
         self._most = most
 
     def find(self) -> list[dict[str, Any]] | None:
-        """The answer whose ingredients are those of this clone, if one is kept."""
+        """Return the answer whose ingredients match this clone, or None."""
         for file in self._files():
-            with suppress(FileNotFoundError):  # dropped by a suite beside this one
+            with suppress(FileNotFoundError):  # removed by a concurrent suite
                 answer, ingredients = json.loads(file.read_text())
                 if are_the_same(ingredients):
                     return list(answer)
@@ -34,12 +34,12 @@ class KeptAnswers:
         name = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
         whole = self._directory / f"{name}.{os.getpid()}.part"
         whole.write_text(json.dumps([answer, ingredients]))
-        whole.replace(self._directory / f"{name}.json")  # at once: a suite beside this one may look
+        whole.replace(self._directory / f"{name}.json")  # atomic: a concurrent suite may read
         for file in self._files()[self._most :]:
             file.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
-        """The latest first."""
+        """Return the files, newest first."""
         kept_at: dict[Path, int] = {}
         for file in self._directory.glob("*.json"):
             with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What ptxas makes of the kernels for an H200, without one: no spills, shared memory fits, loads wide and pipelined."""
+"""ptxas's figures of the kernels for an H200: no spills, shared memory fits, loads are wide and pipelined."""
 
 import json
 import os
@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from kernels.attention.decode_shares import H200_CONFIGS, H200_FP8_CONFIGS
-from kernels.sum_norm import MOST_ROWS, PROGRAMS_PER_SM
+from kernels.sum_norm import MAX_ROWS, PROGRAMS_PER_SM
 from pagestream.directories import cache_directory
 from tests.kernels.ingredients import are_the_same, ingredients
 from tests.kernels.kept_answers import KeptAnswers
 
-# A minute of compiling on two idle cores, which the first test waits for.
+# The first test waits for a minute of compiling on two idle cores.
 pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).parents[2]
-# An SM has 228 KiB, of which 1 KiB a block is the system's.
+# An SM has 228 KiB, of which 1 KiB per block is reserved.
 MAX_SHARED_BYTES = 227 * 1024
 
 NUM_PROCESSES = 2  # a compiler uses one core
@@ -30,8 +30,9 @@ Report = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    # Processes of their own without TRITON_INTERPRET; each with an empty cache: it compiles today's source itself. What
-    # it says is kept, and holds for as long as every file that it has read, and each version, are the same.
+    # Separate processes without TRITON_INTERPRET, each with an empty cache, so that today's source is compiled. The
+    # report
+    # is kept while every file that it read and each version are unchanged.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     caches = [str(tmp_path_factory.mktemp("triton")) for _ in range(NUM_PROCESSES)]
@@ -53,21 +54,21 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
         return [report for reports in pool.map(compile_part, range(NUM_PROCESSES)) for report in reports]
 
 
-def test_a_report_is_kept_only_for_the_sources_that_it_was_made_of() -> None:
+def test_report_is_reused_only_for_its_own_sources() -> None:
     now = ingredients(["kernels/rms_norm.py"])
     assert are_the_same(now)
     assert not are_the_same(now | {"kernels/rms_norm.py": "of yesterday"}) and not are_the_same(now | {"gone.py": "a"})
     assert not are_the_same(now | {"triton": "0"})
 
 
-def test_clones_of_other_sources_keep_their_own_reports(tmp_path: Path) -> None:
+def test_clones_with_other_sources_have_own_reports(tmp_path: Path) -> None:
     now, kept = ingredients(["kernels/rms_norm.py"]), KeptAnswers(tmp_path / "reports", most=3)
     assert kept.find() is None
     kept.keep([{"kernel": "today's"}], now)
     kept.keep([{"kernel": "another's"}], now | {"kernels/rms_norm.py": "of another clone"})
     assert kept.find() == [{"kernel": "today's"}]
     for number in range(3):
-        for file in (tmp_path / "reports").iterdir():  # a file system's clock may stand still for milliseconds
+        for file in (tmp_path / "reports").iterdir():  # file timestamps may be equal for some milliseconds
             os.utime(file, (0, file.stat().st_mtime - 60))
         kept.keep([], now | {"triton": str(number)})
     assert kept.find() is None and len(list((tmp_path / "reports").iterdir())) == 3
@@ -92,9 +93,9 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "prefill_kernel",
         "_rms_norm_kernel",
         "_gate_and_mul_kernel",
-        "_silu_and_mul_quantised_kernel",
-        "_quantise_rows_kernel",
-        "_quantise_groups_kernel",
+        "_silu_and_mul_quantized_kernel",
+        "_quantize_rows_kernel",
+        "_quantize_groups_kernel",
         "fp8_linear_kernel",
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
@@ -114,14 +115,16 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
     }
 
 
-def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> None:
+def test_kernels_spill_no_registers_and_fit_shared_memory(reports: list[Report]) -> None:
     for report in reports:
-        # What they spill lies outside their loops over keys without masks, and they are faster than tiles that spill
-        # nothing. 16 warps have 128 registers a thread: 491 against 446 TFLOP/s. Two groups of four warps beside the
-        # one that loads have 240, which scores and results of 128 columns fill: 638 against 526.
-        # Of heads of 256 over a cache in e4m3 results and what is converted take them all, too.
+        # They spill outside their loops over unmasked keys and are faster than tiles without spills. 16 warps have 128
+        # registers per thread: 491 against 446 TFLOP/s. Two groups of four warps beside the loading one have 240, which
+        # scores
+        # and results of 128 columns fill: 638 against 526. With heads of 256 and an e4m3 cache, results and converted
+        # values
+        # fill them too.
         large = report["num_warps"] == 16 or "splits" in report["case"] or "fp8 kv wide" in report["case"]
-        # Over a cache in e4m3 no tiles have 16 warps, and splits spill 160. Where a window has a loop of its own 208.
+        # With an e4m3 cache no tiles have 16 warps, and splits spill 160; 208 where a window has its own loop.
         most = 208 if "window" in report["case"] else 160
         allowed = {"prefill_kernel": most if large else 0, "prefill_hopper_kernel": most}.get(report["kernel"], 0)
         assert report["spill_bytes"] <= allowed, report
@@ -140,44 +143,42 @@ def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> Non
         "_apply_penalties_kernel",
     ],
 )
-def test_no_number_of_sampled_rows_compiles_a_kernel_of_its_own(reports: list[Report], kernel: str) -> None:
+def test_sampled_row_count_does_not_recompile(reports: list[Report], kernel: str) -> None:
     found = of(reports, kernel, "sampling llama-8b")
     assert len(found) == 2 and len({report["hash"] for report in found}) == 1
 
 
 @pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64), ("gemma3-4b", 128)])
-def test_decode_pipelines_its_loads_and_two_programs_fit_an_sm(
-    reports: list[Report], shape: str, head_dim: int
-) -> None:
+def test_decode_pipelines_loads_with_two_programs_per_sm(reports: list[Report], shape: str, head_dim: int) -> None:
     for report in of(reports, "decode_kernel", shape):
         assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
-        # A tile of 128 keys and values in bf16 in flight; less means that the loads were not pipelined (the block ids
-        # were loaded in the iteration that needs them).
+        # One tile of 128 bf16 keys and values in flight; less means that loads were not pipelined (block ids loaded in
+        # the
+        # iteration that needs them).
         assert report["shared_bytes"] >= 2 * 128 * head_dim * 2, report
         # 4 warps each: 65536 registers, 228 KiB.
         assert report["registers"] <= 255 and 2 * (report["shared_bytes"] + 1024) <= 228 * 1024, report
 
 
 @pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64)])
-def test_the_warps_of_decode_on_hopper_fit_an_sm(reports: list[Report], shape: str, head_dim: int) -> None:
+def test_hopper_decode_warps_fit_an_sm(reports: list[Report], shape: str, head_dim: int) -> None:
     programs_by_stages = {config.num_stages: config.programs_per_sm for _, config in H200_CONFIGS}
     for report in of(reports, "decode_hopper_kernel", shape):
-        # A program is a warp: neither registers nor shared memory may keep the last off an SM.
+        # A program is one warp: registers and shared memory must allow the maximum number per SM.
         assert report["num_warps"] == 1 and report["bulk_copies"] > 0, report
         programs = programs_by_stages[report["shared_bytes"] // (2 * 32 * head_dim * 2)]
         assert programs * (report["shared_bytes"] + 1024) <= 228 * 1024 and report["registers"] <= 255, report
 
 
 @pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64)])
-def test_decode_from_e4m3_on_hopper_loads_what_it_multiplies_with_wide_and_fits_an_sm(
-    reports: list[Report], shape: str, head_dim: int
-) -> None:
+def test_hopper_e4m3_decode_uses_wide_loads_and_fits_an_sm(reports: list[Report], shape: str, head_dim: int) -> None:
     programs_by_keys = {config.tile * config.num_stages: config.programs_per_sm for _, config in H200_FP8_CONFIGS}
     found = [r for r in reports if r["kernel"] == "decode_hopper_kernel" and f"{shape} fp8 kv" in r["case"]]
     assert found
     for report in found:
-        # A pair of numbers a conversion, and a product for each 16 x 8 of them: keys and values once. Loads of single
-        # bytes would be 32 times as many as these of four 8 x 8 matrices of pairs.
+        # One conversion per pair of values, and one product per 16 x 8 of them: keys and values once. Loads of single
+        # bytes
+        # would be 32 times as many as these of four 8 x 8 matrices of pairs.
         assert report["pairs_from_e4m3"] == 2 * report["mma"] == 8 * report["loads_of_operands"], report
         programs = programs_by_keys[report["shared_bytes"] // (2 * 32 * head_dim) * 32]
         assert report["registers"] * 32 * programs <= 65536, report
@@ -185,37 +186,37 @@ def test_decode_from_e4m3_on_hopper_loads_what_it_multiplies_with_wide_and_fits_
 
 
 @pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])
-def test_prefill_on_hopper_leaves_loading_to_tma(reports: list[Report], shape: str) -> None:
+def test_hopper_prefill_loads_by_tma(reports: list[Report], shape: str) -> None:
     for report in of(reports, "prefill_hopper_kernel", shape):
         assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
-        # Four warps, four more, and one that loads, for which the hardware counts four.
+        # Four warps, four more, and a loading one, for which the hardware reserves four.
         assert report["num_warps"] == 12, report
 
 
 @pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m", "gemma3-4b"])
-def test_prefill_uses_the_warp_group_products(reports: list[Report], shape: str) -> None:
+def test_prefill_uses_wgmma(reports: list[Report], shape: str) -> None:
     for report in of(reports, "prefill_kernel", shape):
         assert report["wgmma"] > 0 and report["mma"] == 0, report
         assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
 
 
-def test_skinny_products_keep_their_ring_full(reports: list[Report]) -> None:
+def test_skinny_linear_keeps_its_ring_full(reports: list[Report]) -> None:
     for report in of(reports, "skinny_linear_kernel", "llama-8b") + of(reports, "fp8_linear_kernel", "llama-8b"):
         assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
-        # One program an SM: less than 180 KiB would be a stage or two that the configuration lost.
+        # One program per SM: less than 180 KiB would mean a missing stage or two.
         assert report["shared_bytes"] >= 180 * 1024, report
 
 
-def test_all_programs_that_wait_for_another_gpu_are_at_once_on_an_h200(reports: list[Report]) -> None:
+def test_waiting_programs_are_all_resident_on_an_h200(reports: list[Report]) -> None:
     for report in of(reports, "_sum_norm_kernel", "sums and norms"):
         threads = 32 * report["num_warps"]
         assert PROGRAMS_PER_SM * threads * report["registers"] <= 65536 and PROGRAMS_PER_SM * threads <= 2048, report
-        assert PROGRAMS_PER_SM * 132 >= MOST_ROWS
+        assert PROGRAMS_PER_SM * 132 >= MAX_ROWS
         assert report["waits_for_the_kernel_before"] == 1, report
 
 
-def test_a_sum_is_tried_with_the_kernel_that_serves(reports: list[Report]) -> None:
-    """However long it would wait: three widths and numbers of ranks, plain and quantised."""
+def test_self_test_uses_the_serving_kernel(reports: list[Report]) -> None:
+    """Whatever its wait limit: three widths and rank counts, plain and quantized."""
     found = of(reports, "_sum_norm_kernel", "sums and norms")
     assert len(found) == 9 and len({report["hash"] for report in found}) == 6
 
@@ -228,11 +229,11 @@ def test_a_sum_is_tried_with_the_kernel_that_serves(reports: list[Report]) -> No
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
         "fp8_linear_kernel",
-        "_quantise_rows_kernel",
-        "_quantise_groups_kernel",
-        "_silu_and_mul_quantised_kernel",
+        "_quantize_rows_kernel",
+        "_quantize_groups_kernel",
+        "_silu_and_mul_quantized_kernel",
     ],
 )
-def test_kernels_that_may_start_early_wait_once(reports: list[Report], kernel: str) -> None:
+def test_early_started_kernels_wait_once(reports: list[Report], kernel: str) -> None:
     for report in of(reports, kernel, "llama-8b"):
         assert report["waits_for_the_kernel_before"] == 1, report

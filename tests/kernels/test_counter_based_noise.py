@@ -1,3 +1,5 @@
+"""Counter-based Gumbel noise of the sampler."""
+
 import math
 
 import pytest
@@ -18,12 +20,12 @@ def test_hash_is_splitmix64() -> None:
     assert [value % 2**64 for value in _mix(states).tolist()] == list(SPLITMIX64_OF_0)
 
 
-def test_keys_differ_by_seed_and_by_index() -> None:
+def test_keys_differ_by_seed_and_index() -> None:
     keys = {draw_key(seed, index) for seed in (-1, 0, 1, 2**63, 2**64 - 2) for index in range(200)}
     assert len(keys) == 5 * 200
 
 
-def test_noise_of_a_counter_is_the_same_wherever_it_stands() -> None:
+def test_noise_depends_only_on_its_counter() -> None:
     keys = draw_keys(torch.tensor([8, 7]), torch.tensor([0, 0]))
     alone = gumbel_noise(keys[1:], 1, torch.tensor([[42]]))
     among = gumbel_noise(keys, 1, torch.tensor([[1, 2, 3], [41, 42, 43]]))
@@ -43,7 +45,7 @@ def test_noise_is_standard_gumbel() -> None:
 
 
 def test_extreme_hashes_give_finite_noise() -> None:
-    # Counter = -key / golden makes the hash's input 0, whose output is 0: the least uniform there is.
+    # Counter = -key / golden makes the hash's input 0, whose output is 0: the smallest possible uniform.
     stage_key = int(_mix(torch.zeros(1, dtype=torch.int64)).item()) % 2**64
     counter = signed(-stage_key * pow(GOLDEN, -1, 2**64) % 2**64)
     least = gumbel_noise(torch.zeros(1, dtype=torch.int64), 0, torch.tensor([[counter]]))

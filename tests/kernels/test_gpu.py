@@ -1,4 +1,4 @@
-"""The checks of bench gpu-check as tests, on a machine with a GPU: bf16, fp16 and fp32 over the serving shapes."""
+"""The checks of bench gpu-check as tests on a machine with a GPU: bf16, fp16 and fp32 at the serving shapes."""
 
 import pytest
 import torch
@@ -19,18 +19,18 @@ CHECKS = all_checks()
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-def test_kernel_on_the_gpu_equals_the_float64_reference(check: Check) -> None:
+def test_gpu_kernel_equals_the_float64_reference(check: Check) -> None:
     for error in check(torch.Generator(device="cuda").manual_seed(0)):
         assert error.passed, error
 
 
-def test_sampling_on_the_gpu_equals_the_reference() -> None:
+def test_gpu_sampling_equals_the_reference() -> None:
     failed = [result for result in run_checks() if not result["passed"]]
     assert not failed
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 49152, 128256])
-def test_token_masks_on_the_gpu_equal_the_reference(vocab_size: int) -> None:
+def test_gpu_token_masks_equal_the_reference(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(32, vocab_size, generator=generator).bfloat16()
     masks = torch.randint(-(2**31), 2**31, (20, -(-vocab_size // 32)), dtype=torch.int32, generator=generator)

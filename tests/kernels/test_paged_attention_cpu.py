@@ -1,4 +1,4 @@
-"""The CPU's paged attention against the kernel's reference: the same arguments must give the same result."""
+"""The CPU's paged attention against the kernel's reference with the same arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ def random_batch(
 def paged_attention_cpu(
     *arguments: Any, kv_scales: KVScales = UNIT_SCALES, rules: ScoreRules = NO_RULES
 ) -> torch.Tensor:
-    """A layer of a step by PagedAttentionPlan: the arguments and the result of the kernel's reference."""
+    """Run one layer of a step by PagedAttentionPlan, with the arguments and result of the kernel's reference."""
     query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, _, _, scale = arguments
     query_lens = query_start_loc.diff()
     order = sorted(range(len(seq_lens)), key=lambda s: (query_lens[s] > 1, seq_lens[s]))
@@ -62,7 +62,7 @@ def paged_attention_cpu(
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 4), (3, 3), (4, 1)])
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_equals_the_reference(name: str, num_kv_heads: int, group: int, block_size: int) -> None:
+def test_cpu_paged_attention_equals_the_reference(name: str, num_kv_heads: int, group: int, block_size: int) -> None:
     arguments = random_batch(
         BATCHES[name], block_size=block_size, num_kv_heads=num_kv_heads, group=group, dtype=torch.float32
     )
@@ -84,7 +84,7 @@ LONG_PROMPTS = {"long_prompts": [(700, 700), (330, 1000)], "many_pieces": [(1, 2
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("name", [*BATCHES, *LONG_PROMPTS])
-def test_rules_of_scores_equal_the_reference(name: str, rules: ScoreRules) -> None:
+def test_score_rules_equal_the_reference(name: str, rules: ScoreRules) -> None:
     lengths = (BATCHES | LONG_PROMPTS)[name]
     arguments = random_batch(lengths, block_size=16, num_kv_heads=2, group=3, dtype=torch.float32)
     torch.testing.assert_close(paged_attention_cpu(*arguments, rules=rules), REFERENCE(*arguments, rules=rules))
@@ -98,8 +98,8 @@ def test_sinks_equal_the_reference(name: str, window: int) -> None:
     torch.testing.assert_close(paged_attention_cpu(*arguments, rules=rules), REFERENCE(*arguments, rules=rules))
 
 
-def test_blocks_behind_a_window_are_not_read() -> None:
-    """So they may be another sequence's: here they hold NaN."""
+def test_blocks_before_a_window_are_not_read() -> None:
+    """Another sequence may own them; here they hold NaN."""
     query, keys, values, tables, *rest = random_batch(
         [(1, 100), (20, 90)], block_size=8, num_kv_heads=2, group=2, dtype=torch.float32
     )
@@ -113,7 +113,7 @@ def test_blocks_behind_a_window_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("max_fused_work", [0, 10**9], ids=["bmm", "fused"])
-def test_both_ways_of_decoding_equal_the_reference(max_fused_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_decode_paths_equal_the_reference(max_fused_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_scores, "_MAX_FUSED_WORK", max_fused_work)
     arguments = random_batch(
         BATCHES["decode_at_block_edges"], block_size=16, num_kv_heads=3, group=3, dtype=torch.float32
@@ -121,7 +121,7 @@ def test_both_ways_of_decoding_equal_the_reference(max_fused_work: int, monkeypa
     torch.testing.assert_close(paged_attention_cpu(*arguments), paged_attention_reference(*arguments))
 
 
-def test_bf16_stays_within_its_rounding() -> None:
+def test_bf16_error_is_within_its_rounding() -> None:
     arguments = random_batch(BATCHES["many_decodes"], block_size=16, num_kv_heads=3, group=3, dtype=torch.bfloat16)
     # Scores of up to 4 are rounded to 8 bits before the softmax: 2^-7 in each weight; outputs are at most 2.
     torch.testing.assert_close(
@@ -140,18 +140,18 @@ def test_bf16_stays_within_its_rounding() -> None:
         ([1000, 1100, 1200], [(0, 3)]),
     ],
 )
-def test_lengths_far_apart_are_padded_apart(lengths: list[int], groups: list[tuple[int, int]]) -> None:
+def test_very_different_lengths_are_padded_separately(lengths: list[int], groups: list[tuple[int, int]]) -> None:
     assert list(cpu._similar_lengths(lengths)) == groups
 
 
-def test_started_blocks_are_those_begun_and_not_filled() -> None:
+def test_started_blocks_are_the_partly_filled_ones() -> None:
     tables = torch.tensor([[5, 0, 0], [6, 7, 0], [8, 9, 10]], dtype=torch.int32)
     layout = cpu.CacheLayout(num_kv_heads=1, block_size=4, head_dim=2, rows_per_block=2, rows_to_value=1)
     plan = cpu.PagedAttentionPlan(
         layout,
         tables,
         query_start_loc=torch.tensor([0, 1, 2, 7]),
-        seq_lens=torch.tensor([3, 5, 9]),  # decode inside block 5; decode begins block 7; a chunk begins block 10
+        seq_lens=torch.tensor([3, 5, 9]),  # decode in block 5; decode starts block 7; a chunk starts block 10
         dtype=torch.float32,
         buffer=cpu.GatherBuffer(),
     )
@@ -160,21 +160,21 @@ def test_started_blocks_are_those_begun_and_not_filled() -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
-def test_a_cache_in_e4m3_equals_its_numbers_dequantised(name: str, block_size: int) -> None:
+def test_e4m3_cache_equals_its_dequantized_values(name: str, block_size: int) -> None:
     arguments = random_batch(BATCHES[name], block_size=block_size, num_kv_heads=2, group=3, dtype=torch.float32)
     query, keys, values, *rest = arguments
     scales = KVScales(key=0.75, value=1.5)
     pool = torch.stack((keys, values), dim=1)[:, None]  # [N, 1, 2, Hkv, BS, D]
     stored = torch.stack([to_e4m3(pool[:, :, 0], scales.key), to_e4m3(pool[:, :, 1], scales.value)], dim=2)
-    dequantised = stored[:, 0, 0].float() * scales.key, stored[:, 0, 1].float() * scales.value
-    expected = paged_attention_reference(query, *dequantised, *rest)
+    dequantized = stored[:, 0, 0].float() * scales.key, stored[:, 0, 1].float() * scales.value
+    expected = paged_attention_reference(query, *dequantized, *rest)
     cached = stored[:, 0, 0], stored[:, 0, 1]
     both: list[Callable[..., torch.Tensor]] = [paged_attention_cpu, paged_attention_reference]
     for attention in both:
         torch.testing.assert_close(attention(query, *cached, *rest, kv_scales=scales), expected)
 
 
-def test_numbers_beyond_e4m3_saturate() -> None:
+def test_values_beyond_e4m3_saturate() -> None:
     numbers = torch.tensor([0.0, 448.0, 449.0, 1e30, -1e30, torch.inf, -torch.inf, torch.nan, 1.06, 2.0**-9])
     expected = torch.tensor([0.0, 448.0, 448.0, 448.0, -448.0, 448.0, -448.0, torch.nan, 1.0, 2.0**-9])
     assert to_e4m3(numbers, 1.0).dtype == E4M3

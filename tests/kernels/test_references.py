@@ -1,5 +1,7 @@
-"""The references against torch's own operators: they are the specification, so somebody else must agree with them.
-Without a GPU the operations themselves are called: CPU tensors mean the reference."""
+"""The references against torch's own operators, which verifies the specification of the kernels.
+
+The operations themselves are called, since CPU tensors select the reference.
+"""
 
 from typing import Any
 
@@ -15,7 +17,7 @@ from kernels.silu_and_mul import silu_and_mul
 from kernels.token_bitmask import apply_token_bitmask
 
 
-def test_paged_attention_is_scaled_dot_product_attention_over_the_gathered_blocks() -> None:
+def test_paged_reference_equals_sdpa_on_gathered_blocks() -> None:
     shape, lengths = HeadShape(6, 2, 32), [(0, 9), (20, 1), (0, 0), (7, 5)]
     batch = attention_batch(shape, 8, lengths, torch.float32, torch.Generator().manual_seed(0))
     output, starts = paged_attention(**vars(batch)), batch.query_start_loc.tolist()
@@ -33,14 +35,14 @@ def test_paged_attention_is_scaled_dot_product_attention_over_the_gathered_block
         torch.testing.assert_close(output[starts[sequence] : starts[sequence + 1]], expected.transpose(0, 1))
 
 
-def test_the_chunked_float64_reference_equals_the_plain_one() -> None:
+def test_chunked_float64_reference_equals_the_plain_one() -> None:
     batch = attention_batch(HeadShape(2, 1, 16), 8, [(5, 30), (9, 1)], torch.float64, torch.Generator().manual_seed(0))
     # Float64 sums in another order.
     in_chunks = exact_attention(batch, chunk_tokens=7)
     torch.testing.assert_close(in_chunks, paged_attention(**vars(batch)), rtol=1e-12, atol=1e-12)
 
 
-def test_rms_norm_is_torchs() -> None:
+def test_rms_norm_reference_equals_torch() -> None:
     x, residual, weight = torch.randn(3, 4, 40, generator=torch.Generator().manual_seed(0)).unbind()
     torch.testing.assert_close(rms_norm(x, weight[0], 1e-5), functional.rms_norm(x, (40,), weight[0], 1e-5))
     normed, new_residual = add_rms_norm(x, residual, weight[0], 1e-5)
@@ -48,7 +50,7 @@ def test_rms_norm_is_torchs() -> None:
     assert torch.equal(new_residual, x + residual)
 
 
-def test_silu_and_mul_takes_the_gate_from_the_first_half() -> None:
+def test_silu_and_mul_gate_is_the_first_half() -> None:
     x = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(silu_and_mul(x), functional.silu(x[:, :5]) * x[:, 5:])
 
@@ -63,7 +65,7 @@ def test_bf16_references_round_once() -> None:
         assert error.worst_ratio <= half_a_unit, error
 
 
-def test_a_token_bitmask_forbids_the_tokens_whose_bit_is_0() -> None:
+def test_token_bitmask_forbids_tokens_with_a_zero_bit() -> None:
     scores = torch.arange(80.0).repeat(3, 1)
     masks = torch.tensor([[1 << 0 | 1 << 5, -(2**31), 1 << 15], [-1, -1, -1]], dtype=torch.int32)
     apply_token_bitmask(scores, torch.tensor([2, 0], dtype=torch.int32), masks)
@@ -72,7 +74,7 @@ def test_a_token_bitmask_forbids_the_tokens_whose_bit_is_0() -> None:
 
 
 def transformers_mask(positions: torch.Tensor, cached: int, window: int) -> torch.Tensor:
-    """As `sliding_window_overlay` of transformers/masking_utils.py: keys from position - window + 1 on."""
+    """Mask as `sliding_window_overlay` of transformers/masking_utils.py: keys from position - window + 1 on."""
     mask = positions <= positions[cached:, None]
     return mask & (positions > positions[cached:, None] - window) if window else mask
 
@@ -80,7 +82,7 @@ def transformers_mask(positions: torch.Tensor, cached: int, window: int) -> torc
 @pytest.mark.parametrize(
     ("window", "softcap", "has_sinks"), [(5, 0.0, False), (0, 2.0, False), (0, 0.0, True), (1, 3.0, True)]
 )
-def test_score_rules_are_those_of_transformers(window: int, softcap: float, has_sinks: bool) -> None:
+def test_score_rules_match_transformers(window: int, softcap: float, has_sinks: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = [(0, 9), (20, 1), (0, 0), (7, 5), (3, 1)]
     batch = attention_batch(HeadShape(6, 2, 32), 8, lengths, torch.float32, generator)
@@ -94,7 +96,7 @@ def test_score_rules_are_those_of_transformers(window: int, softcap: float, has_
             cache[blocks, :, positions % 8].transpose(0, 1).repeat_interleave(3, dim=0)
             for cache in (batch.key_cache, batch.value_cache)
         )
-        # Line for line the eager attention of transformers' gemma2 (softcap) and gpt_oss (sinks).
+        # Copied from the eager attention of transformers' gemma2 (softcap) and gpt_oss (sinks).
         scores = batch.query[starts[sequence] : starts[sequence + 1]].transpose(0, 1) @ keys.transpose(1, 2)
         scores *= batch.scale
         if softcap:
@@ -105,7 +107,7 @@ def test_score_rules_are_those_of_transformers(window: int, softcap: float, has_
         weights = scores.softmax(-1)
         weights = weights if sinks is None else weights[..., :-1]
         expected[starts[sequence] : starts[sequence + 1]] = (weights @ values).transpose(0, 1)
-    # What no window reaches is not read: neither its blocks nor their entries of a table.
+    # Keys before the window are not read: neither their blocks nor their block table entries.
     if window:
         for sequence, (cached, _) in enumerate(lengths):
             batch.block_tables[sequence, : max(cached - window + 1, 0) // 8] = 0
@@ -114,6 +116,6 @@ def test_score_rules_are_those_of_transformers(window: int, softcap: float, has_
 
 
 @pytest.mark.parametrize("rules", [{"window": -1}, {"softcap": -1.0}, {"sinks": torch.zeros(2, 2)}])
-def test_score_rules_that_cannot_be_are_refused(rules: dict[str, Any]) -> None:
+def test_invalid_score_rules_are_refused(rules: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"window|sinks"):
         ScoreRules(**rules)

@@ -1,4 +1,4 @@
-"""What can be known of skinny_linear without a GPU: its reference, the table of tiles, and who is sent to it."""
+"""Rules of skinny_linear that need no GPU: its reference, the tile table and the supported shapes."""
 
 from itertools import pairwise
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 
 import kernels.skinny_linear_tiles as table
-from bench.kernel.products import all_shapes
+from bench.kernel.linear_shapes import all_shapes
 from kernels.dependent_launch import dependent_launch
 from kernels.skinny_linear import MAX_ROWS, Tiles, gated_skinny_linear_reference, skinny_linear_reference
 
 ROWS = range(1, MAX_ROWS + 1)
-# Of models that were measured, and sizes that no measured model has: odd heads, a vocabulary that 64 does not divide.
+# Measured models, and unmeasured sizes: odd head counts, a vocabulary that 64 does not divide.
 SHAPES = [*all_shapes(), (576, 576, False), (1536, 576, True), (49_152, 576, False), (100_003, 4096, False)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tiles_cut_a_product_without_remainder(shape: tuple[int, int, bool]) -> None:
+def test_skinny_tiles_cover_a_matrix_exactly(shape: tuple[int, int, bool]) -> None:
     num_outputs, num_inputs, is_gated = shape
     for tiles in filter(None, (table.tiles_of(shape, num_rows) for num_rows in ROWS)):
         box = tiles.block_n // 2 if is_gated else tiles.block_n
@@ -25,15 +25,15 @@ def test_tiles_cut_a_product_without_remainder(shape: tuple[int, int, bool]) -> 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_more_rows_change_the_tiles_at_three_numbers_at_most(shape: tuple[int, int, bool]) -> None:
-    """Otherwise a decoding batch that grows by one would be compiled for again and again."""
+def test_tiles_change_at_most_at_three_row_counts(shape: tuple[int, int, bool]) -> None:
+    """Otherwise a growing decode batch would be recompiled repeatedly."""
     chosen = [table.tiles_of(shape, num_rows) for num_rows in ROWS]
     changes = [rows for rows, (one, next_one) in enumerate(pairwise(chosen), start=1) if one != next_one]
     assert set(changes) <= {8, 16, 64}
     assert table.tiles_of(shape, MAX_ROWS + 1) is None
 
 
-def test_every_entry_of_the_table_is_another_choice_than_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_entries_differ_from_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = dict(table.MEASURED)
     for choices in entries.values():
         rows = [max_rows for max_rows, _ in choices]
@@ -48,20 +48,20 @@ def weight(rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> torch
     return torch.empty(rows, inputs, dtype=dtype, device="meta")
 
 
-def test_shape_rows_and_device_alone_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_depend_only_on_shape_rows_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = weight(6144, 4096)
     assert table.tiles_for(qkv, 1, is_gated=False) is None, "not on an unknown device"
     monkeypatch.setattr(table, "is_known", lambda device: True)
     few, more = Tiles(64, 256), Tiles(64, 128)
     chosen = {rows: table.tiles_for(qkv, rows, is_gated=False) for rows in (1, 16, 17, 64, 65)}
     assert chosen == {1: few, 16: few, 17: more, 64: more, 65: None}
-    assert [table.most_rows(some, is_gated=False) for some in (qkv, weight(5120, 32768))] == [64, 0]
+    assert [table.max_rows(some, is_gated=False) for some in (qkv, weight(5120, 32768))] == [64, 0]
     assert table.tiles_for(weight(28672, 4096), 100, is_gated=True) == Tiles(128, 64)
     assert table.tiles_for(weight(28672, 4096), 100, is_gated=False) is None
     assert table.tiles_for(weight(6144, 4096, torch.float16), 1, is_gated=False) is None
 
 
-def test_the_references_round_where_the_kernel_does() -> None:
+def test_reference_rounds_where_the_kernel_does() -> None:
     generator = torch.Generator().manual_seed(0)
     x, both = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (3, 10))
     product = skinny_linear_reference(x, both)
@@ -70,6 +70,6 @@ def test_the_references_round_where_the_kernel_does() -> None:
     assert torch.equal(gated_skinny_linear_reference(x, both), (torch.nn.functional.silu(gate) * up).bfloat16())
 
 
-def test_only_hopper_starts_kernels_early() -> None:
+def test_early_start_is_only_on_hopper() -> None:
     assert dependent_launch(torch.empty(1)) == {"DEPENDENT": False, "launch_pdl": False}
     assert dependent_launch(weight(1, 1)) == {"DEPENDENT": True, "launch_pdl": True}

@@ -1,6 +1,7 @@
-"""A gateway, a worker and their store as processes, under a load that makes everything happen which is counted.
+"""A gateway, a worker and their store as processes, under a load that produces every counted event.
 
-Samples, beams, swaps (few blocks, room on the host), hits, refusals, failures of requests, clients that leave.
+The load has samples, beams, swaps (few device blocks, free host blocks), prefix hits, refusals, failed requests and
+disconnecting clients.
 """
 
 import http.client
@@ -22,10 +23,10 @@ from tests.patience import PATIENCE_SECONDS
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
 MODEL = "tiny"
-NUM_BLOCKS, NUM_HOST_BLOCKS = 73, 257  # one request of the longest fits, and little beside it
+NUM_BLOCKS, NUM_HOST_BLOCKS = 73, 257  # one longest request fits, with little room beside it
 FAILING_TOKEN = 300
 MAX_MODEL_LEN = 256
-NUM_CLIENTS, MAX_STREAMS = 10, "9"  # one is refused now and then
+NUM_CLIENTS, MAX_STREAMS = 10, "9"  # one request is refused now and then
 SCRIPT = str(Path(__file__).parents[1] / "e2e" / "scripted_worker.py")
 
 KINDS: list[dict[str, Any]] = [
@@ -86,7 +87,7 @@ class LoadedStack:
 
 @contextmanager
 def loaded_stack(directory: Path, valkey: Valkey) -> Iterator[LoadedStack]:
-    """The load has begun and goes on until the context ends."""
+    """Yield a running stack; its load has started and continues until the context exits."""
     worker_port = free_port()
     common = ["--model", str(write_tiny_model(directory / MODEL, MAX_MODEL_LEN)), "--served-model-name", MODEL]
     common += ["--redis-url", valkey.url]
@@ -100,7 +101,7 @@ def loaded_stack(directory: Path, valkey: Valkey) -> Iterator[LoadedStack]:
         deadline = time.monotonic() + START_SECONDS
         while not stack.is_ready():
             assert time.monotonic() < deadline and not fleet.has_lost_one(), fleet.all_logs()
-            time.sleep(0.05)  # polls other processes: nothing to wait on
+            time.sleep(0.05)  # polls other processes
         stack.start_load()
         try:
             yield stack

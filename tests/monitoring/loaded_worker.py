@@ -1,4 +1,4 @@
-"""A worker's metrics under a load."""
+"""Metrics of a worker under load."""
 
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.status import WorkerStatus
@@ -6,7 +6,7 @@ from tests.builders import make_engine, make_request
 
 
 class LoadedWorker:
-    """A real engine over a fake model: more is asked of it than its few blocks hold."""
+    """A real engine on a fake model, with more requests than its few blocks hold."""
 
     def __init__(self) -> None:
         self._engine = make_engine(num_blocks=12)

@@ -1,4 +1,4 @@
-"""Every metric that a dashboard or an alert names is exported by the code, and every panel can be read."""
+"""Dashboards and alerts use only exported metrics, and every panel is complete."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ COUNTER_SUFFIX = "_total"
 
 
 def series_of(registry: CollectorRegistry) -> Iterator[tuple[str, str]]:
-    """(name of a series, type of its metric) that a scrape gives, without a value being there yet."""
+    """Yield (series name, metric type) of every series of a scrape, including those without a value yet."""
     for metric in registry.collect():
         if metric.type == "histogram":
             yield from ((metric.name + suffix, "histogram") for suffix in ("_bucket", "_sum", "_count"))
@@ -56,7 +56,7 @@ def expressions() -> list[tuple[str, str]]:
 
 
 def selectors(node: Any, inside_rate: bool = False) -> Iterator[tuple[str, bool]]:
-    """(metric name, whether it is read through rate) of everything that an expression reads."""
+    """Yield (metric name, whether it is read through rate) of every selector of an expression."""
     if isinstance(node, promql_parser.VectorSelector):
         assert node.name
         yield node.name, inside_rate
@@ -75,7 +75,7 @@ def selectors(node: Any, inside_rate: bool = False) -> Iterator[tuple[str, bool]
 
 
 @pytest.mark.parametrize(("where", "expression"), expressions(), ids=lambda value: value[:40])
-def test_every_metric_exists_and_only_counters_are_rated(where: str, expression: str, exported: dict[str, str]) -> None:
+def test_queries_use_existing_metrics_and_rate_counters(where: str, expression: str, exported: dict[str, str]) -> None:
     found = list(selectors(promql_parser.parse(expression)))
     assert found, where
     for name, inside_rate in found:
@@ -85,7 +85,7 @@ def test_every_metric_exists_and_only_counters_are_rated(where: str, expression:
 
 
 @pytest.mark.parametrize("panel", [panel for _, panel in panels()], ids=lambda panel: panel["title"])
-def test_every_panel_can_be_read(panel: dict[str, Any]) -> None:
+def test_panels_have_titles_units_and_descriptions(panel: dict[str, Any]) -> None:
     assert panel["title"] and panel["description"] and panel["targets"]
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
@@ -93,7 +93,7 @@ def test_every_panel_can_be_read(panel: dict[str, Any]) -> None:
         assert target["legendFormat"]
         assert "job=~" in target["expr"], f"the variables select nothing of {target['expr']}"
         assert "[" not in target["expr"].replace("[$__rate_interval]", ""), "a window that scrapes may be missing from"
-        # A ratio of one worker plus that of another says nothing.
+        # A sum of ratios over workers has no meaning.
         assert not ("_ratio" in target["expr"] and target["expr"].startswith("sum")), target["expr"]
 
 
@@ -108,18 +108,18 @@ def test_panels_do_not_overlap() -> None:
     assert max(x for _, x, _ in cells) < 24
 
 
-def test_committed_dashboards_are_those_that_the_builder_makes() -> None:
+def test_committed_dashboards_match_the_builder() -> None:
     assert {file.name: file.read_text() for file in DASHBOARDS.glob("*.json")} == build()
 
 
-def test_every_alert_says_what_and_what_to_do() -> None:
+def test_alerts_have_a_summary_and_an_action() -> None:
     assert len({rule["alert"] for rule in rules()}) == len(rules())
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"]["summary"] and rule["annotations"]["description"]
 
 
-def test_the_series_that_the_dashboard_is_about_are_exported(exported: dict[str, str]) -> None:
+def test_dashboard_series_are_exported(exported: dict[str, str]) -> None:
     names = "kv_blocks kv_capacity_blocks kv_block_size_tokens kv_usage_ratio kv_internal_waste_ratio kv_sharing_ratio"
     names += " kv_swap_blocks_total kv_swap_bytes_total preemptions_total requests step_duration_seconds_bucket"
     assert {f"pagestream_{name}" for name in names.split()} <= exported.keys()

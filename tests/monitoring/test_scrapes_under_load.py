@@ -1,4 +1,4 @@
-"""The figures of a worker under load: block states add up at every scrape, and swaps are those that its events tell."""
+"""Metrics of a worker under load: block states add up at every scrape, and swaps match the KV events."""
 
 import json
 import time
@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import Valkey
 from tests.monitoring.loaded_stack import NUM_BLOCKS, NUM_HOST_BLOCKS, LoadedStack, loaded_stack
 
-NUM_SCRAPES = 150  # of some 5 s of load, in which more than 10 counts of active blocks are seen
-NUM_SCRAPES_BETWEEN_EVENTS = 10  # or the ring of 4,096 would lose some
+NUM_SCRAPES = 150  # about 5 s of load, with more than 10 different active block counts
+NUM_SCRAPES_BETWEEN_EVENTS = 10  # more would lose events of the ring of 4,096
 Families = dict[str, dict[tuple[str, ...], float]]
 
 
@@ -25,7 +25,7 @@ def stack(tmp_path: Path, valkey: Valkey) -> Iterator[LoadedStack]:
 
 
 def scrape(stack: LoadedStack) -> Families:
-    """Family -> values by labels, those of the worker and its model left out."""
+    """Return values by family and labels, without the labels of the worker and its model."""
     text = stack.get("engine_worker", "/metrics").decode()
     return {
         family.name.removeprefix("pagestream_"): {
@@ -37,7 +37,7 @@ def scrape(stack: LoadedStack) -> Families:
 
 
 class Events:
-    """All KV events of the worker, read before they leave its ring: blocks by (kind, reason)."""
+    """Count blocks by (kind, reason) of all KV events, read before they leave the worker's ring."""
 
     def __init__(self, stack: LoadedStack) -> None:
         self._stack = stack
@@ -55,7 +55,7 @@ class Events:
         return sum(blocks for (kind, _), blocks in self.blocks.items() if kind in kinds)
 
 
-def test_blocks_add_up_at_each_scrape_and_swaps_are_those_of_the_events(stack: LoadedStack) -> None:
+def test_scraped_blocks_add_up_and_swaps_match_events(stack: LoadedStack) -> None:
     events, active = Events(stack), set()
     for number in range(NUM_SCRAPES):
         families = scrape(stack)
@@ -64,10 +64,10 @@ def test_blocks_add_up_at_each_scrape_and_swaps_are_those_of_the_events(stack: L
         active.add(families["kv_blocks"]["cpu", "active"])
         if number % NUM_SCRAPES_BETWEEN_EVENTS == 0:
             events.read()
-    assert len(active) > 10  # they were not all of an idle moment
+    assert len(active) > 10  # the worker was not idle
     stack.stop_load()
     while any(scrape(stack)["requests"].values()):
-        time.sleep(0.05)  # those whose clients have left; another process tells
+        time.sleep(0.05)  # another process reports the requests of disconnected clients
     events.read()
     families = scrape(stack)
     assert families["kv_swap_blocks"]["out",] == events.of("swap_out") + events.blocks["evict", "to the host"] > 0

@@ -1,4 +1,4 @@
-"""What we ship to Prometheus, judged by Prometheus itself: its checker, its rule tests, and a running server."""
+"""Check the Prometheus files with Prometheus: promtool, its rule tests and a running server."""
 
 import json
 import re
@@ -26,9 +26,9 @@ from tests.monitoring.test_dashboards_and_alerts import MONITORING, expressions
 from tests.patience import PATIENCE_SECONDS
 
 RULES = MONITORING / "prometheus"
-EVENTS_SECONDS = 300.0  # until each thing that is counted has happened: 20 on two idle cores, clients take turns
+EVENTS_SECONDS = 300.0  # until every counted event has happened: 20 s on two idle cores
 pytestmark = pytest.mark.timeout(600)
-# Nothing of this kind happens in the load: the condition of an alert that is not met has no data.
+# These conditions do not occur in the load; an alert whose condition is not met has no data.
 EMPTY_BY_NATURE = {
     "PagestreamNoWorker": "a worker serves",
     "PagestreamWorkerStalled": "it steps",
@@ -49,7 +49,7 @@ EMPTY_BY_NATURE = {
 
 @pytest.fixture(scope="session")
 def program(request: pytest.FixtureRequest) -> Callable[[str], str]:
-    """Path of `promtool` or `prometheus`: this machine's own, or out of Debian's package, unpacked without root."""
+    """Return the path of `promtool` or `prometheus`: the installed one, or one unpacked from Debian's package."""
     unpacked = Path(request.config.cache.mkdir("prometheus"))
 
     def find(name: str) -> str:
@@ -79,11 +79,11 @@ def run(command: list[str], **options: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_configuration_is_valid(program: Callable[[str], str]) -> None:
+def test_prometheus_configuration_is_valid(program: Callable[[str], str]) -> None:
     run([program("promtool"), "check", "config", str(RULES / "prometheus.yml")])
 
 
-def test_each_alert_fires_when_it_should(program: Callable[[str], str]) -> None:
+def test_alert_fires_on_its_condition(program: Callable[[str], str]) -> None:
     run([program("promtool"), "test", "rules", str(RULES / "alerts_test.yml")])
     tested = {
         case["alertname"]
@@ -95,9 +95,9 @@ def test_each_alert_fires_when_it_should(program: Callable[[str], str]) -> None:
     assert {alert["alert"] for alert in alerts} == tested
 
 
-def test_metrics_keep_the_rules_of_names(program: Callable[[str], str]) -> None:
+def test_promtool_accepts_metric_names(program: Callable[[str], str]) -> None:
     for registry in (LoadedWorker().metrics.registry, _gateway().exposed):
-        # process_* and python_* are the client library's own.
+        # The client library exports process_* and python_*.
         ours = [line for line in generate_latest(registry).decode().splitlines() if "pagestream_" in line]
         run([program("promtool"), "check", "metrics"], input="\n".join(ours) + "\n")
 
@@ -112,7 +112,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, valkey_server: Valkey) -> It
 def query(
     program: Callable[[str], str], stack: LoadedStack, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], list[Any]]]:
-    """Asks a real server that scrapes a worker and a gateway under load."""
+    """Query a real server that scrapes a worker and a gateway under load."""
     directory, port = tmp_path_factory.mktemp("prometheus"), free_port()
     config = {
         "global": {"scrape_interval": "250ms", "evaluation_interval": "1s"},
@@ -136,7 +136,7 @@ def query(
         server.wait()
 
 
-def test_every_panel_and_alert_finds_data(query: Callable[[str], list[Any]]) -> None:
+def test_panels_and_alerts_find_data(query: Callable[[str], list[Any]]) -> None:
     wanted = [(where, expression) for where, expression in expressions() if where not in EMPTY_BY_NATURE]
     deadline = time.monotonic() + EVENTS_SECONDS
     while empty := [(where, expression) for where, expression in wanted if not query(_selected(expression))]:
@@ -162,14 +162,14 @@ def test_every_panel_and_alert_finds_data(query: Callable[[str], list[Any]]) -> 
         "pagestream_gateway_client_disconnects_total",
     ],
 )
-def test_the_load_has_swaps_beams_and_failures(query: Callable[[str], list[Any]], counter: str) -> None:
+def test_load_has_swaps_beams_and_failures(query: Callable[[str], list[Any]], counter: str) -> None:
     deadline = time.monotonic() + EVENTS_SECONDS
     while not query(f"{counter} > 0"):
         assert time.monotonic() < deadline
         time.sleep(0.25)  # between two scrapes
 
 
-def test_the_variables_of_the_dashboards_find_values(query: Callable[[str], list[Any]]) -> None:
+def test_dashboard_variables_find_values(query: Callable[[str], list[Any]]) -> None:
     dashboard = json.loads((DASHBOARDS / "kv.json").read_text())
     for variable in dashboard["templating"]["list"][1:]:
         metric, label = variable["query"]["query"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
@@ -183,7 +183,7 @@ def _selected(expression: str) -> str:
 
 
 def _gateway() -> GatewayMetrics:
-    """Of two models, whose families are joined."""
+    """Return metrics of two models, whose families are merged."""
     gateway = GatewayMetrics(CollectorRegistry())
     for name in ("a", "b"):
         metrics = gateway.of_model(name)
@@ -225,5 +225,5 @@ def _until_rates_exist(ask: Callable[[str], list[Any]], log: Path) -> None:
                 return
         except OSError:
             pass
-        time.sleep(0.1)  # polls an outside process: nothing to wait on
+        time.sleep(0.1)  # polls an external process
     raise AssertionError("Prometheus scraped nothing:\n" + log.read_text()[-2000:])

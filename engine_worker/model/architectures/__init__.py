@@ -1,8 +1,6 @@
-"""Which families of networks there are: config.json's `model_type` -> the module that makes a ModelSpec of it.
+"""Model families: config.json's `model_type` -> the module that makes its ModelSpec.
 
-A family is one file with spec(config, generation), and one line here. Modules are imported when a model asks for them.
-
-It is used once, at a worker's start. Nothing here knows tensors or steps, and nothing outside knows a family by name.
+A family is one file with spec(config, generation) and one line here. Modules are imported on demand.
 """
 
 from collections.abc import Mapping
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_worker.model.architectures.gguf_family import GgufFamily
-from engine_worker.model.quantisation_config import weight_format
+from engine_worker.model.quantization_config import weight_format
 from engine_worker.model.spec import ModelSpec
 from shared.model_files import read_model_files
 
@@ -36,33 +34,46 @@ MODULES = {
     "smollm3": "smollm3",
 }
 
-# As llama.cpp calls the families whose module has a GGUF.
+# llama.cpp's names of the families whose module has a GGUF.
 GGUF_MODULES = {"gemma3": "gemma", "llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 def has_family(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json's model_type has a family here."""
     return config.get("model_type") in MODULES
 
 
 def spec_from_directory(directory: Path) -> ModelSpec:
-    """Raises ValueError with what config.json has that is not served."""
+    """Return the ModelSpec of a model directory.
+
+    Raises:
+        ValueError: If config.json has something that is not supported.
+    """
     files = read_model_files(directory)
     return spec_from_json(files.config, files.generation)
 
 
 def spec_from_json(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:
-    """Raises ValueError, as above."""
+    """Return the ModelSpec of config.json and generation_config.json.
+
+    Raises:
+        ValueError: If config.json has something that is not supported.
+    """
     model_type = config.get("model_type")
     if model_type not in MODULES:
         names = ", ".join(MODULES)
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; these are: {names}")
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; supported: {names}")
     spec: ModelSpec = import_module(f"{__name__}.{MODULES[model_type]}").spec(config, generation)
-    return replace(spec, quantisation=weight_format(config))
+    return replace(spec, quantization=weight_format(config))
 
 
 def gguf_family_of(architecture: str) -> GgufFamily:
-    """`architecture`: `general.architecture` of a GGUF file. Raises ValueError for what is not read from GGUF."""
+    """Return the family of a GGUF file's `general.architecture`.
+
+    Raises:
+        ValueError: If the family cannot be read from GGUF.
+    """
     if architecture not in GGUF_MODULES:
-        raise ValueError(f"architecture {architecture!r} is not read from GGUF; these are: {', '.join(GGUF_MODULES)}")
+        raise ValueError(f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(GGUF_MODULES)}")
     family: GgufFamily = import_module(f"{__name__}.{GGUF_MODULES[architecture]}").GGUF
     return family

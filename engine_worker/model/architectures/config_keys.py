@@ -1,7 +1,4 @@
-"""config.json's keys -> values, with the error that names the key. Shared by the families; knows none of them.
-
-It is used once, at a worker's start, and by estimates.
-"""
+"""Read values from config.json, with errors that name the key. Shared by all families."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +8,9 @@ from engine_worker.model.spec import Activation, RopeScaling, RopeSpec
 
 Config = Mapping[str, Any]
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # as transformers names the types of layers
+FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of layer types
 
-# As transformers calls them.
+# transformers' names.
 _ACTIVATIONS = {Activation.SILU: ("silu",), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
 
 _SCALING_KEYS = {
@@ -25,6 +22,11 @@ _SCALING_KEYS = {
 
 
 def positive_int(config: Config, key: str) -> int:
+    """Return a required value.
+
+    Raises:
+        ValueError: If it is missing or not a positive integer.
+    """
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
@@ -32,15 +34,23 @@ def positive_int(config: Config, key: str) -> int:
 
 
 def number_of(config: Config, key: str, default: float = 0.0) -> float:
-    """`default` where there is none or null; 0 or more."""
+    """Return a number >= 0, or `default` if the key is missing or null.
+
+    Raises:
+        ValueError: If the value is not such a number.
+    """
     value = default if config.get(key) is None else config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"config.json: {key} must be a number from 0 on, not {value!r}")
+        raise ValueError(f"config.json: {key} must be a number >= 0, not {value!r}")
     return float(value)
 
 
 def refuse_unsupported(config: Config, has: Activation = Activation.SILU) -> None:
-    """`has`: the family's activation; another one would be left out silently."""
+    """Refuse any activation but the family's own, which would otherwise be replaced silently.
+
+    Raises:
+        ValueError: If config.json has another activation.
+    """
     for key in ("hidden_act", "hidden_activation"):
         activation = config.get(key)
         if activation not in {None, *_ACTIVATIONS[has]}:
@@ -50,7 +60,11 @@ def refuse_unsupported(config: Config, has: Activation = Activation.SILU) -> Non
 
 
 def refuse_windows(config: Config) -> None:
-    """Networks without windows call this: one that config.json has all the same is not ignored."""
+    """Refuse sliding windows, for networks that have none.
+
+    Raises:
+        ValueError: If config.json has a window that takes effect.
+    """
     window = config.get("sliding_window")
     is_used = config.get("use_sliding_window", True)
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
@@ -59,9 +73,13 @@ def refuse_windows(config: Config) -> None:
 
 
 def windows_of(config: Config, layer_types: Sequence[str]) -> tuple[int, ...]:
-    """The window of each layer: of those whose type is sliding_attention, unless no sequence could outgrow it."""
+    """Return the window of each layer: 0 for full attention, and if no sequence can exceed the window.
+
+    Raises:
+        ValueError: If layer_types has an unknown type or a wrong length.
+    """
     if unknown := sorted(set(layer_types) - {FULL, SLIDING}):
-        raise ValueError(f"config.json: layer_types has {unknown[0]!r}; {FULL!r} and {SLIDING!r} are supported")
+        raise ValueError(f"config.json: layer_types has {unknown[0]!r}; supported: {FULL!r} and {SLIDING!r}")
     if len(layer_types) != positive_int(config, "num_hidden_layers"):
         raise ValueError(
             f"config.json: layer_types has {len(layer_types)} entries for {config['num_hidden_layers']} layers"
@@ -74,7 +92,7 @@ def windows_of(config: Config, layer_types: Sequence[str]) -> tuple[int, ...]:
 
 
 def layer_types_of(config: Config, default: Callable[[int], bool]) -> list[str]:
-    """config.json's layer_types; where it has none, a layer slides if `default` of its index says so."""
+    """Return config.json's layer_types; without them, a layer slides if `default` of its index is true."""
     stated = config.get("layer_types")
     if stated is not None:
         return list(stated)
@@ -82,15 +100,17 @@ def layer_types_of(config: Config, default: Callable[[int], bool]) -> list[str]:
 
 
 def head_dim_of(config: Config) -> int:
+    """Return the size of a head, which must be even."""
     head_dim = config.get("head_dim") or positive_int(config, "hidden_size") // positive_int(
         config, "num_attention_heads"
     )
     if head_dim % 2:
-        raise ValueError(f"config.json: head_dim {head_dim} is odd; rotary embedding turns pairs")
+        raise ValueError(f"config.json: head_dim {head_dim} must be even for rotary embedding")
     return int(head_dim)
 
 
 def num_kv_heads_of(config: Config) -> int:
+    """Return the number of KV heads, which must divide the number of heads."""
     num_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
@@ -99,7 +119,7 @@ def num_kv_heads_of(config: Config) -> int:
 
 
 def rope_of(config: Config, *, interleaved: bool = False, default_theta: float = 10_000.0) -> RopeSpec:
-    """transformers 5 writes rope_parameters; older versions wrote rope_theta and rope_scaling beside each other."""
+    """Read rope_parameters (transformers 5), or rope_theta and rope_scaling (older versions)."""
     rope = config.get("rope_parameters") or {}
     scaling = rope or config.get("rope_scaling") or {}
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -112,6 +132,7 @@ def rope_of(config: Config, *, interleaved: bool = False, default_theta: float =
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return one or several token ids as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
@@ -121,11 +142,11 @@ def _scaling(rope: Config, config: Config) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind == "su":  # as Phi-3's first files called it
+    if kind == "su":  # name in Phi-3's first files
         kind = "longrope"
     if kind not in _SCALING_KEYS:
         names = "', '".join(["default", *_SCALING_KEYS])
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; '{names}' are")
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; supported: '{names}'")
     if missing := [key for key in _SCALING_KEYS[kind] if key not in rope]:
         raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
     if kind == "longrope":
@@ -137,7 +158,7 @@ def _scaling(rope: Config, config: Config) -> RopeScaling | None:
 
 
 def _yarn(rope: Config) -> RopeScaling:
-    """attention_factor as transformers computes it: mscale over mscale_all_dim where both are there."""
+    """Compute attention_factor like transformers: mscale / mscale_all_dim if both exist."""
     factor = float(rope["factor"])
     attention_factor = rope.get("attention_factor")
     if attention_factor is None:
@@ -161,10 +182,10 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def _longrope(rope: Config, config: Config) -> RopeScaling:
-    """The long factors where the model has more positions than it was first trained with, else the short ones.
+    """Use the long factors if the model has more positions than it was first trained with, else the short ones.
 
-    transformers changes from short to long within a sequence that crosses the border, which would make its cached keys
-    stale; vLLM, and this, take one of them for all sequences.
+    transformers switches from short to long within a sequence, which would make cached keys stale. vLLM and this engine
+    use one of them for all sequences.
     """
     longest = positive_int(config, "max_position_embeddings")
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest

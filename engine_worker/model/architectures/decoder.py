@@ -1,9 +1,4 @@
-"""The decoder that most families are: attention and a gated MLP in every layer, all layers alike.
-
-A family says where it differs: its layer, its names, its factors.
-
-The other files of this folder build on it. It knows config.json, and no tensors. It is used once, at a worker's start.
-"""
+"""The common decoder: attention and a gated MLP in each layer. Families pass only their differences."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +16,7 @@ from engine_worker.model.spec import Activation, AttentionSpec, GatedMlpSpec, La
 
 
 def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
-    """As config.json's common keys say, with the family's changes."""
+    """Return the attention of config.json's common keys, with the family's `changes`."""
     head_dim = head_dim_of(config)
     usual = {
         "num_heads": positive_int(config, "num_attention_heads"),
@@ -35,11 +30,12 @@ def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
 
 
 def mlp_spec(config: Config, *, bias: bool = False, activation: Activation = Activation.SILU) -> GatedMlpSpec:
+    """Return the gated MLP of config.json's common keys."""
     return GatedMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bias, activation=activation)
 
 
 def with_windows(spec: ModelSpec, windows: Sequence[int]) -> ModelSpec:
-    """`windows`: of each layer, 0 where there is none."""
+    """Return `spec` with one window per layer; 0: none."""
     layers = tuple(
         replace(layer, attention=replace(layer.attention, window=window))
         for layer, window in zip(spec.layers, windows, strict=True)
@@ -48,7 +44,7 @@ def with_windows(spec: ModelSpec, windows: Sequence[int]) -> ModelSpec:
 
 
 def model_spec(config: Config, generation: Config, layer: LayerSpec, **changes: Any) -> ModelSpec:
-    """A network whose layers are all `layer`, unless `changes` has other layers."""
+    """Return a network in which all layers are `layer`, unless `changes` has other layers."""
     usual = {
         "vocab_size": positive_int(config, "vocab_size"),
         "hidden_size": positive_int(config, "hidden_size"),

@@ -1,8 +1,4 @@
-"""Ernie 4.5, dense: neighbouring elements of a head are rotated, and one flag gives biases to everything.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Ernie 4.5, dense: rotary pairs are adjacent elements, and one flag enables all biases."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

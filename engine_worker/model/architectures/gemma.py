@@ -1,8 +1,7 @@
-"""Gemma 2 and 3: norms around every part, GELU in the gate, scaled embeddings, and windows in most layers.
+"""Gemma 2 and 3: norms around every part, GELU gates, scaled embeddings, and windows in most layers.
 
-Gemma 2 caps scores and logits, and every other layer has a window. Gemma 3 norms queries and keys of each head instead;
-five of six layers have a window, and those turn positions by a base of their own. It is used once, at a worker's start:
-it makes a ModelSpec of config.json, of which network.py is built. It knows no tensors and no steps.
+Gemma 2 has softcaps on scores and logits, and a window in every other layer. Gemma 3 norms each query and key head
+instead; five of six layers have a window and a rotary base of their own.
 """
 
 from engine_worker.model.architectures.config_keys import (
@@ -26,7 +25,7 @@ NAMES = NamesSpec(
     after_mlp="post_feedforward_layernorm",
 )
 
-# Of transformers' configuration classes: published files leave out what these say.
+# Defaults of transformers' configuration classes, which published files omit.
 DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -43,7 +42,7 @@ DEFAULTS_OF_TYPE = {
 
 
 def _scalar_of_queries(config: Config) -> Config:
-    """The 27B model, which has 62 layers, divides scores by the root of this instead of its heads' size."""
+    """Return the score scale; the 27B model (62 layers) uses hidden_size / num_heads instead of head_dim."""
     is_27b = config["num_hidden_layers"] == 62
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
     return {"query_pre_attn_scalar": scalar}
@@ -98,16 +97,19 @@ def spec(config: Config, generation: Config) -> ModelSpec:
 
 def _refuse(config: Config) -> None:
     if config.get("use_bidirectional_attention"):
-        raise ValueError("config.json: use_bidirectional_attention is not supported: tokens see those before them")
+        raise ValueError("config.json: use_bidirectional_attention is not supported; attention is causal")
     if config["model_type"] == "gemma3_text" and config.get("attn_logit_softcapping"):
         raise ValueError(
-            f"config.json: attn_logit_softcapping = {config['attn_logit_softcapping']!r} is not supported in Gemma 3, "
-            "whose networks have no such cap; null is"
+            f"config.json: attn_logit_softcapping = {config['attn_logit_softcapping']!r} is not supported in Gemma 3; "
+            "set it to null"
         )
 
 
 def _ropes(config: Config) -> dict[str, RopeSpec]:
-    """Layers with a window turn by another base. Files have a mapping for each type; older ones, keys side by side."""
+    """Return the rotary embedding of each layer type: windowed layers have another base.
+
+    Files have one mapping per type, or in older versions separate keys.
+    """
     stated = config.get("rope_parameters") or {}
     full = {"rope_theta": config.get("rope_theta") or 1_000_000.0, **(config.get("rope_scaling") or {})}
     sliding = {"rope_theta": config.get("rope_local_base_freq") or 10_000.0}

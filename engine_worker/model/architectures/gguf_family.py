@@ -1,7 +1,4 @@
-"""The changes of llama.cpp's converter to a family's checkpoints. The package `gguf` knows its names of tensors.
-
-It is used when a GGUF file is converted, before anything is served.
-"""
+"""What llama.cpp's converter changes in a family's checkpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,17 +7,25 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFamily:
-    """`class_name` is transformers' class of the causal model; `config` what every such model's config.json says."""
+    """GGUF properties of one family.
+
+    Attributes:
+        model_type: transformers' model type.
+        class_name: transformers' class of the causal model.
+        config: config.json values that all such models share.
+        has_adjacent_pairs: Rows of Q and K have rotary pairs (2i, 2i + 1) instead of Hugging Face's (i, i + head_dim /
+            2).
+        derived: config.json values that follow from others and that llama.cpp has in its code.
+        norm_offset: What the converter adds to norm weights.
+        tokens_that_keep_space: Control tokens of SentencePiece vocabularies that do not strip the following white
+            space;
+            None: no control token strips it.
+    """
 
     model_type: str
     class_name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    # Whether rows of Q and K stand so that a rotary pair is neighbours (2i, 2i + 1); Hugging Face keeps the halves
-    # apart (i, i + head_dim / 2).
-    has_neighbouring_pairs: bool = False
-    # config.json's keys that follow from the others, where llama.cpp has them in its code.
+    has_adjacent_pairs: bool = False
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
-    # The converter adds this to the weights of norms.
     norm_offset: float = 0.0
-    # In SentencePiece vocabularies: control tokens that do not swallow white space behind them. None: none swallows it.
     tokens_that_keep_space: frozenset[str] | None = None

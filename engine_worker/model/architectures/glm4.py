@@ -1,8 +1,6 @@
-"""GLM-4 9B (`glm`) and the GLM-4 and Z1 of 0414 (`glm4`), which norm what a part adds as well.
+"""GLM-4 9B (`glm`), and GLM-4 and Z1 of 0414 (`glm4`), which also norm what a part adds.
 
-Neighbouring elements of the first half of a head are rotated; gate and up are one tensor of the checkpoint. It is used
-once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no tensors and no
-steps.
+The first half of a head is rotated, in adjacent pairs. Gate and up are one tensor of the checkpoint.
 """
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of

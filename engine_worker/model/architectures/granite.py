@@ -1,8 +1,4 @@
-"""Granite 3: four factors, on the embedding, the scores, the residuals and the logits.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Granite 3: factors on the embedding, the scores, the residuals and the logits."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

@@ -1,8 +1,4 @@
-"""Helium: Llama's layers with neighbouring elements of a head rotated.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Helium: Llama with adjacent rotary pairs."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

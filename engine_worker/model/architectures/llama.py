@@ -1,15 +1,11 @@
-"""Llama 2 and 3, SmolLM2, the many that call themselves `llama`.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Llama 2 and 3, SmolLM2, and other models with the type `llama`."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec
 
-GGUF = GgufFamily(model_type="llama", class_name="LlamaForCausalLM", has_neighbouring_pairs=True)
+GGUF = GgufFamily(model_type="llama", class_name="LlamaForCausalLM", has_adjacent_pairs=True)
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

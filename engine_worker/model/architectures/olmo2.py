@@ -1,8 +1,4 @@
-"""OLMo 2: norms stand after attention and MLP, and queries and keys are normed over all their heads.
-
-Used once, at the worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""OLMo 2: norms follow attention and MLP, and queries and keys are normed over all their heads."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

@@ -1,8 +1,4 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers, whose positions are never stretched.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""OLMo 3: OLMo 2 with a window in three of four layers, whose rotary frequencies are never scaled."""
 
 from dataclasses import replace
 

@@ -1,8 +1,4 @@
-"""Phi-3, 3.5 and 4: fused tensors in the checkpoint; the mini ones rotate a part of a head, with longrope.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Phi-3, 3.5 and 4: fused tensors in the checkpoint; the mini models rotate a part of a head, with longrope."""
 
 from engine_worker.model.architectures.config_keys import Config, layer_types_of, refuse_unsupported, windows_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec, with_windows
@@ -14,7 +10,7 @@ NAMES = NamesSpec(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 GGUF = GgufFamily(
     model_type="phi3",
     class_name="Phi3ForCausalLM",
-    # As in the original tokenizer.json, and as llama.cpp has it by the model's name.
+    # As in the original tokenizer.json; llama.cpp derives it from the model's name.
     tokens_that_keep_space=frozenset({"<unk>", "<s>", "<|endoftext|>"}),
 )
 

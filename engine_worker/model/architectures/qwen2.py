@@ -1,8 +1,4 @@
-"""Qwen2 and 2.5, Coder and Math: queries, keys and values have a bias.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Qwen2 and 2.5, Coder and Math: queries, keys and values have a bias."""
 
 from engine_worker.model.architectures.config_keys import (
     Config,
@@ -25,7 +21,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
 
 
 def last_windows_of(config: Config) -> tuple[int, ...]:
-    """Layers from `max_window_layers` on have a window, where `use_sliding_window`."""
+    """Return the windows: with `use_sliding_window`, layers from `max_window_layers` on have one."""
     is_used = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
     first = number_of(config, "max_window_layers", 28)
     kinds = layer_types_of(config, lambda index: is_used and index >= first)

@@ -1,8 +1,4 @@
-"""Qwen3, dense: each head's query and key are normed before they are rotated.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Qwen3, dense: each query and key head is normed before the rotation."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec, with_windows

@@ -1,8 +1,4 @@
-"""Seed-OSS: biases on queries, keys and values, and on what leaves attention where config.json says so.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""Seed-OSS: biases on queries, keys and values, and on the attention output if config.json says so."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

@@ -1,8 +1,4 @@
-"""SmolLM3: every fourth layer has no positions (NoPE), and a window where `use_sliding_window`.
-
-It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
-tensors and no steps.
-"""
+"""SmolLM3: every fourth layer has no positions (NoPE); windows if `use_sliding_window`."""
 
 from dataclasses import replace
 

@@ -1,8 +1,7 @@
-"""A causal model of transformers as a ServedModel: its layers, this engine's attention, KV pool and weights.
+"""A causal model of transformers as a ServedModel, with this engine's attention, KV pool and weights.
 
-All sequences of a step are one packed row of tokens with their positions; everything but attention works on each token
-by itself, and attention knows which token is whose. Logits have the precision of the library's head. It is the forward
-pass of every step of such a model; it does not know which model it is.
+All sequences of a step are one packed row of tokens with positions. Everything but attention works on single tokens,
+and attention knows the sequence of each. Logits have the precision of the library's head.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedShape:
-    """A ModelShape, as a model without weights showed it."""
+    """A ModelShape determined by running the model without weights."""
 
     vocab_size: int
     num_layers: int
@@ -52,22 +51,28 @@ class ProbedShape:
 
 @dataclass(frozen=True)
 class TransformersBlueprint:
+    """A model that runs through transformers."""
+
     shape: ProbedShape
     model: "PreTrainedModel"  # on the meta device
     probed: Probed
     implementation: str = "transformers"
-    is_capturable: bool = False  # some models look at values on the host
+    is_capturable: bool = False  # some models read values on the host
     weight_format: str = ""
     refused_options: dict[str, str] = field(
         default_factory=lambda: {
-            "deterministic": "the operators of transformers are not known to give the same bits in any batch; "
-            "only models with an implementation of their own here can"
+            "deterministic": "transformers' operators may give other bits in other batches; "
+            "only natively implemented models support it"
         }
     )
 
     @classmethod
     def of(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> "TransformersBlueprint":
-        """Raises ModelNotServed with what is in the way."""
+        """Probe a model.
+
+        Raises:
+            ModelNotServed: With the reason.
+        """
         model = skeleton(config)
         probed = probe(model)
         known = model.config.get_text_config()
@@ -109,6 +114,8 @@ class TransformersBlueprint:
 
 
 class TransformersNetwork:
+    """A transformers model with its weights."""
+
     def __init__(self, shape: ProbedShape, model: "PreTrainedModel", probed: Probed) -> None:
         self.spec = shape
         self.dtype: torch.dtype = next(model.parameters()).dtype
@@ -129,7 +136,7 @@ class TransformersNetwork:
         look: Callable[[LogitsOf], None] | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        """See ServedModel."""
+        """Compute logits; see ServedModel."""
         self._step.operators = device.begin_step(model_input)
         token_ids, positions = model_input.token_ids[None], model_input.positions[None]
         try:

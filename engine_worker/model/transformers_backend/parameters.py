@@ -1,8 +1,7 @@
-"""A model on the meta device gets its weights from a WeightSource: every tensor by name and shape, or a refusal.
+"""Load a meta-device model's weights from a WeightSource; every tensor is checked by name and shape.
 
-Buffers that no checkpoint has (frequencies of a rotary embedding) are computed by the library itself. They are filled
-with values that nobody would compute first, so that one that it forgets is found. Knows nothing of attention. It is
-used once, at a worker's start.
+Buffers without a checkpoint tensor (rotary frequencies) are computed by the library. They are first filled with values
+that it would not compute, so that a forgotten one is detected.
 """
 
 from collections import defaultdict
@@ -20,9 +19,13 @@ if TYPE_CHECKING:
 
 
 def load_parameters(model: "PreTrainedModel", source: WeightSource) -> None:
-    """In place. Raises ValueError with the name of a tensor that is missing or has another shape."""
+    """Load all parameters in place.
+
+    Raises:
+        ValueError: If a tensor is missing or has another shape.
+    """
     stored = _stored_names(model, source)
-    names: dict[int, list[str]] = defaultdict(list)  # a tied tensor has several
+    names: dict[int, list[str]] = defaultdict(list)  # a tied tensor has several names
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     loaded: dict[int, nn.Parameter] = {}
@@ -34,7 +37,7 @@ def load_parameters(model: "PreTrainedModel", source: WeightSource) -> None:
                 own = names[id(parameter)]
                 name = next((stored[name] for name in own if name in stored), own[0])
                 tensor = source.get(name, tuple(parameter.shape))
-                loaded[id(parameter)] = _initialised(nn.Parameter(tensor, requires_grad=False))
+                loaded[id(parameter)] = _marked_initialized(nn.Parameter(tensor, requires_grad=False))
             module._parameters[key] = loaded[id(parameter)]
         _load_buffers(model, module, prefix, source, stored)
 
@@ -44,7 +47,7 @@ def num_parameters(model: "PreTrainedModel") -> int:
 
 
 def _stored_names(model: "PreTrainedModel", source: WeightSource) -> dict[str, str]:
-    """The model's name of a tensor -> the checkpoint's, where a family was renamed since, or a bare decoder saved."""
+    """Return model names -> checkpoint names, for renamed families and bare decoders."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import WeightRenaming, rename_source_key  # noqa: PLC0415
 
@@ -65,16 +68,18 @@ def _load_buffers(
             module._buffers[key] = _unlikely(buffer, source.device)
             computed.append(name)
         elif buffer.is_floating_point():
-            module._buffers[key] = _initialised(source.get(stored.get(name, name), tuple(buffer.shape)))
+            module._buffers[key] = _marked_initialized(source.get(stored.get(name, name), tuple(buffer.shape)))
         else:
-            raise ModelNotServed(f"through transformers: {name} is a stored buffer of {buffer.dtype}")
+            raise ModelNotServed(
+                f"through transformers: the stored buffer {name} has the unsupported dtype {buffer.dtype}"
+            )
     if computed:
         with torch.no_grad():
             model._init_weights(module)
     for name in computed:
         buffer = module.get_buffer(name.rpartition(".")[2])
         if bool(buffer.isnan().any()) or (not buffer.is_floating_point() and not bool(buffer.any())):
-            raise ModelNotServed(f"through transformers: nothing computes the buffer {name}")
+            raise ModelNotServed(f"through transformers: the buffer {name} is neither stored nor computed")
 
 
 def _unlikely(buffer: Tensor, device: torch.device) -> Tensor:
@@ -83,7 +88,7 @@ def _unlikely(buffer: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _initialised(tensor: Tensor) -> Tensor:
-    """The library's own mark of what its initialisation must leave alone."""
+def _marked_initialized(tensor: Tensor) -> Tensor:
+    """Set the library's own mark for tensors that its initialization must not touch."""
     tensor._is_hf_initialized = True
     return tensor

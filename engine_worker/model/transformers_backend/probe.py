@@ -1,11 +1,7 @@
-"""A model's demands on attention, seen by running it once without weights; and those that are not served, by name.
+"""Find a model's attention calls by running it once without weights, and refuse unsupported behavior by name.
 
-    probe(model) -> Probed: which modules call attention, in the order of layers, and with which heads
-
-Every model of transformers is held to the same questions, by what it does, not by what it is called: does each layer
-call attention once, over its own keys, causally, with no mask, bias or sink? Are positions taken from outside? Does
-nothing else carry something from token to token? Knows no weights. It is used once, at a worker's start, before its
-weights are read.
+Models are judged by what they do, not by their type. Each layer must call attention once, causally, over its own keys,
+without mask, bias or sink. Positions must be inputs, and nothing else may carry state between tokens.
 """
 
 import inspect
@@ -28,16 +24,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _NUM_TOKENS = 4
-# Options that change nothing here: positions are applied before. A window and a cap are rules of scores.
+# Options without effect here, because positions are applied before. Windows and softcaps are score rules.
 _HARMLESS = {"scaling", "dropout", "position_ids", "is_causal", "use_cache", "logits_to_keep"}
 _RULES = {"sliding_window", "softcap"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}  # the second one by its window
-# Their frequencies depend on the longest sequence of a batch, so cached keys would go stale.
+# Frequencies depend on the longest sequence of a batch, so cached keys would become stale.
 _ROPES_OF_THE_BATCH = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
 class AttentionCall:
+    """One call of attention as a model made it."""
+
     module: nn.Module
     num_heads: int
     num_kv_heads: int
@@ -49,7 +47,9 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Probed:
-    modules: tuple[nn.Module, ...]  # one a layer
+    """The attention of a model, by layer."""
+
+    modules: tuple[nn.Module, ...]  # one per layer
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -58,7 +58,11 @@ class Probed:
 
 
 def probe(model: "PreTrainedModel") -> Probed:
-    """Raises ModelNotServed with the first thing that this engine does not do."""
+    """Run the model and return its attention.
+
+    Raises:
+        ModelNotServed: With the first unsupported property.
+    """
     config = model.config.get_text_config()
     refuse(chain(_reasons_of_config(config), _reasons_of_modules(model)))
     with _recorded_calls(model) as calls:
@@ -68,7 +72,7 @@ def probe(model: "PreTrainedModel") -> Probed:
         refuse(_reasons_of_calls(calls, config))
         logits = _run(lambda: head(hidden[:, :2]))
     if len(calls) != config.num_hidden_layers or logits.shape[1] != 2:
-        raise ModelNotServed("through transformers: its head is no function of its decoder's last states alone")
+        raise ModelNotServed("through transformers: its head needs more than its decoder's last hidden states")
     first = calls[0]
     modules = tuple(call.module for call in calls)
     attentions = tuple(_attention_spec(call, config) for call in calls)
@@ -76,13 +80,14 @@ def probe(model: "PreTrainedModel") -> Probed:
 
 
 def refuse(reasons: Iterator[str]) -> None:
+    """Raise ModelNotServed with the first reason, if any."""
     if (reason := next(reasons, None)) is not None:
         raise ModelNotServed(f"through transformers: {reason}")
 
 
 @contextmanager
 def _recorded_calls(model: "PreTrainedModel") -> Iterator[list[AttentionCall]]:
-    """Record what attention is asked for meanwhile, whichever module asks."""
+    """Record all attention calls in the context, of any module."""
     calls: list[AttentionCall] = []
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
@@ -104,41 +109,43 @@ def _recorded_calls(model: "PreTrainedModel") -> Iterator[list[AttentionCall]]:
 def _run(compute: Callable[[], Tensor]) -> Tensor:
     try:
         return compute()
-    except Exception as error:  # of any model's code: what it cannot do without weights it may do in each step
-        raise ModelNotServed(f"through transformers: it does not run without weights ({in_short(error)})") from error
+    except Exception as error:  # any error of the model's code, which might also occur in a step
+        raise ModelNotServed(
+            f"through transformers: the model does not run without weights ({in_short(error)})"
+        ) from error
 
 
 def _reasons_of_config(config: "PreTrainedConfig") -> Iterator[str]:
     if kinds := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
-        yield f"config.json: layer_types has {kinds[0]!r}; only full attention is served"
+        yield f"config.json: layer_types has {kinds[0]!r}; supported: full_attention and sliding_attention"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        yield "it attends to the output of an encoder"
+        yield "it attends to an encoder's output"
     if ropes := sorted(_rope_types(config) & _ROPES_OF_THE_BATCH):
-        yield f"config.json: rope type {ropes[0]!r} computes frequencies again as a sequence grows"
+        yield f"config.json: rope type {ropes[0]!r} changes its frequencies as a sequence grows"
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
-        yield "config.json does not say how many positions it has (max_position_embeddings)"
+        yield "config.json has no max_position_embeddings"
 
 
 def _reasons_of_modules(model: "PreTrainedModel") -> Iterator[str]:
     if getattr(model, "_is_stateful", False):
-        yield f"{type(model).__name__} keeps a state beside keys and values"
+        yield f"{type(model).__name__} keeps state besides keys and values"
     for name, module in model.named_modules():
         if "Experts" in type(module).__name__:
-            yield f"{name}: layers of experts are not served"
+            yield f"{name}: mixture-of-experts layers are not supported"
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.RNNBase)):
             yield f"{name} is a {type(module).__name__}, which sees other tokens"
         if kept := [key for key, value in vars(module).items() if isinstance(value, Tensor)]:
-            yield f"{name or type(module).__name__} keeps {kept[0]} neither as a parameter nor as a buffer"
+            yield f"{name or type(module).__name__} keeps {kept[0]}, neither a parameter nor a buffer"
     if "position_ids" not in inspect.signature(split_head(model)[0].forward).parameters:
-        yield "it takes no position_ids: its positions are those of a whole prompt"
+        yield "it takes no position_ids, so its positions cannot be set"
 
 
 def _reasons_of_calls(calls: list[AttentionCall], config: "PreTrainedConfig") -> Iterator[str]:
     num_layers = config.num_hidden_layers
     if not calls:
-        yield "its layers compute attention by themselves, or with a bias such as ALiBi: there is nothing to exchange"
+        yield "its layers compute attention themselves, or with a bias such as ALiBi, so it cannot be replaced"
     if len(calls) != num_layers or max(Counter(id(call.module) for call in calls).values()) > 1:
-        yield f"it calls attention {len(calls)} times for {num_layers} layers; only once a layer is served"
+        yield f"it calls attention {len(calls)} times for {num_layers} layers; supported: once per layer"
     for index, call in enumerate(calls):
         yield from (f"layer {index}: {reason}" for reason in _reasons_of_call(call, config))
     if len({(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}) > 1:
@@ -150,9 +157,9 @@ def _reasons_of_call(call: AttentionCall, config: "PreTrainedConfig") -> Iterato
     if getattr(call.module, "is_causal", True) is False or options.get("is_causal") is False:
         yield "tokens attend to those after them"
     if call.has_mask:
-        yield "it makes a mask of its own"
+        yield "it makes its own mask"
     if call.value_dim != call.head_dim:
-        yield f"keys of {call.head_dim} elements and values of {call.value_dim}"
+        yield f"keys have {call.head_dim} elements and values {call.value_dim}"
     if call.num_heads % call.num_kv_heads:
         yield f"{call.num_heads} heads cannot share {call.num_kv_heads} key/value heads"
     for name, value in options.items():
@@ -161,7 +168,7 @@ def _reasons_of_call(call: AttentionCall, config: "PreTrainedConfig") -> Iterato
 
 
 def _attention_spec(call: AttentionCall, config: "PreTrainedConfig") -> AttentionSpec:
-    """Its rotation is the model's own affair."""
+    """Return the layer's attention; the model applies its own rotation."""
     options, scale = call.options, call.options.get("scaling")
     window = options.get("sliding_window") or 0
     return AttentionSpec(
@@ -176,7 +183,7 @@ def _attention_spec(call: AttentionCall, config: "PreTrainedConfig") -> Attentio
 
 
 def _rope_types(config: "PreTrainedConfig") -> set[str]:
-    """rope_parameters is one mapping, or one for each type of layers."""
+    """Return the types in rope_parameters, which is one mapping or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return {str(rope.get("rope_type")) for rope in each}

@@ -1,13 +1,7 @@
-"""A causal model of transformers in two: its decoder, and all that makes logits of what the decoder computed.
+"""Split a causal model of transformers into its decoder and everything that makes logits of the decoder's output.
 
-    split_head(model) -> decoder, head
-        decoder(input_ids=..., position_ids=..., use_cache=False).last_hidden_state   [1, T, H]
-        head(hidden [1, N, H]) -> logits [1, N, vocab_size]
-
-The head is the model itself with something in the decoder's place that hands out `hidden`, so that its scales and caps
-are the library's own.
-
-It runs once, where a worker loads such a model, before any walk. It knows nothing of attention.
+The head is the model itself with the decoder replaced by a module that returns the given hidden states, so its scales
+and caps are the library's own.
 """
 
 import copy
@@ -22,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Output:
-    """The answer of a decoder: its last states, by name or as the first of a tuple, and nothing else."""
+    """A decoder's output with only the last hidden state, by name or as the first item of a tuple."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -35,7 +29,7 @@ class _Output:
 
 
 class _Computed(nn.Module):
-    """Stands where the decoder is."""
+    """Replaces the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,10 +41,19 @@ class _Computed(nn.Module):
 
 
 def split_head(model: "PreTrainedModel") -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """Return the decoder and the head.
+
+    decoder(input_ids, position_ids, use_cache=False).last_hidden_state is [1, T, H]; head(hidden [1, N, H]) returns
+    logits
+    [1, N, vocab_size].
+
+    Raises:
+        ValueError: If the decoder cannot be separated.
+    """
     decoder = model.get_decoder()
     paths = [path for path, module in model.named_modules() if module is decoder and path]
     if not paths:
-        raise ValueError(f"{type(model).__name__} has no decoder apart from its head")
+        raise ValueError(f"{type(model).__name__} has no separate decoder")
     computed = _Computed()
     rest = _with_module(model, paths[0].split("."), computed)
 
@@ -67,7 +70,7 @@ def split_head(model: "PreTrainedModel") -> tuple[nn.Module, Callable[[Tensor], 
 
 
 def _with_module(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
-    """A copy of `module` that has `replacement` at `path` and shares all the rest."""
+    """Return a shallow copy of `module` with `replacement` at `path`."""
     copied = copy.copy(module)
     name, *below = path
     inner = _with_module(module._modules[name], below, replacement) if below else replacement

@@ -1,4 +1,4 @@
-// Activations of gated products, the same bits in every file that includes this.
+// Gate activations. They produce the same bits in every translation unit.
 #pragma once
 
 #include "linear_weight.h"
@@ -13,7 +13,7 @@ inline Vec activated(Vec x, int gate) {
         const Vec cube = times(times(x, x), x);
         z = times(fma(cube, splat(0.044715f), x), splat(1.5957691f));
     }
-    const Vec bounded = minimum(splat(88.0f), maximum(splat(-87.0f), times(z, splat(-1.0f))));  // a NaN stays one
+    const Vec bounded = minimum(splat(88.0f), maximum(splat(-87.0f), times(z, splat(-1.0f))));  // keeps NaN
     return x / (splat(1.0f) + exponential_within(bounded));
 }
 

@@ -1,8 +1,8 @@
-// Paged attention over the block table, for tokens that decode and for parts of prompts alike.
+// Paged attention over the block table, for decoding tokens and parts of prompts.
 //
-// The sums of a row (a token's query head) are in an order that its own position gives: keys in tiles of TILE from
-// position 0, the online softmax tile by tile. Rows that see the same keys of a tile are computed together, which
-// shares what is read and changes no sum. So a row has the same bits alone, among others, in any chunk of a prompt.
+// The order of a row's sums (a row is a token's query head) depends only on its position: keys in tiles of TILE from
+// position 0, online softmax tile by tile. Rows that see the same keys of a tile are computed together, which shares
+// reads and changes no sum. A row therefore has the same bits in any batch and in any chunk of a prompt.
 #pragma once
 
 #include <cmath>
@@ -11,22 +11,22 @@
 #include "e4m3.h"
 #include "operation.h"
 
-// What all layers of a step share. The fields are kernels/cpu/step.py's.
+// Shared by all layers of a step. The fields mirror kernels/cpu/step.py.
 struct Step {
     const int32_t* block_tables;     // [S, table_stride]
     const int32_t* query_start_loc;  // [S + 1]
     const int32_t* seq_lens;         // [S]
     const int64_t* positions;        // [T]
     const int64_t* slots;            // [T]
-    float* scores;         // [T, Hq, scores_stride], of sequences whose tokens threads share; or null
+    float* scores;         // [T, Hq, scores_stride], for sequences whose token is shared by threads; or null
     int64_t scores_stride;
     int64_t table_stride;
-    int64_t block_stride;  // elements from a block's keys to the next one's
+    int64_t block_stride;  // elements from a block's keys to those of the next block
     int64_t value_offset;  // elements from a block's keys to its values
     int64_t num_tokens;
     int32_t num_heads, num_kv_heads, head_dim, block_size;
     int32_t num_threads;
-    int32_t shares_tokens;  // every sequence has one token, and there are few: threads may share one
+    int32_t shares_tokens;  // every sequence has one token and there are few, so threads may share one
 };
 
 // Tokens of one sequence whose attention one thread computes for one KV head.
@@ -37,17 +37,17 @@ struct Item {
 struct Rules {
     float scale;
     float softcap;         // 0: none
-    int32_t window;        // a token sees that many keys, itself among them; 0: all
-    const float* sinks;    // [Hq]: a score that takes part in the softmax and has no value; or null
-    float value_scale;     // of values in e4m3, else 1; that of keys is in `scale`
+    int32_t window;        // number of visible keys, including the token's own; 0: all
+    const float* sinks;    // [Hq]: a score that enters the softmax without a value; or null
+    float value_scale;     // for e4m3 values, else 1; the key scale is part of `scale`
 };
 
 namespace {
 
 constexpr int TILE = 64;       // keys
-constexpr int MOST_ROWS = 3;   // computed together: 3 rows x 4 keys are the sums that 16 registers hold
-constexpr int KEYS = 4;        // whose scores are computed together
-constexpr int PADDED = 8;      // a tile's keys have addresses in such numbers: many_rows.h turns as many at a time
+constexpr int MAX_ROWS = 3;   // computed together: 16 registers hold the sums of 3 rows x 4 keys
+constexpr int KEYS = 4;        // scored together
+constexpr int PADDED = 8;      // key addresses per tile are rounded up to this; many_rows.h transposes as many
 
 template <typename T>
 inline T smaller(T a, T b) { return a < b ? a : b; }
@@ -74,7 +74,7 @@ class Scratch {
 // One query head of one token.
 struct Row {
     float* query;  // [D], scaled
-    float* sum;    // [D], of the values by weight
+    float* sum;    // [D], weighted sum of the values
     float maximum, total;
 };
 
@@ -82,7 +82,7 @@ inline Vec weighted(Vec sum, float total, const Rules& rules) {
     return times(sum / splat(total), splat(rules.value_scale));
 }
 
-// Keys of one tile that a row sees.
+// Keys of one tile visible to a row.
 struct Range {
     int first, end;
     bool operator==(const Range& other) const { return first == other.first && end == other.end; }
@@ -95,7 +95,7 @@ inline void scores_of(Row* rows, const K* const* keys, Range seen, int head_dim,
         for (int row = 0; row < ROWS; row++)
             for (int i = 0; i < KEYS; i++) sums_of[row][i] = splat(0.0f);
         for (int d = 0; d < head_dim; d += WIDTH) {
-            Vec query[ROWS];  // these and one vector of keys: with four of keys and one of a query a sum has no register
+            Vec query[ROWS];  // with 4 key vectors and 1 query vector instead, a sum would have no register
             for (int row = 0; row < ROWS; row++) query[row] = load(rows[row].query + d);
             for (int i = 0; i < KEYS; i++) {
                 const Vec loaded = load(keys[key + i] + d);
@@ -107,7 +107,7 @@ inline void scores_of(Row* rows, const K* const* keys, Range seen, int head_dim,
     }
 }
 
-// Scores as the softmax takes them: capped, and those of keys that a row does not see are none.
+// Apply the softcap and hide the keys that a row does not see.
 inline void finish_scores(float* scores, Range seen, float softcap) {
     for (int key = seen.first / WIDTH * WIDTH; softcap > 0.0f && key < seen.end; key += WIDTH) {
         // cap * tanh(score / cap)
@@ -118,13 +118,13 @@ inline void finish_scores(float* scores, Range seen, float softcap) {
     for (int key = seen.end; key < TILE; key++) scores[key] = -INFINITY;
 }
 
-inline Vec most_of(const float* scores) {
-    Vec most = splat(-INFINITY);
-    for (int key = 0; key < TILE; key += WIDTH) most = maximum(most, load(scores + key));
-    return most;
+inline Vec max_of(const float* scores) {
+    Vec max_value = splat(-INFINITY);
+    for (int key = 0; key < TILE; key += WIDTH) max_value = maximum(max_value, load(scores + key));
+    return max_value;
 }
 
-// Scores into weights beside the largest score; their total, lane by lane.
+// Turn scores into weights relative to the largest score; return their total per lane.
 inline Vec weights_of(float* scores, float largest_score) {
     Vec total = splat(0.0f);
     for (int key = 0; key < TILE; key += WIDTH) {
@@ -135,10 +135,10 @@ inline Vec weights_of(float* scores, float largest_score) {
     return total;
 }
 
-// Scores into weights, and by how much what was summed before is to be scaled.
+// Turn scores into weights; return the factor for everything summed before.
 inline float weigh(Row& row, float* scores, Range seen, float softcap) {
     finish_scores(scores, seen, softcap);
-    const float now = larger(row.maximum, largest(most_of(scores)));
+    const float now = larger(row.maximum, largest(max_of(scores)));
     const float total = sum(weights_of(scores, now));
     const float factor = exponential(row.maximum - now);
     row.total = row.total * factor + total;
@@ -181,7 +181,7 @@ inline void attend_tile(
     Row* rows, const Range* seen, int num_rows, const K* const* keys, const K* const* values, int head_dim,
     float softcap) {
     for (int first = 0, end; first < num_rows; first = end) {
-        for (end = first + 1; end < num_rows && end < first + MOST_ROWS && seen[end] == seen[first];) end++;
+        for (end = first + 1; end < num_rows && end < first + MAX_ROWS && seen[end] == seen[first];) end++;
         const Range range = seen[first];
         if (range.first >= range.end) continue;
         if (end - first == 3) attend_rows<3>(rows + first, keys, values, range, head_dim, softcap);
@@ -190,7 +190,7 @@ inline void attend_tile(
     }
 }
 
-// The addresses of a tile's keys, or of its values; behind `end` those of its last one, which is read and not used.
+// The addresses of a tile's keys or values. After `end` the last one repeats; it is read but not used.
 template <typename K>
 inline void addresses(const Step& step, const K* head, const int32_t* table, int first_key, int end, const K** found) {
     for (int key = 0; key < end; key++) {

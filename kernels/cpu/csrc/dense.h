@@ -1,18 +1,18 @@
-// Products of weights in float32 or bfloat16 with inputs in float32, summed in float32.
+// Linear layers with float32 or bfloat16 weights and float32 inputs, summed in float32.
 //
-// An output is one chain of fused multiply-adds over its inputs in their order, begun at its bias. How many rows are
-// computed together, and by how many threads, changes what is read twice and no sum.
+// An output is one chain of fused multiply-adds over its inputs in order, starting from its bias. The number of rows
+// computed together and the number of threads change no sum.
 #pragma once
 
 #include "attention.h"
 
 namespace {
 
-constexpr int PANEL = 2 * WIDTH;         // outputs whose weights lie input by input
-constexpr int DENSE_ROWS = 6;            // of inputs, whose sums 12 of 16 registers hold
-constexpr int64_t ROWS_IN_CACHE = 192;   // of inputs, read again by every panel
+constexpr int PANEL = 2 * WIDTH;         // outputs whose weights are interleaved per input
+constexpr int DENSE_ROWS = 6;            // rows of inputs; 12 of 16 registers hold their sums
+constexpr int64_t ROWS_IN_CACHE = 192;   // rows of inputs that every panel reads again
 
-// weight [outputs, inputs] -> [panels, inputs, PANEL], zeros where there is no output.
+// weight [outputs, inputs] -> [panels, inputs, PANEL], padded with zeros.
 template <typename From, typename W>
 void pack_dense(const void* weight, int64_t outputs, int64_t inputs, void* packed, int num_threads) {
     const int64_t panels = (outputs + PANEL - 1) / PANEL;

@@ -1,13 +1,13 @@
-// The attention of an item: its rows over the tiles of keys that they see, one after another.
+// Attention of an item: its rows over the key tiles that they see, in order.
 #pragma once
 
 #include "many_rows.h"
 
 namespace {
 
-constexpr int FEWEST_TURNED = 8;  // rows that a tile of keys is turned for
+constexpr int MIN_TRANSPOSED_ROWS = 8;  // from this many rows on, a tile of keys is transposed
 
-// The rows of an item and one KV head, and what a thread needs for them.
+// The rows of an item for one KV head, with their scratch memory.
 template <typename T, typename K>
 class ItemRows {
   public:
@@ -16,7 +16,7 @@ class ItemRows {
           count_((item.end_token - item.first_token) * group_) {
         const int32_t* starts = step.query_start_loc + item.sequence;
         first_position_ = step.seq_lens[item.sequence] - (starts[1] - starts[0]) + item.first_token - starts[0];
-        // A row's query and sum, then the row itself and its range, then tiles of keys and values.
+        // Layout: query and sum of each row, the rows, their ranges, then tiles of keys and values.
         const size_t rows_at = (size_t)2 * count_ * step.head_dim;
         const size_t ranges_at = rows_at + count_ * sizeof(Row) / sizeof(float);
         const size_t tiles_at = (ranges_at + count_ * sizeof(Range) / sizeof(float) + 15) / 16 * 16;
@@ -25,7 +25,7 @@ class ItemRows {
         rows_ = (Row*)(memory_ + rows_at);
         seen_ = (Range*)(memory_ + ranges_at);
         wide_ = memory_ + tiles_at;
-        turned_ = wide_ + TILE * step.head_dim;
+        transposed_ = wide_ + TILE * step.head_dim;
     }
 
     void begin(const T* query, int64_t query_stride) {
@@ -56,7 +56,7 @@ class ItemRows {
             addresses(step_, head, table, first_key, keys_of_tile, keys);
             for (int key = 0; key < keys_of_tile; key++) values[key] = keys[key] + step_.value_offset;
             find_seen(first_key);
-            if (count_ >= FEWEST_TURNED)
+            if (count_ >= MIN_TRANSPOSED_ROWS)
                 attend_many(keys, values, keys_of_tile);
             else
                 attend_tile(rows_, seen_, count_, keys, values, step_.head_dim, rules_.softcap);
@@ -87,17 +87,17 @@ class ItemRows {
         const int D = step_.head_dim;
         const float *wide_keys[TILE], *wide_values[TILE];
         widen(keys, (keys_of_tile + PADDED - 1) / PADDED * PADDED, D, wide_, wide_keys);
-        turn(wide_keys, keys_of_tile, D, turned_);
-        widen(values, keys_of_tile, D, wide_, wide_values);  // the keys there are turned
-        attend_turned(rows_, seen_, count_, turned_, wide_values, D, rules_.softcap);
+        transpose(wide_keys, keys_of_tile, D, transposed_);
+        widen(values, keys_of_tile, D, wide_, wide_values);  // overwrites the keys, which are already transposed
+        attend_transposed(rows_, seen_, count_, transposed_, wide_values, D, rules_.softcap);
     }
 
     const Step& step_;
     const Rules& rules_;
     const Item item_;
     const int kv_head_, group_, count_;
-    int first_position_;  // of the item's first token
-    float *memory_, *wide_, *turned_;
+    int first_position_;  // position of the item's first token
+    float *memory_, *wide_, *transposed_;
     Row* rows_;
     Range* seen_;
 };

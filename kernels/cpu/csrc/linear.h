@@ -1,15 +1,16 @@
-// Products of 8-bit and 4-bit weights, for any instruction set with the operations of `Set` (linear_avx2.cpp and
-// linear_avx512.cpp have one each).
+// Linear layers with 8-bit and 4-bit weights, for any instruction set with the operations of `Set` (see linear_avx2.cpp
+// and
+// linear_avx512.cpp).
 //
-// Weights and rows have scales for groups of 32 inputs. The sum over a group is one of integers, hence exact in any
-// order (at most 32 * 128 * 32,512, and for 8 bits as much again as their zero, within int32); groups are added in float32 in the order of the inputs, one fused multiply-add each. So an output depends on
-// its row and its weights alone: not on other rows, on threads or on the instruction set.
+// Weights and input rows have one scale per group of 32 inputs. A group's sum is an integer sum, so it is exact in any
+// order: at most 32 * 128 * 32,512, and for 8 bits the same again for the zero point, within int32. Groups are added in
+// float32 in the order of the inputs, one fused multiply-add each. An output therefore depends only on its row and its
+// weights, not on other rows, threads or the instruction set.
 //
 //     output = sum over groups of  (sum of quants of weight and row) * (scale of weight * scale of row)
 //                                + minimum of weight * (scale of row * sum of the row's quants)
 //
-// Everything here is internal to each file that includes it: code for one instruction set must not be linked into
-// another's.
+// Everything is internal to each including file, because code for one instruction set must not be linked into another.
 #pragma once
 
 #include <immintrin.h>
@@ -23,21 +24,22 @@
 
 namespace {
 
-constexpr int GROUP = 32, OUTPUTS = 16, QUADS = GROUP / 4, LINE = OUTPUTS * 4;  // a line: 4 inputs of 16 outputs, bytes
-// A row has 16 bits, for 8 are a third of a percent off, and the likeliest token is often another then. They are two
-// products of 8 bits, for dpbusd has no wider operand beside which weights stay bytes, unless a set of instructions
+constexpr int GROUP = 32, OUTPUTS = 16, QUADS = GROUP / 4, LINE = OUTPUTS * 4;  // line: 4 inputs of 16 outputs
+// Input rows have 16 bits: 8 bits are a third of a percent off, which often changes the most likely token. A 16-bit row
+// is
+// two products of 8 bits, because dpbusd has no wider operand that keeps weights as bytes, unless the instruction set
 // widens its weights (has_whole_rows).
 constexpr int BASE = 255;
-constexpr float MOST = 127 * BASE + 127;
-constexpr int MOST_ROWS = 8;      // that are multiplied at a time
-constexpr int ROWS_A_PASS = 128;  // whose quants stay in the second cache while all weights pass by
-constexpr int ROWS_BY_ONE = 4;    // fewer are quantised by one thread: sharing them out takes longer
+constexpr float MAX_QUANT = 127 * BASE + 127;
+constexpr int MAX_ROWS = 8;      // multiplied at once
+constexpr int ROWS_PER_PASS = 128;  // their quants stay in the L2 cache while all weights are read
+constexpr int MIN_SHARED_ROWS = 4;    // fewer rows are quantized by one thread, because sharing them takes longer
 
-struct Rows {  // quantised
-    int8_t* quants;      // [rows][groups][2][GROUP]: a quant is BASE times the first byte and the second; or whole in
-                         // 16 bits, of each four the first, third, second and fourth
+struct Rows {  // quantized
+    int8_t* quants;      // [rows][groups][2][GROUP]: a quant is BASE * first byte + second byte; or 16-bit numbers,
+                         // of each four in the order first, third, second, fourth
     float* scales;       // [rows][groups]
-    int32_t* sums;       // of a group's quants
+    int32_t* sums;       // sums of a group's quants
     float* scaled_sums;  // scales * sums
     int64_t groups;
 };
@@ -49,7 +51,7 @@ inline __m256 load8(const float* from, int64_t count) {
     return _mm256_loadu_ps(padded);
 }
 
-inline __m256 load8(const uint16_t* from, int64_t count) {  // bfloat16: the upper half of a float32
+inline __m256 load8(const uint16_t* from, int64_t count) {  // bfloat16 is the upper half of a float32
     uint16_t padded[8] = {};
     if (count < 8) from = (const uint16_t*)memcpy(padded, from, count * sizeof(uint16_t));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
@@ -83,25 +85,25 @@ inline void store_whole(const __m256i (&integers)[4], int8_t* quants) {
     }
 }
 
-// Quants from -MOST to MOST, as two bytes from -127 to 127 or whole, and the scale that makes them the group again. A
-// group that holds NaN or an infinity has the scale NaN, so its row's outputs are NaN and no other row's; one too small
-// for a scale is zeros.
+// Quantize a group to -MAX_QUANT..MAX_QUANT, stored as two bytes in -127..127 or as one 16-bit number, and its scale.
+// A group with NaN or infinity gets the scale NaN, so only its own row's outputs are NaN. A group too small for a scale
+// becomes zeros.
 template <class Element>
-void quantise_group(const Element* from, int64_t count, bool is_whole, int8_t* quants, float* scale, int32_t* sum) {
+void quantize_group(const Element* from, int64_t count, bool is_whole, int8_t* quants, float* scale, int32_t* sum) {
     __m256 values[4];
-    __m256i bits = _mm256_setzero_si256();  // the largest magnitude: of floats in the order of their bits, NaN last
+    __m256i bits = _mm256_setzero_si256();  // largest magnitude: floats compare like their bits, NaN last
     for (int part = 0; part < 4; part++) {
         const int64_t left = count - 8 * part;
         values[part] = left > 0 ? load8(from + 8 * part, left) : _mm256_setzero_ps();
         const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(values[part]), _mm256_set1_epi32(0x7fffffff));
         bits = _mm256_max_epi32(bits, magnitude);
     }
-    const int32_t most_bits = largest(bits);
-    float most;
-    memcpy(&most, &most_bits, sizeof most);
-    const bool is_finite = most_bits < 0x7f800000, is_zero = most < 1e-30f;
-    const float factor = is_finite && !is_zero ? MOST / most : 0.0f;
-    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : most / MOST;
+    const int32_t max_bits = largest(bits);
+    float max_value;
+    memcpy(&max_value, &max_bits, sizeof max_value);
+    const bool is_finite = max_bits < 0x7f800000, is_zero = max_value < 1e-30f;
+    const float factor = is_finite && !is_zero ? MAX_QUANT / max_value : 0.0f;
+    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : max_value / MAX_QUANT;
     __m256i integers[4], sums = _mm256_setzero_si256();
     for (int part = 0; part < 4; part++) {
         integers[part] = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
@@ -112,7 +114,7 @@ void quantise_group(const Element* from, int64_t count, bool is_whole, int8_t* q
     if (is_whole) return store_whole(integers, quants);
     __m256i upper[4], lower[4];
     for (int part = 0; part < 4; part++) {
-        // BASE is odd, so no quotient lies between two integers, and 1 / BASE may be rounded.
+        // BASE is odd, so no quotient lies halfway between integers, and a rounded 1 / BASE is exact enough.
         const __m256 quotient = _mm256_mul_ps(_mm256_cvtepi32_ps(integers[part]), _mm256_set1_ps(1.0f / BASE));
         upper[part] = _mm256_cvtps_epi32(quotient);
         lower[part] = _mm256_sub_epi32(integers[part], _mm256_mullo_epi32(upper[part], _mm256_set1_epi32(BASE)));
@@ -122,16 +124,16 @@ void quantise_group(const Element* from, int64_t count, bool is_whole, int8_t* q
 }
 
 template <class Element>
-void quantise_row(const Element* from, int64_t inputs, bool is_whole, const Rows& rows, int64_t row) {
+void quantize_row(const Element* from, int64_t inputs, bool is_whole, const Rows& rows, int64_t row) {
     for (int64_t group = 0; group < rows.groups; group++) {
         const int64_t at = row * rows.groups + group;
-        quantise_group(from + group * GROUP, inputs - group * GROUP, is_whole, rows.quants + at * 2 * GROUP,
+        quantize_group(from + group * GROUP, inputs - group * GROUP, is_whole, rows.quants + at * 2 * GROUP,
                        rows.scales + at, rows.sums + at);
         rows.scaled_sums[at] = rows.scales[at] * (float)rows.sums[at];
     }
 }
 
-inline __m128i bfloat16_of(__m256 values) {  // to nearest, ties to even
+inline __m128i bfloat16_of(__m256 values) {  // round to nearest even
     const __m256i bits = _mm256_castps_si256(values);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i upper = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
@@ -142,7 +144,7 @@ inline __m128i bfloat16_of(__m256 values) {  // to nearest, ties to even
 
 inline void store(const float* sums, int64_t count, void* to, int type) {  // up to OUTPUTS
     if (type == FLOAT32) {
-        // Read as a gate writes them: what is read wider than it was written waits for the cache.
+        // Reads match the width of the gate's writes: a wider read would wait for the cache.
         for (int part = 0; count == OUTPUTS && part < OUTPUTS; part += WIDTH)
             store((float*)to + part, load(sums + part));
         if (count < OUTPUTS) memcpy(to, sums, count * sizeof(float));
@@ -154,10 +156,10 @@ inline void store(const float* sums, int64_t count, void* to, int type) {  // up
     memcpy(to, rounded, count * sizeof(uint16_t));
 }
 
-// The sums of `count` rows from `row` on and one block of 16 outputs, to sums[count][16].
+// The sums of `count` rows from `row` on for one block of 16 outputs, in sums[count][16].
 template <class Set, int FORMAT, int ROWS>
 void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, float* sums) {
-    constexpr int PARTS = Set::parts(ROWS);  // of a block, at a time
+    constexpr int PARTS = Set::parts(ROWS);  // parts of a block computed at once
     constexpr int64_t BYTES = FORMAT == INT8 ? QUADS * LINE : QUADS * LINE / 2;
     for (int first = 0; first < OUTPUTS / Set::LANES; first += PARTS) {
         typename Set::Floats sum[ROWS][PARTS];
@@ -191,8 +193,8 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
 
 template <class Set, int FORMAT>
 int multiply_rows(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t left, float* sums) {
-    if (Set::MOST_ROWS >= 8 && left >= 8) return multiply_tile<Set, FORMAT, 8>(weight, block, rows, row, sums), 8;
-    if (Set::MOST_ROWS >= 4 && left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
+    if (Set::MAX_ROWS >= 8 && left >= 8) return multiply_tile<Set, FORMAT, 8>(weight, block, rows, row, sums), 8;
+    if (Set::MAX_ROWS >= 4 && left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
     if (left >= 2) return multiply_tile<Set, FORMAT, 2>(weight, block, rows, row, sums), 2;
     return multiply_tile<Set, FORMAT, 1>(weight, block, rows, row, sums), 1;
 }
@@ -211,13 +213,13 @@ void add_bias(float* sums, int rows, const float* bias, int64_t count) {
         for (int64_t lane = 0; lane < count; lane++) sums[r * OUTPUTS + lane] += bias[lane];
 }
 
-// Outputs of one block, or of a pair of blocks of a gated product, for the rows from `row` to `end`.
+// Outputs of one block, or of a pair of blocks of a gated weight, for rows `row` to `end`.
 template <class Set>
 void compute_block(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t end, uint8_t* out,
                    int64_t out_stride, int out_type) {
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs, at = block * OUTPUTS;
     const int64_t count = width - at < OUTPUTS ? width - at : OUTPUTS, size = out_type == FLOAT32 ? 4 : 2;
-    float sums[MOST_ROWS * OUTPUTS], up[MOST_ROWS * OUTPUTS];
+    float sums[MAX_ROWS * OUTPUTS], up[MAX_ROWS * OUTPUTS];
     for (int done; row < end; row += done) {
         done = multiply<Set>(weight, weight.gate ? 2 * block : block, rows, row, end - row, sums);
         if (weight.bias) add_bias(sums, done, weight.bias + at, count);
@@ -237,7 +239,7 @@ Rows rows_in(uint8_t* memory, int64_t num_rows, int64_t groups) {
     return {(int8_t*)memory, scales, (int32_t*)(scales + all_groups), scales + 2 * all_groups, groups};
 }
 
-// x [rows, inputs] -> out [rows, outputs]; strides are of rows, in elements. Returns 0, or 1 where memory is missing.
+// x [rows, inputs] -> out [rows, outputs]; strides are in elements per row. Returns 0, or 1 if out of memory.
 template <class Set>
 int linear(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x_type, int64_t num_rows, void* out,
            int64_t out_stride, int out_type, int num_threads) {
@@ -245,23 +247,23 @@ int linear(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x
     const LinearWeight weight = of_weight;
     const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, inputs = weight.inputs;
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs;
-    const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, passes = (num_rows + ROWS_A_PASS - 1) / ROWS_A_PASS;
+    const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, passes = (num_rows + ROWS_PER_PASS - 1) / ROWS_PER_PASS;
     const bool is_whole = Set::has_whole_rows(weight.format);
-    auto quantise = [=](int64_t row, uint8_t* shared) {
+    auto quantize = [=](int64_t row, uint8_t* shared) {
         const Rows rows = rows_in(shared, num_rows, groups);
         if (x_type == FLOAT32)
-            quantise_row((const float*)x + row * x_stride, inputs, is_whole, rows, row);
+            quantize_row((const float*)x + row * x_stride, inputs, is_whole, rows, row);
         else
-            quantise_row((const uint16_t*)x + row * x_stride, inputs, is_whole, rows, row);
+            quantize_row((const uint16_t*)x + row * x_stride, inputs, is_whole, rows, row);
     };
     auto multiply_block = [=](int64_t part, uint8_t* shared) {
-        const int64_t row = part / blocks * ROWS_A_PASS, left = num_rows - row;
+        const int64_t row = part / blocks * ROWS_PER_PASS, left = num_rows - row;
         compute_block<Set>(weight, part % blocks, rows_in(shared, num_rows, groups), row,
-                           row + (left < ROWS_A_PASS ? left : ROWS_A_PASS), (uint8_t*)out, out_stride, out_type);
+                           row + (left < ROWS_PER_PASS ? left : ROWS_PER_PASS), (uint8_t*)out, out_stride, out_type);
     };
     const Operation operations[2] = {
-        operation(num_rows, num_rows < ROWS_BY_ONE ? num_rows : num_rows / (4 * num_threads), quantise),
-        // Blocks go to whoever is free: on a busy machine one thread may get half of a processor.
+        operation(num_rows, num_rows < MIN_SHARED_ROWS ? num_rows : num_rows / (4 * num_threads), quantize),
+        // Blocks go to the next free thread: on a busy machine one thread may get half of a core.
         operation(passes * blocks, blocks / (num_threads * 8), multiply_block, num_rows * groups * (2 * GROUP + 12)),
     };
     return perform(operations, 2, num_threads) ? 0 : 1;

@@ -1,4 +1,4 @@
-// The products of linear.h by AVX2: 8 outputs a register.
+// linear.h for AVX2: 8 outputs per register.
 #include "linear.h"
 
 namespace {
@@ -6,9 +6,9 @@ namespace {
 struct Avx2 {
     using Floats = __m256;
     using Integers = __m256i;
-    static constexpr int LANES = 8, MOST_ROWS = 4;
+    static constexpr int LANES = 8, MAX_ROWS = 4;
     static constexpr bool has_whole_rows(int format) { return format == INT8; }
-    static constexpr int parts(int rows) { return rows == 1 ? 2 : 1; }  // as many sums as 16 registers have room for
+    static constexpr int parts(int rows) { return rows == 1 ? 2 : 1; }  // sums that fit 16 registers
 
     static Floats zero() { return _mm256_setzero_ps(); }
     static Floats all(float value) { return _mm256_set1_ps(value); }
@@ -18,22 +18,22 @@ struct Avx2 {
     static void save(float* to, Floats from) { _mm256_storeu_ps(to, from); }
 
     static Integers line(const uint8_t* at) { return _mm256_loadu_si256((const __m256i*)at); }
-    static Integers four(const int8_t* row) {  // inputs of a row, for each output
+    static Integers four(const int8_t* row) {  // four inputs of a row, repeated for each output
         int32_t quants;
         memcpy(&quants, row, sizeof quants);
         return _mm256_set1_epi32(quants);
     }
 
-    // Of sums of upper and of lower bytes, pairs in 16 bits.
+    // Combine the sums of upper and lower bytes, pairs of 16 bits.
     static Integers joined(Integers upper, Integers lower) {
         const Integers base = _mm256_set1_epi16(BASE), ones = _mm256_set1_epi16(1);
         return _mm256_add_epi32(_mm256_madd_epi16(upper, base), _mm256_madd_epi16(lower, ones));
     }
 
-    // The compiler adds a chain as it stands: reordered, its products would wait in memory for their turn.
+    // Keep the compiler from reordering this chain: reordered, products would spill to memory.
     static void in_order(Integers& sum) { asm("" : "+x"(sum)); }
 
-    // Bytes are widened, for a pair of them times 16 bits fits 32: the row's quants are whole.
+    // Bytes are widened, because two products of a byte and 16 bits fit 32 bits: the row's quants are whole.
     template <int ROWS, int PARTS>
     static inline void dot_bytes(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
         for (int r = 0; r < ROWS; r++)
@@ -52,7 +52,7 @@ struct Avx2 {
             }
     }
 
-    // Half bytes times bytes: 8 * 2 * 15 * 127 = 30,480, so a whole group is added in 16 bits.
+    // Half bytes times bytes: 8 * 2 * 15 * 127 = 30,480, so a whole group fits 16 bits.
     template <int ROWS, int PARTS>
     static inline void dot_half_bytes(
         const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
@@ -90,7 +90,7 @@ struct Avx2 {
             dot_half_bytes<ROWS, PARTS>(quants, row, stride, sum);
     }
 
-    // The integer sum of a group as a float, `row_sum` times the format's zero less.
+    // The group's integer sum as a float, minus the format's zero point times `row_sum`.
     template <int FORMAT>
     static Floats without_zero(Integers sum, int32_t row_sum) {
         if (FORMAT == INT4_ZERO_8) sum = _mm256_sub_epi32(sum, _mm256_set1_epi32(8 * row_sum));

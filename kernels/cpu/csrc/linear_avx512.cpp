@@ -1,14 +1,14 @@
-// The products of linear.h by AVX-512 and its VNNI: 16 outputs a register, four inputs an instruction.
+// linear.h for AVX-512 with VNNI: 16 outputs per register, four inputs per instruction.
 #include "linear_panels.h"
 
 namespace {
 
-constexpr int FEWEST_OF_PANELS = 6;  // rows: 6 take nine tenths of the time that they take otherwise, 5 more
+constexpr int MIN_PANEL_ROWS = 6;  // from 6 rows on, panels take 0.9 of the time; with 5 they take longer
 
 struct Avx512 {
     using Floats = __m512;
     using Integers = __m512i;
-    static constexpr int LANES = 16, MOST_ROWS = 8;
+    static constexpr int LANES = 16, MAX_ROWS = 8;
     static constexpr bool has_whole_rows(int) { return false; }
     static constexpr int parts(int) { return 1; }
 
@@ -20,7 +20,7 @@ struct Avx512 {
     static void save(float* to, Floats from) { _mm512_storeu_ps(to, from); }
 
     static Integers line(const uint8_t* at) { return _mm512_loadu_si512(at); }
-    static Integers four(const int8_t* row) {  // inputs of a row, for each output
+    static Integers four(const int8_t* row) {  // four inputs of a row, repeated for each output
         int32_t quants;
         memcpy(&quants, row, sizeof quants);
         return _mm512_set1_epi32(quants);
@@ -30,10 +30,10 @@ struct Avx512 {
         return _mm512_add_epi32(_mm512_sub_epi32(_mm512_slli_epi32(upper, 8), upper), lower);
     }
 
-    // dpbusd multiplies unsigned by signed bytes and adds four products in 32 bits: nothing saturates.
+    // dpbusd multiplies unsigned by signed bytes and adds four products in 32 bits, so nothing saturates.
     template <int FORMAT, int ROWS, int PARTS>
     static inline void dot(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
-        Integers halves[2 * ROWS][PARTS];  // of upper and lower bytes, which are like rows each
+        Integers halves[2 * ROWS][PARTS];  // upper and lower bytes, each like a row
         dot_halves<FORMAT, 2 * ROWS, PARTS>(quants, row, stride, halves);
         for (int r = 0; r < ROWS; r++) sum[r][0] = joined(halves[2 * r][0], halves[2 * r + 1][0]);
     }
@@ -42,8 +42,7 @@ struct Avx512 {
     static inline void dot_halves(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
         for (int r = 0; r < ROWS; r++) sum[r][0] = _mm512_setzero_si512();
         if (FORMAT == INT8) {
-            // -128..127 become 0..255. A byte's sum has 128 times the byte's own too much, and once the two are joined
-            // that is 128 times the quants': without_zero() takes it away.
+            // -128..127 become 0..255, which adds 128 times the quants to the joined sum; without_zero() subtracts it.
             const Integers sign = _mm512_set1_epi8((char)0x80);
             for (int quad = 0; quad < QUADS; quad++) {
                 const Integers weight = _mm512_xor_si512(line(quants + quad * LINE), sign);
@@ -64,7 +63,7 @@ struct Avx512 {
         }
     }
 
-    // The integer sum of a group as a float, `row_sum` times the format's zero less.
+    // The group's integer sum as a float, minus the format's zero point times `row_sum`.
     template <int FORMAT>
     static Floats without_zero(Integers sum, int32_t row_sum) {
         if (FORMAT == INT8) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * row_sum));
@@ -73,7 +72,7 @@ struct Avx512 {
     }
 };
 
-// Panels of many rows, whole in 16 bits: their products need no joining, and become words once for all rows of a pass.
+// Panels of many rows with 16-bit quants: sums need no joining, and weights are widened once per pass.
 struct Avx512Words {
     using Floats = __m512;
     using Integers = __m512i;
@@ -90,15 +89,15 @@ struct Avx512Words {
     static Integers no_sum() { return _mm512_setzero_si512(); }
     static Integers all(int32_t pair) { return _mm512_set1_epi32(pair); }
     static Integers line(const void* at) { return _mm512_loadu_si512(at); }
-    // dpwssd adds two products of 16 bits in 32: nothing saturates.
+    // dpwssd adds two products of 16 bits in 32 bits, so nothing saturates.
     static void add_products(Integers& sum, Integers a, Integers b) {
         sum = _mm512_dpwssd_epi32(sum, a, b);
-#ifdef __AVX512VNNI__  // and not where AVX-512 is emulated
-        asm("" : "+v"(sum));  // stays in its register: otherwise GCC 12 copies every sum to memory, too
+#ifdef __AVX512VNNI__  // not where AVX-512 is emulated
+        asm("" : "+v"(sum));  // keep the sum in its register: GCC 12 would also copy it to memory
 #endif
     }
 
-    // A group of a block -> pairs of inputs in the order of store_whole(), `stride` words apart.
+    // Widen a group of a block to pairs of inputs in the order of store_whole(), `stride` words apart.
     template <int FORMAT>
     static void widen(const uint8_t* quants, int16_t* to, int stride) {
         auto keep = [=](int pair, Integers words) { _mm512_storeu_si512(to + pair * stride, words); };
@@ -126,6 +125,6 @@ struct Avx512Words {
 PAGESTREAM_EXPORT int pagestream_linear_avx512(const LinearWeight* weight, const void* x, int64_t x_stride, int x_type,
                                                int64_t num_rows, void* out, int64_t out_stride, int out_type,
                                                int num_threads) {
-    const auto product = num_rows >= FEWEST_OF_PANELS ? linear_by_panels<Avx512Words> : linear<Avx512>;
+    const auto product = num_rows >= MIN_PANEL_ROWS ? linear_by_panels<Avx512Words> : linear<Avx512>;
     return product(*weight, x, x_stride, x_type, num_rows, out, out_stride, out_type, num_threads);
 }

@@ -1,37 +1,37 @@
-// Products of many rows, as prompts and large batches have: linear.h's sums for two blocks of outputs, a panel, at once.
+// linear.h for many rows (prompts and large batches): two blocks of outputs, a panel, at a time.
 //
-// A group's weights become words of 16 bits once for all rows of a pass, and these are multiplied with tiles of rows.
-// A tile's quants lie as they are multiplied: of each pair of inputs those of all its rows. Sums of integers stay in
-// registers for a group, those of floats in the first cache. Every number is computed as multiply_tile() computes it,
-// in the same order: an exact sum of a group, and the groups in the order of the inputs. So the bits are the same.
+// A group's weights are widened to 16-bit words once for all rows of a pass, then multiplied with tiles of rows. A tile
+// stores, per pair of inputs, the quants of all its rows. Integer sums of a group stay in registers, float sums in the
+// L1
+// cache. Every number is computed as in multiply_tile() and in the same order, so the bits are the same.
 #pragma once
 
 #include <utility>
 
-#include "quantise_four.h"
+#include "quantize_four.h"
 
 namespace {
 
-constexpr int PAIRS = GROUP / 2;        // of inputs, in the order of store_whole()
-constexpr int TILE_ROWS = 12;           // whose sums of two blocks 24 of 32 registers hold
-constexpr int TILES_A_PASS = 11;        // whose sums of a panel, 17 KB, stay in the first cache beside their quants
-constexpr int PANEL_BLOCKS = 2;         // of a gated weight one of gate and one of up
+constexpr int PAIRS = GROUP / 2;        // pairs of inputs, in the order of store_whole()
+constexpr int TILE_ROWS = 12;           // 24 of 32 registers hold their sums of two blocks
+constexpr int TILES_PER_PASS = 11;        // their sums of a panel, 17 KB, fit the L1 cache beside their quants
+constexpr int PANEL_BLOCKS = 2;         // gated: one of gate and one of up
 constexpr int PANEL_OUTPUTS = PANEL_BLOCKS * OUTPUTS;
 constexpr int64_t CACHE_LINE = 64;
 
 // One group of a tile's rows.
 struct TileGroup {
-    int32_t quants[PAIRS][TILE_ROWS];  // two of 16 bits
+    int32_t quants[PAIRS][TILE_ROWS];  // two 16-bit numbers
     float scales[TILE_ROWS], scaled_sums[TILE_ROWS];
 };
 
 // One group of a panel's weights.
 struct PanelGroup {
-    alignas(64) int16_t words[PAIRS][PANEL_OUTPUTS][2];  // less the format's zero
+    alignas(64) int16_t words[PAIRS][PANEL_OUTPUTS][2];  // minus the format's zero point
     const uint16_t *scales[PANEL_BLOCKS], *minima[PANEL_BLOCKS];
 };
 
-// Rows are shared out evenly among as few tiles as hold them, and tiles among as few passes.
+// Rows are spread evenly over the fewest tiles, and tiles over the fewest passes.
 struct Tiles {
     int64_t rows, count, passes;
 
@@ -43,41 +43,41 @@ struct Tiles {
 
 inline Tiles tiles_of(int64_t rows) {
     const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    return {rows, count, (count + TILES_A_PASS - 1) / TILES_A_PASS};
+    return {rows, count, (count + TILES_PER_PASS - 1) / TILES_PER_PASS};
 }
 
-// Where a group of a tile lies: pass by pass, in each the tiles of a group one after another.
+// Index of a group of a tile: pass by pass, in each the tiles of a group in order.
 inline int64_t place(const Tiles& tiles, int64_t groups, int64_t tile, int64_t group) {
     const int64_t pass = tiles.pass_of(tile), first = tiles.first_of_pass(pass), end = tiles.first_of_pass(pass + 1);
     return first * groups + group * (end - first) + tile - first;
 }
 
-// Where a tile has fewer rows than it has places, its last one comes again; nothing is stored of that.
+// If a tile has fewer rows than slots, its last row repeats; the copies are not stored.
 template <class Element>
-void quantise_tile(const Element* x, int64_t stride, int rows, TileGroup& to) {
+void quantize_tile(const Element* x, int64_t stride, int rows, TileGroup& to) {
     for (int first = 0; first < TILE_ROWS; first += FOUR) {
         const Element* of[FOUR];
         for (int row = 0; row < FOUR; row++) of[row] = x + (first + row < rows ? first + row : rows - 1) * stride;
-        quantise_four(of, &to.quants[0][first], TILE_ROWS, to.scales + first, to.scaled_sums + first);
+        quantize_four(of, &to.quants[0][first], TILE_ROWS, to.scales + first, to.scaled_sums + first);
     }
 }
 
-// A row's last group, of `count` inputs and zeros.
+// A row's last group, padded with zeros after `count` inputs.
 template <class Element>
-__attribute__((noinline)) void quantise_last(const Element* x, int64_t stride, int rows, int64_t count, TileGroup& to) {
+__attribute__((noinline)) void quantize_last(const Element* x, int64_t stride, int rows, int64_t count, TileGroup& to) {
     Element padded[TILE_ROWS][GROUP] = {};
     for (int row = 0; row < rows; row++) memcpy(padded[row], x + row * stride, count * sizeof(Element));
-    quantise_tile(&padded[0][0], GROUP, rows, to);
+    quantize_tile(&padded[0][0], GROUP, rows, to);
 }
 
 template <class Element>
-inline void quantise_group_of(const Element* x, int64_t stride, int rows, int64_t inputs, int64_t group, TileGroup& to) {
+inline void quantize_group_of(const Element* x, int64_t stride, int rows, int64_t inputs, int64_t group, TileGroup& to) {
     const int64_t count = inputs - group * GROUP;
-    if (count < GROUP) return quantise_last(x + group * GROUP, stride, rows, count, to);
-    quantise_tile(x + group * GROUP, stride, rows, to);
+    if (count < GROUP) return quantize_last(x + group * GROUP, stride, rows, count, to);
+    quantize_tile(x + group * GROUP, stride, rows, to);
 }
 
-// What a group adds to the sums of a row and a block.
+// Add a group to the sums of a row and a block.
 template <class Set, int FORMAT>
 inline void add_exact(typename Set::Integers exact, typename Set::Floats scale, typename Set::Floats minimum,
                       const TileGroup& tile, int row, float* sums) {
@@ -87,8 +87,9 @@ inline void add_exact(typename Set::Integers exact, typename Set::Floats scale, 
     Set::save(sums, sum);
 }
 
-// What a group adds to `sums` [TILE_ROWS][PANEL_OUTPUTS] of a tile's rows ROW. These are written out and no loop: GCC 12
-// keeps arrays that a loop goes through in memory.
+// Add a group to `sums` [TILE_ROWS][PANEL_OUTPUTS] for rows ROW. Unrolled by hand, because GCC 12 keeps arrays indexed
+// by a
+// loop in memory.
 template <class Set, int FORMAT, size_t... ROW>
 __attribute__((noinline)) void add_group(const PanelGroup& weight, const TileGroup& tile, float* sums, std::index_sequence<ROW...>) {
     typename Set::Integers first[] = {(void(ROW), Set::no_sum())...}, second[] = {(void(ROW), Set::no_sum())...};
@@ -115,14 +116,14 @@ inline void add_group_of(int rows, const PanelGroup& weight, const TileGroup& ti
     add_group<Set, FORMAT>(weight, tile, sums, std::make_index_sequence<6>());
 }
 
-// The sums of a panel and the tiles from `first` to `end`, to sums[end - first][TILE_ROWS][PANEL_OUTPUTS].
+// The sums of a panel for tiles `first` to `end`, in sums[end - first][TILE_ROWS][PANEL_OUTPUTS].
 template <class Set, int FORMAT>
 void multiply_panel(const LinearWeight& weight, const int64_t (&blocks)[PANEL_BLOCKS], int64_t groups, const Tiles& tiles,
                     int64_t first, int64_t end, const TileGroup* rows, float* sums) {
     constexpr int64_t BYTES = FORMAT == INT8 ? QUADS * LINE : QUADS * LINE / 2;
     memset(sums, 0, (end - first) * TILE_ROWS * PANEL_OUTPUTS * sizeof(float));
     PanelGroup of_weight;
-    int rows_of[TILES_A_PASS];  // a division each
+    int rows_of[TILES_PER_PASS];  // avoids a division per group
     for (int64_t tile = first; tile < end; tile++) rows_of[tile - first] = tiles.rows_of(tile);
     for (int64_t group = 0; group < groups; group++) {
         for (int block = 0; block < PANEL_BLOCKS; block++) {
@@ -148,7 +149,7 @@ void multiply_panel_of(const LinearWeight& weight, const int64_t (&blocks)[PANEL
     }
 }
 
-// Outputs of a row from the sums of a panel: one block of a gated weight, else two.
+// Outputs of a row from the sums of a panel: one block of a gated weight, otherwise two.
 inline void finish_row(const LinearWeight& weight, int64_t panel, float* sums, uint8_t* out, int out_type) {
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs, size = out_type == FLOAT32 ? 4 : 2;
     const int64_t at = panel * (weight.gate ? OUTPUTS : PANEL_OUTPUTS);
@@ -165,7 +166,7 @@ inline void finish_row(const LinearWeight& weight, int64_t panel, float* sums, u
     store(sums, width - at < OUTPUTS ? width - at : OUTPUTS, out + at * size, out_type);
 }
 
-// finish_row() of `count` rows where a panel is whole, has no bias and is stored in float32: in registers throughout.
+// finish_row() for `count` rows of a full panel without bias in float32, entirely in registers.
 template <int GATE>
 void finish_whole_rows(const float* sums, int count, uint8_t* out, int64_t stride) {
     for (int row = 0; row < count; row++, sums += PANEL_OUTPUTS, out += stride)
@@ -190,8 +191,9 @@ inline void finish_rows(const LinearWeight& weight, int64_t panel, float* sums, 
         finish_row(weight, panel, sums + row * PANEL_OUTPUTS, out + row * stride, out_type);
 }
 
-// Fetches where a panel's outputs of the rows from `first` to `end` will be, while they are computed: a gated product of
-// 1500 rows takes a tenth less time than where each store waits for its line.
+// Prefetch the destination of a panel's outputs for rows `first` to `end` while they are computed: a gated layer with
+// 1500
+// rows takes 10 % less time than if each store waits for its cache line.
 inline void fetch_outputs(const LinearWeight& weight, int64_t panel, int64_t first, int64_t end, const uint8_t* out,
                           int64_t stride, int out_type) {
     const int64_t of_panel = (weight.gate ? OUTPUTS : PANEL_OUTPUTS) * (out_type == FLOAT32 ? 4 : 2);
@@ -205,9 +207,9 @@ void compute_panel(const LinearWeight& weight, int64_t panel, int64_t groups, co
                    const TileGroup* rows, uint8_t* out, int64_t out_stride, int out_type) {
     const int64_t first = tiles.first_of_pass(pass), end = tiles.first_of_pass(pass + 1);
     const int64_t last_block = (weight.outputs + OUTPUTS - 1) / OUTPUTS - 1, block = panel * PANEL_BLOCKS;
-    // Behind the last block of an odd number that one comes again; nothing is stored of it.
+    // With an odd number of blocks the last one repeats; the copy is not stored.
     const int64_t blocks[PANEL_BLOCKS] = {block, weight.gate || block < last_block ? block + 1 : block};
-    alignas(64) float sums[TILES_A_PASS * TILE_ROWS * PANEL_OUTPUTS];
+    alignas(64) float sums[TILES_PER_PASS * TILE_ROWS * PANEL_OUTPUTS];
     const int64_t stride = out_stride * (out_type == FLOAT32 ? 4 : 2);
     fetch_outputs(weight, panel, tiles.first_row(first), tiles.first_row(end), out, stride, out_type);
     multiply_panel_of<Set>(weight, blocks, groups, tiles, first, end, rows, sums);
@@ -216,7 +218,7 @@ void compute_panel(const LinearWeight& weight, int64_t panel, int64_t groups, co
                     out + tiles.first_row(tile) * stride, stride, out_type);
 }
 
-// linear() of many rows.
+// linear() for many rows.
 template <class Set>
 int linear_by_panels(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x_type, int64_t num_rows,
                      void* out, int64_t out_stride, int out_type, int num_threads) {
@@ -225,21 +227,21 @@ int linear_by_panels(const LinearWeight& of_weight, const void* x, int64_t x_str
     const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, inputs = weight.inputs;
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs, of_panel = weight.gate ? OUTPUTS : PANEL_OUTPUTS;
     const int64_t panels = (width + of_panel - 1) / of_panel;
-    auto quantise = [=](int64_t part, uint8_t* shared) {
+    auto quantize = [=](int64_t part, uint8_t* shared) {
         const int64_t tile = part / groups, group = part % groups, at = tiles.first_row(tile) * x_stride;
         TileGroup& to = ((TileGroup*)shared)[place(tiles, groups, tile, group)];
         if (x_type == FLOAT32)
-            quantise_group_of((const float*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
+            quantize_group_of((const float*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
         else
-            quantise_group_of((const uint16_t*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
+            quantize_group_of((const uint16_t*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
     };
     auto multiply = [=](int64_t part, uint8_t* shared) {
         compute_panel<Set>(weight, part % panels, groups, tiles, part / panels, (const TileGroup*)shared, (uint8_t*)out,
                            out_stride, out_type);
     };
     const Operation operations[2] = {
-        operation(tiles.count * groups, tiles.count * groups / (4 * num_threads), quantise),
-        // Panels go to whoever is free: on a busy machine one thread may get half of a processor.
+        operation(tiles.count * groups, tiles.count * groups / (4 * num_threads), quantize),
+        // Panels go to the next free thread: on a busy machine one thread may get half of a core.
         operation(tiles.passes * panels, panels / (num_threads * 8), multiply, tiles.count * groups * sizeof(TileGroup)),
     };
     return perform(operations, 2, num_threads) ? 0 : 1;

@@ -1,5 +1,6 @@
-// linear.h's products as plain loops, for every processor: what the fast ones are compared with, bit for bit, when the
-// library is loaded and in tests. It shares no code with them, so that an error in one is not in the other.
+// linear.h as plain loops for every processor. The fast kernels are compared with it bit for bit when the library is
+// loaded
+// and in tests. It shares no code with them, so an error in one is not in the other.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -41,20 +42,20 @@ struct Row {
     std::vector<float> scales;
 };
 
-Row quantised(const LinearWeight& weight, const void* x, int64_t at, int type, int64_t groups) {
+Row quantized(const LinearWeight& weight, const void* x, int64_t at, int type, int64_t groups) {
     Row row{std::vector<int>(groups * 32), std::vector<int>(groups), std::vector<float>(groups)};
     for (int64_t group = 0; group < groups; group++) {
         const int64_t count = weight.inputs - group * 32 < 32 ? weight.inputs - group * 32 : 32;
-        float most = 0.0f;
+        float max_value = 0.0f;
         bool is_finite = true;
         for (int64_t i = 0; i < count; i++) {
             const float value = element(x, at + group * 32 + i, type);
             is_finite = is_finite && isfinite(value);
-            most = fmaxf(most, fabsf(value));
+            max_value = fmaxf(max_value, fabsf(value));
         }
-        const bool is_zero = most < 1e-30f;
-        row.scales[group] = !is_finite ? NAN : is_zero ? 0.0f : most / 32512.0f;
-        const float factor = is_finite && !is_zero ? 32512.0f / most : 0.0f;
+        const bool is_zero = max_value < 1e-30f;
+        row.scales[group] = !is_finite ? NAN : is_zero ? 0.0f : max_value / 32512.0f;
+        const float factor = is_finite && !is_zero ? 32512.0f / max_value : 0.0f;
         for (int64_t i = 0; i < count && is_finite; i++) {
             row.quants[group * 32 + i] = (int)nearbyintf(element(x, at + group * 32 + i, type) * factor);
             row.sums[group] += row.quants[group * 32 + i];
@@ -109,7 +110,7 @@ PAGESTREAM_EXPORT int pagestream_linear_plain(const LinearWeight* weight, const 
                                               int64_t num_rows, void* out, int64_t out_stride, int out_type, int) {
     const int64_t groups = (weight->inputs + 31) / 32, width = weight->gate ? weight->outputs / 2 : weight->outputs;
     for (int64_t row = 0; row < num_rows; row++) {
-        const Row of_row = quantised(*weight, x, row * x_stride, x_type, groups);
+        const Row of_row = quantized(*weight, x, row * x_stride, x_type, groups);
         for (int64_t output = 0; output < width; output++) {
             const int64_t block = output / 16;
             const int lane = output % 16;

@@ -1,14 +1,13 @@
-// Attention of few tokens over many keys: a token's scores, weights and sums are shared out among threads.
+// Attention of few tokens over many keys: threads share a token's scores, weights and sums.
 //
-// Every number is computed as attend_item() computes it, from the same numbers in the same order: scores of a tile by
-// themselves, the softmax of a row tile by tile, each element of a row's sum key by key. So the bits are the same.
+// Every number is computed as in attend_item(), from the same numbers in the same order, so the bits are the same.
 #pragma once
 
 #include "item_attention.h"
 
 namespace {
 
-constexpr int SLICE = 4 * WIDTH;  // elements of a head whose sums one thread computes
+constexpr int SLICE = 4 * WIDTH;  // elements of a head summed by one thread
 
 template <typename T, typename K>
 struct LongAttention {
@@ -31,7 +30,7 @@ struct LongAttention {
         const int of_token = position(item), first_key = tile * TILE;
         return {rules.window ? larger(0, of_token - rules.window + 1 - first_key) : 0, smaller(TILE, of_token + 1 - first_key)};
     }
-    // Of a row: scores, later weights, in tiles; then each tile's factor; then the total.
+    // Per row: scores (later weights) in tiles, then one factor per tile, then the total.
     float* scores_of_row(int64_t item, int head) const {
         return step->scores + (item * step->num_heads + head) * step->scores_stride;
     }
@@ -39,7 +38,7 @@ struct LongAttention {
     const K* keys_of(int kv_head) const { return pool + (int64_t)kv_head * step->block_size * step->head_dim; }
     const int32_t* table_of(const Item& item) const { return step->block_tables + item.sequence * step->table_stride; }
 
-    // Those of a KV head's rows in one of `ranges` of the tiles.
+    // Score the rows of a KV head for one of `ranges` parts of the tiles.
     void score(int64_t index, int kv_head, int range, int ranges) const {
         const Item& item = items[index];
         const int D = step->head_dim, first = first_tile(item), count = end_tile(item) - first;
@@ -53,15 +52,15 @@ struct LongAttention {
             const K* keys[TILE];
             const Range of_tile = seen(item, tile);
             addresses(*step, keys_of(kv_head), table_of(item), tile * TILE, of_tile.end, keys);
-            for (int row = 0; row < group(); row += MOST_ROWS)
-                score_rows(queries + row * D, smaller(MOST_ROWS, group() - row), keys, of_tile,
+            for (int row = 0; row < group(); row += MAX_ROWS)
+                score_rows(queries + row * D, smaller(MAX_ROWS, group() - row), keys, of_tile,
                            scores_of_row(index, kv_head * group() + row) + tile * TILE);
         }
     }
 
     void score_rows(float* queries, int count, const K* const* keys, Range range, float* to) const {
-        alignas(64) float scores[MOST_ROWS][TILE] = {};
-        Row rows[MOST_ROWS];
+        alignas(64) float scores[MAX_ROWS][TILE] = {};
+        Row rows[MAX_ROWS];
         for (int row = 0; row < count; row++) rows[row].query = queries + row * step->head_dim;
         if (count == 3) scores_of<3>(rows, keys, range, step->head_dim, scores);
         if (count == 2) scores_of<2>(rows, keys, range, step->head_dim, scores);
@@ -78,10 +77,10 @@ struct LongAttention {
         factors[end_tile(item)] = row.total;
     }
 
-    // The elements of a slice of the rows of one KV head.
+    // Sum one slice of the rows of a KV head.
     void sum(int64_t index, int kv_head, int slice) const {
-        for (int row = 0; row < group(); row += MOST_ROWS) {
-            const int count = smaller(MOST_ROWS, group() - row), head = kv_head * group() + row;
+        for (int row = 0; row < group(); row += MAX_ROWS) {
+            const int count = smaller(MAX_ROWS, group() - row), head = kv_head * group() + row;
             if (count == 3) sum_rows<3>(index, kv_head, head, slice * SLICE);
             if (count == 2) sum_rows<2>(index, kv_head, head, slice * SLICE);
             if (count == 1) sum_rows<1>(index, kv_head, head, slice * SLICE);
@@ -119,7 +118,7 @@ struct LongAttention {
     }
 };
 
-// Items of one token each. Where a step has no room for scores, for its sequences are short, each KV head is one part.
+// Items with one token each. Without memory for scores (short sequences), each KV head is one part.
 template <typename T, typename K>
 void attend_few(const LongAttention<T, K>& attention, int64_t num_items) {
     const int kv_heads = attention.step->num_kv_heads, heads = attention.step->num_heads, slices = attention.slices();

@@ -1,24 +1,26 @@
-// Attention of many rows over a tile, as a prompt has them: its keys are turned, so that a vector has one element of
-// WIDTH keys and a score needs no sum across a vector. Turning a tile costs what eight rows gain by it.
+// Attention of many rows over a tile, as in prompts. The keys are transposed so that a vector holds one element of
+// WIDTH
+// keys and a score needs no horizontal sum. Transposing a tile pays off from eight rows on.
 //
-// Every number is computed as attend_rows() computes it, in the same order: a score is WIDTH chains of products, as
-// many as a vector has lanes, added as sums() adds lanes. So a row has the same bits here as there.
+// Every number is computed as in attend_rows() and in the same order: a score is WIDTH chains of products, one per
+// vector
+// lane, added as sums() adds lanes. A row therefore has the same bits in both.
 #pragma once
 
 #include "attention.h"
 
-// Inlined into one function, four of these in a row keep each other's numbers in memory: 1.8 times as long by GCC 12.
-#define APART __attribute__((noinline)) static
+// Not inlined: four of these in one function spill each other's registers, 1.8 times as slow with GCC 12.
+#define NOINLINE __attribute__((noinline)) static
 
 namespace {
 
-constexpr int BLOCK_ROWS = 32;                        // that one half of a tile, keys or values, is read for in turn
-constexpr int SCORED_ROWS = 4, KEY_VECS = 2;          // computed together: 8 chains, as long as an addition takes
-constexpr int VALUE_VECS = WIDTH == 16 ? 4 : 2;       // beside 4 rows: as many sums as 32 or 16 registers have room for
+constexpr int BLOCK_ROWS = 32;                        // rows per pass over the keys, and then the values, of a tile
+constexpr int SCORED_ROWS = 4, KEY_VECS = 2;          // computed together: 8 chains cover the latency of an addition
+constexpr int VALUE_VECS = WIDTH == 16 ? 4 : 2;       // for 4 rows: sums that fit 32 or 16 registers
 constexpr int SCORED_KEYS = KEY_VECS * WIDTH;
 
-// Eight keys' elements d..d+7 -> eight rows of `to`, a key each column.
-inline void turn_square(const float* const* keys, int d, float* to) {
+// Transpose elements d..d+7 of eight keys into eight rows of `to`, one key per column.
+inline void transpose_square(const float* const* keys, int d, float* to) {
     __m256 joined[8], pairs[8];
     for (int i = 0; i < 4; i++)
         for (int half = 0; half < 2; half++) {
@@ -38,13 +40,13 @@ inline void turn_square(const float* const* keys, int d, float* to) {
         }
 }
 
-// `count` keys -> [head_dim, TILE]; a key of the last eight may be there twice.
-inline void turn(const float* const* keys, int count, int head_dim, float* to) {
+// `count` keys -> [head_dim, TILE]; the last key may repeat.
+inline void transpose(const float* const* keys, int count, int head_dim, float* to) {
     for (int key = 0; key < count; key += PADDED)
-        for (int d = 0; d < head_dim; d += 8) turn_square(keys + key, d, to + d * TILE + key);
+        for (int d = 0; d < head_dim; d += 8) transpose_square(keys + key, d, to + d * TILE + key);
 }
 
-// Of some rows and SCORED_KEYS keys.
+// Scores of some rows and SCORED_KEYS keys.
 template <int ROWS>
 struct Scores {
     Vec of[ROWS][KEY_VECS];
@@ -59,13 +61,13 @@ struct Scores {
 
 // The chain of one lane: elements lane, lane + WIDTH and so on.
 template <int ROWS>
-inline Scores<ROWS> chain(const Row* rows, const float* turned, int lane, int head_dim) {
+inline Scores<ROWS> chain(const Row* rows, const float* transposed, int lane, int head_dim) {
     Scores<ROWS> sum;
     for (int row = 0; row < ROWS; row++)
         for (int i = 0; i < KEY_VECS; i++) sum.of[row][i] = splat(0.0f);
     for (int d = lane; d < head_dim; d += WIDTH) {
         Vec keys[KEY_VECS];
-        for (int i = 0; i < KEY_VECS; i++) keys[i] = load(turned + d * TILE + i * WIDTH);
+        for (int i = 0; i < KEY_VECS; i++) keys[i] = load(transposed + d * TILE + i * WIDTH);
         for (int row = 0; row < ROWS; row++) {
             const Vec query = splat(rows[row].query[d]);
             for (int i = 0; i < KEY_VECS; i++) sum.of[row][i] = fma(query, keys[i], sum.of[row][i]);
@@ -74,36 +76,37 @@ inline Scores<ROWS> chain(const Row* rows, const float* turned, int lane, int he
     return sum;
 }
 
-// What sums() makes of the lanes from `lane` on, of 8: those of a wider vector are halved first.
+// What sums() makes of the lanes from `lane` on, of 8; a wider vector is halved first.
 template <int ROWS, int LANES>
-inline Scores<ROWS> sum_of_lanes(const Row* rows, const float* turned, int lane, int head_dim) {
+inline Scores<ROWS> sum_of_lanes(const Row* rows, const float* transposed, int lane, int head_dim) {
     if constexpr (LANES > 1)
-        return sum_of_lanes<ROWS, LANES / 2>(rows, turned, lane, head_dim) +
-               sum_of_lanes<ROWS, LANES / 2>(rows, turned, lane + LANES / 2, head_dim);
+        return sum_of_lanes<ROWS, LANES / 2>(rows, transposed, lane, head_dim) +
+               sum_of_lanes<ROWS, LANES / 2>(rows, transposed, lane + LANES / 2, head_dim);
     else if constexpr (WIDTH == 16)
-        return chain<ROWS>(rows, turned, lane, head_dim) + chain<ROWS>(rows, turned, lane + 8, head_dim);
+        return chain<ROWS>(rows, transposed, lane, head_dim) + chain<ROWS>(rows, transposed, lane + 8, head_dim);
     else
-        return chain<ROWS>(rows, turned, lane, head_dim);
+        return chain<ROWS>(rows, transposed, lane, head_dim);
 }
 
 template <int ROWS>
-APART void turned_scores(const Row* rows, const float* turned, Range seen, int head_dim, float (*scores)[TILE]) {
+NOINLINE void transposed_scores(const Row* rows, const float* transposed, Range seen, int head_dim, float (*scores)[TILE]) {
     for (int key = seen.first / SCORED_KEYS * SCORED_KEYS; key < seen.end; key += SCORED_KEYS) {
-        const Scores<ROWS> found = sum_of_lanes<ROWS, 8>(rows, turned + key, 0, head_dim);
+        const Scores<ROWS> found = sum_of_lanes<ROWS, 8>(rows, transposed + key, 0, head_dim);
         for (int row = 0; row < ROWS; row++)
             for (int i = 0; i < KEY_VECS; i++) store(scores[row] + key + i * WIDTH, found.of[row][i]);
     }
 }
 
-// weigh() of up to BLOCK_ROWS rows, one thing after another for all of them: a row by itself waits for each of its
-// numbers. Sums across vectors are of four rows at once, factors of a vector of them.
-APART void weigh_rows(
+// weigh() for up to BLOCK_ROWS rows, phase by phase, because a single row waits for each of its numbers. Horizontal
+// sums
+// cover four rows at once, factors a vector of rows.
+NOINLINE void weigh_rows(
     Row* rows, const Range* seen, int count, float (*scores)[TILE], float softcap, float* factors) {
-    Vec lanes[BLOCK_ROWS];  // largest scores, then totals, lane by lane
+    Vec lanes[BLOCK_ROWS];  // largest scores, then totals, per lane
     alignas(64) float found[BLOCK_ROWS];
     for (int row = 0; row < count; row++) {
         if (!(seen[row] == Range{0, TILE} && softcap == 0.0f)) finish_scores(scores[row], seen[row], softcap);
-        lanes[row] = most_of(scores[row]);
+        lanes[row] = max_of(scores[row]);
     }
     for (int row = count; row % 4; row++) lanes[row] = lanes[count - 1];
     for (int row = 0; row < count; row += 4)
@@ -120,9 +123,9 @@ APART void weigh_rows(
     for (int row = 0; row < count; row++) rows[row].total = rows[row].total * factors[row] + found[row];
 }
 
-// The values of `ROWS` rows that see the same keys.
+// Add the values for ROWS rows that see the same keys.
 template <int ROWS, typename K>
-APART void add_values(
+NOINLINE void add_values(
     Row* rows, const K* const* values, Range seen, int head_dim, float (*weights)[TILE], const float* factors) {
     constexpr int STEP = VALUE_VECS * WIDTH;
     int d = 0;
@@ -130,19 +133,19 @@ APART void add_values(
     for (; d < head_dim; d += WIDTH) add_values_at<ROWS, 1>(rows, values, seen, d, weights, factors);
 }
 
-// Up to BLOCK_ROWS rows, each of which sees a key.
+// Up to BLOCK_ROWS rows, each of which sees at least one key.
 inline void attend_block(
-    Row* rows, const Range* seen, int num_rows, const float* turned, const float* const* values, int head_dim,
+    Row* rows, const Range* seen, int num_rows, const float* transposed, const float* const* values, int head_dim,
     float softcap) {
     alignas(64) float scores[BLOCK_ROWS][TILE];
     alignas(64) float factors[BLOCK_ROWS] = {};
     for (int row = 0, count; row < num_rows; row += count) {
         count = smaller(SCORED_ROWS, num_rows - row);
         const Range all = {seen[row].first, seen[row + count - 1].end};  // later tokens see later keys
-        if (count == 4) turned_scores<4>(rows + row, turned, all, head_dim, scores + row);
-        if (count == 3) turned_scores<3>(rows + row, turned, all, head_dim, scores + row);
-        if (count == 2) turned_scores<2>(rows + row, turned, all, head_dim, scores + row);
-        if (count == 1) turned_scores<1>(rows + row, turned, all, head_dim, scores + row);
+        if (count == 4) transposed_scores<4>(rows + row, transposed, all, head_dim, scores + row);
+        if (count == 3) transposed_scores<3>(rows + row, transposed, all, head_dim, scores + row);
+        if (count == 2) transposed_scores<2>(rows + row, transposed, all, head_dim, scores + row);
+        if (count == 1) transposed_scores<1>(rows + row, transposed, all, head_dim, scores + row);
     }
     weigh_rows(rows, seen, num_rows, scores, softcap, factors);
     for (int row = 0, count; row < num_rows; row += count) {
@@ -154,18 +157,18 @@ inline void attend_block(
     }
 }
 
-// Rows in the order of their tokens: those that see no key of the tile are the first ones, or behind a window the last.
-inline void attend_turned(
-    Row* rows, const Range* seen, int num_rows, const float* turned, const float* const* values, int head_dim,
+// Rows in token order: those without a visible key are the first, or with a window the last.
+inline void attend_transposed(
+    Row* rows, const Range* seen, int num_rows, const float* transposed, const float* const* values, int head_dim,
     float softcap) {
     int row = 0, end = num_rows;
     while (row < end && seen[row].first >= seen[row].end) row++;
     while (row < end && seen[end - 1].first >= seen[end - 1].end) end--;
     for (; row < end; row += BLOCK_ROWS)
-        attend_block(rows + row, seen + row, smaller(BLOCK_ROWS, end - row), turned, values, head_dim, softcap);
+        attend_block(rows + row, seen + row, smaller(BLOCK_ROWS, end - row), transposed, values, head_dim, softcap);
 }
 
-// A tile as float32: where it is in the pool, or widened to `to`.
+// Return a float32 tile in place, or widened into `to`.
 inline void widen(const float* const* from, int count, int, float*, const float** found) {
     memcpy(found, from, count * sizeof *found);
 }

@@ -1,4 +1,4 @@
-// Work in parts that threads share out, for any instruction set; program.cpp runs it, now or whenever a program is run.
+// Work in parts that threads share, for any instruction set. program.cpp runs it now or records it.
 #pragma once
 
 #include <stddef.h>
@@ -7,23 +7,24 @@
 
 #include <type_traits>
 
-// Its parts may be done in any order and by any thread: each writes what no other one reads or writes.
+// Parts may run in any order on any thread: each writes only what no other part reads or writes.
 struct Operation {
     static constexpr size_t ROOM = 192;
     void (*run)(const void* body, int64_t first, int64_t end, uint8_t* shared);
     int64_t parts;
-    int64_t chunk;         // parts that a thread takes at a time
-    size_t shared_bytes;   // of memory that operations hand to those after them in one perform()
+    int64_t chunk;         // parts that a thread takes at once
+    size_t shared_bytes;   // scratch memory passed to later operations of the same perform()
     alignas(16) unsigned char body[ROOM];
 };
 
-// One after another, each with up to `num_threads` threads; where a program is recorded they become a part of it.
-// False where memory is missing.
+// Run operations in order, each with up to `num_threads` threads, or append them to the program being recorded. Returns
+// false if out of memory.
 bool perform(const Operation* operations, int count, int num_threads);
 
 namespace {
 
-// `body`(part, shared): a copy of it is kept, so what it captured by value is as it was and what it points to as it will be.
+// Copies `body`(part, shared): values captured by copy are frozen, memory behind captured pointers is read when it
+// runs.
 template <class Body>
 Operation operation(int64_t parts, int64_t chunk, const Body& body, size_t shared_bytes = 0) {
     static_assert(sizeof(Body) <= Operation::ROOM && std::is_trivially_copyable<Body>::value, "a body is copied as bytes");
@@ -38,7 +39,7 @@ Operation operation(int64_t parts, int64_t chunk, const Body& body, size_t share
     return made;
 }
 
-// One operation by itself. A thread alone takes all parts at once.
+// Run one operation. A single thread takes all parts at once.
 template <class Body>
 void perform_parts(int64_t parts, int64_t chunk, int num_threads, const Body& body) {
     const Operation made = operation(parts, num_threads > 1 ? chunk : parts, body);

@@ -1,4 +1,4 @@
-// Which instruction sets the processor has and the operating system saves; compiled for every x86.
+// Instruction sets that the processor has and the operating system saves. Compiled for every x86.
 #include "processor.h"
 
 PAGESTREAM_EXPORT int pagestream_has_instruction_set(int instruction_set) {

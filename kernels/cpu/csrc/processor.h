@@ -1,4 +1,4 @@
-// What every source shares: how its functions are exported, and the numbers of instruction sets (library.py has them).
+// Shared by all sources: exported symbols and the values of instruction sets (as in library.py).
 #pragma once
 
 #define PAGESTREAM_EXPORT extern "C" __attribute__((visibility("default")))

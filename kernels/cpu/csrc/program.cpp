@@ -1,7 +1,8 @@
-// Operations one after another by some threads, and programs of them; compiled for every x86.
+// Run operations in order on several threads, alone or as a recorded program. Compiled for every x86.
 //
-// Threads are not waited for but parts: an operation begins as soon as all parts of the one before are done, whoever did
-// them. A thread that wakes late, or that a busy machine has put aside between two parts, holds nobody up.
+// Threads wait for parts, not for threads: an operation starts as soon as all parts of the previous one are done. A
+// thread
+// that wakes late, or is preempted between two parts, delays no other thread.
 #include "operation.h"
 
 #include <emmintrin.h>
@@ -17,7 +18,7 @@
 
 namespace {
 
-constexpr int SPINS = 500;  // of some 40 cycles: longer than a part takes. Then another thread may have the processor
+constexpr int SPINS = 500;  // about 40 cycles each, longer than a part takes; then yield the processor
 
 struct alignas(64) Progress {
     std::atomic<int64_t> taken{0}, done{0};
@@ -30,10 +31,10 @@ using Memory = std::unique_ptr<uint8_t, FreeMemory>;
 
 Memory allocated(size_t bytes) { return Memory((uint8_t*)aligned_alloc(64, (bytes + 63) / 64 * 64)); }
 
-size_t most_shared(const Operation* operations, int count) {
-    size_t most = 64;
-    for (int i = 0; i < count; i++) most = operations[i].shared_bytes > most ? operations[i].shared_bytes : most;
-    return most;
+size_t max_shared(const Operation* operations, int count) {
+    size_t bytes = 64;
+    for (int i = 0; i < count; i++) bytes = operations[i].shared_bytes > bytes ? operations[i].shared_bytes : bytes;
+    return bytes;
 }
 
 void wait_for(const Progress& progress, int64_t parts) {
@@ -70,7 +71,7 @@ struct Program {
 
 thread_local Program* recorded = nullptr;
 
-// Memory of this thread that outlives a call: an allocation of 100 KB costs as much as quantising into it.
+// Per-thread memory kept across calls: allocating 100 KB costs as much as quantizing into it.
 uint8_t* kept_memory(size_t bytes) {
     static thread_local Memory memory;
     static thread_local size_t size = 0;
@@ -88,7 +89,7 @@ bool perform(const Operation* operations, int count, int num_threads) {
         recorded->operations.insert(recorded->operations.end(), operations, operations + count);
         return true;
     }
-    uint8_t* shared = kept_memory(most_shared(operations, count));
+    uint8_t* shared = kept_memory(max_shared(operations, count));
     if (!shared) return false;
     if (num_threads == 1) {
         for (int i = 0; i < count; i++) operations[i].run(operations[i].body, 0, operations[i].parts, shared);
@@ -100,18 +101,18 @@ bool perform(const Operation* operations, int count, int num_threads) {
     return true;
 }
 
-// What this thread performs from now on is recorded and not done, until the recording ends.
+// Operations performed by this thread are recorded, not executed, until the recording ends.
 PAGESTREAM_EXPORT void pagestream_begin_recording() {
     delete recorded;
     recorded = new Program;
 }
 
-// The program, or null where memory is missing.
+// Return the program, or null if out of memory.
 PAGESTREAM_EXPORT Program* pagestream_end_recording() {
     std::unique_ptr<Program> program(recorded);
     recorded = nullptr;
     const int count = (int)program->operations.size();
-    program->shared = allocated(most_shared(program->operations.data(), count));
+    program->shared = allocated(max_shared(program->operations.data(), count));
     program->progress.reset(new (std::nothrow) Progress[count]);
     return program->shared && program->progress ? program.release() : nullptr;
 }

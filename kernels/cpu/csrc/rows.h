@@ -1,14 +1,14 @@
-// Norms, rotation with the KV store, and the gate of an MLP: each row by itself, summed in an order that its length gives.
+// Norms, rotary embedding with the KV store, and the MLP gate: row by row, in an order that depends only on its length.
 #pragma once
 
 #include "long_attention.h"
 
 namespace {
 
-constexpr int64_t FEWEST_OF_A_THREAD = 1 << 14;  // elements: below that a thread costs more than it does
+constexpr int64_t MIN_ELEMENTS_PER_THREAD = 1 << 14;  // elements per thread; with fewer, a thread costs more than it saves
 
 inline int threads_for(int64_t elements, int num_threads) {
-    return (int)larger<int64_t>(1, smaller<int64_t>(num_threads, elements / FEWEST_OF_A_THREAD));
+    return (int)larger<int64_t>(1, smaller<int64_t>(num_threads, elements / MIN_ELEMENTS_PER_THREAD));
 }
 
 template <typename T>
@@ -25,7 +25,7 @@ inline float sum_of_squares(const T* x, int64_t size) {
     return total;
 }
 
-// x / sqrt(sum(x^2) + eps) * weight: `weight` has the root of the size in it, `eps` the size.
+// x / sqrt(sum(x^2) + eps) * weight. The size is folded into `weight` (its root) and `eps`.
 template <typename T>
 inline void norm_row(const T* x, const float* weight, float eps, int64_t size, T* normed) {
     const float factor = 1.0f / sqrtf(sum_of_squares(x, size) + eps);
@@ -34,7 +34,7 @@ inline void norm_row(const T* x, const float* weight, float eps, int64_t size, T
     for (; i < size; i++) narrow(normed + i, widened(x[i]) * factor * weight[i]);
 }
 
-// x + residual replaces `x`.
+// Replaces `x` by x + residual.
 template <typename T>
 inline void add_norm_row(T* x, const T* residual, const float* weight, float eps, int64_t size, T* normed) {
     int64_t i = 0;
@@ -53,7 +53,7 @@ void add_rms_norm(
     });
 }
 
-// `parts` rows of `size` elements lie one after another in each of `tokens` rows of `stride` elements.
+// `parts` rows of `size` elements are contiguous in each of `tokens` rows of `stride` elements.
 template <typename T>
 void rms_norm(
     const void* x, const float* weight, float eps, int64_t tokens, int64_t stride, int64_t parts, int64_t size,
@@ -81,12 +81,12 @@ inline void copy(const T* from, int size, float factor, K* to) {
     for (int i = 0; i < size; i += WIDTH) store(to + i, times(load(from + i), splat(factor)));
 }
 
-// What keys and values are multiplied with before they are stored: 1, but for a pool in e4m3.
+// Factors of keys and values before they are stored: 1, except for an e4m3 pool.
 struct Factors {
     float key, value;
 };
 
-// `cos_sin` [max_len, D], or null: queries and keys stay as they are.
+// `cos_sin` [max_len, D], or null to leave queries and keys unchanged.
 template <typename T, typename K>
 inline void rotate_and_store_row(
     const Step& step, T* row, const float* cos_sin, K* pool, Factors factors, int64_t token) {
@@ -133,7 +133,7 @@ inline void gate_and_mul_row(const T* gate, int64_t size, T* to, bool is_gelu) {
     }
 }
 
-// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]; or gelu by tanh, which is x * sigmoid(2 * u).
+// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]; or tanh gelu, which is x * sigmoid(2 * u).
 template <typename T>
 void gate_and_mul(const void* gate_up, int64_t rows, int64_t size, void* output, int is_gelu, int num_threads) {
     num_threads = threads_for(rows * size, num_threads);

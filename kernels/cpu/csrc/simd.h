@@ -1,10 +1,11 @@
-// Vectors of float32, as wide as the instruction set that a source is compiled for; bf16 is widened and narrowed here.
+// Vectors of float32 as wide as the instruction set of the including source, and bf16 conversion.
 //
-// All of it is in an anonymous namespace: the same names compiled for another instruction set are other functions, and
-// a linker that kept one of them for both would run AVX512 where there is none.
+// Everything is in an anonymous namespace: otherwise the linker could keep one copy of a function for several
+// instruction
+// sets and run AVX-512 on a processor without it.
 #pragma once
 
-// GCC 12 takes the undefined vectors of its own header for a mistake (its bug 105593).
+// GCC 12 warns about undefined vectors in its own header (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -31,11 +32,11 @@ inline Vec splat(float x) { return _mm512_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
-inline Vec two_to_the_last_bits(Vec of) {  // -126..127, as a number of eight bits
+inline Vec two_to_the_last_bits(Vec of) {  // -126..127, taken as an 8-bit number
     return _mm512_castsi512_ps(
         _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(of), 23), _mm512_set1_epi32(127 << 23)));
 }
-// x where `a` is at least `b` or either is no number, else 0.
+// x where `a` >= `b` or either is NaN, else 0.
 inline Vec unless_less(Vec x, Vec a, Vec b) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), x);
 }
@@ -63,7 +64,7 @@ inline Vec splat(float x) { return _mm256_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-inline Vec two_to_the_last_bits(Vec of) {  // -126..127, as a number of eight bits
+inline Vec two_to_the_last_bits(Vec of) {  // -126..127, taken as an 8-bit number
     return _mm256_castsi256_ps(
         _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(of), 23), _mm256_set1_epi32(127 << 23)));
 }
@@ -98,7 +99,7 @@ inline void narrow(Bf16* at, float x) {
 
 inline Vec times(Vec a, Vec b) { return a * b; }
 
-// The sums of four vectors' elements; of each the same order of additions.
+// The sums of four vectors' elements, all in the same order of additions.
 inline __m128 sums(Vec a, Vec b, Vec c, Vec d) {
     const __m256 pairs =
         _mm256_hadd_ps(_mm256_hadd_ps(halved(a), halved(b)), _mm256_hadd_ps(halved(c), halved(d)));
@@ -120,9 +121,9 @@ inline __m128 largests(Vec a, Vec b, Vec c, Vec d) {
     return _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 
-// e^x, of x from -87 to 88 or no number. Relative error 2^-22 (the polynomial of Cephes' expf, Moshier 1989).
+// e^x for x in -87..88 or NaN. Relative error 2^-22 (polynomial of Cephes' expf, Moshier 1989).
 inline Vec exponential_within(Vec x) {
-    // Beside such a number a float32 has no fraction, so a sum is rounded to the nearest, ties to even, and its last bits are n.
+    // Added to such a number, a float32 has no fraction: the sum rounds to nearest even, and its last bits are n.
     const Vec whole = splat(1.5f * (1 << 23)), shifted = times(x, splat(1.44269504088896341f)) + whole;
     const Vec n = shifted - whole;
     Vec rest = fma(n, splat(-0.693359375f), x);
@@ -137,12 +138,12 @@ inline Vec exponential_within(Vec x) {
     return times(y, two_to_the_last_bits(shifted));
 }
 
-// e^x, of x over 88 as of 88; 0 below -87.
+// e^x, clamped to x = 88; 0 below -87.
 inline Vec exponential(Vec x) {
     const Vec lowest = splat(-87.0f);
-    return unless_less(exponential_within(maximum(lowest, minimum(splat(88.0f), x))), x, lowest);  // a NaN stays one
+    return unless_less(exponential_within(maximum(lowest, minimum(splat(88.0f), x))), x, lowest);  // keeps NaN
 }
-// e^x of x that is at most 0.
+// e^x for x <= 0.
 inline Vec exponential_of_negative(Vec x) {
     const Vec lowest = splat(-87.0f);
     return unless_less(exponential_within(maximum(lowest, x)), x, lowest);

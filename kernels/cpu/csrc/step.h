@@ -1,6 +1,6 @@
-// The functions that a step calls, for the instruction set that this is compiled for: NAME(f) is f and its suffix.
+// The exported functions of a step for one instruction set; NAME(f) appends its suffix.
 //
-// `dtype` is that of activations, `kv_dtype` that of the pool: 0 is float32, 1 bfloat16, 2 e4m3, of a pool alone.
+// `dtype` is that of activations, `kv_dtype` that of the pool: 0 is float32, 1 bfloat16, 2 e4m3 (pool only).
 #include "dense.h"
 #include "processor.h"
 #include "rows.h"
@@ -44,7 +44,7 @@ PAGESTREAM_EXPORT void NAME(pagestream_gate_and_mul)(
     BY_TYPE(dtype, gate_and_mul, gate_up, rows, size, output, is_gelu, num_threads);
 }
 
-// Outputs of a panel; a packed weight has as many as its panels.
+// Outputs per panel.
 PAGESTREAM_EXPORT int64_t NAME(pagestream_dense_panel)() { return PANEL; }
 
 PAGESTREAM_EXPORT void NAME(pagestream_pack_dense)(

@@ -1,3 +1,3 @@
-// The functions of step.h for AVX512.
+// The functions of step.h for AVX-512.
 #define NAME(function) function##_avx512
 #include "step.h"

@@ -1,4 +1,4 @@
-"""bench/engine/cases.py: the command from its flags to its file, on a small model."""
+"""Run the commands of bench/engine/cases.py from their flags to their output file, on a small model."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tests.engine_worker.execution.reference import write_model
 
 
 @pytest.mark.usefixtures("garbage_as_before")
-def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+def test_command_writes_its_figures(tmp_path: Path) -> None:
     model, trace = write_model(tmp_path / "model"), tmp_path / "trace.json"
     trace.write_text(json.dumps([[9, 4], [20, 8], [3, 2]]))
     options = ["--trace", str(trace), "--sections", "trace", "--repeats", "1", "--token-ids", "3:60"]
@@ -25,7 +25,7 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
 
 
 def test_torch_is_imported_where_a_worker_imports_it() -> None:
-    """Beside its followers, which are started before."""
+    """Torch is imported after the followers have started."""
     program = (
         "import sys, bench.engine.cases, bench.engine.sections, engine_worker.__main__; print('torch' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""llama.cpp is measured over HTTP: a fake of its server, whose answers have the form of xllamacpp 2026.10."""
+"""Measure llama.cpp over HTTP against a fake server whose answers have the form of xllamacpp 2026.10."""
 
 import sys
 from pathlib import Path
@@ -29,15 +29,15 @@ import threading
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 print("a line of a log")
-told = {"url": f"http://127.0.0.1:{server.server_port}", "versions": {"xllamacpp": " ".join(sys.argv[1:])}}
-print(json.dumps(told), flush=True)
+message = {"url": f"http://127.0.0.1:{server.server_port}", "versions": {"xllamacpp": " ".join(sys.argv[1:])}}
+print(json.dumps(message), flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment whose Python is this one, and a peer's program beside it."""
+    """Return an environment whose Python is this one, with the peer's program in it."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     monkeypatch.setattr(llama_cpp_side, "ENVIRONMENT", tmp_path)
@@ -46,7 +46,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_tokens_are_counted_behind_each_first_one(environment: Path) -> None:
+def test_tokens_are_counted_after_each_first_token(environment: Path) -> None:
     (environment / "peer.py").write_text(FAKE.replace("SHORT", "0"))
     with llama_cpp(Path("m.gguf"), is_bf16=True, threads=2, slots=3, slot_tokens=24) as server:
         run = server([[5], [6], [7]], 4)
@@ -57,25 +57,25 @@ def test_tokens_are_counted_behind_each_first_one(environment: Path) -> None:
     assert server.versions["xllamacpp"] == f"m.gguf --threads 2 --slots 3 --slot-tokens 32 --bf16 {twin}"
 
 
-def test_a_shorter_answer_is_no_measurement(environment: Path) -> None:
+def test_shorter_answer_is_refused(environment: Path) -> None:
     (environment / "peer.py").write_text(FAKE.replace("SHORT", "1"))
     with (
         llama_cpp(Path("m.gguf"), is_bf16=False, threads=1, slots=1, slot_tokens=8) as server,
-        pytest.raises(NoPeer, match="wrote 0 tokens of 1"),
+        pytest.raises(NoPeer, match="generated 0 of 1 tokens"),
     ):
         server([[5]], 4)
 
 
-def test_a_server_that_ends_is_told(environment: Path) -> None:
+def test_server_exit_is_reported(environment: Path) -> None:
     (environment / "peer.py").write_text("import sys; sys.exit(7)")
     with (
-        pytest.raises(NoPeer, match=r"ended with 7 before it served m\.gguf"),
+        pytest.raises(NoPeer, match=r"ended with status 7 before it served m\.gguf"),
         llama_cpp(Path("m.gguf"), is_bf16=False, threads=1, slots=1, slot_tokens=8),
     ):
         pass
 
 
-def test_without_its_environment_the_way_to_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_environment_reports_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp_side, "ENVIRONMENT", tmp_path / "none")
     with (
         pytest.raises(NoPeer, match="make peers"),

@@ -1,4 +1,4 @@
-"""bench/engine/pressure_exactness.py on a CPU: nothing differs under pressure, and what differs is counted."""
+"""Run bench/engine/pressure_exactness.py on a CPU: preemption changes no token, and a changed token is counted."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from shared.messages import GenerationRequest
 from tests.engine_worker.execution.reference import make_runner, write_model
 
 LENGTHS = [(20 + 7 * number, 40) for number in range(8)]
-SMALL = 24  # blocks of 8 tokens, where the eight want 77
+SMALL = 24  # blocks of 8 tokens; the eight sequences need 77
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return make_runner(write_model(tmp_path_factory.mktemp("tiny")), num_blocks=120, block_size=8, num_host_blocks=60)
 
 
-def test_too_little_memory_changes_no_token(runner: ModelRunner) -> None:
+def test_preemption_changes_no_token(runner: ModelRunner) -> None:
     figures = compare(runner, make_requests(LENGTHS, 500, seed=1), num_blocks=SMALL)
     assert (figures["requests"], figures["tokens"], figures["kv_tokens"]) == (8, 320, 184)
     assert [figures[name]["differing_requests"] for name in HOST_POOLS] == [0, 0, 0]
@@ -26,7 +26,7 @@ def test_too_little_memory_changes_no_token(runner: ModelRunner) -> None:
     assert figures["recompute"]["preemptions"]["recompute"] > 0
 
 
-def test_another_token_is_counted(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_token_is_counted(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     right = pressure_exactness.run
 
     def wrong_from_the_second_on(engine: Engine, requests: list[GenerationRequest]) -> Outputs:

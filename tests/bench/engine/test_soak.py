@@ -1,4 +1,4 @@
-"""The soak on an engine without a device: traffic ends as it should, and a lost or repeated token is noticed."""
+"""Run the soak on an engine without a device: all traffic finishes, and a lost or repeated token is detected."""
 
 import random
 
@@ -15,7 +15,7 @@ def soak(engine: Engine) -> Soak:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
-def test_traffic_ends_and_preempts(async_scheduling: bool) -> None:
+def test_soak_traffic_ends_and_preempts(async_scheduling: bool) -> None:
     engine = make_engine(
         FakeModelRunner(num_blocks=40, block_size=4), num_blocks=40, block_size=4, async_scheduling=async_scheduling
     )
@@ -23,12 +23,12 @@ def test_traffic_ends_and_preempts(async_scheduling: bool) -> None:
     for _ in range(400):
         traffic.step()
     traffic.drain()
-    assert engine.stats().kv_totals.copied_blocks > 0  # beams and choices were among them
+    assert engine.stats().kv_totals.copied_blocks > 0  # beams and choices copy blocks
     assert traffic.ends["length"] > 20 and traffic.ends["aborted"] > 5
     assert sum(engine.stats().counters.preemptions.values()) > 0
 
 
-def test_a_repeated_token_is_noticed() -> None:
+def test_repeated_token_is_detected() -> None:
     traffic = soak(make_engine())
     while not any(traffic.num_tokens.values()):
         traffic.step()

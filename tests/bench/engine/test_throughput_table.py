@@ -1,4 +1,4 @@
-"""Ratios tell an engine from its peers."""
+"""Compare the engine's throughput with its best peer."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ def run(side: str, concurrency: int, rep: int, decode: float) -> dict[str, Any]:
     return {"side": side, "concurrency": concurrency, "rep": rep, "decode_tokens_per_second": decode}
 
 
-def test_each_of_ours_is_held_against_the_best_peer_of_its_concurrency() -> None:
+def test_figures_are_compared_with_the_best_peer() -> None:
     runs = [
         *(run("pagestream int8", 1, rep, decode) for rep, decode in enumerate((10.0, 30.0, 20.0))),
         run("pagestream none", 1, 0, 40.0),
@@ -26,5 +26,5 @@ def test_each_of_ours_is_held_against_the_best_peer_of_its_concurrency() -> None
     ]
 
 
-def test_without_a_peer_there_is_no_ratio() -> None:
+def test_no_peer_gives_no_ratio() -> None:
     assert ratios([run("pagestream", 1, 0, 10.0)], "pagestream") == []

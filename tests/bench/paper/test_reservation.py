@@ -1,3 +1,5 @@
+"""Reservation policies of the paper's baselines."""
+
 import pytest
 
 from bench.paper.reservation import ReservationPolicy, ReservedKVSlots, make_manager, reserved_tokens
@@ -8,7 +10,7 @@ from tests.builders import make_sequence
     ("policy", "prompt", "output", "expected"),
     [
         (ReservationPolicy.MAX, 10, 25, 2048),
-        (ReservationPolicy.POW2, 10, 25, 42),  # the paper's example: 25 output tokens reserve 32
+        (ReservationPolicy.POW2, 10, 25, 42),  # example from the paper: 25 output tokens reserve 32
         (ReservationPolicy.POW2, 10, 32, 42),
         (ReservationPolicy.POW2, 10, 1, 11),
         (ReservationPolicy.POW2, 1500, 500, 2012),
@@ -16,11 +18,11 @@ from tests.builders import make_sequence
         (ReservationPolicy.ORACLE, 10, 25, 35),
     ],
 )
-def test_what_each_policy_sets_aside(policy: ReservationPolicy, prompt: int, output: int, expected: int) -> None:
+def test_reserved_slots_of_each_policy(policy: ReservationPolicy, prompt: int, output: int, expected: int) -> None:
     assert reserved_tokens(policy, make_sequence(prompt, max_tokens=output), 2048) == expected
 
 
-def test_a_reservation_is_a_run_in_order_and_lasts_to_the_end() -> None:
+def test_reservation_is_contiguous_and_kept_to_the_end() -> None:
     manager = make_manager(ReservationPolicy.ORACLE, num_slots=128, block_size=4, max_model_len=64)
     first, second = make_sequence(5, max_tokens=10), make_sequence(3, max_tokens=30)
     for sequence in (first, second):
@@ -36,7 +38,7 @@ def test_a_reservation_is_a_run_in_order_and_lasts_to_the_end() -> None:
     manager.check_integrity([second])
 
 
-def test_the_padding_block_is_nobodys() -> None:
+def test_padding_block_is_never_allocated() -> None:
     manager = make_manager(ReservationPolicy.MAX, num_slots=32, block_size=4, max_model_len=16)
     first, second, third = (make_sequence(1) for _ in range(3))
     manager.allocate(first)
@@ -46,7 +48,7 @@ def test_the_padding_block_is_nobodys() -> None:
     assert manager.num_available_blocks == 0
 
 
-def test_paged_is_the_engines_own_manager() -> None:
+def test_paged_policy_uses_the_engine_manager() -> None:
     manager = make_manager(ReservationPolicy.PAGED, num_slots=15_700, block_size=16, max_model_len=2048)
     assert not isinstance(manager, ReservedKVSlots)
     assert manager.num_usable_blocks == 981

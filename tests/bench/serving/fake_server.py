@@ -1,4 +1,7 @@
-"""python fake_server.py PORT [TOKENS MISSING]: an OpenAI-compatible server that says `x`, behind two processes."""
+"""Serve an OpenAI-compatible API that generates `x`: `python fake_server.py PORT [TOKENS MISSING]`.
+
+Starts a child process that must be stopped with it.
+"""
 
 import json
 import subprocess
@@ -25,7 +28,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 def main() -> None:
-    if sys.argv[1] == "sleep":  # a child that does not end by itself
+    if sys.argv[1] == "sleep":  # a child that does not exit by itself
         sys.stdin.read()
         return
     subprocess.Popen([sys.executable, __file__, "sleep"], stdin=subprocess.PIPE)

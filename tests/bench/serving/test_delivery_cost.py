@@ -1,3 +1,5 @@
+"""Run the delivery cost benchmark on a small fleet."""
+
 import json
 from pathlib import Path
 
@@ -5,7 +7,7 @@ from bench.serving.delivery_cost import main
 from tests.own_processes import running
 
 
-def test_every_process_is_told_and_none_is_left(tmp_path: Path, demo_model_dir: Path) -> None:
+def test_every_process_is_measured_and_stopped(tmp_path: Path, demo_model_dir: Path) -> None:
     flags = ["--requests", "3", "--output-tokens", "4", "--step-seconds", "0.001", "--gateways", "2"]
     assert main(["--model", str(demo_model_dir), *flags, "--json", str(tmp_path / "cost.json")]) == 0
     one, four = json.loads((tmp_path / "cost.json").read_text())["runs"]

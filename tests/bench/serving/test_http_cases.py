@@ -1,3 +1,5 @@
+"""Measure several HTTP servers in turn."""
+
 import json
 import sys
 from pathlib import Path
@@ -28,7 +30,7 @@ def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_servers_get_the_same_loads_in_turn_and_none_is_left(tmp_path: Path, flags: list[str]) -> None:
+def test_servers_alternate_and_are_stopped(tmp_path: Path, flags: list[str]) -> None:
     assert main([*flags, *fake("ours"), *fake("peer")]) == 0
     for name in ("ours", "peer"):
         first, second = rows(tmp_path / f"{name}.jsonl")
@@ -38,7 +40,7 @@ def test_servers_get_the_same_loads_in_turn_and_none_is_left(tmp_path: Path, fla
     assert running(str(FAKE)) == []
 
 
-def test_a_server_that_fails_is_told_and_the_next_one_is_measured(tmp_path: Path, flags: list[str]) -> None:
+def test_failed_server_is_reported_and_skipped(tmp_path: Path, flags: list[str]) -> None:
     broken = ["--server", "broken", "http://127.0.0.1:9/health", f"{sys.executable} -c 1/0"]
     assert main([*flags, *broken, *fake("short", missing_tokens=1)]) == 1
     assert rows(tmp_path / "broken.jsonl") == []
@@ -46,7 +48,7 @@ def test_a_server_that_fails_is_told_and_the_next_one_is_measured(tmp_path: Path
     assert [row["failed_requests"] for row in rows(tmp_path / "short.jsonl")] == [4, 2]
 
 
-def test_the_table_puts_servers_under_each_other() -> None:
+def test_table_lists_servers_under_each_other() -> None:
     times = {"p50": 0.010, "p99": 0.020}
     common: dict[str, Any] = {
         "requests": 4,

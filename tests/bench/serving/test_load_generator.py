@@ -1,3 +1,5 @@
+"""Run the load generator against a fake server."""
+
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,7 +14,7 @@ from bench.serving import load_generator
 from bench.serving.load_generator import main
 from bench.workload import PlannedRequest, Workload
 
-Behaviour = Callable[[web.StreamResponse, dict[str, Any]], Awaitable[None]]
+Behavior = Callable[[web.StreamResponse, dict[str, Any]], Awaitable[None]]
 
 
 async def write_event(response: web.StreamResponse, event: dict[str, Any]) -> None:
@@ -57,10 +59,10 @@ async def one_prompt_token_less(response: web.StreamResponse, body: dict[str, An
 
 
 class FakeServer:
-    """Counts what it sees; `behave` writes the body of each answer."""
+    """Record the requests that it receives; `behave` writes the body of each answer."""
 
     def __init__(self) -> None:
-        self.behave: Behaviour = answer
+        self.behave: Behavior = answer
         self.status = 200
         self.bodies: list[dict[str, Any]] = []
         self.models: Any = {"data": [{"id": "fake-model"}]}
@@ -107,7 +109,7 @@ async def bench(url: str, *options: str) -> int:
     return await asyncio.to_thread(main, ["--url", url, *lengths, *options])
 
 
-async def test_figures_table_and_files(
+async def test_load_generator_writes_table_and_files(
     fake: tuple[FakeServer, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, url = fake
@@ -131,7 +133,7 @@ async def test_figures_table_and_files(
     assert [line.split()[:4] for line in lines] == [["concurrency", "1", "5", "0"], ["concurrency", "2", "5", "0"]]
 
 
-async def test_the_request_is_deterministic_and_has_an_exact_length(fake: tuple[FakeServer, str]) -> None:
+async def test_request_is_deterministic_with_exact_length(fake: tuple[FakeServer, str]) -> None:
     server, url = fake
     assert await bench(url, "--num-requests", "1", "--extra-body", '{"top_k": 3}') == 0
     body = server.bodies[0]
@@ -147,14 +149,14 @@ async def test_the_request_is_deterministic_and_has_an_exact_length(fake: tuple[
     }
 
 
-async def test_chat_measures_from_the_first_content_not_the_role(fake: tuple[FakeServer, str], tmp_path: Path) -> None:
+async def test_chat_ttft_ends_at_the_first_content(fake: tuple[FakeServer, str], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     assert await bench(fake[1], "--num-requests", "2", "--api", "chat", "--json", str(report)) == 0
     assert json.loads(report.read_text())["runs"][0]["events_per_token"] == 1.0
 
 
 @pytest.mark.parametrize("limit", [1, 3, 20])
-async def test_concurrency_bounds_the_open_requests(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+async def test_concurrency_limits_open_requests(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     open_requests, seen = 0, []
 
     async def send(target: Any, request: PlannedRequest) -> PlannedRequest:
@@ -173,7 +175,7 @@ async def test_concurrency_bounds_the_open_requests(monkeypatch: pytest.MonkeyPa
     assert max(seen) == min(limit, 9)
 
 
-async def test_a_rate_sends_without_waiting_for_answers(fake: tuple[FakeServer, str]) -> None:
+async def test_rate_sends_without_waiting_for_answers(fake: tuple[FakeServer, str]) -> None:
     server, url = fake
     everyone_is_there = asyncio.Barrier(9)
 
@@ -189,15 +191,15 @@ async def test_a_rate_sends_without_waiting_for_answers(fake: tuple[FakeServer, 
 @pytest.mark.parametrize(
     ("behave", "message"),
     [
-        (one_token_less, "5 tokens in usage, 6 were asked for"),
+        (one_token_less, "5 tokens in usage, 6 were requested"),
         (one_prompt_token_less, "3 prompt tokens in usage, 4 were sent"),
         (cut_short, "the stream ended without [DONE]"),
         (error_event, "worker lost"),
         (garbage, "DecodeError"),
     ],
 )
-async def test_a_request_that_brings_less_is_a_failure(
-    fake: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str], behave: Behaviour, message: str
+async def test_short_answer_is_a_failure(
+    fake: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str], behave: Behavior, message: str
 ) -> None:
     fake[0].behave = behave
     assert await bench(fake[1], "--num-requests", "3") == 1
@@ -206,7 +208,7 @@ async def test_a_request_that_brings_less_is_a_failure(
     assert captured.out.splitlines()[1].split()[2:5] == ["3", "3", "-"]
 
 
-async def test_an_error_status_is_a_failure(fake: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_error_status_is_a_failure(fake: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str]) -> None:
     fake[0].status = 503
     assert await bench(fake[1], "--num-requests", "2") == 1
     assert "HTTP 503" in capsys.readouterr().err
@@ -219,18 +221,18 @@ async def test_stop_at_eos_accepts_any_length(fake: tuple[FakeServer, str]) -> N
     assert "ignore_eos" not in server.bodies[0]
 
 
-async def test_no_server_is_an_error_of_its_own(unused_tcp_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_unreachable_server_exits_with_2(unused_tcp_port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert await bench(f"http://127.0.0.1:{unused_tcp_port}") == 2
     assert "bench: Cannot connect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("models", [{"data": []}, {}, []])
-async def test_a_server_without_a_model_is_named(
+async def test_server_without_a_model_exits_with_2(
     fake: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str], models: Any
 ) -> None:
     fake[0].models = models
     assert await bench(fake[1]) == 2
-    assert "/v1/models names no model" in capsys.readouterr().err
+    assert "/v1/models lists no model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import InstructionSet, cpu_library
-from kernels.cpu.linear import linear_products
+from kernels.cpu.linear import linear_kernels
 from tests.engine_worker.execution.readme_question import answers_of
 
 ANSWER = "The capital of France is Paris."
@@ -26,7 +26,7 @@ def test_the_answer_is_the_readmes_cached_or_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     try:
-        found = linear_products()  # of all instruction sets, before one is taken
+        found = linear_kernels()  # of all instruction sets, before one is taken
     except NoLibrary as error:
         pytest.skip(f"no C++ kernels here: {error}")
     if instruction_set not in found:

@@ -1,7 +1,4 @@
-"""GGUF files of tiny transformers models, written with `gguf`'s own writer, and the models with what was left of them.
-
-write_gguf(path, model, architecture, kind)    the file; `model` then has the weights that it holds
-"""
+"""Write GGUF files of tiny transformers models with gguf's own writer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +12,7 @@ from transformers import PreTrainedModel
 
 TOKENS = ["<|end|>", "a", "b", "ab", "Ġ", "1", "2", "12"]
 
-KEPT_DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16}  # others become bfloat16
+KEPT_DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16}  # other kinds become bfloat16
 
 
 def write_gguf(
@@ -25,7 +22,10 @@ def write_gguf(
     kind: Kind,
     add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> None:
-    """Matrices are of `kind`, everything else is float32. Rows of Q and K of a Llama are permuted as llama.cpp does."""
+    """Write `model` to `path` and give the model the values that the file holds.
+
+    Matrices are of `kind`, everything else is float32. Q and K rows of a Llama are permuted as in llama.cpp.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -48,7 +48,7 @@ def write_gguf(
         permuted = heads.get(name.split(".")[-2], 0) if architecture == "llama" else 0
         offset = 1.0 if architecture == "gemma3" and "norm" in name else 0.0  # added by llama.cpp's converter
         values = permuted_as_llama_cpp_does(parameter.detach().numpy() + np.float32(offset), permuted)
-        data, stored = quantised(values, kind if values.ndim > 1 else Kind.F32)
+        data, stored = quantized(values, kind if values.ndim > 1 else Kind.F32)
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
         writer.add_tensor(known, data, raw_dtype=stored)
@@ -81,15 +81,15 @@ def architecture_number(name: str) -> gguf.MODEL_ARCH:
     return next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
 
 
-def quantised(values: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
-    """K-quants, which `gguf` reads only, are random blocks of the shape: values of about the usual deviation."""
+def quantized(values: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
+    """Quantize with gguf; K-quants, which gguf only reads, become random blocks of a usual deviation."""
     if kind in K_SCALES:
         return random_blocks(values.shape, kind), kind
     return gguf.quantize(np.ascontiguousarray(values), kind), kind
 
 
-# Where the float16 scales of a block stand, and their values: those of the quants, and of the minima (llama.cpp's
-# block_q4_K, block_q5_K and block_q6_K).
+# Offsets of the float16 scales in a block and their values: those of the quants and of the minima
+# (llama.cpp's block_q4_K, block_q5_K and block_q6_K).
 K_SCALES: dict[Kind, dict[int, float]] = {
     Kind.Q4_K: {0: 0.0012, 2: 0.009},
     Kind.Q5_K: {0: 0.0006, 2: 0.009},
@@ -122,7 +122,7 @@ def permuted_back(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def tiny_options(**changes: Any) -> dict[str, Any]:
-    """256 wide, for the blocks of K-quants."""
+    """Return a config of hidden size 256, the block size of K-quants."""
     return {
         "vocab_size": 320, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,

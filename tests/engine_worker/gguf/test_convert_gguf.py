@@ -1,4 +1,4 @@
-"""GGUF -> model directory. Real weights: the demo model's; small ones are written here with gguf's own writer."""
+"""Convert GGUF files to model directories: the demo model, and small files written with gguf's own writer."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def permuted_as_llama_cpp_does(weight: np.ndarray, num_heads: int) -> np.ndarray
 
 
 def write_gguf(path: Path, architecture: str = "llama", pre: str = "smollm", **extra: np.ndarray) -> dict[str, Any]:
-    """Writes a random model; returns its tensors as Hugging Face would name and order them."""
+    """Write a random model; return its tensors with Hugging Face names and row order."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -76,23 +76,23 @@ def silent(progress: float, detail: str) -> None:
     assert 0.0 <= progress <= 1.0 and detail
 
 
-def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:
+def test_converted_tensors_have_hugging_face_names(tmp_path: Path) -> None:
     expected = write_gguf(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "model", silent)
     converted = load_file(tmp_path / "model" / "model.safetensors")
     assert converted.keys() == expected.keys()
     for name, values in expected.items():
-        assert torch.equal(converted[name], torch.from_numpy(values)), name  # float32 as the file has it
+        assert torch.equal(converted[name], torch.from_numpy(values)), name  # stored as float32 in the file
 
 
-def test_configuration_and_tokenizer(tmp_path: Path) -> None:
+def test_converted_configuration_and_tokenizer(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "model", silent)
     config = spec_from_directory(tmp_path / "model")
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (LAYERS, HEADS, KV_HEADS, 16)
     assert (config.norm_eps, config.tie_word_embeddings, config.eos_token_ids) == (1e-5, True, (0,))
     tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
-    # "12" has a merge, but SmolLM's pre-tokenizer parts digits before any merge.
+    # "12" has a merge, but SmolLM's pre-tokenizer splits digits before merging.
     assert tokenizer.encode("ab 12<|end|>").ids == [3, 4, 5, 6, 0]
     assert tokenizer.decode([3, 4, 5, 6]) == "ab 12"
     tokenizer_config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
@@ -102,24 +102,24 @@ def test_configuration_and_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"architecture": "mamba"}, "'mamba' is not read from GGUF; these are: gemma3, llama"),
+        ({"architecture": "mamba"}, "'mamba' is not supported; supported: gemma3, llama"),
         ({"architecture": "qwen2"}, r"no blk\.0\.attn_q\.bias"),
         ({"pre": "deepseek-llm"}, "deepseek-llm"),
-        ({"rope_freqs__weight": np.ones(9, np.float32)}, r"rope_freqs\.weight is not one float32 for each of 8"),
+        ({"rope_freqs__weight": np.ones(9, np.float32)}, r"rope_freqs\.weight must have 8 float32 values"),
         ({"blk__0__attn_q__bias": np.ones(64, np.float32)}, r"no blk\.0\.attn_k\.bias"),
         ({"blk__0__attn_q_norm__weight": np.ones(16, np.float32)}, r"no place in Llama.*blk\.0\.attn_q_norm\.weight"),
         ({"blk__2__attn_norm__weight": np.ones(64, np.float32)}, r"no place in Llama.*blk\.2\.attn_norm\.weight"),
         ({"output__weight": np.ones((8, 63), np.float32)}, r"output\.weight has shape \(8, 63\)"),
     ],
 )
-def test_what_cannot_be_converted_faithfully_is_refused(changes: dict[str, Any], word: str, tmp_path: Path) -> None:
+def test_unsupported_gguf_is_refused(changes: dict[str, Any], word: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", **changes)
     with pytest.raises(ValueError, match=word):
         convert(tmp_path / "m.gguf", tmp_path / "models" / "model", silent)
     assert list((tmp_path / "models").glob("*")) == []
 
 
-def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
 
     def interrupt(progress: float, detail: str) -> None:
@@ -131,16 +131,16 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("keep")
-    with pytest.raises(ConversionError, match="exists already"):
+    with pytest.raises(ConversionError, match="already exists"):
         convert(tmp_path / "m.gguf", tmp_path / "model", silent)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all, but long enough for a header" * 9])
-def test_what_is_no_gguf_is_refused_on_the_command_line(
+def test_non_gguf_file_is_refused_on_the_command_line(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
@@ -150,7 +150,7 @@ def test_what_is_no_gguf_is_refused_on_the_command_line(
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_rounding_to_bfloat16_is_that_of_torch() -> None:
+def test_rounding_to_bfloat16_matches_torch() -> None:
     values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     halfway = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000], dtype=np.uint32).view(np.float32)
     values = np.concatenate((values, halfway, [np.float32(0.0), np.float32(-0.0)])).astype(np.float32)
@@ -158,7 +158,7 @@ def test_rounding_to_bfloat16_is_that_of_torch() -> None:
     assert np.array_equal(to_bfloat16_bits(values), expected)
 
 
-def test_undoing_the_rotary_permutation() -> None:
+def test_rotary_permutation_is_undone() -> None:
     weight = np.arange(2 * HEAD_DIM * 3, dtype=np.float32).reshape(2 * HEAD_DIM, 3)
     assert np.array_equal(undo_rotary_permutation(permuted_as_llama_cpp_does(weight, 2), 2), weight)
 
@@ -167,13 +167,13 @@ def test_undoing_the_rotary_permutation() -> None:
     "text",
     ["Hello, world!", "Grüße 東京 🎉 na\u0301ive", "def f(x):\n    return x**2\n\n\tpass", "  two   12 ½", "\0\u200b"],
 )
-def test_the_demo_tokenizer_round_trips(text: str, demo_model_dir: Path) -> None:
+def test_demo_tokenizer_round_trips(text: str, demo_model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_the_demo_tokenizer_knows_its_special_tokens(demo_model_dir: Path) -> None:
+def test_demo_tokenizer_has_its_special_tokens(demo_model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
-    # "\nuser" etc. as the model's chat template writes them; ids as transformers gives them for the same file.
+    # "\nuser" etc. as in the model's chat template; ids as given by transformers for the same file.
     assert tokenizer.encode("<|im_start|>user\nhi 123<|im_end|>\n").ids[:3] == [1, 4093, 198]
     assert [tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Every family that is read from GGUF, and every quantisation: greedy tokens of transformers on the same weights."""
+"""Every GGUF family and quantization generates the greedy tokens of transformers on the same weights."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,8 @@ from tests.builders import make_request
 from tests.engine_worker.execution.reference import Reference, generate, make_runner
 from tests.engine_worker.gguf.files import tiny_options, write_gguf
 
-FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
-FACTORS = [1.0 + i / 4 for i in range(32)]  # one for each pair of a head of 64
+FP32_MARGIN = 1e-3  # two summation orders differ by about 1e-5 here
+FACTORS = [1.0 + i / 4 for i in range(32)]  # one per rotated pair of a head of 64
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": FACTORS, "long_factor": [2 * f for f in FACTORS],
     "original_max_position_embeddings": 4, "attention_factor": 1.25,
@@ -71,7 +71,7 @@ CASES = [
 ]
 
 
-MODEL_TYPES = {"gemma3": "gemma3_text"}  # where llama.cpp has another name
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # where llama.cpp uses another name
 
 
 def tiny(case: Case) -> PreTrainedModel:
@@ -91,7 +91,7 @@ def tiny(case: Case) -> PreTrainedModel:
 
 
 def add_rope(case: Case, writer: gguf.GGUFWriter) -> None:
-    """As llama.cpp's converter does: one table of Llama 3's, two of Phi-3's."""
+    """Add rope factors as llama.cpp's converter does: one table for Llama 3, two for Phi-3."""
     if case.architecture == "gemma3":
         writer.add_sliding_window(case.changes["sliding_window"])
         for rope in case.changes.get("rope_parameters", {}).values():
@@ -110,7 +110,7 @@ def add_rope(case: Case, writer: gguf.GGUFWriter) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.architecture}-{case.kind.name}")
-def test_greedy_tokens_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+def test_greedy_tokens_match_transformers(case: Case, tmp_path: Path) -> None:
     model = tiny(case)
     write_gguf(tmp_path / "m.gguf", model, case.architecture, case.kind, lambda writer: add_rope(case, writer))
     model.save_pretrained(tmp_path / "reference")
@@ -125,7 +125,7 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, tmp_path: Path) -> 
         assert worst < FP32_MARGIN, request.request_id
 
 
-def test_every_family_and_every_quantisation_is_tried() -> None:
+def test_every_family_and_quantization_has_a_case() -> None:
     assert {case.architecture for case in CASES} == set(GGUF_MODULES)
     wanted = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
     assert {case.kind.name for case in CASES} == set(wanted)

@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: how words are cut, how SentencePiece's pieces are merged, what belongs to every text."""
+"""Tokenizers of GGUF files: pre-tokenization, SentencePiece merges, special tokens."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from engine_worker.model.architectures import gguf_family_of
 from gateway.text.tokenization import PromptEncoder
 
 TEXT = "Hello world! It's 12345 days, don't\n\n  you think?\tcafé été ６７ 中文 we'LL x=1;  \r\n end   "
-# Of the models' own tokenizer.json.
+# Expected words from the models' own tokenizer.json.
 WORDS_OF_QWEN = [
     "Hello", " world", "!", " It", "'s", " ", "1", "2", "3", "4", "5", " days", ",", " don", "'t", "\n\n", " ",
     " you", " think", "?", "\tcafé", " été", " ", "６", "７", " 中文", " we", "'LL", " x", "=", "1", ";", "  \r\n",
@@ -45,7 +45,7 @@ def gguf_file(path: Path, fill: Fill, architecture: str = "llama") -> GgufFile:
 
 
 def byte_level(pre: str, tokens: dict[str, TokenType] | None = None, **ids: int) -> Fill:
-    """Without merges: the letters are the tokens."""
+    """Return a byte-level vocabulary without merges: each letter is a token."""
     added = tokens or {}
 
     def fill(writer: gguf.GGUFWriter) -> None:
@@ -65,7 +65,7 @@ def read(file: GgufFile) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("pre", "words"), [("qwen2", WORDS_OF_QWEN), ("llama-bpe", WORDS_OF_LLAMA_3)])
-def test_words_are_cut_as_the_models_own_tokenizers_do(pre: str, words: list[str], tmp_path: Path) -> None:
+def test_words_split_as_in_the_original_tokenizer(pre: str, words: list[str], tmp_path: Path) -> None:
     cut = read(gguf_file(tmp_path / "m.gguf", byte_level(pre))).pre_tokenizer
     assert cut is not None
     assert [TEXT[start:end] for _word, (start, end) in cut.pre_tokenize_str(TEXT)] == words
@@ -81,50 +81,50 @@ def test_words_are_cut_as_the_models_own_tokenizers_do(pre: str, words: list[str
         ("dbrx", ["I", "'ve", " ", "12", " HelloWorld", "'s"]),
     ],
 )
-def test_every_cut_has_its_own_words(pre: str, words: list[str], tmp_path: Path) -> None:
+def test_every_pre_tokenizer_splits_differently(pre: str, words: list[str], tmp_path: Path) -> None:
     text = "I've 12 HelloWorld's"
     cut = read(gguf_file(tmp_path / "m.gguf", byte_level(pre))).pre_tokenizer
     assert cut is not None
     assert [text[start:end] for _word, (start, end) in cut.pre_tokenize_str(text)] == words
 
 
-def test_qwen_composes_letters_first(tmp_path: Path) -> None:
+def test_qwen_normalizes_to_nfc_first(tmp_path: Path) -> None:
     found = read(gguf_file(tmp_path / "m.gguf", byte_level("qwen2")))
     assert found.normalizer is not None and found.normalizer.normalize_str("e\u0301") == "\u00e9"
 
 
 @pytest.mark.parametrize(
-    ("pre", "said", "begins"), [("llama-bpe", None, True), ("llama-bpe", False, False), ("qwen2", None, False)]
+    ("pre", "flag", "begins"), [("llama-bpe", None, True), ("llama-bpe", False, False), ("qwen2", None, False)]
 )
-def test_a_text_begins_as_the_file_or_llama_cpp_says(pre: str, said: bool | None, begins: bool, tmp_path: Path) -> None:
+def test_bos_token_follows_the_file_or_llama_cpp(pre: str, flag: bool | None, begins: bool, tmp_path: Path) -> None:
     fill = byte_level(pre, {"<s>": TokenType.CONTROL}, bos=3)
 
     def with_flag(writer: gguf.GGUFWriter) -> None:
         fill(writer)
-        if said is not None:
-            writer.add_add_bos_token(said)
+        if flag is not None:
+            writer.add_add_bos_token(flag)
 
     file = gguf_file(tmp_path / "m.gguf", with_flag)
     assert read(file).encode("ab").ids == ([3, 2] if begins else [2])
     assert tokenizer_config(file)["add_bos_token"] is begins
 
 
-def test_special_tokens_and_those_that_a_template_may_write(tmp_path: Path) -> None:
+def test_special_and_template_tokens_are_recognized(tmp_path: Path) -> None:
     added = {"<|end|>": TokenType.CONTROL, "<tool_call>": TokenType.USER_DEFINED, "<unused>": TokenType.UNUSED}
     found = read(gguf_file(tmp_path / "m.gguf", byte_level("qwen2", added)))
     assert found.encode("ab<|end|><tool_call>b").ids == [2, 3, 4, 1]
     assert found.decode([2, 3, 4, 1]) == "ab<tool_call>b"
 
 
-def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
+def test_end_of_turn_tokens_end_an_answer(tmp_path: Path) -> None:
     ends = ["<|eot_id|>", "<other>", "<|endoftext|>", "<|im_end|>"]
     tokens = dict.fromkeys(ends, TokenType.CONTROL)
     assert end_token_ids(gguf_file(tmp_path / "m.gguf", byte_level("qwen2", tokens, eos=6))) == [6, 3, 5]
 
 
 @pytest.mark.parametrize("name", ["deepseek-coder", "qwen35"])
-def test_an_unknown_cut_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match=f"'{name}' is not supported; gpt-2, smollm, llama-bpe, "):
+def test_unknown_pre_tokenizer_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=f"'{name}' is not supported; supported: gpt-2, smollm, llama-bpe, "):
         read(gguf_file(tmp_path / "m.gguf", byte_level(name)))
 
 
@@ -148,7 +148,7 @@ def sentence_piece(has_prefix: bool) -> Fill:
 
 
 def merged_by_score(text: str) -> list[str]:
-    """SentencePiece by its definition: the best pair of neighbours that is a piece together, until there is none."""
+    """Merge by SentencePiece's definition: join the best-scored adjacent pair that is a piece, until there is none."""
     pieces = list(text.replace(" ", "▁"))
     while True:
         pairs = [(PIECES[a + b], -place) for place, (a, b) in enumerate(pairwise(pieces))
@@ -166,7 +166,7 @@ def spm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @given(text=st.text(alphabet="abc ", min_size=1, max_size=20))
-def test_pieces_are_merged_by_their_scores(spm: tuple[Tokenizer, bool], text: str) -> None:
+def test_pieces_are_merged_by_score(spm: tuple[Tokenizer, bool], text: str) -> None:
     found, has_prefix = spm
     assert found.encode(text, add_special_tokens=False).tokens == merged_by_score(" " * has_prefix + text)
 
@@ -183,11 +183,11 @@ def test_sentence_piece_round_trips_any_text(spm: tuple[Tokenizer, bool], text: 
     assert b"".join(encoder.token_bytes.of(token_id) for token_id in ids).decode() == " " * has_prefix + text
 
 
-def test_sentence_piece_begins_with_its_token(spm: tuple[Tokenizer, bool]) -> None:
+def test_sentence_piece_starts_with_its_bos_token(spm: tuple[Tokenizer, bool]) -> None:
     assert spm[0].encode("ab").ids[0] == 1
 
 
-def test_phi_3_swallows_white_space_behind_its_turns(tmp_path: Path) -> None:
+def test_phi_3_strips_white_space_after_turn_tokens(tmp_path: Path) -> None:
     file = gguf_file(tmp_path / "m.gguf", sentence_piece(True), architecture="phi3")
     entries: list[dict[str, Any]] = json.loads(read(file).to_str())["added_tokens"]
     added = {entry["content"]: entry["rstrip"] for entry in entries}

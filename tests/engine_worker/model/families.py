@@ -1,4 +1,4 @@
-"""Tiny random models of any model type, and the schedules under which each must answer as transformers does."""
+"""Tiny random models of any model type, and the schedules under which each must match transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from tests.builders import make_request
 from tests.engine_worker.execution.reference import TINY, Reference, make_engine, make_runner, run_engine_to_end
 from tests.engine_worker.model.family_cases import Case
 
-FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
+FP32_MARGIN = 1e-3  # two summation orders differ by about 1e-5 here
 
 
 def write_family(directory: Path, case: Case) -> Path:
-    """A random model; norms and biases are random too, or a missing one would not show."""
+    """Write a random model with random norms and biases, so that a missing one changes the result."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - as in reference.py
 
     options = {key: value for key, value in {**TINY, **case.changes}.items() if value is not None or key != "head_dim"}
@@ -35,7 +35,7 @@ def write_family(directory: Path, case: Case) -> Path:
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
-    """Around the edges of blocks and chunks, and beyond the context that yarn and longrope stretch; two share one."""
+    """Return prompts around block and chunk edges, and beyond the context of yarn and longrope; two share one."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(3, vocab_size, (300,), generator=generator).tolist()
     return [tokens[:1], tokens[:16], tokens[:33], [*tokens[:33], 7], tokens[40:170]]
@@ -50,7 +50,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def check_schedules(directory: Path, model_impl: str = "auto") -> dict[tuple[str, int], list[int]]:
-    """Greedy tokens in float32 are those of transformers, whatever the schedule; returns them by request and choice."""
+    """Check that greedy float32 tokens match transformers in every schedule; return them by request and choice."""
     reference = Reference(directory)
     layout = kv_layout(blueprint_from_directory(directory, model_impl).shape, 8, "float32")
     is_windowed = layout.groups[0].window > 0
@@ -58,16 +58,19 @@ def check_schedules(directory: Path, model_impl: str = "auto") -> dict[tuple[str
     for name, options in SCHEDULES.items():
         schedule = dict(options)
         num_blocks, num_host_blocks = schedule.pop("num_blocks"), schedule.pop("num_host_blocks", 0)
-        if is_windowed and name in {"recompute", "swap"}:  # sequences hold less, and must yield here too
+        if is_windowed and name in {
+            "recompute",
+            "swap",
+        }:  # windowed sequences hold fewer blocks, but must be preempted here too
             schedule["max_num_batched_tokens"] = 8
-            num_blocks = 2 * layout.most_blocks(1000, 8) + 2
+            num_blocks = 2 * layout.max_blocks(1000, 8) + 2
         runner = make_runner(
             directory,
             num_blocks=num_blocks,
             block_size=8 if is_windowed else 16,
             num_host_blocks=num_host_blocks,
             model_impl=model_impl,
-            num_threads=1,  # a second one waits longer for the first than products of 96 columns take
+            num_threads=1,  # a second thread costs more than it saves at 96 columns
         )
         mode = PreemptionMode.SWAP if num_host_blocks else PreemptionMode.RECOMPUTE
         engine = make_engine(runner, preemption_mode=mode, **schedule)

@@ -1,10 +1,11 @@
-"""Which model types are tried, which way each runs, and which are refused with what words; docs/ lists them.
+"""Model types under test, the implementation that runs each, and the refused ones with their messages.
 
-    NATIVE                 those with a file in engine_worker/model/architectures
-    THROUGH_TRANSFORMERS   some of those without
-    REFUSED                (model type, changes, words of the refusal)
+    NATIVE                 model types with a file in engine_worker/model/architectures
+    THROUGH_TRANSFORMERS   some of the others
+    REFUSED                (model type, changes, words of the error message)
 
-A case is what its config.json has beside reference.TINY. Imports no torch: the docs are made of it.
+A case holds the config.json fields that differ from reference.TINY. The documentation is generated from this module,
+so it does not import torch.
 """
 
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ NATIVE = {
     "helium": Case("helium", {"head_dim": 16, "hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
 }  # fmt: skip
 
-# num_key_value_heads is no key of theirs.
+# Their config has no num_key_value_heads.
 PLAIN = {"num_key_value_heads": 6, "head_dim": None}
 THROUGH_TRANSFORMERS = {
     "opt": Case("opt", {**PLAIN, "ffn_dim": 96, "word_embed_proj_dim": 96}),
@@ -108,17 +109,17 @@ THROUGH_TRANSFORMERS = {
 }  # fmt: skip
 
 REFUSED = [
-    ("falcon", {}, "falcon computes attention by itself"),
+    ("falcon", {}, "falcon computes attention itself"),
     ("bloom", {}, "it takes no position_ids"),
-    ("gpt_oss", {}, "layers of experts"),
+    ("gpt_oss", {}, "mixture-of-experts layers"),
     ("granite_swa", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, "attention with s_aux"),
     ("mamba", {}, "layer_types has 'linear_attention'"),
     ("falcon_h1", {}, "layer_types has 'hybrid'"),
     ("lfm2", {"full_attn_idxs": [0]}, "layer_types has 'conv'"),
     ("bert", {"is_decoder": False}, "tokens attend to those after them"),
-    ("deepseek_v3", {"n_routed_experts": 4, "first_k_dense_replace": 3}, "and values of"),
+    ("deepseek_v3", {"n_routed_experts": 4, "first_k_dense_replace": 3}, "elements and values"),
     ("diffllama", {}, "calls attention 6 times for 3 layers"),
     ("phi", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
-    ("made_up", {}, "model_type 'made_up' is no causal language model of transformers"),
-    ("t5", {}, "model_type 't5' is no causal language model"),
+    ("made_up", {}, "model_type 'made_up' is not a causal language model of transformers"),
+    ("t5", {}, "model_type 't5' is not a causal language model"),
 ]

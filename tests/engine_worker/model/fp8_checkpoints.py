@@ -1,9 +1,9 @@
-"""Tiny fp8 checkpoints in every layout that is read, and the same models in float32: e4m3 * scale, multiplied out.
+"""Tiny fp8 checkpoints in every supported layout, and the same models in float32 with e4m3 * scale multiplied out.
 
-    write_fp8(directory, layout)   from a random model; `exact` is the same in float32, as transformers reads it
+    write_fp8(directory, layout)   from a random model; `exact` is the float32 model, as transformers reads it
 
-Written by hand, each as its writer does (compressed-tensors itself is in test_fp8_writers.py): so every name, shape and
-type of a scale can be tried.
+Each layout is written by hand as its writer does, so that every name, shape and type of a scale can be tested
+(test_fp8_writers.py uses compressed-tensors itself).
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.engine_worker.model.family_cases import Case
 
 FP8, MOST, BLOCK = torch.float8_e4m3fn, 448.0, 128
 
-# A width that is no multiple of a block, so that the last blocks are smaller; what is fused into one product are.
+# The width is not a multiple of a block, so the last blocks are smaller; fused projections have whole blocks.
 LLAMA = Case("llama", {"hidden_size": 160, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "attention_bias": True})  # fmt: skip
 PHI3 = Case("phi3", {"hidden_size": 256, "intermediate_size": 160, "head_dim": None, "num_attention_heads": 4,
@@ -36,13 +36,13 @@ class Fp8Model:
 
 @dataclass(frozen=True)
 class Layout:
-    config: Mapping[str, Any]  # config.json's quantization_config
-    quantise: Callable[[Tensor], Tensor]  # [N, K] -> scales, as they are stored
+    config: Mapping[str, Any]  # quantization_config of config.json
+    quantize: Callable[[Tensor], Tensor]  # [N, K] -> scales as stored
     scale_name: str = "weight_scale"
     scale_dtype: torch.dtype = torch.float32
     input_scale: str = ""
-    file: str = "config.json"  # where `config` is
-    others: tuple[str, ...] = field(default=())  # tensors of each layer that are no weights
+    file: str = "config.json"  # file that holds `config`
+    others: tuple[str, ...] = field(default=())  # tensors of each layer that are not weights
 
 
 def of_rows(weight: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def of_blocks(weight: Tensor) -> Tensor:
 
 
 def spread(scale: Tensor, shape: tuple[int, int], is_blocks: bool) -> Tensor:
-    """Factors of each element of a weight."""
+    """Return the scale of each element of a weight."""
     if not is_blocks:
         return scale.float().expand(shape)
     return scale.float()[torch.arange(shape[0])[:, None] // BLOCK, torch.arange(shape[1])[None] // BLOCK]
@@ -136,15 +136,15 @@ def write_fp8(
     case: Case = LLAMA,
     is_fp8: Callable[[str], bool] = lambda module: module.endswith("_proj"),
 ) -> Fp8Model:
-    """`is_fp8`: whether a module is."""
-    exact, quantised = write_family(directory / "exact", case), directory / "fp8"
+    """Write the checkpoint; `is_fp8` selects the quantized modules."""
+    exact, quantized = write_family(directory / "exact", case), directory / "fp8"
     stored: dict[str, Tensor] = {}
     multiplied: dict[str, Tensor] = {}
     for name, weight in load_file(exact / "model.safetensors").items():
         stored[name] = multiplied[name] = weight
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and is_fp8(module):
-            tensors = quantised_tensors(module, weight, layout)
+            tensors = quantized_tensors(module, weight, layout)
             stored |= tensors
             multiplied[name] = exact_weight(tensors, module, layout)
     for index in range(3):
@@ -152,25 +152,25 @@ def write_fp8(
             f"model.layers.{index}.{name}": torch.tensor(0.25 if ".v_" in name else 0.5) for name in layout.others
         }
     save_file(multiplied, exact / "model.safetensors", {"format": "pt"})
-    quantised.mkdir()
-    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
+    quantized.mkdir()
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     config = json.loads((exact / "config.json").read_text())
     if layout.file == "config.json":
         config["quantization_config"] = layout.config
     else:
-        (quantised / layout.file).write_text(json.dumps(layout.config))
-    (quantised / "config.json").write_text(json.dumps(config))
-    return Fp8Model(quantised, exact)
+        (quantized / layout.file).write_text(json.dumps(layout.config))
+    (quantized / "config.json").write_text(json.dumps(config))
+    return Fp8Model(quantized, exact)
 
 
-def quantised_tensors(module: str, weight: Tensor, layout: Layout) -> dict[str, Tensor]:
-    scale = layout.quantise(weight).to(layout.scale_dtype)
+def quantized_tensors(module: str, weight: Tensor, layout: Layout) -> dict[str, Tensor]:
+    scale = layout.quantize(weight).to(layout.scale_dtype)
     rows, columns = weight.shape
-    values = weight / spread(scale, (rows, columns), layout.quantise is of_blocks)
+    values = weight / spread(scale, (rows, columns), layout.quantize is of_blocks)
     tensors = {f"{module}.weight": values.clamp(-MOST, MOST).to(FP8), f"{module}.{layout.scale_name}": scale.clone()}
     if layout.input_scale:
         factor = torch.tensor(0.25 if "k_proj" in module else 0.125)
-        tensors[f"{module}.{layout.input_scale}"] = factor[None] if layout.quantise is of_all_in_a_list else factor
+        tensors[f"{module}.{layout.input_scale}"] = factor[None] if layout.quantize is of_all_in_a_list else factor
     return tensors
 
 
@@ -178,4 +178,4 @@ def exact_weight(tensors: Mapping[str, Tensor], module: str, layout: Layout) -> 
     weight = tensors[f"{module}.weight"].float()
     rows, columns = weight.shape
     scale = tensors[f"{module}.{layout.scale_name}"]
-    return weight * spread(scale, (rows, columns), layout.quantise is of_blocks)
+    return weight * spread(scale, (rows, columns), layout.quantize is of_blocks)

@@ -1,7 +1,7 @@
-"""python -m tests.engine_worker.model.fp8_schedules DIR [--device cpu]: one fp8 model by every way to run it.
+"""Run one fp8 model in every schedule: `python -m tests.engine_worker.model.fp8_schedules DIR [--device cpu]`.
 
-Prints JSON: how many products of fp8 a model has, and by KV type and way the tokens and log-probabilities of each
-prompt. On CUDA with `--deterministic`, whose settings must be made before CUDA starts: so it is a process of its own.
+Prints JSON: the number of fp8 linear layers, and by KV dtype and schedule the tokens and log-probabilities of each
+prompt. On CUDA with `--deterministic`, whose settings must be made before CUDA starts, hence in its own process.
 """
 
 import gc
@@ -23,7 +23,7 @@ from tests.engine_worker.execution.reference import make_engine
 from tests.engine_worker.model.families import prompts
 
 NUM_TOKENS, HALF = 40, 17
-# name: (blocks of 16 tokens, tokens of a step, sequences)
+# name: (blocks of 16 tokens, tokens per step, sequences)
 SCHEDULES = {
     "all at once": (64, 512, 8), "each alone": (64, 512, 1), "chunks": (64, 24, 8), "preempted": (14, 512, 8),
 }  # fmt: skip
@@ -50,7 +50,7 @@ def load(directory: Path, device: str, kv: str, schedule: str, mode: str) -> Mod
 
 
 def run(runner: ModelRunner, schedule: str, heads: Outputs | None = None) -> tuple[Outputs, int]:
-    """Return the outputs, and how often a sequence yielded; `heads` is what another worker gave before it died."""
+    """Return the outputs and the number of preemptions; `heads` are tokens that a lost worker has already generated."""
     _, num_tokens, num_sequences = SCHEDULES[schedule]
     engine = make_engine(
         runner, preemption_mode=PreemptionMode.RECOMPUTE, max_num_seqs=num_sequences, max_num_batched_tokens=num_tokens
@@ -69,7 +69,7 @@ def run(runner: ModelRunner, schedule: str, heads: Outputs | None = None) -> tup
     return outputs, sum(engine.stats().counters.preemptions.values())
 
 
-def ways(directory: Path, device: str, kv: str) -> dict[str, Any]:
+def outputs_by_schedule(directory: Path, device: str, kv: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode in CUDAGRAPH_MODES if device == "cuda" else ("none",):
         for schedule in SCHEDULES:
@@ -81,10 +81,10 @@ def ways(directory: Path, device: str, kv: str) -> dict[str, Any]:
     return found
 
 
-def num_products(directory: Path, device: str) -> int:
+def num_linear_layers(directory: Path, device: str) -> int:
     if device != "cuda":
         return 0
-    linear = import_module("engine_worker.model.quantisation.fp8_cuda").Fp8Linear  # imports triton
+    linear = import_module("engine_worker.model.quantization.fp8_cuda").Fp8Linear  # imports triton
     runner = load(directory, device, "bf16", "all at once", "none")
     number = sum(isinstance(one, linear) for one in gc.get_objects())
     del runner
@@ -93,8 +93,8 @@ def num_products(directory: Path, device: str) -> int:
 
 def main() -> None:
     directory, device = Path(sys.argv[1]), sys.argv[3] if len(sys.argv) > 3 else "cuda"
-    result = {"products": num_products(directory, device)}
-    print(json.dumps(result | {"kv": {kv: ways(directory, device, kv) for kv in DTYPES}}))
+    result = {"linear_layers": num_linear_layers(directory, device)}
+    print(json.dumps(result | {"kv": {kv: outputs_by_schedule(directory, device, kv) for kv in DTYPES}}))
 
 
 if __name__ == "__main__":

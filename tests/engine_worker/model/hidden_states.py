@@ -1,4 +1,4 @@
-"""What each layer of a model computed, of ours and of transformers, for one prompt in one step."""
+"""Hidden states after each layer of a model, by this engine and by transformers, for one prompt in one step."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from engine_worker.model.spec import kv_layout
 from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 
-NUM_BLOCKS = 5  # those of step(), and block 0
+NUM_BLOCKS = 5  # blocks of step() and block 0
 
 
 class Watched(DecoderLayer):
-    """A layer that keeps what it adds up to."""
+    """A layer that records its output added to the residual."""
 
     def __init__(self, layer: DecoderLayer, states: list[Tensor]) -> None:
         self._layer, self._states = layer, states
@@ -31,7 +31,7 @@ class Watched(DecoderLayer):
 
 
 def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
-    """[T, H] after each layer."""
+    """Return the state [T, H] after each layer of this engine's network."""
     found = blueprint_from_directory(directory, "native")
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     model = found.build(weights, 64, is_deterministic=False)
@@ -46,7 +46,7 @@ def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
 
 @torch.inference_mode()
 def of_transformers(directory: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """The same, by hooks: what the library calls hidden states has the last one normed."""
+    """Return the same of transformers, by hooks: the last state of `output_hidden_states` is already normed."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     states: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Weights that are a function of their names, and steps of one sequence: for networks without files and schedulers."""
+"""Weights that depend only on their names, and steps of one sequence, without files or a scheduler."""
 
 import zlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ BLOCK_SIZE = 8
 
 
 class NamedWeights(RandomWeights):
-    """Drawn by numpy's frozen generator from the name of each tensor; norms and biases are random too."""
+    """Weights drawn by numpy's frozen generator, seeded by the tensor's name; norms and biases are random too."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.float32)
@@ -26,7 +26,7 @@ class NamedWeights(RandomWeights):
 
 
 def step(first: int, token_ids: Sequence[int]) -> ModelInput:
-    """One sequence in blocks 1, 2, ...: its next tokens, of which all logits are wanted."""
+    """Return a step of one sequence in blocks 1, 2, ... that returns the logits of all its tokens."""
     num_blocks = max(4, -(-(first + len(token_ids)) // BLOCK_SIZE))
     positions = torch.arange(first, first + len(token_ids))
     return ModelInput(

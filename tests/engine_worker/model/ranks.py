@@ -1,9 +1,9 @@
-"""Processes that are the ranks of a group, over gloo or NCCL: started once, and given one job after another.
+"""Processes that are ranks of a group over gloo or NCCL, started once and given jobs in turn.
 
     with Ranks(4) as ranks:
         ranks.run(2, job, *arguments)      job(tensor_parallel, *arguments) in each of two ranks; their results
 
-Jobs are functions of modules. All ranks are one group of torch.distributed, and smaller groups are its first ranks.
+Jobs are module-level functions. All ranks are one torch.distributed group; smaller groups are its first ranks.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, join_by
 
-SECONDS = 250  # of a job, at most; the first waits for the ranks to start, which took 100 s on a busy machine
+SECONDS = 250  # limit per job; the first waits for the ranks to start, up to 100 s on a busy machine
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -47,7 +47,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
     def _answer(self, connection: Connection) -> Any:
         number = 0
-        while number < self._num_jobs:  # those of jobs that a test gave up are nobody's
+        while number < self._num_jobs:  # skips results of jobs that a test gave up
             assert connection.poll(SECONDS), "a rank does not answer"
             number, result, error = connection.recv()
         assert error is None, error
@@ -64,7 +64,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 
 def _serve(rank: int, size: int, device_type: str, directory: str, connection: Connection) -> None:
-    warnings.simplefilter("error")  # as in the process of the tests
+    warnings.simplefilter("error")  # as in the test process
     torch.set_num_threads(1)
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     groups = _groups(rank, size, device, Path(directory))
@@ -78,7 +78,7 @@ def _serve(rank: int, size: int, device_type: str, directory: str, connection: C
 
 
 def _groups(rank: int, size: int, device: torch.device, directory: Path) -> dict[int, ProcessGroup]:
-    """By how many ranks it has. Every rank takes part in making each group."""
+    """Return the groups by number of ranks; every rank takes part in creating each group."""
     groups = {size: join_by(FileStore(str(directory / "ranks"), size), rank, size, device)}
     for members in range(2, size):
         group = dist.new_group(list(range(members)))

@@ -1,4 +1,4 @@
-"""Model directories that cannot be served: one sentence with the name of what is wrong, before torch is imported."""
+"""Unusable model directories are refused with one sentence that names the cause, before torch is imported."""
 
 import json
 import os
@@ -49,13 +49,13 @@ def cut(directory: Path, keep: Callable[[int], int]) -> None:
 
 
 def lie(directory: Path, **changes: object) -> None:
-    """The shard's header tells something else of one tensor."""
+    """Write a false entry for one tensor in the shard's header."""
     content = (directory / SHARD).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     header[max(header)].update(changes)
-    told = json.dumps(header).encode()
-    (directory / SHARD).write_bytes(len(told).to_bytes(8, "little") + told + content[8 + length :])
+    encoded = json.dumps(header).encode()
+    (directory / SHARD).write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
 
 
 def rename_in_index(directory: Path, name: object) -> None:
@@ -72,33 +72,33 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json is not JSON"),
     "config is deep": (lambda d: (d / "config.json").write_text("[" * 100_000), r"config\.json is not JSON"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), r"config\.json is not a JSON object"),
-    "a shard is cut": (lambda d: cut(d, lambda size: size - 1), rf"{SHARD} \([\d,]+ bytes\) is not a whole safe"),
-    "a header is cut": (lambda d: cut(d, lambda size: 40), rf"{SHARD} \(40 bytes\) is not a whole safetensors file"),
-    "a shard is empty": (lambda d: cut(d, lambda size: 0), rf"{SHARD} \(0 bytes\) is not a whole safetensors file"),
-    "a shard is missing": (lambda d: (d / SHARD).unlink(), rf"has no {SHARD} that {INDEX} names"),
-    "a header lies of a shape": (lambda d: lie(d, shape=[2**62, 2**62]), f"{SHARD} .* is not a whole safetensors"),
-    "a header lies of a dtype": (lambda d: lie(d, dtype="Q4"), f"{SHARD} .* is not a whole safetensors file"),
-    "a header lies of places": (lambda d: lie(d, data_offsets=[0, 2**40]), f"{SHARD} .* is not a whole safetensors"),
+    "a shard is cut": (lambda d: cut(d, lambda size: size - 1), rf"{SHARD} \([\d,]+ bytes\) is not a complete safe"),
+    "a header is cut": (lambda d: cut(d, lambda size: 40), rf"{SHARD} \(40 bytes\) is not a complete safetensors file"),
+    "a shard is empty": (lambda d: cut(d, lambda size: 0), rf"{SHARD} \(0 bytes\) is not a complete safetensors file"),
+    "a shard is missing": (lambda d: (d / SHARD).unlink(), rf"has no {SHARD}, required by {INDEX}"),
+    "a header lies of a shape": (lambda d: lie(d, shape=[2**62, 2**62]), f"{SHARD} .* is not a complete safetensors"),
+    "a header lies of a dtype": (lambda d: lie(d, dtype="Q4"), f"{SHARD} .* is not a complete safetensors file"),
+    "a header lies of places": (lambda d: lie(d, data_offsets=[0, 2**40]), f"{SHARD} .* is not a complete safetensors"),
     "the index names another": (
-        lambda d: rename_in_index(d, "model-00009.safetensors"), r"no model-00009\.safetensors that model\.safe.* names"
+        lambda d: rename_in_index(d, "model-00009.safetensors"), r"no model-00009\.safetensors, required by model\.safe"
     ),
-    "the index leads away": (lambda d: rename_in_index(d, "../x.safetensors"), "weight_map must name a file beside it"),
-    "the index has numbers": (lambda d: rename_in_index(d, 3), "weight_map must name a file beside it for each tensor"),
-    "the index has no map": (lambda d: (d / INDEX).write_text("{}"), "weight_map must name a file beside it"),
+    "the index leads away": (lambda d: rename_in_index(d, "../x.safetensors"), "weight_map must map each tensor to"),
+    "the index has numbers": (lambda d: rename_in_index(d, 3), "weight_map must map each tensor to a file"),
+    "the index has no map": (lambda d: (d / INDEX).write_text("{}"), "weight_map must map each tensor to a file"),
     "a tensor is missing": (
-        lambda d: change_tensors(d, lambda t: t.pop(first(t))), r"have no model\.layers\.\S+, which config\.json asks"
+        lambda d: change_tensors(d, lambda t: t.pop(first(t))), r"have no model\.layers\.\S+, required by config\.json"
     ),
     "a tensor is another's": (
         lambda d: change_tensors(d, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(192)})),
-        r"no place for model\.layers\.0\.self_attn\.q_proj\.bias",
+        r"does not use model\.layers\.0\.self_attn\.q_proj\.bias",
     ),
     "a tensor has another shape": (
         lambda d: change_tensors(d, lambda t: t.update({first(t): torch.zeros(3, 5)})),
-        r"has shape \(3, 5\); config\.json makes it \(\d+",
+        r"has shape \(3, 5\); config\.json requires \(\d+",
     ),
-    "a tensor is quantised": (
+    "a tensor is quantized": (
         lambda d: change_tensors(d, lambda t: t.update({first(t): t[first(t)].to(torch.float8_e4m3fn)})),
-        rf"is F8_E4M3 in {SHARD}; only F32, F16, BF16 are read",
+        rf"is F8_E4M3 in {SHARD}; supported: F32, F16, BF16",
     ),
     "a tensor is there twice": (
         lambda d: change_tensors(d, lambda t: t.update({"lm_head.weight": torch.zeros(1000, 96)})),
@@ -111,7 +111,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_is_named(name: str, sharded: Path, tmp_path: Path) -> None:
+def test_broken_checkpoint_error_names_the_cause(name: str, sharded: Path, tmp_path: Path) -> None:
     change, sentence = BROKEN[name]
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
     change(directory)
@@ -120,12 +120,14 @@ def test_what_is_broken_is_named(name: str, sharded: Path, tmp_path: Path) -> No
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_what_is_whole_passes(sharded: Path) -> None:
+def test_complete_checkpoint_passes(sharded: Path) -> None:
     check_files(sharded)
 
 
 @pytest.mark.parametrize("name", ["no config", "a shard is cut", "a tensor is missing"])
-def test_an_estimate_refuses_too(name: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_refuses_broken_checkpoints(
+    name: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
     BROKEN[name][0](directory)
     assert estimate([str(directory)]) == 1
@@ -135,11 +137,11 @@ def test_an_estimate_refuses_too(name: str, sharded: Path, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "no_such"}, "model_type .no_such. is no causal language model"),
+        ({"model_type": "no_such"}, "model_type .no_such. is not a causal language model"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config .'aqlm'. is not supported"),
     ],
 )
-def test_what_no_network_serves_is_refused(
+def test_unsupported_architecture_is_refused(
     changes: dict[str, object], sentence: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
@@ -148,11 +150,11 @@ def test_what_no_network_serves_is_refused(
     assert re.search(sentence, capsys.readouterr().err)
 
 
-def test_a_worker_refuses_before_torch_is_there(sharded: Path, tmp_path: Path) -> None:
-    """Nor is it in a follower, which would be started before it."""
+def test_worker_refuses_before_importing_torch(sharded: Path, tmp_path: Path) -> None:
+    """Followers, which would be started earlier, do not import it either."""
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
     cut(directory, lambda size: size - 1)
-    # A module of this name that cannot be imported stands before the real one.
+    # This module shadows the real one and cannot be imported.
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     worker = subprocess.run(
         [sys.executable, "-m", "engine_worker", "--model", str(directory), "--redis-url", "redis://127.0.0.1:1",

@@ -1,4 +1,4 @@
-"""checkpoint_tensors() tells beforehand which tensors a network of every family reads."""
+"""checkpoint_tensors() lists the tensors that a network of each family reads."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class _Recorded(RandomWeights):
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_the_tensors_of_a_network_are_known_beforehand(name: str, tmp_path: Path) -> None:
+def test_expected_tensors_match_the_network(name: str, tmp_path: Path) -> None:
     spec, weights = spec_from_directory(write_family(tmp_path, NATIVE[name])), _Recorded()
     Network(spec, weights, max_len=8)
     assert checkpoint_tensors(spec) == weights.read

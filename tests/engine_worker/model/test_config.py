@@ -1,4 +1,4 @@
-"""config.json -> ModelSpec, and what is refused."""
+"""Read config.json into a ModelSpec, and refuse unsupported fields."""
 
 import json
 from pathlib import Path
@@ -33,14 +33,14 @@ def parse(generation: dict[str, Any] | None = None, **changes: Any) -> ModelSpec
     return spec_from_json({**LLAMA, **changes}, generation or {})
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_config_defaults_match_transformers() -> None:
     config = parse(num_key_value_heads=None)
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
     assert config.layers[0].attention.rope == RopeSpec(dim=16, theta=10_000.0)
     assert not config.tie_word_embeddings
 
 
-def test_rope_of_old_and_of_new_exporters() -> None:
+def test_rope_is_read_from_old_and_new_formats() -> None:
     scaling = RopeScaling(
         kind="by_wavelength",
         factor=8.0,
@@ -54,7 +54,7 @@ def test_rope_of_old_and_of_new_exporters() -> None:
     assert new.layers[0].attention.rope == RopeSpec(dim=16, theta=5e5, scaling=scaling)
 
 
-def test_generation_config_names_the_ends() -> None:
+def test_generation_config_gives_the_eos_tokens() -> None:
     assert parse(eos_token_id=2).eos_token_ids == (2,)
     assert parse({"eos_token_id": [5, 6]}, eos_token_id=2).eos_token_ids == (5, 6)
     assert parse().eos_token_ids == ()
@@ -63,7 +63,7 @@ def test_generation_config_names_the_ends() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; these are: .*llama"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: .*llama"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"sliding_window": 256}, "sliding_window"),
         (
@@ -90,20 +90,20 @@ def test_generation_config_names_the_ends() -> None:
         ({"head_dim": 15}, "15"),
     ],
 )
-def test_what_the_network_does_not_have_is_refused_by_name(changes: dict[str, Any], word: str) -> None:
+def test_unsupported_config_field_is_refused_by_name(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         parse(**changes)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_directory_without_a_config_is_no_model(content: str | None, tmp_path: Path) -> None:
+def test_directory_without_config_is_refused(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config\.json"):
         spec_from_directory(tmp_path)
 
 
-def test_reads_both_files(tmp_path: Path) -> None:
+def test_config_reads_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert spec_from_directory(tmp_path).eos_token_ids == (9,)

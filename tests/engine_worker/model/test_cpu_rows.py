@@ -1,4 +1,4 @@
-"""On a CPU a row's bits are its own: logits of a network alone, among others, decoded, and in chunks of a prompt."""
+"""On a CPU a row's bits depend only on its sequence: alone, in a batch, decoded, and in prompt chunks."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +11,7 @@ from engine_worker.model.compiled_step import CompiledDevice, step_kernels
 from engine_worker.model.decode_programs import decode_programs
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Network
-from engine_worker.model.quantisation.dense_cpu import rows_are_independent
+from engine_worker.model.quantization.dense_cpu import rows_are_independent
 from engine_worker.model.weights import RandomWeights
 from kernels.cpu import step
 from kernels.cpu.build import NoLibrary
@@ -23,7 +23,7 @@ CHUNKS = (0, 1, 7, 40, 104, 150)
 
 
 class Engine:
-    """A network of two layers and the KV of many sequences."""
+    """A network of two layers and the KV pool of many sequences."""
 
     def __init__(self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, **changed: object) -> None:
         shape = {
@@ -41,7 +41,7 @@ class Engine:
         self.tokens = torch.randint(300, (NUM_SEQUENCES, LONGEST))
 
     def logits(self, *pieces: tuple[int, int, int]) -> torch.Tensor:
-        """Return those of the last token of each piece (sequence, first token, end)."""
+        """Return the logits of the last token of each piece (sequence, first token, end)."""
         return self.model.forward(self.step(*pieces), self.device)
 
     def step(self, *pieces: tuple[int, int, int]) -> ModelInput:
@@ -84,7 +84,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return engine
 
 
-def test_a_sequence_decodes_alike_in_any_batch(engine: Engine) -> None:
+def test_sequence_decodes_the_same_in_any_batch(engine: Engine) -> None:
     lengths = [1 + 37 * sequence % (LONGEST - 1) for sequence in range(NUM_SEQUENCES)]
     engine.logits(*((sequence, 0, length) for sequence, length in enumerate(lengths)))
     step = sorted(((sequence, n, n + 1) for sequence, n in enumerate(lengths)), key=lambda piece: piece[2])
@@ -95,7 +95,7 @@ def test_a_sequence_decodes_alike_in_any_batch(engine: Engine) -> None:
         assert torch.equal(engine.logits(step[number]), together[number : number + 1])
 
 
-def test_a_prompt_has_the_same_bits_in_any_chunks_and_decoded(engine: Engine) -> None:
+def test_prompt_chunks_and_decode_have_the_same_bits(engine: Engine) -> None:
     whole = engine.logits((0, 0, CHUNKS[-1]))
     for first, end in pairwise(CHUNKS):
         in_chunks = engine.logits((1, 0, 50), (0, first, end))[1:]
@@ -103,10 +103,10 @@ def test_a_prompt_has_the_same_bits_in_any_chunks_and_decoded(engine: Engine) ->
     assert torch.equal(engine.logits((0, CHUNKS[-1] - 1, CHUNKS[-1])), whole)
 
 
-def test_a_program_of_a_decode_has_the_bits_of_its_operators(engine: Engine) -> None:
+def test_decode_program_has_the_bits_of_its_operators(engine: Engine) -> None:
     programs = decode_programs(engine.model, engine.device)
     assert programs is not None
-    if engine.model.dtype != torch.float32:  # its dense products begin with an operator of torch
+    if engine.model.dtype != torch.float32:  # its dense layers start with a torch operator
         with torch.inference_mode():
             assert programs.logits_of(engine.step((0, 3, 4))) is None
         return
@@ -124,16 +124,14 @@ def test_a_program_of_a_decode_has_the_bits_of_its_operators(engine: Engine) -> 
     assert programs.logits_of(engine.step(*((sequence, 3, 4) for sequence in range(33)))) is None
 
 
-def test_a_program_follows_a_sequence_past_what_one_thread_attends(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_program_works_past_the_sharing_threshold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     if engine.model.dtype != torch.float32:
         pytest.skip("nothing is recorded of bfloat16")
     programs = decode_programs(engine.model, engine.device)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        for shared_from in (1000, 100):  # recorded while no token is shared, run when it is
+        for shared_from in (1000, 100):  # recorded without shared tokens, replayed with them
             monkeypatch.setattr(step, "_SHARED_KEYS", shared_from)
             assert programs is not None
             for length in (90, 99, 100, 130, 140):
@@ -145,7 +143,7 @@ def test_a_program_follows_a_sequence_past_what_one_thread_attends(
         torch.set_num_threads(threads)
 
 
-def test_a_network_of_other_operators_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_network_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(torch.float32, model_type="granite", residual_multiplier=0.5, attention_multiplier=0.1)
     programs = decode_programs(engine.model, engine.device)
     if programs is None:
@@ -157,7 +155,7 @@ def test_a_network_of_other_operators_runs_operator_by_operator(caplog: pytest.L
     assert engine.logits((0, 3, 4)).isfinite().all()
 
 
-def test_rows_that_depend_on_their_number_are_found() -> None:
+def test_batch_dependent_rows_are_detected() -> None:
     def by_number(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x * (1.0 if len(x) > 2 else 1.0 + 2.0**-20)
 

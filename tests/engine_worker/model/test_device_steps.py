@@ -1,4 +1,4 @@
-"""Both devices compute the same network. CudaStep runs here on CPU tensors, by its kernels' references."""
+"""Both devices compute the same network; CudaStep runs here on CPU tensors by its kernels' references."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,8 +17,8 @@ from engine_worker.model.cuda_step import CudaDevice
 from engine_worker.model.devices import Device
 from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Network
-from engine_worker.model.quantisation import linear_method
-from engine_worker.model.quantisation.dense_cpu import CpuLinear
+from engine_worker.model.quantization import linear_method
+from engine_worker.model.quantization.dense_cpu import CpuLinear
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import Activation, ModelShape
 from engine_worker.model.weight_format import DENSE
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Network:
 
 @pytest.fixture(scope="module")
 def cuda_model(tmp_path_factory: pytest.TempPathFactory) -> Network:
-    """A network of the same weights that multiplies as on CUDA."""
+    """Return a network of the same weights whose linear layers run as on CUDA."""
     directory = write_model(tmp_path_factory.mktemp("tiny_cuda"))
     weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
     method = linear_method(DENSE, "cuda")
@@ -62,7 +62,7 @@ def compiled_device(spec: ModelShape, pool: torch.Tensor) -> CompiledDevice:
 def logits_and_pool(
     model: Network, device_class: Callable[..., Device], look: Callable[[LogitsOf], None] | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Three steps: a prompt in part, its next part beside a whole one, then its rest beside a decode."""
+    """Run three steps: part of a prompt, its next part beside a whole one, and its rest beside a decode."""
     config = model.spec
     pool = torch.zeros(16, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     device: Device = device_class(config, pool)
@@ -81,7 +81,7 @@ def logits_and_pool(
     "max_wasted_query_rows", [cuda_attention.MAX_WASTED_QUERY_ROWS, 0], ids=["all_rows", "last_rows"]
 )
 @pytest.mark.parametrize("device_class", [CpuDevice, compiled_device], ids=["torch", "compiled"])
-def test_both_devices_give_the_same_logits_and_the_same_cache(
+def test_devices_give_the_same_logits_and_cache(
     model: Network,
     cuda_model: Network,
     monkeypatch: pytest.MonkeyPatch,
@@ -101,14 +101,12 @@ def test_both_devices_give_the_same_logits_and_the_same_cache(
 @pytest.mark.parametrize(
     ("head_dim", "is_served"), [(64, True), (80, True), (96, True), (128, True), (256, True), (512, False)]
 )
-def test_heads_that_a_kernel_cannot_take_are_refused_by_its_name(
-    head_dim: int, is_served: bool, tmp_path: Path
-) -> None:
+def test_unsupported_head_dim_error_names_the_kernel(head_dim: int, is_served: bool, tmp_path: Path) -> None:
     shape = replace(spec_from_directory(write_model(tmp_path)).layers[0].attention, head_dim=head_dim)
     spec = spec_from_directory(tmp_path)
     spec = replace(spec, layers=(replace(spec.layers[0], attention=shape),))
     refuse_attention(spec.attentions, "bfloat16", "cpu")
-    refused = pytest.raises(ValueError, match=f"prefill_kernel serves heads .* up to 256; this model's have {head_dim}")
+    refused = pytest.raises(ValueError, match=f"even head size of at most 256; this model's is {head_dim}")
     with nullcontext() if is_served else refused:
         refuse_attention(spec.attentions, "bfloat16", "cuda")
 
@@ -118,14 +116,14 @@ RULED = ["mistral with a window", "gemma2", "gemma3_text", "smollm3 with windows
 
 @pytest.mark.parametrize("device_class", [CpuDevice, compiled_device], ids=["torch", "compiled"])
 @pytest.mark.parametrize("name", RULED)
-def test_windows_caps_and_gates_are_the_same_on_all_devices(
+def test_windows_caps_and_gates_match_on_all_devices(
     name: str, device_class: Callable[..., Device], tmp_path: Path
 ) -> None:
     directory = write_family(tmp_path, NATIVE[name])
     weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
     spec = spec_from_directory(directory)
     assert {attention.window for attention in spec.attentions} - {0}
-    # Windows end within the prompt of 30 tokens, in blocks of 8.
+    # Windows end inside the prompt of 30 tokens, in blocks of 8.
     shorter = [replace(each.attention, window=min(each.attention.window, 11)) for each in spec.layers]
     layers = [replace(each, attention=attention) for each, attention in zip(spec.layers, shorter, strict=True)]
     short = replace(spec, layers=tuple(layers))
@@ -137,9 +135,7 @@ def test_windows_caps_and_gates_are_the_same_on_all_devices(
     torch.testing.assert_close(cpu_pool, cuda_pool, atol=2e-4, rtol=1e-4)
 
 
-def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
-    model: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_layer_computes_only_wanted_tokens(model: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     gated = CpuLinear.gated
 
@@ -151,13 +147,13 @@ def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
     logits, pool = logits_and_pool(model, CpuDevice)
     all_but_the_last = model.spec.num_layers - 1
     assert rows == [6] * all_but_the_last + [0] + [16] * all_but_the_last + [1] + [18] * all_but_the_last + [2]
-    # Who looks at other rows has them all, and nothing else is different.
+    # A callback that reads other rows gets all of them, and nothing else changes.
     of_all_rows, pool_of_all_rows = logits_and_pool(model, CpuDevice, look=lambda logits_of: None)
     torch.testing.assert_close(logits, of_all_rows, atol=1e-5, rtol=1e-5)
     assert torch.equal(pool, pool_of_all_rows)
 
 
-def test_attach_chooses_by_the_pool(model: Network) -> None:
+def test_attach_chooses_by_the_kv_pool(model: Network) -> None:
     config = model.spec
     pool = torch.zeros(2, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     try:
@@ -167,14 +163,14 @@ def test_attach_chooses_by_the_pool(model: Network) -> None:
     else:
         compiled = model.attach(pool)
         assert isinstance(compiled, CompiledDevice)
-        backend: AttentionBackend = compiled.attention  # that it is one is mypy's to say
+        backend: AttentionBackend = compiled.attention  # checked by mypy
         assert all(not backend.supports(layer, "float32") for layer in config.attentions)
         assert isinstance(model.attach(pool.to(torch.float8_e4m3fn)), CompiledDevice)
-    # The kernels read no float16.
+    # The kernels do not read float16.
     assert isinstance(model.attach(pool.to(torch.float16)), CpuDevice)
 
 
-def test_without_a_library_torchs_operators_serve_and_it_is_told(
+def test_missing_library_falls_back_to_torch_and_logs(
     model: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none() -> CpuLibrary:

@@ -1,7 +1,7 @@
-"""Ranks of one host read a checkpoint from its disk once between them, as the kernel counts what it fetched for each.
+"""Ranks of one host read a checkpoint from disk once together, by the kernel's count of fetched bytes.
 
-The other ranks find in the page cache what one has read: the embedding and norms, which all have, and the pages in
-which columns of several ranks lie.
+The other ranks find in the page cache what one has read: the embedding and norms, which all have, and pages that hold
+columns of several ranks.
 """
 
 import os
@@ -23,7 +23,7 @@ from tests.engine_worker.model.ranks import Ranks
 
 pytestmark = pytest.mark.tp
 TRIES = 4
-# 60 MB: files that python itself opens meanwhile are some KB. A row of `o` and `down` is less than a page a rank.
+# 60 MB, against some KB of files that Python opens meanwhile. A row of `o` and `down` is less than a page per rank.
 SIZES: dict[str, Any] = {
     "vocab_size": 4000, "hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 2,
     "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 64,
@@ -51,14 +51,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def disk_bytes(ranks: TensorParallel, directory: Path) -> int:
-    """Return what this process has the kernel fetch, for its part of a network and a step of every token with it."""
-    ranks.minimum(0)  # nobody reads before all have counted what they fetched until now
+    """Return the bytes fetched for loading this rank's part and running one step of every token."""
+    ranks.minimum(0)  # barrier: all ranks have taken their first count
     before = _fetched_bytes()
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     model = blueprint_from_directory(directory).build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
     device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 9)))
-    model.forward(step(0, list(range(20))), device)  # rows that are used as they lie in the file are read here
+    model.forward(step(0, list(range(20))), device)  # reads the rows that are used in place in the file
     return _fetched_bytes() - before
 
 
@@ -68,24 +68,24 @@ def _fetched_bytes() -> int:
 
 
 def forget(directory: Path) -> int:
-    """Have the kernel drop the weights that it keeps in memory; how large they are."""
+    """Drop the weights from the page cache; return their size in bytes."""
     for path in directory.glob("*.safetensors"):
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # what is not on the disk yet is not dropped
+            os.fsync(file.fileno())  # dirty pages are not dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
-def test_ranks_fetch_a_checkpoint_once(ranks: Ranks, checkpoint: Path) -> None:
+def test_ranks_read_a_checkpoint_once(ranks: Ranks, checkpoint: Path) -> None:
     size = forget(checkpoint)
     if disk_bytes(SINGLE, checkpoint) < 0.5 * size:
         pytest.skip("the temporary directory is on no disk: the kernel fetches nothing")
     for num_ranks in (2, 3):
-        assert 0.5 * size < least_fetched(ranks, num_ranks, checkpoint, size) <= 1.1 * size
+        assert 0.5 * size < min_fetched(ranks, num_ranks, checkpoint, size) <= 1.1 * size
 
 
-def least_fetched(ranks: Ranks, num_ranks: int, checkpoint: Path, size: int) -> int:
-    """Return the least of some loads, as a process may have pages of libraries fetched as well, once."""
+def min_fetched(ranks: Ranks, num_ranks: int, checkpoint: Path, size: int) -> int:
+    """Return the minimum over some loads, since a process may once fetch pages of libraries too."""
     sums = []
     for _ in range(TRIES):
         forget(checkpoint)

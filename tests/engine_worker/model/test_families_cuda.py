@@ -1,6 +1,6 @@
-"""Every family on a GPU, in fp32: windows, softcaps, norms and wide heads generate what transformers does on a CPU.
+"""Every family on a GPU in float32 generates the tokens of transformers on a CPU.
 
-With CUDA graphs and without, in chunks, and in a pool so small that sequences are preempted.
+With and without CUDA graphs, in chunks, and in a pool so small that sequences are preempted.
 """
 
 from pathlib import Path
@@ -22,16 +22,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 CASES = {**NATIVE, **THROUGH_TRANSFORMERS}
-# name: (blocks of 16 tokens, tokens of a step)
+# name: (blocks of 16 tokens, tokens per step)
 SCHEDULES = {"all at once": (64, 512), "chunks": (64, 24), "preempted": (14, 512)}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_tokens_on_the_gpu_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_on_the_gpu_match_transformers(name: str, tmp_path: Path) -> None:
     directory = write_family(tmp_path, CASES[name])
     layout = kv_layout(blueprint_from_directory(directory, "auto").shape, 16, "float32")
-    # A sequence that every layer sees through a window holds few blocks, and is let in when there is room for all.
+    # Sequences windowed in every layer hold few blocks and are admitted only when all fit.
     must_yield = set() if layout.groups[0].window else {"preempted"}
     outputs = {}
     for mode in CUDAGRAPH_MODES:
@@ -55,7 +55,7 @@ def test_greedy_tokens_on_the_gpu_are_those_of_transformers(name: str, tmp_path:
             ]
             outputs[mode, schedule] = run_engine_to_end(engine, requests).tokens
             assert (sum(engine.stats().counters.preemptions.values()) > 0) == (schedule in must_yield)
-    # The library's attention through torch's function leaves softcaps out in some versions (5.17), and says nothing.
+    # transformers' SDPA attention silently omits softcaps in some versions (5.17).
     reference = Reference(directory, attention="eager")
     for way, found in outputs.items():
         for request in requests:

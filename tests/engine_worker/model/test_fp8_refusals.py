@@ -1,4 +1,4 @@
-"""fp8 that is not read is refused in a sentence with the name of what is wrong: formats, types, shapes, scales."""
+"""Unsupported fp8 checkpoints are refused with a sentence that names the format, type, shape or scale."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def int4(**weights: Any) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another method": ({"quant_method": "awq", "bits": 4}, "('awq') is not supported; fp8 weights of compressed-ten"),
+    "another method": ({"quant_method": "awq", "bits": 4}, "('awq') is not supported; supported: fp8 of compressed"),
     "no method": ({"bits": 4}, "quantization_config (None) is not supported"),
     "a method that is no word": ({"quant_method": ["fp8"]}, "(['fp8']) is not supported"),
     "int4": (int4(), COMPRESSED + "weights of 4 bits (int)"),
@@ -46,8 +46,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rotated": ({**compressed("channel", PER_TOKEN), "transform_config": {"config_groups": {"R1": {}}}}, "transform_"),
     "sparse": ({**compressed("channel", PER_TOKEN), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_c"),
-    "a pattern that is none": ({**compressed("tensor", STATIC), "ignore": ["re:("]}, "'re:(', which is no regular"),
-    "names that are none": ({**compressed("tensor", STATIC), "ignore": "lm_head"}, "ignore must be a list of names"),
+    "a pattern that is none": ({**compressed("tensor", STATIC), "ignore": ["re:("]}, "'re:(', which is not a valid"),
+    "names that are none": ({**compressed("tensor", STATIC), "ignore": "lm_head"}, "ignore must be a list of module"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, FINE + "fmt = 'e5m2'"),
     "blocks of 64": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, FINE + "weight_block_size = [64, 64]"),
     "static blocks": (
@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Fp8Model:
 
 
 def written(model: Fp8Model, directory: Path, quantization: dict[str, Any] | None = None) -> Path:
-    """The model with another quantization_config; its files are links."""
+    """Write the model with another quantization_config; its files are links."""
     directory.mkdir()
     (directory / "model.safetensors").symlink_to(model.directory / "model.safetensors")
     config = json.loads((model.directory / "config.json").read_text())
@@ -76,7 +76,7 @@ def written(model: Fp8Model, directory: Path, quantization: dict[str, Any] | Non
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_format_that_is_not_read_is_named(
+def test_unsupported_quantization_format_is_refused(
     name: str, model: Fp8Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quantization, sentence = CONFIGS[name]
@@ -98,32 +98,32 @@ def instead(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
 
 SCALE = f"{GATE}.weight_scale"
 TENSORS: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
-    "no scales": ("compressed-tensors, rows", without(SCALE), f"have no {SCALE}, which config.json asks for as"),
+    "no scales": ("compressed-tensors, rows", without(SCALE), f"have no {SCALE}, required by config.json in"),
     "no input scale": (
-        "modelopt", without(f"{GATE}.input_scale"), f"have no {GATE}.input_scale, which config.json asks for as mo"
+        "modelopt", without(f"{GATE}.input_scale"), f"have no {GATE}.input_scale, required by config.json in mo"
     ),
     "scales of too few rows": (
-        "compressed-tensors, rows", instead(SCALE, torch.ones(255, 1)), "shape (255, 1); config.json makes it (256,)"
+        "compressed-tensors, rows", instead(SCALE, torch.ones(255, 1)), "shape (255, 1); config.json requires (256,)"
     ),
-    "one scale for all": ("compressed-tensors, rows", instead(SCALE, torch.ones(1)), "shape (1,); config.json makes"),
+    "one scale for all": ("compressed-tensors, rows", instead(SCALE, torch.ones(1)), "shape (1,); config.json req"),
     "scales of rows for blocks": (
         "fp8, blocks", instead(f"{GATE}.weight_scale_inv", torch.ones(256, 1)),
-        "has shape (256, 1); config.json makes it (2, 2)",
+        "has shape (256, 1); config.json requires (2, 2)",
     ),
     "16 bits": (
         "compressed-tensors, rows", instead(f"{GATE}.weight", torch.ones(256, 160)),
-        f"{GATE}.weight is F32 in model.safetensors; in compressed-tensors fp8 it is F8_E4M3",
+        f"{GATE}.weight is F32 in model.safetensors; compressed-tensors fp8 requires F8_E4M3",
     ),
     "e5m2": (
         "compressed-tensors, rows", instead(f"{GATE}.weight", torch.ones(256, 160).to(torch.float8_e5m2)),
-        f"{GATE}.weight is F8_E5M2 in model.safetensors; in compressed-tensors fp8 it is F8_E4M3",
+        f"{GATE}.weight is F8_E5M2 in model.safetensors; compressed-tensors fp8 requires F8_E4M3",
     ),
     "scales of fp8": (
         "compressed-tensors, rows", instead(SCALE, torch.ones(256, 1).to(torch.float8_e4m3fn)),
-        f"{SCALE} is F8_E4M3 in model.safetensors; only F32, F16, BF16 are read",
+        f"{SCALE} is F8_E4M3 in model.safetensors; supported: F32, F16, BF16",
     ),
     "a zero point": (
-        "compressed-tensors, rows", instead(f"{GATE}.weight_zero_point", torch.ones(256, 1)), "has no place for "
+        "compressed-tensors, rows", instead(f"{GATE}.weight_zero_point", torch.ones(256, 1)), "does not use "
     ),
 }  # fmt: skip
 
@@ -136,7 +136,7 @@ def changed(model: Fp8Model, change: Callable[[dict[str, Tensor]], object]) -> P
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_what_is_wrong_with_a_tensor_is_named_before_weights_load(name: str, tmp_path: Path) -> None:
+def test_invalid_fp8_tensor_is_refused_before_loading(name: str, tmp_path: Path) -> None:
     layout, change, sentence = TENSORS[name]
     directory = changed(write_fp8(tmp_path, LAYOUTS[layout]), change)
     with pytest.raises(ValueError, match="model") as caught:
@@ -149,7 +149,7 @@ def test_what_is_wrong_with_a_tensor_is_named_before_weights_load(name: str, tmp
 @pytest.mark.parametrize(
     ("layout", "scale"), [("compressed-tensors, rows", SCALE), ("fp8, tensors, static", f"{GATE}.input_scale")]
 )
-def test_scales_that_are_no_factors_are_named_before_weights_load(
+def test_invalid_scales_are_refused_before_loading(
     layout: str, scale: str, dtype: torch.dtype, value: float, tmp_path: Path
 ) -> None:
     def spoil(tensors: dict[str, Tensor]) -> None:
@@ -157,15 +157,15 @@ def test_scales_that_are_no_factors_are_named_before_weights_load(
         tensors[scale].view(-1)[-1] = value
 
     directory = changed(write_fp8(tmp_path, LAYOUTS[layout]), spoil)
-    with pytest.raises(ValueError, match=rf"{scale} has {value} in model.safetensors; scales of fp8 are finite"):
+    with pytest.raises(ValueError, match=rf"{scale} has {value} in model.safetensors; fp8 scales must be finite"):
         check_files(directory)
 
 
-def test_a_gpu_without_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
-    with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) multiplies no fp8, which takes sm_89 or newer"):
+    with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) does not support fp8, which needs sm_89"):
         check_weight_format("compressed-tensors fp8", gpu, bf16)
     check_weight_format("", gpu, bf16)
     check_weight_format("compressed-tensors fp8", torch.device("cpu"), bf16)
@@ -174,19 +174,23 @@ def test_a_gpu_without_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_another_type_beside_products_of_fp8_is_named(dtype: torch.dtype) -> None:
-    """They are bfloat16 on CUDA; a CPU dequantises to any type."""
-    told = str(dtype).removeprefix("torch.")
-    with pytest.raises(ValueError, match=rf"products of fp8 are bfloat16 and the model is {told}: --dtype bfloat16"):
+def test_fp8_with_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    """Linear layers in fp8 are bfloat16 on CUDA; a CPU dequantizes to any dtype."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        ValueError, match=rf"fp8 linear layers on cuda need --dtype bfloat16, and the model is {dtype_name}"
+    ):
         check_weight_format("modelopt FP8", torch.device("cuda", 0), dtype)
     check_weight_format("modelopt FP8", torch.device("cpu"), dtype)
     check_weight_format("", torch.device("cuda", 0), dtype)
 
 
-def test_networks_of_transformers_have_no_fp8(model: Fp8Model, tmp_path: Path) -> None:
+def test_transformers_backend_refuses_fp8(model: Fp8Model, tmp_path: Path) -> None:
     directory = written(model, tmp_path / "model")
     for refused in (check_files, blueprint_from_directory):
-        with pytest.raises(ValueError, match="quantization_config is not supported with this model: only models with"):
+        with pytest.raises(
+            ValueError, match="quantization_config is not supported with this model: only natively implemented models"
+        ):
             refused(directory, "transformers")
-    with pytest.raises(ValueError, match="--quantization fp8: only models with an implementation of their own here"):
+    with pytest.raises(ValueError, match="--quantization fp8: only natively implemented models"):
         check_files(model.exact, "transformers", quantization="fp8")

@@ -1,4 +1,4 @@
-"""fp8 checkpoints: the logits of the same model multiplied out in float32, dequantised or by products of fp8."""
+"""fp8 checkpoints give the logits of the same model in float32, dequantized or with fp8 linear layers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
-from engine_worker.model.quantisation import dense, linear_method
-from engine_worker.model.quantisation.dense_cpu import CpuLinear
-from engine_worker.model.quantisation.fp8 import Fp8Method
+from engine_worker.model.quantization import dense, linear_method
+from engine_worker.model.quantization.dense_cpu import CpuLinear
+from engine_worker.model.quantization.fp8 import Fp8Method
 from engine_worker.model.sharding import valid_tensor_parallel_sizes
 from engine_worker.model.spec import Activation, ModelSpec, kv_layout
 from engine_worker.model.weight_format import DENSE
@@ -42,7 +42,7 @@ PROMPT = [(7 * index * index + 3) % 1000 for index in range(24)]
 
 
 class ReferenceLinear:
-    """A stand-in for fp8_cuda.Fp8Linear, in float32: it takes the same arguments and refuses others."""
+    """Float32 replacement of fp8_cuda.Fp8Linear with the same arguments, which refuses others."""
 
     made: ClassVar[list["ReferenceLinear"]] = []
     scaling = Scaling.NONE
@@ -92,15 +92,15 @@ def logits_of(model: Network) -> Tensor:
 
 
 def exact_logits(model: Fp8Model) -> Tensor:
-    """A network that never heard of fp8 has the weights multiplied out: the same operands, so the same bits."""
+    """Return the logits of a network without fp8 on the multiplied-out weights: same operands, so same bits."""
     return logits_of(Network(spec_of(model.exact), source_of(model.exact), 64, method=linear_method(DENSE, "cpu")))
 
 
-def logits_by_products(directory: Path) -> Tensor:
-    """By fp8_cuda's interface; all tensors are used."""
+def logits_by_fp8_linear(directory: Path) -> Tensor:
+    """Return the logits by fp8_cuda's interface, and check that all tensors are used."""
     ReferenceLinear.made = []
     spec, weights = spec_of(directory), source_of(directory)
-    method = Fp8Method(spec.quantisation, dense.method("cpu"), ReferenceLinear)
+    method = Fp8Method(spec.quantization, dense.method("cpu"), ReferenceLinear)
     network = Network(spec, weights, 64, method=method)
     weights.check_all_used()
     return logits_of(network)
@@ -111,7 +111,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_fp8(tmp_path_factory.mktemp("fp8"), LAYOUTS[request.param])
 
 
-def test_a_checkpoint_is_dequantised_on_a_cpu(model: Fp8Model, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoint_is_dequantized_on_a_cpu(model: Fp8Model, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="worker")
     check_files(model.directory)
     found = blueprint_from_directory(model.directory)
@@ -119,43 +119,39 @@ def test_a_checkpoint_is_dequantised_on_a_cpu(model: Fp8Model, caplog: pytest.Lo
     network = found.build(weights, 64, is_deterministic=False)
     assert isinstance(network, Network)
     assert torch.equal(logits_of(network), exact_logits(model))
-    assert caplog.messages == [
-        f"weights: {found.weight_format}, dequantised while they load: the cpu multiplies no fp8"
-    ]
+    assert caplog.messages == [f"weights: {found.weight_format}: dequantized while loading: cpu does not support fp8"]
     assert weights.loaded_bytes == 4 * found.shape.num_parameters()
 
 
-def test_products_of_fp8_have_their_own_scales(model: Fp8Model) -> None:
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+def test_fp8_linear_layers_have_their_own_scales(model: Fp8Model) -> None:
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     assert len(ReferenceLinear.made) == 4 * NUM_LAYERS
-    # q, k and v have one input, whose scale must hold the largest of what each was measured to need.
+    # q, k and v share one input, so its scale is the largest of their three.
     scales = {linear.input_scale for linear in ReferenceLinear.made}
     assert scales in ({None}, {0.25, 0.125})
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors, rows", "fp8, blocks", "modelopt"])
 @pytest.mark.parametrize("family", ["phi3", "helium", "glm4"])
-def test_fused_tensors_and_rows_in_another_order(name: str, family: str, tmp_path: Path) -> None:
-    """Helium's rows are put into another order, Phi-3 has fused tensors, GLM-4 both for a half of a head."""
+def test_fused_and_reordered_rows_keep_their_scales(name: str, family: str, tmp_path: Path) -> None:
+    """Helium reorders rows, Phi-3 has fused tensors, and GLM-4 has both for half of a head."""
     case = PHI3 if family == "phi3" else NATIVE[family]
     model = write_fp8(tmp_path, LAYOUTS[name], case)
     check_files(model.directory)
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     assert ReferenceLinear.made
 
 
-def test_a_product_whose_parts_cut_blocks_is_multiplied_in_16_bits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_misaligned_fp8_blocks_are_multiplied_in_16_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="worker")
     changes = {**LLAMA.changes, "num_key_value_heads": 1, "intermediate_size": 192}
     model = write_fp8(tmp_path, LAYOUTS["fp8, blocks"], Case("llama", changes))
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
-    # 64 rows of keys, so values would begin within a block; 192 of gates, so do those of up.
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
+    # 64 rows of keys put the values inside a block; 192 rows of gates put `up` inside one.
     assert len(ReferenceLinear.made) == 2 * NUM_LAYERS
     assert caplog.messages[0] == (
-        "model.layers.0.self_attn.q_proj: its weights are multiplied in 16 bits: its parts of 256, 64, 64 rows do not "
-        "begin with blocks of 128"
+        "model.layers.0.self_attn.q_proj: dequantized to 16 bits: its parts of 256, 64, 64 rows do not "
+        "start at multiples of 128"
     )
 
 
@@ -173,13 +169,13 @@ IGNORED: dict[str, tuple[str, str, list[str]]] = {
 
 
 @pytest.mark.parametrize("how", IGNORED)
-def test_some_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
-    """One of q, k and v stays, too: they are one product here, which then has 16 bits."""
+def test_ignored_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
+    """When one of q, k and v stays in 16 bits, the fused layer of all three does too."""
     name, key, ignored = IGNORED[how]
     layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, key: ignored})
     model = write_fp8(tmp_path, layout, is_fp8=lambda module: module.endswith("_proj") and not module.endswith(KEPT))
     check_files(model.directory)
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     assert len(ReferenceLinear.made) == 4 * NUM_LAYERS - 2
     spec = spec_of(model.directory)
     assert torch.equal(logits_of(Network(spec, source_of(model.directory), 64)), exact_logits(model))
@@ -194,7 +190,7 @@ def test_some_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
         ("modelopt", KVScales(0.5, 0.25)),
     ],
 )
-def test_scales_of_keys_and_values_are_the_checkpoints(layout: str, expected: KVScales, tmp_path: Path) -> None:
+def test_kv_scales_come_from_the_checkpoint(layout: str, expected: KVScales, tmp_path: Path) -> None:
     model = write_fp8(tmp_path, LAYOUTS[layout])
     network = Network(spec_of(model.directory), source_of(model.directory), 64)
     shape = kv_layout(network.spec, BLOCK_SIZE, "float8_e4m3fn")
@@ -208,20 +204,20 @@ def test_scales_of_keys_and_values_are_the_checkpoints(layout: str, expected: KV
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
-def test_a_scale_of_keys_that_is_no_factor_is_refused(value: float, tmp_path: Path) -> None:
+def test_invalid_key_scale_is_refused(value: float, tmp_path: Path) -> None:
     model = write_fp8(tmp_path, LAYOUTS["fp8, tensors, static"])
     tensors = load_file(model.directory / "model.safetensors")
     tensors["model.layers.1.self_attn.kv_scale"].fill_(value)
     save_file(tensors, model.directory / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"1\.self_attn\.kv_scale is {value}; scales of keys and values are finite"):
+    with pytest.raises(ValueError, match=rf"1\.self_attn\.kv_scale is {value}; KV scales must be finite"):
         Network(spec_of(model.directory), source_of(model.directory), 64)
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors, rows", "compressed-tensors, blocks"])
-def test_a_head_in_fp8_is_multiplied_in_16_bits(name: str, tmp_path: Path) -> None:
+def test_fp8_output_head_is_multiplied_in_16_bits(name: str, tmp_path: Path) -> None:
     layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, "ignore": []})
     model = write_fp8(tmp_path, layout, is_fp8=lambda module: module.endswith(("_proj", "lm_head")))
     check_files(model.directory)
-    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     valid = [1] if "blocks" in name else [1, 2, 4]
     assert valid_tensor_parallel_sizes(spec_of(model.directory)) == valid

@@ -1,6 +1,6 @@
-"""Checkpoints as their writers make them: compressed-tensors itself from a random model, and what transformers reads.
+"""Checkpoints written by compressed-tensors itself from a random model, and what transformers reads from them.
 
-The layouts written by hand (fp8_checkpoints.py) have the same names, shapes and types; `make dev` installs the package.
+The hand-written layouts (fp8_checkpoints.py) have the same names, shapes and types; `make dev` installs the package.
 """
 
 from pathlib import Path
@@ -35,12 +35,12 @@ OF_KV = (".k_scale", ".v_scale")
 
 
 def write_compressed(directory: Path, config: dict[str, Any], case: Case) -> Path:
-    """By the library alone: it quantises, names and stores; the scales are what it observes of weights."""
+    """Write a checkpoint by the library alone: it quantizes, names and stores; its observer sets the weight scales."""
     package = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: make dev")
     quantization = package.quantization
     model = AutoModelForCausalLM.from_pretrained(write_family(directory / "exact", case))
-    told = quantization.QuantizationConfig(**{**config, "quantization_status": "frozen"})
-    quantization.apply_quantization_config(model, told)
+    quantization_config = quantization.QuantizationConfig(**{**config, "quantization_status": "frozen"})
+    quantization.apply_quantization_config(model, quantization_config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
             _observe(quantization, module)
@@ -94,8 +94,10 @@ def greedy_of(model: Any) -> list[int]:
 
 @pytest.mark.parametrize("case", [LLAMA, PHI3], ids=lambda case: case.model_type)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of it
-def test_what_compressed_tensors_writes_is_read(name: str, case: Case, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)  # from the library
+def test_compressed_tensors_checkpoint_is_read(name: str, case: Case, tmp_path: Path) -> None:
     directory = write_compressed(tmp_path, CONFIGS[name], case)
     tensors = load_file(directory / "model.safetensors")
     by_hand = load_file(write_fp8(tmp_path / "by hand", LAYOUTS[name], case).directory / "model.safetensors")
@@ -113,12 +115,14 @@ def kinds(tensors: dict[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of it
-def test_transformers_reads_the_same_of_the_same_directory(tmp_path: Path) -> None:
-    """Its model quantises inputs, too, which a CPU does not here: its weights are put into one that does not."""
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)  # from the library
+def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
+    """The library's model also quantizes inputs, unlike a CPU here; its weights are put into one that does not."""
     directory = write_compressed(tmp_path, CONFIGS["compressed-tensors, rows"], LLAMA)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    greedy_of(theirs)  # it dequantises them in its first step
+    greedy_of(theirs)  # dequantizes the weights in its first step
     weights = {name: tensor for name, tensor in theirs.state_dict().items() if not name.endswith("_scale")}
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32)
     plain.load_state_dict(weights)

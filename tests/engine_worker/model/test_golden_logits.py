@@ -1,8 +1,8 @@
-"""What networks answered before they are changed: the logits of tiny models, written down.
+"""Recorded logits of tiny models, which changes of the networks must keep.
 
-`python -m tests.engine_worker.model.test_golden_logits` writes golden_logits.json anew. Whoever does that says in the
-commit why the numbers changed: nothing but a mended mistake is a reason. Weights are drawn by numpy's frozen generator
-from the name of each tensor, so neither torch's generator nor transformers has a part in it.
+`python -m tests.engine_worker.model.test_golden_logits` rewrites golden_logits.json. The commit that does so gives the
+reason; only a corrected error is one. numpy's frozen generator draws the weights from each tensor's name, so they do
+not depend on torch or transformers.
 """
 
 import json
@@ -20,8 +20,8 @@ from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, st
 
 GOLDEN = Path(__file__).with_name("golden_logits.json")
 NUM_PROMPT_TOKENS = 21
-# AVX2, AVX512 and AMX add in different orders: logits of +-5 differ by 1e-5 then. A factor left out differs by 1e-1,
-# and the two likeliest tokens of a row by 3e-3 at least.
+# AVX2, AVX512 and AMX sum in different orders, which changes logits of +-5 by 1e-5. A missing factor changes them by
+# 1e-1, and the two likeliest tokens of a row differ by at least 3e-3.
 TOLERANCE = 1e-3
 SHAPE = {
     "vocab_size": 256, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def answers(model_type: str) -> dict[str, list[float]]:
-    """Of a prompt and one token after it: the likeliest token of each row, its logit, and a sum over the vocabulary."""
+    """Return each row's likeliest token, its logit and a sum over the vocabulary; of a prompt and one token after."""
     found = blueprint({**SHAPE, "model_type": model_type, **CASES[model_type]}, {}, "native")
     model = found.build(NamedWeights(), 64, is_deterministic=False)
     layout = kv_layout(found.shape, BLOCK_SIZE, "float32")
@@ -68,12 +68,12 @@ def answers(model_type: str) -> dict[str, list[float]]:
     }
 
 
-def test_every_family_has_its_numbers() -> None:
+def test_every_family_has_golden_logits() -> None:
     assert set(CASES) == set(MODULES) == set(json.loads(GOLDEN.read_text()))
 
 
 @pytest.mark.parametrize("model_type", CASES)
-def test_a_network_answers_as_it_did(model_type: str) -> None:
+def test_logits_match_the_golden_values(model_type: str) -> None:
     golden = json.loads(GOLDEN.read_text())[model_type]
     found = answers(model_type)
     assert found["tokens"] == golden["tokens"]

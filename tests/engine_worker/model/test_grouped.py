@@ -1,4 +1,4 @@
-"""Weights in groups of 32 on a CPU: a GGUF file's blocks as they lie there, or 8 bits that are made while loading."""
+"""Weights in groups of 32 on a CPU: blocks of a GGUF file as stored, or int8 made while loading."""
 
 import json
 from dataclasses import replace
@@ -21,13 +21,13 @@ from engine_worker.model.checkpoint import SINGLE
 from engine_worker.model.devices import check_quantization
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
-from engine_worker.model.quantisation import dense, grouped
-from engine_worker.model.quantisation.stored_blocks import StoredBlocks
+from engine_worker.model.quantization import dense, grouped
+from engine_worker.model.quantization.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import AS_STORED, STORED_BLOCKS
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from kernels.cpu.build import NoLibrary
-from kernels.cpu.linear import linear_products
+from kernels.cpu.linear import linear_kernels
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import write_model
 from tests.engine_worker.execution.reference_inputs import reference_model_input
@@ -38,7 +38,7 @@ BLOCK_SIZE = 8
 
 def has_library() -> bool:
     try:
-        return bool(linear_products())
+        return bool(linear_kernels())
     except NoLibrary:
         return False
 
@@ -47,7 +47,7 @@ needs_library = pytest.mark.skipif(not has_library(), reason="no C++ kernels her
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_blocks_are_read_as_gguf_dequantises_them(type_: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+def test_gguf_blocks_are_dequantized_as_gguf_does(type_: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
     blocks = gguf.quantize(values, type_)
     save_file({"a": blocks}, tmp_path / STORED_BLOCKS, metadata={"a": type_.name})
@@ -57,12 +57,12 @@ def test_blocks_are_read_as_gguf_dequantises_them(type_: gguf.GGMLQuantizationTy
     assert np.array_equal(found.values().numpy(), gguf.dequantize(blocks, type_))
     assert stored.get("b", (5, 96)) is None
     for shape in ((5, 64), (5, 97), (4, 96)):
-        with pytest.raises(ValueError, match=r"a has \(5, \d+\) bytes of blocks; config.json makes it"):
+        with pytest.raises(ValueError, match=r"a has \(5, \d+\) bytes of blocks; config.json requires"):
             stored.get("a", shape)
 
 
-def stored_beside(directory: Path, types: dict[str, gguf.GGMLQuantizationType]) -> None:
-    """As a converted GGUF file: blocks, and the numbers that they stand for in model.safetensors."""
+def write_stored_blocks(directory: Path, types: dict[str, gguf.GGMLQuantizationType]) -> None:
+    """Write a converted GGUF file: its blocks, and the values that they encode in model.safetensors."""
     path = directory / SINGLE
     tensors = load_file(path)
     kept = {name: gguf.quantize(tensors[name], type_) for name, type_ in types.items()}
@@ -73,7 +73,7 @@ def stored_beside(directory: Path, types: dict[str, gguf.GGMLQuantizationType]) 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A model whose widths are multiples of 32, with blocks of all products and of the embedding, which is the head."""
+    """Write a model whose widths are multiples of 32, with blocks of all linear layers and of the tied embedding."""
     made = write_model(tmp_path, hidden_size=96, intermediate_size=64, head_dim=16, tie_word_embeddings=True)
     spec = blueprint_from_directory(made).shape
     types = {}
@@ -82,7 +82,7 @@ def directory(tmp_path: Path) -> Path:
             types[f"model.layers.{index}.self_attn.{name}_proj.weight"] = TYPES[1]
         for name in ("gate", "up", "down"):
             types[f"model.layers.{index}.mlp.{name}_proj.weight"] = TYPES[index % 2 * 2]
-    stored_beside(made, types | {"model.embed_tokens.weight": TYPES[2]})
+    write_stored_blocks(made, types | {"model.embed_tokens.weight": TYPES[2]})
     return made
 
 
@@ -98,8 +98,8 @@ def logits_of(directory: Path, quantization: str, dtype: torch.dtype = torch.flo
 
 
 @needs_library
-def test_a_model_as_stored_has_the_logits_of_its_numbers(directory: Path) -> None:
-    """Rows have 16 bits: what is lost is a thousandth of a deviation."""
+def test_model_as_stored_has_the_dequantized_logits(directory: Path) -> None:
+    """Rows have 16 bits, which costs a thousandth of the deviation."""
     exact, stored = logits_of(directory, "none"), logits_of(directory, "as-stored")
     assert stored.dtype == torch.float32
     assert float((exact - stored).std()) < 1e-3 * float(exact.std())
@@ -108,51 +108,53 @@ def test_a_model_as_stored_has_the_logits_of_its_numbers(directory: Path) -> Non
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_model_in_8_bits_has_almost_the_logits(directory: Path, dtype: torch.dtype) -> None:
-    exact, quantised = logits_of(directory, "none"), logits_of(directory, "int8", dtype)
-    # 8 bits of each weight, 1 / 254 of a group's largest, through three layers of random ones: 5 %, in bfloat16 6 %.
-    assert float((exact - quantised).std()) < 0.1 * float(exact.std())
+def test_model_in_8_bits_has_nearly_the_same_logits(directory: Path, dtype: torch.dtype) -> None:
+    exact, quantized = logits_of(directory, "none"), logits_of(directory, "int8", dtype)
+    # int8 weights have an error of 1 / 254 of a group's largest: 5 % after three random layers, 6 % in bfloat16.
+    assert float((exact - quantized).std()) < 0.1 * float(exact.std())
 
 
 @needs_library
-def test_what_is_not_stored_in_one_format_has_16_bits(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_mixed_formats_stay_in_16_bits(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="worker")
-    stored_beside(directory, {"model.layers.0.self_attn.q_proj.weight": TYPES[0]})
+    write_stored_blocks(directory, {"model.layers.0.self_attn.q_proj.weight": TYPES[0]})
     exact, stored = logits_of(directory, "none"), logits_of(directory, "as-stored")
     torch.testing.assert_close(exact, stored)
-    assert "model.embed_tokens.weight: multiplied in 16 bits: it is not stored in 4 or 8" in caplog.messages
+    assert "model.embed_tokens.weight: kept in 16 bits: not stored in 4 or 8 bits" in caplog.messages
     assert (
-        sum("its parts are not stored in one format" in message for message in caplog.messages) == 4 * 3
-    )  # products, layers
+        sum("its parts do not share one 4- or 8-bit format" in message for message in caplog.messages) == 4 * 3
+    )  # linear layers, layers
 
 
-def test_without_the_library_16_bits_are_multiplied_and_the_log_says_so(
+def test_missing_library_falls_back_to_16_bits_and_logs(
     directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none() -> dict[Any, Any]:
         raise NoLibrary("there is no C++ compiler")
 
-    monkeypatch.setattr(grouped, "linear_products", none)
+    monkeypatch.setattr(grouped, "linear_kernels", none)
     assert torch.equal(logits_of(directory, "as-stored"), logits_of(directory, "none"))
     assert set(caplog.messages) == {
-        "weights: multiplied in 16 bits by torch's operators, slower: no C++ kernels: there is no C++ compiler"
+        "weights: falling back to 16 bits and torch operators, slower: no C++ kernels: there is no C++ compiler"
     }
     assert isinstance(grouped.method(AS_STORED, "cpu"), dense.DenseMethod)
 
 
-def test_what_a_model_or_a_device_has_not_is_refused(directory: Path) -> None:
+def test_unavailable_format_is_refused(directory: Path) -> None:
     (directory / STORED_BLOCKS).unlink()
-    with pytest.raises(ValueError, match=r"as-stored: the model has no stored_blocks.safetensors.* int8 quantises"):
+    with pytest.raises(ValueError, match=r"as-stored needs stored_blocks.safetensors.* int8 quantizes"):
         blueprint_from_directory(directory, quantization="as-stored")
     for quantization in ("int8", "as-stored"):
-        with pytest.raises(ValueError, match=f"--quantization {quantization}: for a CPU; on cuda: auto, none, fp8"):
+        with pytest.raises(
+            ValueError, match=f"--quantization {quantization} needs --device cpu; on cuda use auto, none or fp8"
+        ):
             check_quantization(quantization, "cuda")
         check_quantization(quantization, "cpu")
 
 
 @needs_library
-def test_a_start_takes_the_blocks_and_computes_in_float32(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the processor multiplies: bfloat16 between products of integers would only round."""
+def test_worker_start_uses_gguf_blocks_and_float32(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Float32 is used on every processor, since bfloat16 between integer layers would only add rounding."""
     caplog.set_level("INFO", logger="worker")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
@@ -164,7 +166,8 @@ def test_a_start_takes_the_blocks_and_computes_in_float32(directory: Path, caplo
     assert (runner.quantization, runner.dtype_name) == ("as-stored", "float32")
     assert runner.kv_cache_dtype == "bfloat16" and runner.replica.kv_cache.pool.dtype == torch.bfloat16
     assert sum(message.startswith("--kv-cache-dtype auto is bfloat16") for message in caplog.messages) == 2
-    # In float32 on every machine: some would compute in bfloat16, which for so small a model is fewer bytes than these.
+    # Float32 on every machine: some would choose bfloat16, which takes fewer bytes than these blocks for so small a
+    # model.
     exactly = replace(settings, quantization="none", dtype="float32")
     exact = load_model_runner(exactly, lambda phase, progress, detail: None)
     assert (exact.quantization, exact.kv_cache_dtype) == ("none", "float32")
@@ -174,29 +177,29 @@ def test_a_start_takes_the_blocks_and_computes_in_float32(directory: Path, caplo
 @needs_library
 @pytest.mark.parametrize("quantization", ["as-stored", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_estimate_has_the_bytes_that_are_held(directory: Path, quantization: str, dtype: torch.dtype) -> None:
-    """There are several formats, a head beside its embedding, and a number of tokens that is no multiple of 16."""
+def test_estimate_matches_the_held_bytes(directory: Path, quantization: str, dtype: torch.dtype) -> None:
+    """The model has several formats, a separate head, and a token count that is not a multiple of 16."""
     blueprint = blueprint_from_directory(directory, quantization=quantization)
     source = SafetensorsWeights(directory, CPU, dtype, lambda progress, detail: None)
     blueprint.build(source, 64, False)
     assert blueprint.weights_bytes(1, dtype.itemsize) == source.loaded_bytes
 
 
-def test_an_estimate_of_a_cpu_is_of_the_blocks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*flags: str) -> str:
+def test_cpu_estimate_counts_the_gguf_blocks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def report(*flags: str) -> str:
         assert estimate_main([str(directory), "--max-model-len", "64", *flags]) == 0
         return capsys.readouterr().out
 
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    blocks, hint = "products of blocks of 4 and 8 bits", "--device cpu tells of a CPU"
-    assert blocks not in told() and told().count(hint) == 1
-    on_cpu = told("--device", "cpu")
+    blocks, hint = "linear layers in blocks of 4 and 8 bits", "Use --device cpu for a CPU"
+    assert blocks not in report() and report().count(hint) == 1
+    on_cpu = report("--device", "cpu")
     *told_lines, of_format, of_kv = on_cpu.splitlines(keepends=True)
-    assert told("--quantization", "as-stored") == "".join([*told_lines, of_kv])
-    assert " a block, in bfloat16" in on_cpu and of_kv.startswith("--kv-cache-dtype auto is bfloat16")
-    wide = told("--device", "cpu", "--kv-cache-dtype", "float32")
-    assert " a block, in float32" in wide and "--kv-cache-dtype auto" not in wide
+    assert report("--quantization", "as-stored") == "".join([*told_lines, of_kv])
+    assert " per block, in bfloat16" in on_cpu and of_kv.startswith("--kv-cache-dtype auto is bfloat16")
+    wide = report("--device", "cpu", "--kv-cache-dtype", "float32")
+    assert " per block, in float32" in wide and "--kv-cache-dtype auto" not in wide
     assert "parameters in float32, " + blocks in on_cpu and of_format.startswith("--quantization auto is as-stored")
-    in_bfloat16 = told("--device", "cpu", "--dtype", "bfloat16")
+    in_bfloat16 = report("--device", "cpu", "--dtype", "bfloat16")
     assert blocks not in in_bfloat16 and "auto is none: --dtype bfloat16 asks" in in_bfloat16

@@ -1,4 +1,4 @@
-"""A network multiplies by what its LinearMethod loaded, and by nothing else: another way of storing is one file."""
+"""A network's linear layers use only what its LinearMethod loaded, so a new weight format is one file."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from torch import Tensor
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.linear import Input, Linear, LinearSpec, Role, Scaling, Split
 from engine_worker.model.network import Network
-from engine_worker.model.quantisation import linear_method
-from engine_worker.model.quantisation.dense_cpu import CpuHead
+from engine_worker.model.quantization import linear_method
+from engine_worker.model.quantization.dense_cpu import CpuHead
 from engine_worker.model.spec import Activation
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import RandomWeights, WeightSource
@@ -26,7 +26,7 @@ BLOCK_SIZE = 8
 
 
 class Int8Linear:
-    """Rows of int8 with a scale each."""
+    """Rows of int8 with one scale each."""
 
     scaling = Scaling.NONE
 
@@ -65,26 +65,24 @@ def logits_of(model: Network) -> Tensor:
     return model.forward(reference_model_input(batch, BLOCK_SIZE), model.attach(pool))
 
 
-def test_another_way_of_storing_weights_is_a_method_alone(tmp_path: Path) -> None:
+def test_new_weight_format_needs_only_a_linear_method(tmp_path: Path) -> None:
     spec, method = spec_from_directory(write_model(tmp_path)), Int8Method()
     dense = logits_of(Network(spec, RandomWeights(CPU, torch.float32), max_len=64))
     stored = logits_of(Network(spec, RandomWeights(CPU, torch.float32), max_len=64, method=method))
     assert not torch.equal(dense, stored)
-    # 8 bits of each weight: 1 / 254 of a row's largest, about 3 deviations.
+    # int8 weights have an error of 1 / 254 of a row's largest, which is about 3 deviations.
     assert float((dense - stored).std()) < 0.05 * float(dense.std())
     assert [linear.role for linear in method.loaded] == [*Role] * spec.num_layers
-    products = sum(sum(linear.outputs) * linear.inputs for linear in method.loaded)
+    linear_elements = sum(sum(linear.outputs) * linear.inputs for linear in method.loaded)
     norms = spec.hidden_size * (2 * spec.num_layers + 1)
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
-    assert products == spec.num_parameters() - norms - embeddings
+    assert linear_elements == spec.num_parameters() - norms - embeddings
 
 
 @pytest.mark.parametrize(
     ("names", "outputs"), [(("fused",), (4, 2, 2)), (("q", "k", "v"), (4, 2, 2))], ids=["fused", "apart"]
 )
-def test_rows_and_biases_are_put_into_the_order_that_is_asked_for(
-    names: tuple[str, ...], outputs: tuple[int, ...]
-) -> None:
+def test_rows_and_biases_follow_the_requested_order(names: tuple[str, ...], outputs: tuple[int, ...]) -> None:
     order = torch.tensor([1, 0, 3, 2, 5, 4, 6, 7])
     spec: dict[str, Any] = {"role": Role.QKV, "names": names, "outputs": outputs, "inputs": 16, "bias": True}
     method = linear_method(DENSE, "cpu")
@@ -94,18 +92,18 @@ def test_rows_and_biases_are_put_into_the_order_that_is_asked_for(
     assert torch.equal(ordered(x), plain(x)[:, order])
 
 
-def test_products_that_end_a_part_are_sums_over_ranks() -> None:
+def test_row_parallel_layers_are_summed_over_ranks() -> None:
     spec: dict[str, Any] = {"names": ("a",), "outputs": (8,), "inputs": 8, "bias": False}
     splits = {role: LinearSpec(role=role, **spec).split for role in Role}
     assert [role for role, split in splits.items() if split is Split.INPUTS] == [Role.OUT, Role.DOWN]
 
 
-def test_which_kernel_serves_a_product_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The width is no other test's; on a CPU the tiles of a GPU are not known."""
+def test_kernel_of_a_linear_layer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """No other test uses this width; on a CPU the tiles of a GPU are not reported."""
     method, source = linear_method(DENSE, "cuda"), RandomWeights(CPU, torch.float32)
     caplog.set_level("INFO", logger="worker")
     for index in range(3):
         names = (f"{index}.gate", f"{index}.up")
         method.load(LinearSpec(role=Role.GATE_UP, names=names, outputs=(41, 41), inputs=43, bias=False), source)
     method.head(torch.zeros(47, 43), "head", source)
-    assert caplog.messages == ["gate_up, 82 x 43: the library's product", "head, 47 x 43: the library's product"]
+    assert caplog.messages == ["gate_up, 82 x 43: library kernel", "head, 47 x 43: library kernel"]

@@ -1,4 +1,4 @@
-"""Norms that take the sum over ranks before them: tried before they are used; the same numbers as a sum and a norm."""
+"""Norms fused with the preceding sum over ranks: used only after a self-test, with the same values as sum then norm."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.tp
 
 
 class Rows:
-    """Sums and norms at once, of four rows or fewer, by gathering; `error` is what one rank's sum is off by."""
+    """Fused sum and norm of up to four rows, by gathering; `error` is added to one rank's sum."""
 
     def __init__(self, ranks: TensorParallel, error: float = 0.0, fails: bool = False) -> None:
         self.ranks, self.error, self.fails, self.calls = ranks, error, fails, 0
@@ -33,12 +33,12 @@ class Rows:
             raise MemoryError("a compiler has none")
         return add_rms_norm_reference(summed, residual, weight, eps)
 
-    def add_rms_norm_quantised(
+    def add_rms_norm_quantized(
         self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
     ) -> tuple[Scaled, Tensor]:
         raise NotImplementedError("of GPUs")
 
-    def wait_for_ever(self) -> None:
+    def wait_forever(self) -> None:
         self.waits_for_ever = True
 
 
@@ -48,8 +48,8 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-def tried(ranks: ProcessGroup, error: float, fails: bool) -> tuple[bool, bool, bool]:
-    """Whether the trial says so, whether it is taken, and whether it waits for ever then."""
+def self_test(ranks: ProcessGroup, error: float, fails: bool) -> tuple[bool, bool, bool]:
+    """Return whether the self-test passes, whether the fused norm is used, and whether it then waits forever."""
     other = ProcessGroup(torch.device("cpu"))
     rows = Rows(ranks, *((error, fails) if ranks.rank == 1 else ()))
     return other.norm_by(rows, 96), other.peer_norm is rows, rows.waits_for_ever
@@ -60,10 +60,10 @@ def tried(ranks: ProcessGroup, error: float, fails: bool) -> tuple[bool, bool, b
     ("error", "fails", "is_taken"),
     [(0.0, False, True), (2.0**-6, False, False), (float("nan"), False, False), (0.0, True, False)],
 )
-def test_it_is_taken_where_every_rank_does_it_rightly(
+def test_fused_norm_is_used_when_all_ranks_pass_the_test(
     ranks: Ranks, size: int, error: float, fails: bool, is_taken: bool
 ) -> None:
-    assert ranks.run(size, tried, error, fails) == [(is_taken,) * 3] * size
+    assert ranks.run(size, self_test, error, fails) == [(is_taken,) * 3] * size
 
 
 def none_on_rank_1(ranks: ProcessGroup) -> tuple[bool, bool]:
@@ -71,14 +71,14 @@ def none_on_rank_1(ranks: ProcessGroup) -> tuple[bool, bool]:
     return other.norm_by(None if ranks.rank == 1 else Rows(ranks), 96), other.peer_norm is None
 
 
-def test_where_a_rank_has_none_no_rank_uses_its_own(ranks: Ranks) -> None:
+def test_fused_norm_is_off_when_one_rank_lacks_it(ranks: Ranks) -> None:
     assert ranks.run(3, none_on_rank_1) == [(False, True)] * 3
 
 
 def answers(
     ranks: ProcessGroup, config: dict[str, Any], at_once: bool, is_deterministic: bool
 ) -> tuple[list[Tensor], int]:
-    """Logits of three steps, and how many sums were normed."""
+    """Return the logits of three steps and the number of fused norms."""
     rows = Rows(ranks)
     ranks.peer_norm = rows if at_once else None
     try:
@@ -87,23 +87,21 @@ def answers(
         ranks.peer_norm = None
 
 
-# Two layers have four sums a step, of a prompt with too many rows; a look norms once more what the last layer leaves.
+# Two layers have four sums per step; the prompt has too many rows. A callback adds one norm of the last layer.
 @pytest.mark.parametrize(("model_type", "calls"), [("llama", 4 + 5), ("qwen3", 9), ("phi3", 9), ("gemma2", 0)])
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_networks_answer_as_they_do_with_sums_before_norms(
-    ranks: Ranks, model_type: str, calls: int, is_deterministic: bool
-) -> None:
+def test_fused_sum_norm_changes_no_logits(ranks: Ranks, model_type: str, calls: int, is_deterministic: bool) -> None:
     config = {**SHAPE, "model_type": model_type, "num_key_value_heads": 6, **CASES[model_type]}
     by_ranks = ranks.run(3, answers, config, False, is_deterministic)
     at_once = ranks.run(3, answers, config, True, is_deterministic)
     for (expected, none), (found, num_calls) in zip(by_ranks, at_once, strict=True):
         assert none == 0
-        # Three parts are rounded otherwise by a sum in order of 16 bits: a row would not be the same in every batch.
+        # An ordered 16-bit sum of three parts rounds differently, so a row would not be the same in every batch.
         assert num_calls == (0 if is_deterministic else calls)
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
 
 
-def test_deterministic_sums_of_two_are_normed_at_once(ranks: Ranks) -> None:
+def test_deterministic_sums_of_two_ranks_use_fused_norm(ranks: Ranks) -> None:
     config = {**SHAPE, "model_type": "llama", "num_key_value_heads": 6}
     assert [calls for _, calls in ranks.run(2, answers, config, True, True)] == [9, 9]

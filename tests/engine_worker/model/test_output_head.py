@@ -1,4 +1,4 @@
-"""The head's logits are float32 sums on every device, so that two likely tokens are not one value."""
+"""The head's logits are float32 sums on every device, so that close logits stay distinct."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.model.quantisation.dense_cpu import CpuHead
+from engine_worker.model.quantization.dense_cpu import CpuHead
 
 ROOT = Path(__file__).parents[3]
-TWO_BFLOAT16_ROUNDINGS = 2.0**-16  # the product is split into two of 8 bits; float32 sums of 512 terms are closer
+TWO_BFLOAT16_ROUNDINGS = 2.0**-16  # inputs are split into two parts of 8 bits; float32 sums of 512 terms are more exact
 
 
-def product(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, CpuHead, torch.Tensor]:
-    """x, a head of 1,000 tokens, and the exact product."""
+def exact_logits(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, CpuHead, torch.Tensor]:
+    """Return x, a head of 1,000 tokens, and the exact logits."""
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, 512, generator=generator).to(dtype)
     weight = torch.randn(1000, 512, generator=generator).to(dtype)
@@ -25,16 +25,16 @@ def product(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, CpuHead, t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 64])
-def test_logits_are_float32_sums(dtype: torch.dtype, num_rows: int) -> None:
-    x, head, exact = product(dtype, num_rows)
+def test_logits_are_summed_in_float32(dtype: torch.dtype, num_rows: int) -> None:
+    x, head, exact = exact_logits(dtype, num_rows)
     logits = head(x)
     assert logits.dtype == torch.float32 and logits.shape == exact.shape
     scale = exact.abs().max() if num_rows else 1.0
     torch.testing.assert_close(logits.double(), exact, rtol=TWO_BFLOAT16_ROUNDINGS, atol=float(1e-6 * scale))
 
 
-def test_tokens_that_are_one_value_in_bfloat16_are_two() -> None:
-    """25.360 and 25.262 both round to 25.375 and 25.25, which are neighbours; closer ones are equal."""
+def test_logits_equal_in_bfloat16_are_distinguished() -> None:
+    """25.360 and 25.262 round to 25.375 and 25.25, which are adjacent bfloat16 values; closer logits are equal."""
     weight = torch.zeros(3, 512, dtype=torch.bfloat16)
     weight[0, :2] = torch.tensor([25.25, 0.03])
     weight[1, :2] = torch.tensor([25.25, 0.05])
@@ -52,10 +52,10 @@ NO_AMX = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this
     ("isa", "dtypes"),
     [("DEFAULT", ["float32", "bfloat16"]), pytest.param("AVX512_CORE_BF16", ["bfloat16"], marks=NO_AMX)],
 )
-def test_the_question_of_the_readme_has_its_answer(demo_model_dir: Path, isa: str, dtypes: list[str]) -> None:
-    """With bfloat16 logits "The" and "L" were equal as its first token, and a CPU with AMX chose the second.
+def test_readme_question_has_its_answer(demo_model_dir: Path, isa: str, dtypes: list[str]) -> None:
+    """With bfloat16 logits "The" and "L" tied as the first token, and a CPU with AMX chose the second.
 
-    ONEDNN_MAX_CPU_ISA has a CPU with AMX do without.
+    ONEDNN_MAX_CPU_ISA disables AMX.
     """
     command = [sys.executable, "-m", "tests.engine_worker.execution.readme_question", str(demo_model_dir), *dtypes]
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa}

@@ -1,4 +1,4 @@
-"""Which part of every tensor a rank has, and which numbers of ranks a model can be shared by."""
+"""The part of every tensor that a rank has, and the valid tensor parallel sizes of a model."""
 
 import math
 from collections import Counter
@@ -34,15 +34,17 @@ def spec_of(model_type: str = "llama", **changes: Any) -> ModelSpec:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "intermediate", "valid"),
     [
-        (9, 3, 1536, [1, 3]),  # SmolLM2 135M; 1,536 does not divide by 9
+        (9, 3, 1536, [1, 3]),  # SmolLM2 135M; 9 does not divide 1,536
         (32, 8, 14336, [1, 2, 4, 8, 16, 32]),
         (14, 2, 4864, [1, 2]),  # Qwen2.5 0.5B
-        (12, 2, 96, [1, 2, 4, 6, 12]),  # three have two heads of keys and values no equal share of
+        (12, 2, 96, [1, 2, 4, 6, 12]),  # three ranks cannot share two KV heads equally
         (7, 1, 70, [1, 7]),
         (6, 6, 97, [1]),
     ],
 )
-def test_sizes_divide_heads_and_width(heads: int, kv_heads: int, intermediate: int, valid: list[int]) -> None:
+def test_tensor_parallel_sizes_divide_heads_and_width(
+    heads: int, kv_heads: int, intermediate: int, valid: list[int]
+) -> None:
     spec = spec_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=intermediate)
     assert valid_tensor_parallel_sizes(spec) == valid
 
@@ -51,14 +53,14 @@ def test_sizes_divide_heads_and_width(heads: int, kv_heads: int, intermediate: i
     ("model_type", "heads", "kv_heads", "head_dim", "intermediate", "valid"),
     [
         ("llama", 32, 8, 128, 12288, [1, 2, 4, 8, 16, 32]),
-        ("llama", 32, 8, 128, 9728, [1, 2, 4]),  # 76 blocks: a half of one begins the sixth rank of eight
-        ("llama", 8, 8, 64, 1024, [1, 2, 4]),  # eight ranks have a head of 64 each
+        ("llama", 32, 8, 128, 9728, [1, 2, 4]),  # 76 blocks: the sixth rank of eight would start inside a block
+        ("llama", 8, 8, 64, 1024, [1, 2, 4]),  # eight ranks have one head of 64 each
         ("llama", 4, 4, 64, 320, [1]),
         ("phi3", 4, 4, 64, 512, [1, 2]),
-        ("phi3", 12, 6, 64, 768, [1, 3]),  # of two ranks, each has three heads of keys: 192 rows before those of values
+        ("phi3", 12, 6, 64, 768, [1, 3]),  # two ranks have three KV heads each: 192 rows of keys before the values
     ],
 )
-def test_sizes_keep_blocks_of_fp8(
+def test_tensor_parallel_sizes_keep_fp8_blocks(
     model_type: str, heads: int, kv_heads: int, head_dim: int, intermediate: int, valid: list[int]
 ) -> None:
     spec = spec_of(
@@ -71,42 +73,42 @@ def test_sizes_keep_blocks_of_fp8(
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     )
     assert valid_tensor_parallel_sizes(spec) == valid
-    with pytest.raises(ValueError, match="blocks of 128 with a scale each: --tensor-parallel-size may be"):
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size may be .* scales per block of 128"):
         check_tensor_parallel_size(spec, 64)
 
 
 @pytest.mark.parametrize("size", [-1, 0, 2, 9, 1000])
-def test_another_size_is_refused_with_those_there_are(size: int) -> None:
+def test_invalid_tensor_parallel_size_is_refused(size: int) -> None:
     spec = spec_of(num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
     with pytest.raises(ValueError) as refused:
         check_tensor_parallel_size(spec, size)
     facts = "9 heads, 3 kv heads, 1536 intermediate"
-    assert str(refused.value) == f"{facts}: --tensor-parallel-size may be 1 or 3, not {size}"
+    assert str(refused.value) == f"--tensor-parallel-size may be 1 or 3, not {size}: the model has {facts}"
 
 
-def test_it_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_invalid_size_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
     check_files(directory, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="may be 1, 2 or 6, not 5"):
         check_files(directory, tensor_parallel_size=5)
-    with pytest.raises(ValueError, match="--tensor-parallel-size may be 1, not 2: what the layers of transformers"):
+    with pytest.raises(ValueError, match="--tensor-parallel-size must be 1, not 2: only natively implemented"):
         check_files(directory, "transformers", tensor_parallel_size=2)
 
 
-def test_one_rank_has_the_model_as_it_is() -> None:
+def test_single_rank_has_the_whole_model() -> None:
     spec = spec_of()
     assert sharded(spec, 0, 1) is spec
     assert tensor_parts(spec, 0, 1) == {}
 
 
-# Biases wherever a family has some.
+# Biases wherever the family supports them.
 CHANGES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "use_bias": True}
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 12])
 @pytest.mark.parametrize("model_type", sorted(MODULES))
-def test_ranks_together_have_every_element_once(model_type: str, size: int) -> None:
-    """But norms and the embedding, which all have, and keys and values, of which there may be fewer heads than ranks"""
+def test_shards_hold_every_element_once(model_type: str, size: int) -> None:
+    """Except norms and the embedding, which all ranks have, and KV heads when there are fewer than ranks."""
     spec = spec_of(model_type, **CHANGES)
     by_rank = [tensor_parts(spec, rank, size) for rank in range(size)]
     for name, shape in checkpoint_tensors(spec).items():
@@ -127,8 +129,8 @@ def test_ranks_together_have_every_element_once(model_type: str, size: int) -> N
 
 @pytest.mark.parametrize("size", [2, 3, 12])
 @pytest.mark.parametrize("model_type", sorted(MODULES))
-def test_a_rank_counts_what_it_has(model_type: str, size: int) -> None:
-    """The parameters of a rank's spec are the elements of its parts, but for biases that rank 0 alone has."""
+def test_rank_counts_its_own_parameters(model_type: str, size: int) -> None:
+    """The parameter count of a rank's spec equals the elements of its parts, except biases that only rank 0 has."""
     spec = spec_of(model_type, **CHANGES)
     parts = tensor_parts(spec, 0, size)
     shapes = checkpoint_tensors(spec)
@@ -136,13 +138,13 @@ def test_a_rank_counts_what_it_has(model_type: str, size: int) -> None:
     assert sharded(spec, 0, size).num_parameters() == elements
 
 
-def test_blocks_of_a_rank_hold_its_heads() -> None:
+def test_kv_blocks_of_a_rank_hold_its_heads() -> None:
     spec = spec_of(num_key_value_heads=2)
     sizes = {size: kv_layout(sharded(spec, 0, size), 16, "float32").block_bytes for size in (1, 2, 4)}
     assert sizes[1] == 2 * sizes[2] == 2 * sizes[4]
 
 
-def test_queries_are_where_their_keys_are() -> None:
+def test_query_heads_are_on_the_rank_of_their_keys() -> None:
     spec = spec_of(num_key_value_heads=2)
     prefix = "model.layers.0.self_attn."
     parts = [tensor_parts(spec, rank, 4) for rank in range(4)]
@@ -155,7 +157,7 @@ def test_queries_are_where_their_keys_are() -> None:
     assert [part[f"{prefix}k_proj.weight"].ranges for part in parts] == [((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),)]
 
 
-def test_fused_tensors_are_cut_part_by_part() -> None:
+def test_fused_tensors_are_sharded_part_by_part() -> None:
     spec = spec_of("phi3", num_key_value_heads=2)
     parts = tensor_parts(spec, 1, 2)
     assert parts["model.layers.0.self_attn.qkv_proj.weight"] == Part(0, ((48, 96), (104, 112), (120, 128)))
@@ -164,7 +166,7 @@ def test_fused_tensors_are_cut_part_by_part() -> None:
 
 @pytest.mark.parametrize("vocab_size", [5, 64, 1000, 49_152, 128_256, 151_936])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_head_is_shared_by_tokens(vocab_size: int, size: int) -> None:
+def test_output_head_is_sharded_by_tokens(vocab_size: int, size: int) -> None:
     rows = [
         sharded(spec_of(vocab_size=vocab_size, num_attention_heads=24, num_key_value_heads=24), rank, size).head_rows
         for rank in range(size)

@@ -1,4 +1,4 @@
-"""Networks shared by several processes answer as one does: every family, at sizes that divide heads in every way."""
+"""Networks sharded over processes match one process: every family, at sizes that divide heads in every way."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -59,7 +59,7 @@ PROMPT = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(21)]
 
 
 def three_steps(ranks: TensorParallel, config: dict[str, Any], is_deterministic: bool = False) -> list[Tensor]:
-    """Logits of a prompt, of one token after it, of two more, and of rows that are asked for on the way."""
+    """Return the logits of a prompt, of one token after it, of two more, and of rows requested inside the step."""
     model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
     device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
@@ -82,30 +82,30 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-def test_every_family_is_tried() -> None:
+def test_every_family_has_a_case() -> None:
     assert set(CASES) == set(MODULES)
 
 
-# Six heads of keys and values are two or three a rank; two are one that two ranks have.
+# Six KV heads are two or three per rank; two KV heads are one per pair of ranks.
 @pytest.mark.parametrize(("size", "num_kv_heads"), [(2, 6), (3, 6), (4, 2)])
 @pytest.mark.parametrize("model_type", CASES)
-def test_ranks_answer_as_one_does(ranks: Ranks, model_type: str, size: int, num_kv_heads: int) -> None:
+def test_tensor_parallel_matches_one_rank(ranks: Ranks, model_type: str, size: int, num_kv_heads: int) -> None:
     config = {**SHAPE, "model_type": model_type, "num_key_value_heads": num_kv_heads, **CASES[model_type]}
     expected = logits(SINGLE, config)
     found = ranks.run(size, logits, config)[0]
-    # Partial sums are added in another order: 4e-6 of the logits' deviation (1.4; 2.9 of scaled ones) at most.
+    # Partial sums in another order: at most 4e-6 of the logits' deviation (1.4; 2.9 of scaled ones).
     assert (found - expected).abs().max() <= 1e-5 * expected.std()
 
 
 class Rank(SingleRank):
-    """One of several ranks, of whom the others are not there."""
+    """One of several ranks, without the others."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 @pytest.mark.parametrize("model_type", CASES)
-def test_a_rank_loads_what_its_shape_says(model_type: str) -> None:
+def test_rank_loads_tensors_of_its_shape(model_type: str) -> None:
     config = {**SHAPE, "model_type": model_type, **CASES[model_type]}
     found = blueprint(config, {}, "native")
     weights = NamedWeights()
@@ -122,8 +122,8 @@ def keys_and_values(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_hidden_states_have_the_same_bits_on_every_rank(ranks: Ranks, size: int) -> None:
-    """Seen by keys and values of which there is one head, so that all ranks compute and store it."""
+def test_hidden_states_are_identical_on_every_rank(ranks: Ranks, size: int) -> None:
+    """Observed by the keys and values of one KV head, which all ranks compute and store."""
     config = {**SHAPE, "model_type": "llama", "num_key_value_heads": 1}
     first, *others = ranks.run(size, keys_and_values, config)
     assert first.count_nonzero() and all(torch.equal(pool, first) for pool in others)
@@ -132,7 +132,7 @@ def test_hidden_states_have_the_same_bits_on_every_rank(ranks: Ranks, size: int)
 def read_and_greedy(
     ranks: TensorParallel, directory: Path, prompts: list[list[int]], num_tokens: int
 ) -> tuple[int, list[list[int]]]:
-    """The bytes that a rank reads of a checkpoint, and the greedy tokens after each prompt; rank 0 tells the others."""
+    """Return the bytes that a rank reads of a checkpoint, and the greedy tokens after each prompt, sent by rank 0."""
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     found = blueprint_from_directory(directory)
     model = found.build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
@@ -151,8 +151,8 @@ def read_and_greedy(
 
 
 @pytest.mark.timeout(600)
-def test_three_ranks_of_the_demo_model_say_what_one_says(ranks: Ranks, demo_model_dir: Path) -> None:
-    """Nine heads divide by three. The checkpoint is read once, but for what all ranks have: the embedding and norms."""
+def test_three_ranks_of_the_demo_model_match_one(ranks: Ranks, demo_model_dir: Path) -> None:
+    """Nine heads divide by three. The checkpoint is read once, except the embedding and norms, which all ranks have."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
     expected_bytes, expected = read_and_greedy(SINGLE, demo_model_dir, prompts, 8)
@@ -183,12 +183,12 @@ def fp8_logits(ranks: TensorParallel, directory: Path) -> Tensor:
 
 @pytest.mark.parametrize("family", FP8_CASES)
 @pytest.mark.parametrize("name", ["compressed-tensors, rows", "fp8, blocks", "fp8, tensors, static"])
-def test_ranks_share_weights_of_fp8_with_their_scales(ranks: Ranks, name: str, family: str, tmp_path: Path) -> None:
+def test_ranks_shard_fp8_weights_with_their_scales(ranks: Ranks, name: str, family: str, tmp_path: Path) -> None:
     model = write_fp8(tmp_path, LAYOUTS[name], FP8_CASES[family])
     expected = fp8_logits(SINGLE, model.exact)
     assert torch.equal(fp8_logits(SINGLE, model.directory), expected)
     found = ranks.run(2, fp8_logits, model.directory)[0]
-    # Partial sums are added in another order, over five times as many elements as above: 1.1e-5 at most.
+    # Partial sums in another order, over five times as many elements as above: at most 1.1e-5.
     assert (found - expected).abs().max() <= 3e-5 * expected.std()
 
 
@@ -210,14 +210,14 @@ def operations(ranks: TensorParallel, shards: list[Tensor], vocab_size: int) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_ranks_ask_of_each_other(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
+def test_collectives_return_the_expected_values(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
     shards = [torch.randn(64, 24, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(size)]
     vocab_size = 24 * size - 5
     by_rank = ranks.run(size, operations, shards, vocab_size)
     in_order = reduce(torch.add, shards)
     for rank, found in enumerate(by_rank):
         assert torch.equal(found["sum"], by_rank[0]["sum"])
-        # Each addition rounds once, at values under 8.
+        # Each addition rounds once, at values below 8.
         torch.testing.assert_close(found["sum"], in_order, rtol=0, atol=(size - 1) * 8 * torch.finfo(dtype).eps)
         assert torch.equal(found["sum in order"], in_order)
         assert torch.equal(found["a row in order"], in_order[5:6])
@@ -241,7 +241,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model_type", CASES)
-def test_one_rank_launches_what_a_network_of_its_own_does(model_type: str) -> None:
+def test_single_rank_launches_no_extra_kernels(model_type: str) -> None:
     found = blueprint({**SHAPE, "model_type": model_type, **CASES[model_type]}, {}, "native")
     by_network = []
     assert isinstance(found.shape, ModelSpec)
@@ -254,7 +254,7 @@ def test_one_rank_launches_what_a_network_of_its_own_does(model_type: str) -> No
     assert by_network[0] == by_network[1]
 
 
-def test_one_rank_asks_nobody() -> None:
+def test_single_rank_uses_no_collectives() -> None:
     shards = [torch.randn(8, 24)]
     found = operations(SINGLE, shards, 24)
     assert found.pop("smallest") == 10
@@ -262,7 +262,7 @@ def test_one_rank_asks_nobody() -> None:
 
 
 class Peers:
-    """Sums by gathering, for tensors of 256 elements or fewer; `error` is what it is off by on one rank."""
+    """Sums by gathering, for tensors of up to 256 elements; `error` is added on one rank."""
 
     name = "gathering"
 
@@ -278,18 +278,18 @@ class Peers:
 
 
 def sums_by_peers(ranks: ProcessGroup, error: float) -> tuple[bool, int, Tensor, str]:
-    """Whether they are taken, how many of two sums of a step then go there, one of these, and the path's name."""
+    """Return whether peer sums are used, how many of two sums per step use them, one such sum, and the path's name."""
     other = ProcessGroup(torch.device("cpu"))
     peers = Peers(ranks, error if ranks.rank == 1 else 0.0)
     is_taken = other.reduce_by(peers)
-    tried = peers.calls
+    calls_before = peers.calls
     found = other.all_reduce(torch.full((4, 24), 1.0 + ranks.rank, dtype=torch.bfloat16))
     other.all_reduce(torch.ones(8, 96, dtype=torch.bfloat16))
-    return is_taken, peers.calls - tried, found, other.all_reduce_path
+    return is_taken, peers.calls - calls_before, found, other.all_reduce_path
 
 
 @pytest.mark.parametrize(("error", "is_taken"), [(0.0, True), (2.0**-9, False), (4.0, False), (float("nan"), False)])
-def test_peers_sum_where_they_do_so_rightly_on_every_rank(ranks: Ranks, error: float, is_taken: bool) -> None:
+def test_peer_sums_are_used_when_all_ranks_pass_the_test(ranks: Ranks, error: float, is_taken: bool) -> None:
     for taken, calls, found, path in ranks.run(4, sums_by_peers, error):
         assert (taken, calls) == (is_taken, int(is_taken))
         assert path == ("gathering" if is_taken else "gloo")

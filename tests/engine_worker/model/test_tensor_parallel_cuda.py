@@ -1,4 +1,4 @@
-"""Two GPUs share a network over NCCL: kernel by kernel and as a CUDA graph, with the same bits on both."""
+"""Two GPUs share a network over NCCL, with and without a CUDA graph, with the same bits on both."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -16,7 +16,7 @@ from engine_worker.model.peer_norm import SharedRows, peer_norm
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import ProcessGroup, TensorParallel
 from engine_worker.model.weights import RandomWeights
-from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized
 from tests.engine_worker.model.named_weights import step
 from tests.engine_worker.model.ranks import Ranks
 
@@ -27,14 +27,14 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices here"),
 ]
 
-MOST_ELEMENTS = 2**20  # of a pair's sum: 2 MiB
-# One head of keys and values: both ranks have it, so their pools are equal if their hidden states are.
+MAX_ELEMENTS = 2**20  # of a two-rank sum: 2 MiB
+# One KV head, which both ranks have, so their pools are equal if their hidden states are.
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 4000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256,
 }  # fmt: skip
 PROMPT = list(range(3, 24))
-# Of logits whose deviation is 1: rounding to bfloat16 in four layers; products of float32 are exact to 1e-5.
+# For logits of deviation 1: bfloat16 rounding in four layers; float32 linear layers are exact to 1e-5.
 TOLERANCES = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 
 
@@ -47,9 +47,9 @@ def ranks() -> Iterator[Ranks]:
 def answers(
     ranks: TensorParallel, dtype: torch.dtype, num_replays: int, is_deterministic: bool, by_peers: bool
 ) -> dict[str, Any]:
-    """The logits of a decoding step, kernel by kernel and after replays of its graph; the pool; seconds a replay.
+    """Return the logits of a decode step without and after replays of its graph, the pool, and seconds per replay.
 
-    `by_peers`: sums go through each other's memory, those of bfloat16 with the norms behind them.
+    With `by_peers`, sums use each other's memory, and bfloat16 sums are fused with the following norms.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     if by_peers:
@@ -79,7 +79,7 @@ def answers(
 
 
 def captured(run: Any) -> torch.cuda.CUDAGraph:
-    """As StepGraphs captures it."""
+    """Capture `run` as StepGraphs does."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -98,7 +98,7 @@ def on(device: torch.device, model_input: ModelInput) -> ModelInput:
 @pytest.mark.parametrize("by_peers", [False, True], ids=["nccl", "peers"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_two_gpus_answer_as_one_does(ranks: Ranks, dtype: torch.dtype, is_deterministic: bool, by_peers: bool) -> None:
+def test_two_gpus_match_one(ranks: Ranks, dtype: torch.dtype, is_deterministic: bool, by_peers: bool) -> None:
     (alone,) = ranks.run(1, answers, dtype, 100, is_deterministic, False)
     first, second = ranks.run(2, answers, dtype, 10_000, is_deterministic, by_peers)
     assert torch.equal(first["graph"], first["eager"])
@@ -111,10 +111,10 @@ def test_two_gpus_answer_as_one_does(ranks: Ranks, dtype: torch.dtype, is_determ
 
 
 def sums(ranks: ProcessGroup) -> list[bool]:
-    """Whether sums of a pair have the bits of NCCL's: of sizes up to the largest, again and again, and in graphs."""
+    """Return whether sums of two ranks have NCCL's bits: all sizes up to the largest, repeatedly, and in graphs."""
     device = torch.device("cuda", torch.cuda.current_device())
     pair, same = PairedMemory(device), []
-    for num_elements in (1, 8, 2047, 2048, 2049, 4096, 100_000, MOST_ELEMENTS):
+    for num_elements in (1, 8, 2047, 2048, 2049, 4096, 100_000, MAX_ELEMENTS):
         generator = torch.Generator(device).manual_seed(ranks.rank + num_elements)
         tensor = torch.randn(num_elements, dtype=torch.bfloat16, device=device, generator=generator)
         expected = tensor.clone()
@@ -122,24 +122,24 @@ def sums(ranks: ProcessGroup) -> list[bool]:
         same.append(torch.equal(pair.all_reduce(tensor.clone()), expected))
         repeated = tensor.clone()
         graph = captured(lambda value=repeated: pair.all_reduce(value))
-        for _ in range(5):  # the two slots of a buffer take turns
+        for _ in range(5):  # uses both buffer slots in turn
             repeated.copy_(tensor)
             graph.replay()
             same.append(torch.equal(repeated, expected))
-    assert not pair.serves(torch.empty(MOST_ELEMENTS + 1, dtype=torch.bfloat16, device=device))
+    assert not pair.serves(torch.empty(MAX_ELEMENTS + 1, dtype=torch.bfloat16, device=device))
     assert not pair.serves(torch.empty(8, dtype=torch.float32, device=device))
     return same
 
 
-def test_sums_of_a_pair_have_the_bits_of_nccl(ranks: Ranks) -> None:
+def test_sums_of_two_ranks_have_the_bits_of_nccl(ranks: Ranks) -> None:
     assert all(all(same) for same in ranks.run(2, sums))
 
 
 def norms_of_sums(ranks: ProcessGroup, hidden: int, num_rows: int) -> list[bool]:
-    """Whether what is summed and normed at once has the bits of NCCL's sum and the norm behind it; and in graphs."""
+    """Return whether fused sums and norms have the bits of NCCL's sum and the following norm, also in graphs."""
     device = torch.device("cuda", torch.cuda.current_device())
     rows = SharedRows(device)
-    rows.wait_for_ever()
+    rows.wait_forever()
     generator = torch.Generator(device).manual_seed(ranks.rank + num_rows)
     part = torch.randn(num_rows, hidden, dtype=torch.bfloat16, device=device, generator=generator)
     residual = torch.linspace(-2, 2, num_rows * hidden, device=device).to(torch.bfloat16).view(num_rows, hidden)
@@ -156,20 +156,20 @@ def norms_of_sums(ranks: ProcessGroup, hidden: int, num_rows: int) -> list[bool]
         same.append(is_same(rows.add_rms_norm(part, residual, weight, 1e-5)))
     found: list[tuple[Tensor, Tensor]] = []
     graph = captured(lambda: found.extend(rows.add_rms_norm(part, residual, weight, 1e-5) for _ in range(3)))
-    for _ in range(50):  # 3 launches each: the two slots take turns
+    for _ in range(50):  # 3 launches each use both slots in turn
         graph.replay()
     same += [is_same(each) for each in found]
     for is_grouped in (False, True):
-        wanted, _ = add_rms_norm_quantised(summed, residual, weight, 1e-5, is_grouped)
-        quantised, added = rows.add_rms_norm_quantised(part, residual, weight, 1e-5, is_grouped)
-        same.append(torch.equal(quantised.values.view(torch.uint8), wanted.values.view(torch.uint8)))
-        same.append(torch.equal(quantised.scales, wanted.scales) and torch.equal(added, expected[1]))
+        wanted, _ = add_rms_norm_quantized(summed, residual, weight, 1e-5, is_grouped)
+        quantized, added = rows.add_rms_norm_quantized(part, residual, weight, 1e-5, is_grouped)
+        same.append(torch.equal(quantized.values.view(torch.uint8), wanted.values.view(torch.uint8)))
+        same.append(torch.equal(quantized.scales, wanted.scales) and torch.equal(added, expected[1]))
     assert not rows.serves(torch.empty(257, hidden, dtype=torch.bfloat16, device=device))
     assert not rows.serves(part.float())
     return same
 
 
 @pytest.mark.parametrize(("hidden", "num_rows"), [(4096, 1), (4096, 256), (8192, 7), (8192, 256), (1024, 33)])
-def test_norms_of_sums_have_the_bits_of_a_sum_and_a_norm(ranks: Ranks, hidden: int, num_rows: int) -> None:
+def test_fused_sum_norm_has_the_bits_of_sum_then_norm(ranks: Ranks, hidden: int, num_rows: int) -> None:
     for same in ranks.run(2, norms_of_sums, hidden, num_rows):
         assert all(same), same

@@ -1,7 +1,7 @@
-"""Decoders without a file of their own here: run by transformers, with this engine's attention, KV and weights.
+"""Decoders without a native implementation run by transformers, with this engine's attention, KV and weights.
 
-As of the families that have one, greedy tokens in float32 are those of transformers by itself: in one batch, in chunks,
-preempted by swap and by recompute, forked, with prefix hits. What attention here cannot do is refused by name.
+Greedy float32 tokens match transformers itself: in one batch, in chunks, preempted by swap and by recompute, forked,
+with prefix hits. Unsupported attention is refused by name.
 """
 
 import json
@@ -35,12 +35,12 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return write_family(tmp_path_factory.mktemp("model"), THROUGH_TRANSFORMERS[request.param])
 
 
-def test_greedy_tokens_are_those_of_transformers_whatever_the_schedule(model_dir: Path) -> None:
+def test_greedy_tokens_match_transformers_in_any_schedule(model_dir: Path) -> None:
     assert blueprint_from_directory(model_dir).implementation == "transformers"
     check_schedules(model_dir)
 
 
-def test_a_family_runs_the_same_either_way(tmp_path: Path) -> None:
+def test_native_and_transformers_backends_agree(tmp_path: Path) -> None:
     directory = write_family(tmp_path, Case("llama", {"attention_bias": True}))
     assert blueprint_from_directory(directory).implementation == "native"
     assert check_schedules(directory, "native") == check_schedules(directory, "transformers")
@@ -55,9 +55,7 @@ def test_a_family_runs_the_same_either_way(tmp_path: Path) -> None:
     ("model_type", "changes", "named"),
     REFUSED,
 )
-def test_what_attention_here_cannot_do_is_refused_before_weights(
-    model_type: str, changes: dict[str, Any], named: str
-) -> None:
+def test_unsupported_attention_is_refused_before_loading(model_type: str, changes: dict[str, Any], named: str) -> None:
     config = {**TINY, "head_dim": None, "pad_token_id": 0, "model_type": model_type, **changes}
     with pytest.raises(ModelNotServed) as refusal:
         blueprint({key: value for key, value in config.items() if value is not None or key in changes}, {})
@@ -71,7 +69,7 @@ def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """The same model with other tensors."""
+    """Write the same model with changed tensors."""
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, target / "model.safetensors")
@@ -83,23 +81,23 @@ def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], ob
     ("change", "words"),
     [
         (lambda tensors: tensors.pop("transformer.h.1.ln_2.bias"), "have no transformer.h.1.ln_2.bias"),
-        (lambda tensors: tensors.update({"adapter.weight": torch.zeros(2)}), "no place for: adapter.weight"),
+        (lambda tensors: tensors.update({"adapter.weight": torch.zeros(2)}), "does not use: adapter.weight"),
         (
             lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(2048, 97)}),
-            r"transformer.wpe.weight has shape \(2048, 97\); config.json makes it \(2048, 96\)",
+            r"transformer.wpe.weight has shape \(2048, 97\); config.json requires \(2048, 96\)",
         ),
     ],
     ids=["missing", "left over", "another shape"],
 )
-def test_a_tensor_that_does_not_fit_is_refused_by_name(
+def test_misshapen_tensor_is_refused_by_name(
     gpt2_dir: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         make_runner(changed(gpt2_dir, tmp_path, change), num_blocks=4)
 
 
-def test_a_checkpoint_of_a_bare_decoder_is_the_same_model(gpt2_dir: Path, tmp_path: Path) -> None:
-    """As GPT-2 itself was published: without the decoder's name, with masks that are computed today."""
+def test_bare_decoder_checkpoint_is_the_same_model(gpt2_dir: Path, tmp_path: Path) -> None:
+    """GPT-2 was published so: without the decoder's prefix, and with stored masks that are computed today."""
 
     def strip(tensors: dict[str, Tensor]) -> None:
         for name in list(tensors):
@@ -115,8 +113,8 @@ def test_a_checkpoint_of_a_bare_decoder_is_the_same_model(gpt2_dir: Path, tmp_pa
     assert tokens[0] == tokens[1]
 
 
-def test_scores_of_a_prompt_are_those_of_transformers(tmp_path: Path) -> None:
-    """The head scales its logits, whichever rows it is asked for."""
+def test_prompt_logprobs_match_transformers(tmp_path: Path) -> None:
+    """The head scales its logits, whichever rows are requested."""
     directory = write_family(tmp_path, THROUGH_TRANSFORMERS["cohere, scaled logits"])
     prompt = [5, 900, 31, 7, 7, 450, 3]
     engine = make_engine(make_runner(directory, num_blocks=8, num_threads=1), max_num_seqs=1, max_num_batched_tokens=4)
@@ -132,27 +130,27 @@ def test_scores_of_a_prompt_are_those_of_transformers(tmp_path: Path) -> None:
         ]
     expected = Reference(directory).logits(prompt, len(prompt)).log_softmax(-1)
     wanted = [float(expected[row, token]) for row, token in enumerate(prompt[1:])]
-    assert found == pytest.approx(wanted, abs=1e-4)  # float32 sums in two orders
+    assert found == pytest.approx(wanted, abs=1e-4)  # two float32 summation orders
 
 
-def test_a_models_own_code_is_never_run(gpt2_dir: Path, tmp_path: Path) -> None:
+def test_remote_code_is_never_run(gpt2_dir: Path, tmp_path: Path) -> None:
     config = json.loads((gpt2_dir / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ModelNotServed, match="code that comes with a model is never run"):
+    with pytest.raises(ModelNotServed, match="code that comes with a model never runs"):
         blueprint_from_directory(tmp_path)
 
 
-def test_without_the_package_the_sentence_names_it(gpt2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_package_is_named(gpt2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = util.find_spec
     monkeypatch.setattr(library, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
     with pytest.raises(ModelNotServed, match=r"model_type 'gpt2' has no .*pip install 'pagestream\[transformers\]'"):
         blueprint_from_directory(gpt2_dir)
 
 
-def test_another_package_called_kernels_is_refused(gpt2_dir: Path, tmp_path: Path) -> None:
-    """transformers would import from it what ours has not."""
+def test_foreign_kernels_package_is_refused(gpt2_dir: Path, tmp_path: Path) -> None:
+    """The library would import names from it that our `kernels` does not have."""
     assert not is_kernels_available(), "transformers takes our package for the other one: see ADR 0008"
     info = tmp_path / "kernels-0.18.2.dist-info"
     info.mkdir()
@@ -160,28 +158,28 @@ def test_another_package_called_kernels_is_refused(gpt2_dir: Path, tmp_path: Pat
     sys.path.insert(0, str(tmp_path))
     try:
         assert metadata.version("kernels") == "0.18.2"
-        with pytest.raises(ModelNotServed, match=r"the package kernels 0\.18\.2 is installed beside pagestream"):
+        with pytest.raises(ModelNotServed, match=r"the package kernels 0\.18\.2 conflicts with pagestream"):
             blueprint_from_directory(gpt2_dir)
     finally:
         sys.path.remove(str(tmp_path))
 
 
-def test_what_cannot_be_kept_is_refused(gpt2_dir: Path) -> None:
-    with pytest.raises(ValueError, match="--deterministic: the operators of transformers are not known"):
+def test_deterministic_option_is_refused(gpt2_dir: Path) -> None:
+    with pytest.raises(ValueError, match="--deterministic: transformers' operators may give other bits"):
         load_model_runner(ExecutionSettings(model=gpt2_dir, deterministic=True), lambda phase, progress, detail: None)
 
 
-def test_a_native_model_does_not_wait_for_transformers(tmp_path: Path) -> None:
+def test_native_model_does_not_import_transformers(tmp_path: Path) -> None:
     directory = write_family(tmp_path, Case("llama"))
     code = """
 import sys
 from pathlib import Path
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
-said = []
+details = []
 settings = ExecutionSettings(model=Path(sys.argv[1]), device="cpu", max_model_len=64, kv_cache_memory_bytes=2**20)
-load_model_runner(settings, lambda phase, progress, detail: said.append(detail))
-assert any(detail.endswith("native implementation") for detail in said), said
+load_model_runner(settings, lambda phase, progress, detail: details.append(detail))
+assert any(detail.endswith("native implementation") for detail in details), details
 assert "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, str(directory)], check=True, timeout=110)

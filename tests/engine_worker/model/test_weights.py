@@ -1,4 +1,4 @@
-"""Weights from single and sharded files; what is missing, misshapen or left over is refused."""
+"""Weights from single and sharded files; missing, misshapen and unexpected ones are refused."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def test_a_sharded_model_has_the_same_weights(model_dir: Path, tmp_path: Path) -> None:
+def test_sharded_files_give_the_same_weights(model_dir: Path, tmp_path: Path) -> None:
     sharded_dir = write_model(tmp_path, max_shard_size="200KB")
     assert len(list(sharded_dir.glob("*.safetensors"))) > 1
     config = spec_from_directory(model_dir)
@@ -43,7 +43,7 @@ def test_every_weight_is_used_and_progress_is_reported(model_dir: Path) -> None:
     assert weights.loaded_bytes == sum(tensor.nbytes for tensor in load_file(model_dir / "model.safetensors").values())
 
 
-def test_a_weight_without_a_place_is_refused(model_dir: Path, tmp_path: Path) -> None:
+def test_unexpected_weight_is_refused(model_dir: Path, tmp_path: Path) -> None:
     tensors = load_file(model_dir / "model.safetensors")
     bias = "model.layers.0.self_attn.q_proj.bias"
     save_file({**tensors, bias: torch.zeros(192)}, tmp_path / "model.safetensors")
@@ -64,11 +64,11 @@ def test_absent_and_broken_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         source(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{broken")
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         source(tmp_path)
 
 
-def test_random_weights_depend_on_name_and_seed_alone() -> None:
+def test_random_weights_depend_only_on_name_and_seed() -> None:
     first = RandomWeights(CPU, torch.float32).get("a", (8, 8))
     assert torch.equal(RandomWeights(CPU, torch.float32).get("a", (8, 8)), first)
     assert not torch.equal(RandomWeights(CPU, torch.float32).get("b", (8, 8)), first)

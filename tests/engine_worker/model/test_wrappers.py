@@ -1,4 +1,4 @@
-"""Checkpoints of text and images: their language model is served, under whatever names the checkpoint has it."""
+"""Multimodal checkpoints: their language model is served, under every published naming of its tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from shared.model_files import read_model_files, text_part
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import TINY, generate, make_runner
 
-FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
+FP32_MARGIN = 1e-3  # two summation orders differ by about 1e-5 here
 VISION = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "head_dim": 16,
@@ -29,7 +29,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 of gemma3_text": ("gemma3", {"model_type": "gemma3_text", "sliding_window": 9}),
 }
 VISIONS = {"gemma3": SIGLIP}
-# As published checkpoints have it; transformers 5 writes some of them so, and some as its classes are.
+# Names of published checkpoints; transformers 5 writes some of them so, and some as its classes are named.
 NAMES: dict[str, dict[str, str]] = {
     "inside": {"model.language_model.": "model.language_model.", "lm_head.": "lm_head."},
     "outside": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
@@ -46,7 +46,7 @@ def renamed(name: str, names: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("which", TEXTS)
-def test_the_language_model_of_a_wrapper_is_served(which: str, names: str, tmp_path: Path) -> None:
+def test_language_model_of_a_wrapper_is_served(which: str, names: str, tmp_path: Path) -> None:
     model_type, changes = TEXTS[which]
     config = AutoConfig.for_model(
         model_type,
@@ -72,8 +72,8 @@ def test_the_language_model_of_a_wrapper_is_served(which: str, names: str, tmp_p
     assert max(shortfalls.tolist()) < FP32_MARGIN
 
 
-def test_what_published_files_leave_to_their_class_is_known() -> None:
-    """Files of Gemma 3 4B say neither how many tokens nor how many heads there are."""
+def test_wrapper_defaults_missing_from_config_are_known() -> None:
+    """The files of Gemma 3 4B give neither the vocabulary size nor the head counts."""
     inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34,
              "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
     found = text_part({"model_type": "gemma3", "text_config": inner})
@@ -86,7 +86,7 @@ def test_what_published_files_leave_to_their_class_is_known() -> None:
     assert ropes[0].scaling is None and ropes[1].scaling is not None and ropes[1].scaling.factor == 8.0
 
 
-def test_what_holds_for_the_whole_is_not_lost() -> None:
+def test_wrapper_fields_apply_to_the_language_model() -> None:
     config = {"model_type": "outer", "eos_token_id": 7, "tie_word_embeddings": True, "vision_config": {"a": 1}}
     inner = {"model_type": "llama", "tie_word_embeddings": False}
     unwrapped = {"model_type": "llama", "tie_word_embeddings": False, "eos_token_id": 7}
@@ -94,7 +94,7 @@ def test_what_holds_for_the_whole_is_not_lost() -> None:
     assert text_part(inner) is inner
 
 
-def test_the_later_word_on_where_answers_end(tmp_path: Path) -> None:
+def test_generation_config_overrides_eos_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     assert read_model_files(tmp_path).eos_token_ids == (1,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')

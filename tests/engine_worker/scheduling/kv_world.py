@@ -139,7 +139,7 @@ class KVWorld:
         self.num_operations += 1
         for sequence in self.running:
             self._check_contents(sequence)
-            num_held, most = len(sequence.kv.blocks), self.span.most_blocks(sequence.num_tokens)
+            num_held, most = len(sequence.kv.blocks), self.span.max_blocks(sequence.num_tokens)
             assert num_held <= most, f"{sequence.request_id} holds {num_held} blocks, where {most} are the most"
         for sequence in self.swapped:
             self._check_contents(sequence, on_host=True)
@@ -153,7 +153,7 @@ class KVWorld:
 
     def _admit(self, newcomer: Newcomer) -> Sequence | None:
         sequence = self._sequence(newcomer.prompt_token_ids, newcomer.output_token_ids)
-        if self.span.most_blocks(sequence.num_tokens) > self.manager.num_usable_blocks or not self.manager.try_admit(
+        if self.span.max_blocks(sequence.num_tokens) > self.manager.num_usable_blocks or not self.manager.try_admit(
             sequence
         ):
             return None

@@ -1,4 +1,4 @@
-"""The library of C++ kernels, and the same with AVX-512's functions alone where this processor has none of it."""
+"""The library of C++ kernels, and one with only the AVX-512 functions where the processor has no AVX-512."""
 
 import pytest
 

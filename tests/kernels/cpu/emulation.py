@@ -1,4 +1,4 @@
-"""AVX-512 on any machine: a source of csrc/ compiled against SIMDe, which says what each instruction does in others."""
+"""Run AVX-512 code on any machine: a source of csrc/ compiled with SIMDe, which emulates each instruction."""
 
 import ctypes
 import shlex
@@ -11,11 +11,11 @@ from kernels.cpu import build
 from kernels.cpu.library import CpuLibrary, InstructionSet
 
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
-_SPEED = ("-O", "-W")  # flags that change no result: unoptimised it compiles in a third of the time
+_SPEED = ("-O", "-W")  # flags that change no result; optimized only to compile faster
 
 
 def emulated(source: str, directory: Path) -> ctypes.CDLL:
-    """The functions of csrc/`source`; `directory` is for the library. Skips the test where there is no SIMDe."""
+    """Return the functions of csrc/`source`, built in `directory`; skip the test if SIMDe is missing."""
     if not SIMDE.is_file():
         pytest.skip("no SIMDe to emulate AVX-512 with: apt-get install libsimde-dev")
     library = directory / f"{Path(source).stem}.so"
@@ -38,7 +38,7 @@ def emulated(source: str, directory: Path) -> ctypes.CDLL:
 
 
 class EmulatedLibrary(CpuLibrary):
-    """A processor that has AVX-512 alone."""
+    """The library of a processor that has only AVX-512."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         self.functions = functions

@@ -1,12 +1,11 @@
-"""A plugin of pytest (`make sanitizers`): C++ kernels with the sanitizers of addresses and undefined behaviour.
+"""Pytest plugin (`make sanitizers`): build the C++ kernels with the address and undefined-behavior sanitizers.
 
-Such a library has a name of its own in the cache; what the sanitizers find ends the tests.
-
-Their libraries must be loaded before Python's own: LD_PRELOAD of the make target.
+The library has its own name in the cache; a finding ends the tests. The sanitizers' runtimes must be loaded before
+Python, by LD_PRELOAD in the make target.
 """
 
 from kernels.cpu import build
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 
-build.FLAGS = (*build.FLAGS, *SANITIZERS)  # the library's name depends on them
+build.FLAGS = (*build.FLAGS, *SANITIZERS)  # part of the library's name

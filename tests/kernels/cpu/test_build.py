@@ -1,4 +1,4 @@
-"""The library of C++ kernels: what it is called, where it lies, and what is said where it cannot be had."""
+"""The library of C++ kernels: its name, its cache, and the errors when it cannot be built."""
 
 import platform
 import subprocess
@@ -16,13 +16,13 @@ needs_x86 = pytest.mark.skipif(not COMPILED_HERE, reason="the kernels are for x8
 
 
 @pytest.mark.parametrize("cache_home", ["/big", "", "rel"])
-def test_the_cache_is_the_one_of_all_programs(monkeypatch: pytest.MonkeyPatch, cache_home: str) -> None:
+def test_build_cache_is_shared_by_all_programs(monkeypatch: pytest.MonkeyPatch, cache_home: str) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
     assert build.cache_directory() == cache_directory() / "kernels"
 
 
-def test_the_name_follows_the_sources_and_the_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_library_name_depends_on_sources_and_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     names = [build.library_name()]
     for file, text in (("a.cpp", "int a;"), ("a.h", ""), ("a.cpp", "int b;")):
@@ -35,15 +35,15 @@ def test_the_name_follows_the_sources_and_the_flags(monkeypatch: pytest.MonkeyPa
     assert build.library_name() == names[-1]
 
 
-def test_another_processor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_processor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(build.NoLibrary, match="for x86-64 and this machine is aarch64"):
+    with pytest.raises(build.NoLibrary, match="need x86-64, and this machine is aarch64"):
         build.compiler()
 
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder of sources, beside which nothing is built, and an empty cache."""
+    """Return an empty source folder without a prebuilt library, and an empty cache."""
     folder = tmp_path / "kernels" / "csrc"
     folder.mkdir(parents=True)
     monkeypatch.setattr(build, "SOURCES", folder)
@@ -52,34 +52,33 @@ def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @needs_x86
-def test_without_a_compiler_there_are_none_and_what_would_help_is_said(
-    monkeypatch: pytest.MonkeyPatch, sources: Path
-) -> None:
+def test_missing_compiler_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    told = (
+    message = (
         False,
-        "none, torch's operators serve, slower: there is no C++ compiler (g++, clang++, c++): apt-get install g++",
+        "none; falling back to torch operators, which are slower: "
+        "no C++ compiler found (tried g++, clang++, c++); install one, e.g. apt-get install g++",
     )
-    assert look() == told
-    assert made(None) == told
+    assert look() == message
+    assert made(None) == message
 
 
 @needs_x86
-@pytest.mark.e2e  # it starts a compiler
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+@pytest.mark.e2e  # starts a compiler
+def test_compiler_failure_is_quoted_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
     (sources / "broken.cpp").write_text("#error no such kernel\n")
-    is_there, told = made(None)
+    is_there, message = made(None)
     assert not is_there
-    assert "no such kernel" in told
+    assert "no such kernel" in message
     assert list(build.cache_directory().iterdir()) == []
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    assert made(None)[1].endswith("/no/such/compiler cannot be run: No such file or directory")
+    assert made(None)[1].endswith("cannot run /no/such/compiler: No such file or directory")
 
 
 @needs_x86
 @pytest.mark.e2e
-def test_a_library_is_built_once_and_appears_whole(sources: Path) -> None:
+def test_library_is_built_once_and_appears_whole(sources: Path) -> None:
     (sources / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
     path = build.build()
     assert path == build.installed_library()
@@ -87,7 +86,7 @@ def test_a_library_is_built_once_and_appears_whole(sources: Path) -> None:
     assert build.build() == path
 
 
-def test_a_library_for_a_clone_is_built_while_torch_is_not_there() -> None:
+def test_library_is_built_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from kernels.cpu.__main__ import main; main(['--beside'])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.startswith("C++ kernels: ") and (not COMPILED_HERE or told.strip().endswith(build.library_name()))
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert message.startswith("C++ kernels: ") and (not COMPILED_HERE or message.strip().endswith(build.library_name()))

@@ -1,4 +1,4 @@
-"""Products of float32 and bfloat16 in C++ and the gate behind them, against torch; and a row among others."""
+"""Float32 and bfloat16 linear layers in C++ and the following gate against torch; rows do not depend on the batch."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.dense import DenseProduct, gate_and_mul
+from kernels.cpu.dense import DenseLinear, gate_and_mul
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.step import DTYPES
 
 FLOATS = sorted(DTYPES, key=DTYPES.__getitem__)
-# Sums of 100 products in another order; or one rounding of a result of up to 16.
+# Sums of 100 terms in another order, or one rounding of a result of up to 16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-4}
 
 
@@ -22,7 +22,7 @@ class Case:
     inputs: int
     outputs: int
     has_bias: bool
-    is_exact: bool  # weights are bfloat16's
+    is_exact: bool  # weights are bfloat16 values
     dtype: torch.dtype
     result: torch.dtype
 
@@ -41,9 +41,7 @@ CASES = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(CASES, st.data())
-def test_a_product_is_that_of_torch_and_its_rows_are_alone(
-    library: CpuLibrary, case: Case, data: st.DataObject
-) -> None:
+def test_dense_linear_matches_torch_row_by_row(library: CpuLibrary, case: Case, data: st.DataObject) -> None:
     rows, inputs, outputs, result = case.rows, case.inputs, case.outputs, case.result
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, inputs, generator=generator).to(case.dtype)
@@ -53,29 +51,29 @@ def test_a_product_is_that_of_torch_and_its_rows_are_alone(
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     for instruction_set in library.instruction_sets:
         for stored in (weight, weight.float()):
-            product = DenseProduct(library, stored, bias, instruction_set)
-            assert product.packed.dtype == (torch.bfloat16 if case.is_exact else torch.float32)
-            found = product(x, result)
+            layer = DenseLinear(library, stored, bias, instruction_set)
+            assert layer.packed.dtype == (torch.bfloat16 if case.is_exact else torch.float32)
+            found = layer(x, result)
             assert found.dtype == result
             torch.testing.assert_close(found.double(), expected, atol=TOLERANCES[result], rtol=2.0**-8)
             first = data.draw(st.integers(0, rows))
             end = data.draw(st.integers(first, rows))
-            assert torch.equal(product(x[first:end], result), found[first:end])
+            assert torch.equal(layer(x[first:end], result), found[first:end])
 
 
-def test_numbers_that_bfloat16_rounds_stay_float32(library: CpuLibrary) -> None:
+def test_float32_values_are_not_rounded_to_bfloat16(library: CpuLibrary) -> None:
     weight = torch.full((3, 5), 1.0)
-    assert DenseProduct(library, weight).packed.dtype == torch.bfloat16
+    assert DenseLinear(library, weight).packed.dtype == torch.bfloat16
     weight[2, 4] = 1.0 + 2.0**-20
-    product = DenseProduct(library, weight)
-    assert product.packed.dtype == torch.float32
-    assert product(torch.eye(5), torch.float32)[4].tolist() == [1.0, 1.0, 1.0 + 2.0**-20]
+    layer = DenseLinear(library, weight)
+    assert layer.packed.dtype == torch.float32
+    assert layer(torch.eye(5), torch.float32)[4].tolist() == [1.0, 1.0, 1.0 + 2.0**-20]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("is_gelu", [False, True])
 @pytest.mark.parametrize("size", [8, 20, 1536])
-def test_the_gate_is_that_of_torch_row_by_row(
+def test_silu_and_mul_matches_torch_row_by_row(
     library: CpuLibrary, size: int, is_gelu: bool, dtype: torch.dtype
 ) -> None:
     gate_up = torch.randn(40, 2 * size, generator=torch.Generator().manual_seed(size)).mul_(2).to(dtype)

@@ -1,6 +1,6 @@
-"""Products of grouped weights in C++: against plain loops bit for bit, and against float64 where every step is exact.
+"""Linear layers of grouped weights in C++: bit for bit against plain loops, and against float64 where sums are exact.
 
-AVX-512's runs on any machine: its source is compiled against SIMDe, which says what each instruction does in others.
+The AVX-512 source runs on any machine: it is compiled with SIMDe, which emulates each instruction.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.cpu import build, linear
 from kernels.cpu.library import InstructionSet, cpu_library
-from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantised
+from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantized
 from tests.kernels.cpu.emulation import emulated as emulated_functions
 
 try:
@@ -23,31 +23,31 @@ try:
 except build.NoLibrary as error:
     pytest.skip(f"no C++ kernels here: {error}", allow_module_level=True)
 
-Product = linear.Product
+Kernel = linear.Kernel
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Product:
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     function = emulated_functions("linear_avx512.cpp", tmp_path_factory.mktemp("simde")).pagestream_linear_avx512
-    function.argtypes = linear.plain_product().argtypes
+    function.argtypes = linear.plain_kernel().argtypes
     return function
 
 
 @pytest.fixture(scope="session", params=[one.name for one in InstructionSet])
-def product(request: pytest.FixtureRequest) -> Product:
-    products = {one.name: found for one, found in linear.linear_products().items()}
-    if request.param not in products:
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    kernels = {one.name: found for one, found in linear.linear_kernels().items()}
+    if request.param not in kernels:
         pytest.skip(f"this processor has no {request.param}")
-    found: Product = products[request.param]
+    found: Kernel = kernels[request.param]
     return found
 
 
 def random_weight(seed: int, format_: GroupFormat, outputs: int, inputs: int, is_exact: bool = False) -> GroupedWeight:
-    """`is_exact`: scales and minima are powers of two, so that no sum of a few groups is rounded."""
+    """Return a random weight; with `is_exact`, scales and minima are powers of two, so short sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     groups = -(-inputs // GROUP)
     is_int8 = format_ is GroupFormat.INT8
-    least, end, dtype = (-128, 128, torch.int8) if is_int8 else (0, 256, torch.uint8)  # two numbers of 4 bits a byte
+    least, end, dtype = (-128, 128, torch.int8) if is_int8 else (0, 256, torch.uint8)  # two 4-bit values per byte
     width = GROUP if is_int8 else GROUP // 2
     quants = torch.randint(least, end, (outputs, groups, width), generator=generator).to(dtype)
 
@@ -63,7 +63,7 @@ def random_weight(seed: int, format_: GroupFormat, outputs: int, inputs: int, is
 @dataclass(frozen=True)
 class Case:
     format: GroupFormat
-    outputs: int  # of the product
+    outputs: int  # of the kernel
     inputs: int
     rows: int
     x_dtype: torch.dtype
@@ -73,11 +73,11 @@ class Case:
     has_bias: bool
     seed: int
 
-    def packed(self, product: Product, is_exact: bool = False) -> PackedLinear:
+    def packed(self, kernel: Kernel, is_exact: bool = False) -> PackedLinear:
         outputs = self.outputs * (2 if self.is_gated else 1)
         weight = random_weight(self.seed, self.format, outputs, self.inputs, is_exact)
         bias = torch.randint(-9, 10, (outputs,), generator=self.generator()).float() if self.has_bias else None
-        return PackedLinear(weight, self.inputs, bias, is_gated=self.is_gated, product=product)
+        return PackedLinear(weight, self.inputs, bias, is_gated=self.is_gated, kernel=kernel)
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
@@ -99,35 +99,35 @@ CASES = st.builds(
 )
 
 
-def check_against_plain_loops(product: Product, case: Case) -> None:
+def check_against_plain_loops(kernel: Kernel, case: Case) -> None:
     magnitude = 10.0 ** torch.randn((case.rows, 1), generator=case.generator())
     wide = torch.randn((case.rows, case.inputs + 3), generator=case.generator()) * magnitude
-    x = wide.to(case.x_dtype)[:, 1 : case.inputs + 1]  # rows of a larger tensor
+    x = wide.to(case.x_dtype)[:, 1 : case.inputs + 1]  # rows of a wider tensor
     found, wanted = (
         case.packed(one)(x, torch.full((case.rows, case.outputs), 7, dtype=case.out_dtype), case.gate)
-        for one in (product, linear.plain_product())
+        for one in (kernel, linear.plain_kernel())
     )
     assert torch.equal(found, wanted)
 
 
 @given(case=CASES)
-def test_an_instruction_set_computes_what_plain_loops_do(product: Product, case: Case) -> None:
-    check_against_plain_loops(product, case)
+def test_instruction_sets_match_plain_loops(kernel: Kernel, case: Case) -> None:
+    check_against_plain_loops(kernel, case)
 
 
-@pytest.mark.e2e  # it starts a compiler
+@pytest.mark.e2e  # starts a compiler
 @given(case=CASES)
-def test_avx512_computes_what_plain_loops_do(emulated: Product, case: Case) -> None:
+def test_avx512_matches_plain_loops(emulated: Kernel, case: Case) -> None:
     check_against_plain_loops(emulated, case)
 
 
 @given(case=CASES)
-def test_plain_loops_compute_the_product(case: Case) -> None:
-    """Rows are numbers that quantising keeps, scales are powers of two: the sums are exact in float32."""
+def test_plain_loops_match_the_reference(case: Case) -> None:
+    """Inputs survive quantization unchanged and scales are powers of two, so the sums are exact in float32."""
     case = replace(case, is_gated=False)
     x = torch.randint(-127, 128, (case.rows, case.inputs), generator=case.generator()).float()
-    x[:, ::GROUP] = 127  # a group's largest number: its scale is 1
-    packed = case.packed(linear.plain_product(), is_exact=True)
+    x[:, ::GROUP] = 127  # the largest value of a group, so its scale is 1
+    packed = case.packed(linear.plain_kernel(), is_exact=True)
     weight = random_weight(case.seed, case.format, case.outputs, case.inputs, is_exact=True)
     bias = torch.randint(-9, 10, (case.outputs,), generator=case.generator()) * case.has_bias
     wanted = x.double() @ weight.values()[:, : case.inputs].double().T + bias
@@ -136,7 +136,7 @@ def test_plain_loops_compute_the_product(case: Case) -> None:
 
 @pytest.mark.parametrize("format_", GroupFormat)
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_a_row_does_not_depend_on_its_batch_nor_on_threads(format_: GroupFormat, is_gated: bool) -> None:
+def test_row_does_not_depend_on_batch_or_threads(format_: GroupFormat, is_gated: bool) -> None:
     packed = PackedLinear(random_weight(1, format_, 208, 576), 576, is_gated=is_gated)
     x = torch.randn((64, 576), generator=torch.Generator().manual_seed(2)).bfloat16()
     whole = packed(x)
@@ -152,8 +152,8 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_threads(format_: GroupFormat,
 
 @pytest.mark.parametrize("format_", GroupFormat)
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_more_rows_than_stay_in_a_cache_are_as_few(product: Product, format_: GroupFormat, is_gated: bool) -> None:
-    packed = PackedLinear(random_weight(1, format_, 48 + 48 * is_gated, 96), 96, is_gated=is_gated, product=product)
+def test_many_rows_match_single_rows(kernel: Kernel, format_: GroupFormat, is_gated: bool) -> None:
+    packed = PackedLinear(random_weight(1, format_, 48 + 48 * is_gated, 96), 96, is_gated=is_gated, kernel=kernel)
     x = torch.randn((300, 96), generator=torch.Generator().manual_seed(2))
     assert torch.equal(packed(x), torch.cat([packed(row[None]) for row in x]))
 
@@ -161,10 +161,8 @@ def test_more_rows_than_stay_in_a_cache_are_as_few(product: Product, format_: Gr
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("format_", GroupFormat)
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_what_is_no_number_spoils_its_own_row_alone(
-    product: Product, format_: GroupFormat, strange: float, is_gated: bool
-) -> None:
-    packed = PackedLinear(random_weight(3, format_, 64, 64), 64, is_gated=is_gated, product=product)
+def test_nan_affects_only_its_own_row(kernel: Kernel, format_: GroupFormat, strange: float, is_gated: bool) -> None:
+    packed = PackedLinear(random_weight(3, format_, 64, 64), 64, is_gated=is_gated, kernel=kernel)
     x = torch.randn((9, 64), generator=torch.Generator().manual_seed(4))
     healthy = packed(x)
     x[3, 40] = strange
@@ -173,15 +171,15 @@ def test_what_is_no_number_spoils_its_own_row_alone(
     assert torch.equal(found[torch.arange(9) != 3], healthy[torch.arange(9) != 3])
 
 
-def test_zeros_and_numbers_next_to_zero_are_zero(product: Product) -> None:
-    packed = PackedLinear(random_weight(3, GroupFormat.INT4_ZERO_8, 20, 64), 64, product=product)
+def test_zeros_and_subnormals_quantize_to_zero(kernel: Kernel) -> None:
+    packed = PackedLinear(random_weight(3, GroupFormat.INT4_ZERO_8, 20, 64), 64, kernel=kernel)
     assert not packed(torch.zeros(3, 64)).any()
     assert not packed(torch.full((3, 64), 1e-38)).any()
 
 
 @pytest.mark.parametrize("gate", Gate)
-def test_activations_are_torchs_to_a_few_units_of_the_last_place(gate: Gate) -> None:
-    """One input is 1, so gate and up are what the weights are: from -100 to 100, over the whole range of e^x."""
+def test_activations_match_torch_within_a_few_ulps(gate: Gate) -> None:
+    """One input is 1, so gate and up are the weights: from -100 to 100, the whole range of e^x."""
     x = torch.linspace(-100, 100, 4001).half()
     scales = torch.cat((x, torch.ones_like(x)))[:, None]
     weight = GroupedWeight(GroupFormat.INT8, torch.zeros(len(scales), 1, GROUP, dtype=torch.int8), scales)
@@ -189,37 +187,38 @@ def test_activations_are_torchs_to_a_few_units_of_the_last_place(gate: Gate) -> 
     found = PackedLinear(weight, 1, is_gated=True)(torch.ones(1, 1), gate=gate)[0]
     exact = x.double()
     inner = exact if gate is Gate.SILU else 2 * math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3)
-    # z is four units of its last place off, which e^z makes |z| times as much; e^z is cut off at e^-87 and e^88, where
-    # the result is less than 1e-35.
+    # The error of z is four units in its last place, which e^z multiplies by |z|; e^z is clamped to e^-87 and e^88,
+    # where
+    # the result is below 1e-35.
     wanted = exact / (1 + torch.exp(-inner))
     torch.testing.assert_close(found.double(), wanted, rtol=400 * 2**-23, atol=1e-35)
 
 
 @given(rows=st.integers(0, 5), columns=st.integers(1, 100), seed=st.integers(0, 2**16))
-def test_quantising_is_off_by_half_a_step(rows: int, columns: int, seed: int) -> None:
+def test_quantization_error_is_at_most_half_a_step(rows: int, columns: int, seed: int) -> None:
     weight = torch.randn((rows, columns), generator=torch.Generator().manual_seed(seed)).bfloat16()
-    made = quantised(weight)
+    made = quantized(weight)
     values, steps = made.values(), made.scales.float().repeat_interleave(GROUP, 1)
-    # A scale is rounded to float16: the largest number of a group may be 127 / 2048 of a step beyond the last quant.
+    # A scale is rounded to float16: a group's largest value may exceed the last quant by 127 / 2048 of a step.
     assert ((values[:, :columns] - weight.float()).abs() <= steps[:, :columns] * (0.5 + 127 / 2048)).all()
     assert not values[:, columns:].any()
 
 
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), 1e30])
 def test_weights_without_a_scale_are_refused(strange: float) -> None:
-    with pytest.raises(ValueError, match="too large, infinite or NaN"):
-        quantised(torch.tensor([[1.0, strange]]))
+    with pytest.raises(ValueError, match="NaN, infinite or too large"):
+        quantized(torch.tensor([[1.0, strange]]))
 
 
-def test_weights_of_several_formats_are_not_joined() -> None:
+def test_weights_of_several_formats_are_not_fused() -> None:
     parts = [random_weight(1, format_, 16, 32) for format_ in GroupFormat]
     with pytest.raises(ValueError, match="INT8, INT4_ZERO_8, INT4_MINIMUM"):
         joined_rows(parts)
     assert len(joined_rows(parts[:1] * 3)) == 48
 
 
-def test_a_product_that_is_wrong_on_this_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fastest = linear.fastest_product()
+def test_wrong_kernel_result_on_this_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest = linear.fastest_kernel()
 
     def wrong(*arguments: int) -> int:
         status: int = fastest(*arguments)
@@ -229,10 +228,10 @@ def test_a_product_that_is_wrong_on_this_processor_is_refused(monkeypatch: pytes
 
     assert linear.is_right(fastest)
     assert not linear.is_right(wrong)
-    monkeypatch.setattr(linear, "is_right", lambda product: False)
-    linear.linear_products.cache_clear()
+    monkeypatch.setattr(linear, "is_right", lambda kernel: False)
+    linear.linear_kernels.cache_clear()
     try:
-        with pytest.raises(build.NoLibrary, match="computes something else than plain loops do"):
-            linear.linear_products()
+        with pytest.raises(build.NoLibrary, match="differs from plain loops"):
+            linear.linear_kernels()
     finally:
-        linear.linear_products.cache_clear()
+        linear.linear_kernels.cache_clear()

@@ -1,10 +1,10 @@
-"""Programs of kernels: what they compute, what they refuse, and whose memory they reuse."""
+"""Recorded programs of kernels: their results, refusals and reuse of memory."""
 
 import pytest
 import torch
 
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.linear import PackedLinear, linear_products, quantised
+from kernels.cpu.linear import PackedLinear, linear_kernels, quantized
 from kernels.cpu.program import Buffers, NotRecordable, recording
 from kernels.cpu.step import StepKernels
 
@@ -12,38 +12,38 @@ HIDDEN, ROWS, EPS = 96, 5, 1e-5
 
 
 class Block:
-    """A norm and two products, as a network has them."""
+    """A norm and two linear layers, as in a network."""
 
     def __init__(self, library: CpuLibrary) -> None:
         torch.manual_seed(0)
         self._kernels = StepKernels(library, 32, torch.float32, torch.float32)
         self._norm = torch.rand(HIDDEN)
         self._up, self._down = (
-            PackedLinear(quantised(torch.randn(outputs, inputs)), inputs, product=products(library))
+            PackedLinear(quantized(torch.randn(outputs, inputs)), inputs, kernel=kernel_of(library))
             for outputs, inputs in ((160, HIDDEN), (HIDDEN, 160))
         )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`x` becomes x + residual."""
+        """Return the block's result; `x` becomes x + residual."""
         return self._down(self._up(self._kernels.add_rms_norm(x, residual, self._norm, EPS)))
 
 
-def products(library: CpuLibrary) -> object:
-    """Return the product that records where `library` does."""
+def kernel_of(library: CpuLibrary) -> object:
+    """Return the kernel that records when `library` does."""
     found = getattr(library.functions, f"pagestream_linear_{'avx2' if library.instruction_set == 1 else 'avx512'}")
-    found.argtypes, found.restype = next(iter(linear_products().values())).argtypes, None
+    found.argtypes, found.restype = next(iter(linear_kernels().values())).argtypes, None
     return found
 
 
 @pytest.fixture(scope="module")
 def real(library: CpuLibrary) -> CpuLibrary:
     if not hasattr(library.functions, "pagestream_linear_avx2"):
-        pytest.skip("the emulated library has no products")
+        pytest.skip("the emulated library has no linear layers")
     return library
 
 
 @pytest.mark.parametrize("rows", [1, ROWS, 40])
-def test_a_program_computes_what_its_kernels_do_each_time(real: CpuLibrary, rows: int) -> None:
+def test_program_replays_its_kernels(real: CpuLibrary, rows: int) -> None:
     block, buffers = Block(real), Buffers()
     x, residual = buffers.take((rows, HIDDEN), torch.float32), buffers.take((rows, HIDDEN), torch.float32)
     x.fill_(3.0)
@@ -64,7 +64,7 @@ def test_a_program_computes_what_its_kernels_do_each_time(real: CpuLibrary, rows
         assert torch.equal(result, wanted)
 
 
-def test_an_operator_of_torch_is_refused_and_kernels_compute_again(real: CpuLibrary) -> None:
+def test_torch_operator_in_a_program_is_refused(real: CpuLibrary) -> None:
     block, x, residual = Block(real), torch.randn(ROWS, HIDDEN), torch.zeros(ROWS, HIDDEN)
     with pytest.raises(NotRecordable, match="mul_"), recording(real, Buffers()):
         block(x, residual).mul_(2.0)
@@ -72,18 +72,18 @@ def test_an_operator_of_torch_is_refused_and_kernels_compute_again(real: CpuLibr
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
-def test_a_view_is_recorded_and_what_may_be_one_only_where_it_is(real: CpuLibrary, is_inference: bool) -> None:
-    """In inference mode to() and contiguous() are asked for by name, and their schema says that they are views."""
+def test_only_real_views_are_recorded(real: CpuLibrary, is_inference: bool) -> None:
+    """In inference mode to() and contiguous() are called by name, and their schema says that they are views."""
     block, x, residual = Block(real), torch.randn(ROWS, HIDDEN), torch.zeros(ROWS, HIDDEN)
     with torch.inference_mode(is_inference):
         with recording(real, Buffers()):
             block(x, residual)[1:].to(torch.float32).contiguous().view(-1)
         for copied in (lambda y: y.to(torch.bfloat16), lambda y: y[:, ::2].contiguous(), lambda y: y.T.reshape(-1)):
-            with pytest.raises(NotRecordable, match="is no C"), recording(real, Buffers()):
+            with pytest.raises(NotRecordable, match="is not a C"), recording(real, Buffers()):
                 copied(block(x, residual))
 
 
-def test_memory_is_free_again_when_no_view_of_it_is_left() -> None:
+def test_memory_is_reused_after_its_last_view() -> None:
     buffers = Buffers()
     first = buffers.take((4, 8), torch.float32)
     view, address = first[1:], first.data_ptr()

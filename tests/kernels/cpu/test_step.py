@@ -1,6 +1,6 @@
-"""The C++ kernels of a step against torch's operators, and that a row's bits do not depend on its neighbours.
+"""C++ kernels of a step against torch's operators; a row's bits do not depend on its batch.
 
-AVX-512's run on any machine that has SIMDe.
+The AVX-512 kernels run on any machine that has SIMDe.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from kernels.cpu.step import DTYPES, StepKernels, served_instruction_sets
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 
 FLOATS = sorted(DTYPES, key=DTYPES.__getitem__)
-# Of results of up to 4: float32 adds in another order; bfloat16 rounds the result once.
+# For results of up to 4: float32 sums in another order; bfloat16 rounds the result once.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 
 def kernels_of(library: CpuLibrary, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[StepKernels]:
-    """Return one for each instruction set of this processor."""
+    """Return one instance for each instruction set of this processor."""
     sets = served_instruction_sets(library, head_dim)
     return [StepKernels(library, head_dim, dtype, kv_dtype, instruction_set) for instruction_set in sets]
 
@@ -46,7 +46,7 @@ class Shape:
 
 
 class Batch:
-    """Sequences of (new tokens, tokens in all), a pool of two layers with their keys, and a step's inputs."""
+    """Sequences of (new tokens, total tokens), a pool of two layers with their keys, and a step's inputs."""
 
     def __init__(self, shape: Shape, lengths: list[tuple[int, int]]) -> None:
         generator = torch.Generator().manual_seed(len(lengths))
@@ -93,7 +93,7 @@ class Batch:
 
 
 def part(batch: Batch, sequence: int, first: int, end: int) -> Batch:
-    """The tokens `first`..`end` of one sequence of `batch` alone, over the same pool."""
+    """Return the tokens `first`..`end` of one sequence of `batch` alone, over the same pool."""
     found = object.__new__(Batch)
     start = int(batch.starts[sequence])
     begun = int(batch.seq_lens[sequence]) - (int(batch.starts[sequence + 1]) - start)
@@ -126,7 +126,7 @@ SCALES = st.sampled_from((UNIT_SCALES, KVScales(0.37, 1.9)))
 
 @settings(max_examples=40, deadline=None)
 @given(SHAPES, sequences(), st.sampled_from((0, 1, 5, 64, 100)), st.sampled_from((0.0, 2.0)), st.booleans(), SCALES)
-def test_attention_is_that_of_the_reference(
+def test_attention_matches_the_reference(
     library: CpuLibrary,
     shape: Shape,
     lengths: list[tuple[int, int]],
@@ -147,7 +147,7 @@ def test_attention_is_that_of_the_reference(
 
 @settings(max_examples=30, deadline=None)
 @given(SHAPES, sequences(), st.sampled_from((0, 50)), st.data())
-def test_a_row_attends_alike_alone_and_in_any_chunk(
+def test_attention_row_is_the_same_alone_and_in_any_chunk(
     library: CpuLibrary, shape: Shape, lengths: list[tuple[int, int]], window: int, data: st.DataObject
 ) -> None:
     rules, batch = ScoreRules(window=window), Batch(shape, lengths)
@@ -183,7 +183,7 @@ def threads(count: int) -> Iterator[None]:
     st.sampled_from((0.0, 2.0)),
     st.booleans(),
 )
-def test_threads_that_share_a_token_compute_what_one_does(
+def test_threads_sharing_a_token_match_one_thread(
     library: CpuLibrary, shape: Shape, lengths: list[int], window: int, softcap: float, has_sinks: bool
 ) -> None:
     sinks = torch.linspace(-2, 3, shape.num_heads) if has_sinks else None
@@ -198,7 +198,7 @@ def test_threads_that_share_a_token_compute_what_one_does(
                 assert torch.equal(batch.attend(kernels, rules), wanted)
 
 
-def test_few_tokens_of_long_sequences_are_shared_and_others_are_not(library: CpuLibrary) -> None:
+def test_only_few_tokens_of_long_sequences_are_split(library: CpuLibrary) -> None:
     kernels = StepKernels(library, 64, torch.float32, torch.float32)
     with threads(2):
         for lengths, is_shared in (
@@ -208,7 +208,7 @@ def test_few_tokens_of_long_sequences_are_shared_and_others_are_not(library: Cpu
             assert (Batch(Shape(), lengths).begin(kernels).scores is not None) == is_shared, lengths
 
 
-def test_what_lies_behind_a_sequence_is_not_read(library: CpuLibrary) -> None:
+def test_keys_past_the_sequence_end_are_not_read(library: CpuLibrary) -> None:
     batch = Batch(Shape(), [(1, 37), (40, 70)])
     for kernels in kernels_of(library, 64, torch.float32, torch.float32):
         expected = batch.attend(kernels)
@@ -217,8 +217,8 @@ def test_what_lies_behind_a_sequence_is_not_read(library: CpuLibrary) -> None:
         assert torch.equal(batch.attend(kernels), expected)
 
 
-def test_scores_that_are_no_numbers_stay_none(library: CpuLibrary) -> None:
-    """The sampler finds a broken sequence by them."""
+def test_nan_scores_stay_nan(library: CpuLibrary) -> None:
+    """The sampler detects a broken sequence by them."""
     batch = Batch(Shape(), [(1, 37), (1, 38)])
     batch.qkv[0, 5] = torch.nan
     for kernels in kernels_of(library, 64, torch.float32, torch.float32):
@@ -229,7 +229,7 @@ def test_scores_that_are_no_numbers_stay_none(library: CpuLibrary) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [8, 20, 48, 576])
-def test_norms_are_those_of_torch_row_by_row(library: CpuLibrary, size: int, dtype: torch.dtype) -> None:
+def test_rms_norm_matches_torch_row_by_row(library: CpuLibrary, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     x, residual = torch.randn(40, 2, size).to(dtype).unbind(1)
     x, residual, weight = x.contiguous(), residual.contiguous(), torch.rand(size) + 0.5
@@ -247,7 +247,7 @@ def test_norms_are_those_of_torch_row_by_row(library: CpuLibrary, size: int, dty
 
 @settings(max_examples=20, deadline=None)
 @given(SHAPES, sequences(), st.booleans())
-def test_queries_and_keys_turn_and_are_stored(
+def test_queries_and_keys_are_rotated_and_stored(
     library: CpuLibrary, shape: Shape, lengths: list[tuple[int, int]], turns: bool
 ) -> None:
     batch = Batch(shape, lengths)
@@ -272,8 +272,8 @@ def test_queries_and_keys_turn_and_are_stored(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_numbers_of_8_bits_are_stored_and_read_as_torch_has_them(library: CpuLibrary, dtype: torch.dtype) -> None:
-    """All of bfloat16, ties and NaN among them, and in float32 what lies just beside each: as keys of one head."""
+def test_e4m3_values_are_stored_and_read_as_in_torch(library: CpuLibrary, dtype: torch.dtype) -> None:
+    """All bfloat16 values, including ties and NaN, and the adjacent float32 values, as keys of one head."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = torch.cat([(every.float().view(torch.int32) + beside).view(torch.float32) for beside in (-1, 0, 1)])
     shape = Shape(num_kv_heads=1, group=1, dtype=dtype, kv_dtype=E4M3)
@@ -290,7 +290,7 @@ def test_numbers_of_8_bits_are_stored_and_read_as_torch_has_them(library: CpuLib
             assert torch.equal(same[0].nan_to_num(500), same[1].nan_to_num(500))
 
 
-def test_every_number_of_8_bits_is_read(library: CpuLibrary) -> None:
+def test_every_e4m3_value_is_read(library: CpuLibrary) -> None:
     """A sequence of one token reads its own value."""
     every = torch.arange(256, dtype=torch.uint8).view(4, 64)
     batch = Batch(Shape(num_kv_heads=1, group=1, kv_dtype=E4M3), [(1, 1)] * 4)
@@ -301,8 +301,8 @@ def test_every_number_of_8_bits_is_read(library: CpuLibrary) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "told"), [(20, torch.float32, "multiples of 8"), (64, torch.float16, "float16")]
+    ("head_dim", "dtype", "message"), [(20, torch.float32, "multiple of 8"), (64, torch.float16, "float16")]
 )
-def test_what_is_not_served_is_told(library: CpuLibrary, head_dim: int, dtype: torch.dtype, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_unsupported_shapes_are_reported(library: CpuLibrary, head_dim: int, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         StepKernels(library, head_dim, dtype, torch.float32)

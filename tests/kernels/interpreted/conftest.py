@@ -1,7 +1,7 @@
-"""Outputs start poisoned: every tensor that a launcher allocates is NaN, so that an element nobody writes is seen.
+"""Fill every tensor that a launcher allocates with NaN, so that unwritten elements are detected.
 
-The interpreter's language is patched once a launch, not once a call of a function within it, and a shape is described
-once: these two were more than half of the time of these tests, and no element of a tensor depends on them.
+Two patches of Triton's interpreter save half of the time of these tests without changing a result: its language is
+patched once per launch instead of per jitted call, and a shape is described once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 @pytest.fixture(autouse=True)
 def poisoned_allocations() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # also fills uninitialised memory: torch.utils.deterministic
+    torch.use_deterministic_algorithms(True)  # also fills uninitialized memory: torch.utils.deterministic
     assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(False)
@@ -25,15 +25,18 @@ def poisoned_allocations() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def language_patched_once_a_launch() -> Iterator[None]:
-    """Triton 3.6 searches all of its language for what to patch at each call of a jitted function, 165 times a launch
-    of prefill; what the launch has patched stays so until it ends. That was 0.3 of the time of these tests."""
+    """Patch Triton's language once per launch.
+
+    Triton 3.6 searches its whole language at each call of a jitted function, 165 times per prefill launch, although the
+    patch of the launch still holds. That was 0.3 of the time of these tests.
+    """
     patch: Callable[..., Any] = interpreter._patch_lang
 
     def patch_once(fn: Any) -> Any:
         languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
         if any(tl.core.is_builtin(member) for lang in languages for member in (lang.load, lang.tensor.__add__)):
             return patch(fn)
-        return interpreter._LangPatchScope()  # of nothing
+        return interpreter._LangPatchScope()  # patches nothing
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
@@ -42,8 +45,10 @@ def language_patched_once_a_launch() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def shapes_described_once() -> Iterator[None]:
-    """Triton 3.6 builds the tuple of constants, and of their types, that is a shape anew for each result of each
-    operation (1.1 million of them in test_paged_attention), and a table of all types whenever it wants numpy's for one.
+    """Cache shape descriptions and numpy dtypes.
+
+    Triton 3.6 builds the tuple of constants and types of a shape for each result of each operation (1.1 million in
+    test_paged_attention), and a table of all types at each numpy dtype lookup.
     """
     describe_type, look_up = tl.block_type.__init__, interpreter._get_np_dtype
     numpy_types: dict[str, np.dtype[Any]] = {}

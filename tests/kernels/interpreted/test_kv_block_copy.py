@@ -1,4 +1,4 @@
-"""The Triton block copy against its reference: the whole pool equal, bit for bit."""
+"""The Triton block copy against its reference: the whole pool is equal bit for bit."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from kernels.kv_block_copy import copy_kv_blocks_reference, copy_kv_blocks_trito
 
 @pytest.mark.parametrize("block_shape", [(2, 2, 3, 8, 64), (1, 2, 8, 64, 128), (5,)])
 @pytest.mark.parametrize("pairs", [[(1, 2)], [(0, 7), (3, 4), (0, 5)], []])
-def test_named_blocks_are_copied_and_nothing_else(block_shape: tuple[int, ...], pairs: list[tuple[int, int]]) -> None:
+def test_only_named_blocks_are_copied(block_shape: tuple[int, ...], pairs: list[tuple[int, int]]) -> None:
     pool = torch.randn(8, *block_shape, generator=torch.Generator().manual_seed(0)).half()
     pool[6] = torch.nan
     before, expected = pool.clone(), pool.clone()

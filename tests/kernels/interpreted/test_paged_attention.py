@@ -1,5 +1,7 @@
-"""The Triton attention kernels against the float64 reference on random ragged batches. bf16 is left to the GPU: the
-interpreter's bf16 dot returns garbage."""
+"""The Triton attention kernels against the float64 reference on random ragged batches.
+
+bf16 is tested on a GPU only, since the interpreter's bf16 dot returns garbage.
+"""
 
 import dataclasses
 
@@ -37,7 +39,7 @@ SEQUENCES = st.lists(
 ).filter(lambda lengths: sum(new for _, new in lengths) > 0 and sum(cached + new for cached, new in lengths) > 0)
 
 
-# No shrinking: at 0.3 s an example it would run into the time limit before the failure is shown.
+# No shrinking: at 0.3 s per example the time limit would hide the failure.
 @settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate))
 @given(
     lengths=SEQUENCES,
@@ -48,10 +50,10 @@ SEQUENCES = st.lists(
 )
 @example(lengths=[(0, 1)], block_size=16, group=3, head_dim=64, dtype=torch.float32)
 @example(lengths=[(0, 0), (63, 1), (64, 1), (0, 0)], block_size=8, group=4, head_dim=128, dtype=torch.float16)
-# Tiles of 5 tokens (16 rows of 3 heads, one left over) whose last ends at a tile of keys.
+# Tiles of 5 tokens (16 rows of 3 heads, one unused); the last tile ends at a key tile edge.
 @example(lengths=[(27, 10)], block_size=16, group=3, head_dim=64, dtype=torch.float32)
 @example(lengths=[(27, 10), (40, 1)], block_size=16, group=7, head_dim=64, dtype=torch.float32)
-def test_any_ragged_batch_equals_the_reference(
+def test_ragged_batch_equals_the_reference(
     lengths: list[tuple[int, int]], block_size: int, group: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     batch = build(HeadShape(2 * group, 2, head_dim), block_size, lengths, dtype)
@@ -59,48 +61,48 @@ def test_any_ragged_batch_equals_the_reference(
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 160, 256])
-def test_head_dims_that_are_no_tile_width_are_padded(head_dim: int) -> None:
+def test_head_dims_are_padded_to_a_tile_width(head_dim: int) -> None:
     batch = build(HeadShape(4, 2, head_dim), 16, [(70, 1), (3, 20)])
     assert_exact(batch, attend(batch))
 
 
 @pytest.mark.parametrize("one_kernel", [False, True])
-def test_wide_heads_in_half_precision(one_kernel: bool) -> None:
+def test_wide_heads_in_half_precision_match_the_reference(one_kernel: bool) -> None:
     batch = build(HeadShape(4, 1, 256), 16, [(300, 1), (70, 40)], torch.float16)
     assert_exact(batch, paged_attention_triton(**vars(batch), one_kernel=one_kernel))
 
 
-def test_decode_rows_split_over_their_keys_equal_the_reference() -> None:
-    # Splits of 256: just below, exactly and just above one, and three; the shortest is served without a split.
+def test_split_decode_rows_equal_the_reference() -> None:
+    # Splits of 256: just below, exactly and just above one, and three; the shortest is not split.
     batch = build(HeadShape(4, 1, 64), 16, [(254, 1), (255, 1), (256, 1), (700, 1), (10, 1)])
     assert_exact(batch, attend(batch))
 
 
-def test_more_splits_than_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_splits_than_one_join_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_plan, "MIN_SPLIT_TOKENS", 128)
-    batch = build(HeadShape(2, 1, 64), 16, [(700, 1), (511, 1)])  # 6 and 4 splits; 4 are joined at a time
-    batch.key_cache[batch.block_tables[0, 42]] *= 4  # a late maximum: what was joined before it must be scaled down
+    batch = build(HeadShape(2, 1, 64), 16, [(700, 1), (511, 1)])  # 6 and 4 splits; 4 are merged at a time
+    batch.key_cache[batch.block_tables[0, 42]] *= 4  # a late maximum: merged results must be scaled down
     assert_exact(batch, attend(batch))
 
 
-def test_a_sequence_never_has_more_splits_than_the_plan_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_never_exceed_the_plan_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_plan, "MAX_SPLITS", 2)
     batch = build(HeadShape(2, 1, 64), 32, [(1299, 1), (300, 1), (511, 1), (512, 1)])
     assert_exact(batch, attend(batch))
 
 
-def test_a_program_that_walks_several_items_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU a launch has 2 programs: each of two kv heads has one, which serves all sequences."""
+def test_program_with_several_items_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU a launch has 2 programs: one per KV head, each of which processes all sequences."""
     lengths = [(40, 1), (0, 1), (290, 1), (3, 1), (130, 1)]
     batch = build(HeadShape(4, 2, 64), 16, lengths)
     output = attend(batch)
     assert_exact(batch, output)
-    monkeypatch.setattr(decode, "PROGRAMS_PER_SM", 100)  # now every item has a program of its own
+    monkeypatch.setattr(decode, "PROGRAMS_PER_SM", 100)  # now every item has its own program
     assert torch.equal(attend(batch), output)
 
 
-def test_a_block_larger_than_a_tile_of_keys() -> None:
-    batch = build(HeadShape(2, 2, 64), 64, [(200, 1), (63, 1), (10, 90)])  # float32 has tiles of 32 keys
+def test_block_larger_than_a_key_tile_equals_the_reference() -> None:
+    batch = build(HeadShape(2, 2, 64), 64, [(200, 1), (63, 1), (10, 90)])  # float32 has key tiles of 32
     assert_exact(batch, attend(batch))
 
 
@@ -108,7 +110,7 @@ def test_a_block_larger_than_a_tile_of_keys() -> None:
     ("seq_len", "count", "split_tokens"),
     [(0, 1, 256), (256, 1, 256), (257, 2, 256), (2048, 8, 256), (2049, 6, 384), (8192, 11, 768), (131072, 32, 4096)],
 )
-def test_the_plan_cuts_a_sequence_by_its_own_length(seq_len: int, count: int, split_tokens: int) -> None:
+def test_plan_splits_a_sequence_by_its_own_length(seq_len: int, count: int, split_tokens: int) -> None:
     lengths = torch.tensor([300, seq_len, 9], dtype=torch.int32)
     starts = torch.tensor([0, 1, 2, 7], dtype=torch.int32)  # the last sequence has five new tokens: none of the plan's
     plan = plan_decode(starts, lengths, max_seq_len=131072, num_heads=2, head_dim=64)
@@ -119,7 +121,7 @@ def test_the_plan_cuts_a_sequence_by_its_own_length(seq_len: int, count: int, sp
     assert plan.items[2 : 2 + count, :5].tolist() == expected
 
 
-def test_the_plan_counts_all_sequences_before_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_counts_all_preceding_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_plan, "SEQUENCES_COUNTED_AT_ONCE", 4)
     lengths = torch.full((11,), 300, dtype=torch.int32)
     lengths[:3] = 1
@@ -128,13 +130,13 @@ def test_the_plan_counts_all_sequences_before_one(monkeypatch: pytest.MonkeyPatc
     assert plan.sequence_items.tolist() == [[0, 1], [1, 1], [2, 1], *([3 + 2 * i, 2] for i in range(8))]
 
 
-def test_upper_bounds_larger_than_the_batch_change_nothing() -> None:
+def test_larger_upper_bounds_change_nothing() -> None:
     batch = build(HeadShape(4, 2, 64), 16, [(300, 1), (20, 5)])
     loose = dataclasses.replace(batch, max_query_len=64, max_seq_len=2048)
     assert torch.equal(attend(batch), attend(loose))
 
 
-def test_a_padding_row_with_no_keys_gives_zero() -> None:
+def test_padding_row_without_keys_gives_zero() -> None:
     batch = build(HeadShape(4, 2, 64), 16, [(40, 1), (0, 1)])
     batch.seq_lens[1] = 0
     batch.block_tables[1] = 0
@@ -143,7 +145,7 @@ def test_a_padding_row_with_no_keys_gives_zero() -> None:
     assert_exact(batch, output)
 
 
-def test_rows_before_position_zero_see_nothing_and_give_zero() -> None:
+def test_rows_before_position_zero_give_zero() -> None:
     batch = build(HeadShape(4, 2, 64), 16, [(0, 5), (3, 1)])
     batch.seq_lens[0] = 2
     output = attend(batch)
@@ -151,7 +153,7 @@ def test_rows_before_position_zero_see_nothing_and_give_zero() -> None:
     assert_exact(batch, output)
 
 
-def test_neighbours_in_the_batch_do_not_change_a_bit_of_a_sequence() -> None:
+def test_sequence_bits_do_not_depend_on_the_batch() -> None:
     lengths = [(300, 1), (7, 37), (0, 1), (65, 20)]
     batch = build(HeadShape(6, 2, 64), 16, lengths)
     together = attend(batch)
@@ -175,11 +177,11 @@ def test_neighbours_in_the_batch_do_not_change_a_bit_of_a_sequence() -> None:
     ids=["chunks", "chunks and single tokens by one kernel"],
 )
 @pytest.mark.parametrize("programs_per_sm", [1, 2], ids=["splits one by one", "splits side by side"])
-def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece(
+def test_chunked_prompt_has_the_bits_of_one_piece(
     cuts: tuple[int, ...], one_kernel: bool, programs_per_sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(invariant, "SPLIT_TOKENS", 64)
-    # The interpreter has one multiprocessor, and this many programs for one kv head.
+    # The interpreter has one multiprocessor, with this many programs for one KV head.
     monkeypatch.setattr(invariant, "PROGRAMS_PER_SM", programs_per_sm)
     whole = build(HeadShape(2, 1, 64), 16, [(0, 140)])  # three splits
     expected, pieces, start = paged_attention_triton(**vars(whole), one_kernel=one_kernel), [], 0
@@ -199,9 +201,7 @@ def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece(
 
 
 @pytest.mark.parametrize("programs_per_sm", [1, 20], ids=["splits one by one", "splits side by side"])
-def test_by_one_kernel_neighbours_change_no_bit_of_a_decoding_sequence(
-    programs_per_sm: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_bits_do_not_depend_on_the_batch(programs_per_sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariant, "SPLIT_TOKENS", 64)
     monkeypatch.setattr(invariant, "PROGRAMS_PER_SM", programs_per_sm)
     lengths = [(300, 1), (63, 1), (64, 1), (0, 1)]
@@ -222,8 +222,8 @@ def test_by_one_kernel_neighbours_change_no_bit_of_a_decoding_sequence(
         assert torch.equal(output, together[sequence : sequence + 1])
 
 
-def test_the_comparison_sees_one_wrong_key() -> None:
-    """The judge judged: swapping two keys' values in one block of a long sequence must fail."""
+def test_comparison_detects_one_wrong_key() -> None:
+    """Swapping two keys' values in one block of a long sequence must fail the comparison."""
     batch = build(HeadShape(4, 2, 64), 16, [(200, 1), (30, 12)])
     output = attend(batch)
     block = int(batch.block_tables[0, 3])

@@ -1,4 +1,4 @@
-"""How the keys of decoding sequences are dealt out: every tile once, evenly, and whatever the padding."""
+"""Shares of keys of decoding sequences: every tile once, evenly, and independent of padding."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ KV_HEADS, TILE = 2, 16
 
 
 def plan(lengths: list[tuple[int, int]], programs: int = 10, tail: int = 2) -> SharePlan:
-    """`lengths`: (new tokens, tokens in all) of each sequence."""
+    """Return the plan of `lengths`: (new tokens, total tokens) of each sequence."""
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).int()
     seq_lens = torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32)
     config = ShareConfig(TILE, 3, programs, tail)
@@ -19,7 +19,7 @@ def plan(lengths: list[tuple[int, int]], programs: int = 10, tail: int = 2) -> S
 
 
 def cuts(made: SharePlan) -> list[tuple[int, int]]:
-    """(first tile, end tile) of each share, as the kernel computes them."""
+    """Return (first tile, end tile) of each share, as the kernel computes them."""
     _, _, tiles, long, short = made.counts.tolist()
     longs = made.num_long_shares
     starts = [
@@ -34,9 +34,7 @@ SEQUENCES = st.lists(st.tuples(st.sampled_from([0, 1, 1, 1, 5]), st.integers(0, 
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
 @given(lengths=SEQUENCES, programs=st.sampled_from([2, 10, 32]), tail=st.sampled_from([0, 1, 3]))
-def test_every_tile_lies_in_one_share_which_knows_its_row(
-    lengths: list[tuple[int, int]], programs: int, tail: int
-) -> None:
+def test_every_tile_is_in_one_share_with_its_row(lengths: list[tuple[int, int]], programs: int, tail: int) -> None:
     made = plan(lengths, programs, tail)
     decoding = [(index, seq_len) for index, (new, seq_len) in enumerate(lengths) if new == 1 and seq_len > 0]
     tiles = [-(-seq_len // TILE) for _, seq_len in decoding]
@@ -53,22 +51,22 @@ def test_every_tile_lies_in_one_share_which_knows_its_row(
     assert not made.arrivals.any()
 
 
-def test_long_shares_are_equal_and_short_ones_have_the_rest() -> None:
-    made = plan([(1, 16 * 1000)] * 4, programs=20, tail=2)  # 4000 tiles, 10 long shares a kv head, 20 short ones
+def test_shares_are_equal_except_the_remainder() -> None:
+    made = plan([(1, 16 * 1000)] * 4, programs=20, tail=2)  # 4000 tiles, 10 long shares per KV head, 20 short ones
     assert made.counts.tolist() == [4, 0, 4000, 320, 40]
     assert cuts(made)[9:11] == [(2880, 3200), (3200, 3240)]
 
 
 @pytest.mark.parametrize(("seq_len", "share_tokens"), [(1024, 128), (4096, 128), (6144, 192), (8192, 256), (9000, 256)])
-def test_few_keys_are_not_cut_into_crumbs(seq_len: int, share_tokens: int) -> None:
+def test_few_keys_have_shares_of_the_minimum_length(seq_len: int, share_tokens: int) -> None:
     assert plan([(1, seq_len)], programs=1000).counts[3] == share_tokens // TILE >= MIN_SHARE_TOKENS // TILE
 
 
-def test_padding_changes_no_cut() -> None:
+def test_padding_does_not_change_the_shares() -> None:
     lengths = [(1, 700), (1, 3000), (1, 40)]
     bare, padded = plan(lengths), plan([*lengths, (1, 0), (1, 0)])
     assert cuts(bare) == cuts(padded)
     assert bare.rows.tolist() == padded.rows[:3].tolist()
-    # The rows without keys stand at the end, the first of them last, for their zeros to be written.
+    # Rows without keys are at the end in reverse order, so that their zeros are written.
     assert padded.rows[3:, :2].tolist() == [[4, 4], [3, 3]]
     assert padded.counts[1] == 2

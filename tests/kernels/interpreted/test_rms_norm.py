@@ -1,4 +1,4 @@
-"""The Triton RMSNorm against float64, alone and with the addition of the residual."""
+"""The Triton RMSNorm against float64, alone and fused with the residual addition."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ CASES = pytest.mark.parametrize(
 
 
 def random(num_rows: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A strided view: the columns after the row belong to somebody else."""
+    """Return a strided view; the columns after a row must not be read."""
     rows = torch.randn(num_rows, hidden + 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
     rows[:, hidden:] = torch.nan
     return rows[:, :hidden]
 
 
 @CASES
-def test_equals_float64_but_for_one_rounding(num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+def test_rms_norm_equals_float64_within_one_rounding(num_rows: int, hidden: int, dtype: torch.dtype) -> None:
     x, weight = random(num_rows, hidden, dtype, 0), random(1, hidden, dtype, 1)[0]
     error = measure_error(
         rms_norm_triton(x, weight, 1e-5),
@@ -31,7 +31,7 @@ def test_equals_float64_but_for_one_rounding(num_rows: int, hidden: int, dtype: 
 
 
 @CASES
-def test_with_the_residual_it_is_exactly_addition_then_norm(num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+def test_rms_norm_with_residual_equals_add_then_norm(num_rows: int, hidden: int, dtype: torch.dtype) -> None:
     x, residual = random(num_rows, hidden, dtype, 0), random(num_rows, hidden, dtype, 2)
     weight = random(1, hidden, dtype, 1)[0]
     normed, new_residual = add_rms_norm_triton(x, residual, weight, 1e-5)
@@ -39,7 +39,7 @@ def test_with_the_residual_it_is_exactly_addition_then_norm(num_rows: int, hidde
     assert torch.equal(normed, rms_norm_triton(x + residual, weight, 1e-5))
 
 
-def test_eps_counts_in_rows_near_zero() -> None:
+def test_eps_matters_in_rows_near_zero() -> None:
     x, weight = torch.full((1, 64), 1e-3), torch.ones(64)
     # mean(x^2) = 1e-6 against eps = 1e-6: x / sqrt(2e-6)
     torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6), torch.full((1, 64), 0.5**0.5), rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""The Triton rotation and KV store against float64, against rotation of complex numbers, and the bytes of the pool."""
+"""The Triton rotation and KV store against float64 and complex rotation, and the bytes of the pool."""
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ def empty_pool(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (8, 8, 128), (4, 1, 80), (2, 2, 16)])
-def test_rotates_in_place_and_stores(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_rotary_embedding_rotates_in_place_and_stores(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(6, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
     before = qkv.clone()
@@ -43,7 +45,7 @@ def test_rotates_in_place_and_stores(num_heads: int, num_kv_heads: int, head_dim
     assert pool.isfinite().sum() == 5 * 2 * num_kv_heads * head_dim
 
 
-def test_the_reference_does_the_same() -> None:
+def test_rotary_embedding_matches_the_reference() -> None:
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(4, 4 + 2 * 2, 32, generator=generator)
     positions, slots, table = torch.tensor([9, 2, 0, 4]), torch.tensor([9, -1, 40, 7]), angle_table(16, 32)
@@ -52,13 +54,13 @@ def test_the_reference_does_the_same() -> None:
         pool, heads = empty_pool(2, 32, torch.float32), qkv.clone()
         operation(RotaryInput(heads, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots))
         outcomes.append((heads, pool))
-    # Products of float32 in another order: half a unit each.
+    # Float32 products in another order: half a unit each.
     torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of inf - inf in lanes whose result is not taken
-def test_values_that_are_not_finite_stay_as_they_are() -> None:
+@pytest.mark.filterwarnings("ignore:invalid value")  # from numpy, for inf - inf in masked lanes
+def test_non_finite_values_are_stored_unchanged() -> None:
     qkv = torch.ones(1, 3, 16)
     qkv[0, 2] = torch.inf
     pool = empty_pool(1, 16, torch.float32)
@@ -69,7 +71,7 @@ def test_values_that_are_not_finite_stay_as_they_are() -> None:
 
 
 def test_pairs_are_rotated_as_complex_numbers() -> None:
-    """The convention, stated a second way: element i and i + D / 2 are one complex number, times exp(i * angle)."""
+    """Elements i and i + D / 2 are one complex number, multiplied by exp(i * angle)."""
     qkv = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
     heads, positions, table = qkv[:, :3].clone(), torch.tensor([5, 0, 99]), angle_table(100, 64)
     pool = empty_pool(1, 64, torch.float32)

@@ -1,4 +1,4 @@
-"""The Triton sampling kernels against the torch reference and against the definitions, in float64."""
+"""The Triton sampling kernels against the torch reference and the definitions in float64."""
 
 import math
 
@@ -11,10 +11,10 @@ from kernels.sampling.cuda import sample_tokens_triton, sum_groups
 from kernels.sampling.reference import SamplingRows, sample_tokens_reference
 
 pytestmark = [
-    # exp, log and differences of infinities: numpy, which interprets, warns where a GPU just computes.
+    # The interpreter's numpy warns about exp, log and differences of infinities.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-VOCAB_SIZE = 300  # three groups, the last one not full
+VOCAB_SIZE = 300  # three groups, the last one partial
 WAYS: list[dict[str, float]] = [
     {},
     {"temperature": 0.5},
@@ -35,7 +35,7 @@ WAYS: list[dict[str, float]] = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups a tile, so that a row has several tiles."""
+    """Use tiles of two groups, so that a row has several tiles."""
     monkeypatch.setattr(cuda, "_GROUPS_PER_TILE", 2)
     monkeypatch.setattr(cuda, "_FLOOR_GROUPS_PER_TILE", 2)
     monkeypatch.setattr(cuda, "_ARGMAX_TILE", 128)
@@ -62,7 +62,7 @@ def rows_of(ways: list[dict[str, float]], first_seed: int = 0) -> SamplingRows:
 
 
 def scores_of(num_rows: int, scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A strided view: the columns after the row belong to somebody else."""
+    """Return a strided view; the columns after a row must not be read."""
     wide = torch.full((num_rows, VOCAB_SIZE + 20), torch.nan)
     generator = torch.Generator().manual_seed(0)
     wide[:, :VOCAB_SIZE] = scale * torch.randn(num_rows, VOCAB_SIZE, generator=generator)
@@ -83,14 +83,14 @@ def kept_by_definition(scores: np.ndarray, way: dict[str, float]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(0.1, torch.float32), (2.0, torch.float32), (6.0, torch.float16)])
-def test_tokens_are_the_references(scale: float, dtype: torch.dtype) -> None:
+def test_sampled_tokens_match_the_reference(scale: float, dtype: torch.dtype) -> None:
     scores, rows = scores_of(len(WAYS), scale, dtype), rows_of(WAYS)
     for result, expected in zip(sample_tokens_triton(scores, rows), sample_tokens_reference(scores, rows), strict=True):
         assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("scale", [0.1, 2.0, 6.0])
-def test_what_is_kept_is_exact(scale: float) -> None:
+def test_kept_tokens_are_exact(scale: float) -> None:
     scores, rows = scores_of(len(WAYS), scale), rows_of(WAYS)
     sums = sum_groups(scores, rows)
     for row, way in enumerate(WAYS):
@@ -104,21 +104,21 @@ def test_what_is_kept_is_exact(scale: float) -> None:
             assert sums.mass[row, group].item() == pytest.approx(mass, rel=1e-5), (way, group)  # fp32 sums of 128
 
 
-def test_equal_scores_at_the_edge_are_kept_together() -> None:
+def test_ties_at_the_threshold_are_kept_together() -> None:
     scores = torch.full((2, VOCAB_SIZE), -20.0)
     scores[:, [10, 150, 290]] = 1.0
     sums = sum_groups(scores, rows_of([{"top_k": 2}, {"top_p": 0.4}]))
     assert (scores >= sums.floors[:, None]).nonzero()[:, 1].tolist() == [10, 150, 290] * 2
 
 
-def test_scores_that_crowd_around_zero_are_told_apart() -> None:
-    """The search quarters an interval of floats: neighbours of zero are many quarterings away from 100."""
+def test_close_scores_around_zero_are_distinguished() -> None:
+    """The search quarters an interval of floats: values next to zero are many quarterings away from 100."""
     scores = torch.full((1, VOCAB_SIZE), -100.0)
     scores[0, :4] = torch.tensor([100.0, 3e-30, 2e-30, 1e-30])
     assert sum_groups(scores, rows_of([{"top_k": 3}])).floors.tolist() == torch.tensor([2e-30]).tolist()
 
 
-def test_greedy_takes_the_first_of_equals_alone_and_among_others() -> None:
+def test_greedy_takes_the_first_of_equal_scores() -> None:
     scores = scores_of(3, 1.0)
     scores[:, [120, 248, 299]] = 50.0  # 248 = 120 + a tile
     greedy = {"temperature": 0.0}
@@ -128,7 +128,7 @@ def test_greedy_takes_the_first_of_equals_alone_and_among_others() -> None:
         assert best.tolist() == [50.0] * 3
 
 
-def test_rows_that_cannot_be_sampled_are_marked_and_harm_nobody() -> None:
+def test_invalid_rows_are_marked_and_isolated() -> None:
     scores = scores_of(5, 1.0)
     ways: list[dict[str, float]] = [{}, {"top_p": 0.5}, {"temperature": 0.0}, {"top_k": 3}, {"min_p": 0.2}]
     healthy = sample_tokens_triton(scores, rows_of(ways))
@@ -142,7 +142,7 @@ def test_rows_that_cannot_be_sampled_are_marked_and_harm_nobody() -> None:
             assert token_ids[[0, 4]].tolist() == healthy[0][[0, 4]].tolist()
 
 
-def test_a_row_does_not_see_the_batch() -> None:
+def test_sampled_row_does_not_depend_on_the_batch() -> None:
     scores, rows = scores_of(len(WAYS), 2.0), rows_of(WAYS)
     together = sample_tokens_triton(scores, rows)[0].tolist()
     for row, way in enumerate(WAYS):

@@ -1,6 +1,6 @@
 """Windows, softcap and sinks in the Triton attention kernels, against the float64 reference.
 
-Blocks that no window reaches are released: their entries of the tables name block 0, which holds NaN.
+Blocks before all windows are released: their block table entries are block 0, which holds NaN.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from kernels.attention.paged_attention import paged_attention_triton
 from kernels.attention.score_rules import ScoreRules
 from kernels.fp8_kv import KVScales
 
-# numpy's, of what a tanh saturates: sums of NaN that is read as 480 (test_fp8_kv.py) and is masked then.
+# From numpy, where tanh saturates: masked sums of NaN that is read as 480 (test_fp8_kv.py).
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 
 # As without rules; tanh is exact to an eps of the softcap, here up to 8 units of a score.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: torch.finfo(torch.float16).eps}
-# Decoding beside prompts, chunks behind cached keys, without keys, at the ends of blocks and tiles.
+# Decode rows beside prompts, chunks after cached keys, without keys, at block and tile edges.
 MIXED = [(63, 1), (0, 0), (27, 10), (0, 1), (100, 20), (150, 1)]
 
 HEADS = HeadShape(3, 1, 64)
@@ -43,7 +43,7 @@ def build(
 
 
 def sinks(num_heads: int) -> torch.Tensor:
-    """From far below all scores to far above them."""
+    """Return sinks from far below all scores to far above them."""
     return torch.linspace(-9, 9, num_heads)
 
 
@@ -52,7 +52,7 @@ def attend(batch: AttentionBatch, one_kernel: bool = False) -> torch.Tensor:
 
 
 def part(whole: AttentionBatch, first: int, end: int) -> AttentionBatch:
-    """The tokens `first`..`end` of a batch of one sequence, over the same cache."""
+    """Return the tokens `first`..`end` of a batch of one sequence, over the same cache."""
     return dataclasses.replace(
         whole,
         query=whole.query[first:end],
@@ -69,40 +69,38 @@ def assert_exact(batch: AttentionBatch, output: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("one_kernel", [False, True])
-# Of one key, of less and more than a block and a tile, of a whole tile, and of more than every sequence has.
+# Windows of one key, below and above a block and a tile, of a whole tile, and longer than every sequence.
 @pytest.mark.parametrize(
     ("window", "block_size", "group"), [(1, 8, 4), (7, 16, 1), (32, 64, 7), (65, 32, 3), (200, 16, 2)]
 )
-def test_windows(window: int, block_size: int, group: int, one_kernel: bool) -> None:
+def test_window_equals_the_reference(window: int, block_size: int, group: int, one_kernel: bool) -> None:
     batch = build(ScoreRules(window), MIXED, block_size, HeadShape(group, 1, 64))
     assert_exact(batch, attend(batch, one_kernel))
 
 
 @pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_all_rules_at_once_over_any_cache(dtype: torch.dtype, one_kernel: bool) -> None:
+def test_all_score_rules_together_equal_the_reference(dtype: torch.dtype, one_kernel: bool) -> None:
     batch = build(ScoreRules(40, 8.0, sinks(3)), dtype=dtype)
     assert_exact(batch, attend(batch, one_kernel))
     stored = build(batch.rules, dtype=dtype, fp8_scales=KVScales(0.75, 1.5))
     assert_exact(stored, attend(stored, one_kernel))
 
 
-def test_sinks_of_rows_that_are_split_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_of_split_rows_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_plan, "MIN_SPLIT_TOKENS", 128)
     batch = build(ScoreRules(sinks=sinks(4)), [(700, 1), (10, 1)], shape=HeadShape(4, 1, 64))
     assert_exact(batch, attend(batch))
     monkeypatch.setattr(invariant, "SPLIT_TOKENS", 64)
-    monkeypatch.setattr(invariant, "PROGRAMS_PER_SM", 4)  # of two sequences: two programs for a row's splits
+    monkeypatch.setattr(invariant, "PROGRAMS_PER_SM", 4)  # two sequences: two programs for a row's splits
     assert_exact(batch, attend(batch, one_kernel=True))
 
 
 @pytest.mark.parametrize("programs_per_sm", [1, 3], ids=["splits one by one", "splits side by side"])
-def test_a_token_has_the_bits_of_its_prompt_with_all_rules(
-    programs_per_sm: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_score_rules_keep_the_bits_of_prompt_and_decode(programs_per_sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariant, "SPLIT_TOKENS", 64)
     monkeypatch.setattr(invariant, "PROGRAMS_PER_SM", programs_per_sm)
-    # The last rows see the end of the second split and all of the third, of which the window hides the first.
+    # The last rows see the end of the second split and all of the third; the window hides the first.
     whole = build(ScoreRules(70, 8.0, sinks(2)), [(0, 140)], shape=HeadShape(2, 1, 64))
     expected = attend(whole, one_kernel=True)
     assert_exact(whole, expected)
@@ -110,7 +108,7 @@ def test_a_token_has_the_bits_of_its_prompt_with_all_rules(
         assert torch.equal(attend(part(whole, first, end), one_kernel=True), expected[first:end])
 
 
-def test_a_prompt_in_chunks_has_the_same_bits_behind_its_window() -> None:
+def test_chunked_prompt_with_window_has_the_same_bits() -> None:
     whole = build(ScoreRules(50, sinks=sinks(2)), [(0, 150)], shape=HeadShape(2, 1, 64))
     expected = attend(whole)
     assert_exact(whole, expected)
@@ -126,7 +124,7 @@ def test_a_prompt_in_chunks_has_the_same_bits_behind_its_window() -> None:
         (1000, 500, [(384, 640, 500), (640, 896, 500), (896, 1000, 500)]),
     ],
 )
-def test_the_plan_has_no_keys_behind_the_window(seq_len: int, window: int, items: list[tuple[int, int, int]]) -> None:
+def test_plan_skips_keys_before_the_window(seq_len: int, window: int, items: list[tuple[int, int, int]]) -> None:
     lengths, starts = torch.tensor([seq_len], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     plan = plan_decode(starts, lengths, max_seq_len=131072, num_heads=2, head_dim=64, window=window)
     assert plan.num_items.tolist() == [len(items)] and len(plan.items) <= 3

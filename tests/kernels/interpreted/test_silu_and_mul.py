@@ -1,4 +1,4 @@
-"""The Triton gates, of SiLU and of GELU, against float64."""
+"""The Triton SiLU and GELU gates against float64."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ GATES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of a gate that GELU closes
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # from a closed GELU gate
 @pytest.mark.parametrize(("gate", "reference"), GATES.values(), ids=GATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 1023), (2, 1024), (2, 1536)])
-def test_equals_float64_but_for_one_rounding(
+def test_silu_and_mul_equals_float64_within_one_rounding(
     num_rows: int, width: int, dtype: torch.dtype, gate: Gate, reference: Gate
 ) -> None:
     rows = 3 * torch.randn(num_rows, 2 * width + 16, generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,7 @@ def test_equals_float64_but_for_one_rounding(
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.parametrize("gate", [silu_and_mul_triton, gelu_tanh_and_mul_triton])
-def test_a_gate_beyond_the_range_of_exp_closes_or_passes(gate: Gate) -> None:
+def test_gate_beyond_the_exp_range_is_zero_or_identity(gate: Gate) -> None:
     # exp(200) is infinite in float32; -200 / inf is -0, and never NaN.
     x = torch.tensor([[-200.0, 200.0, 5.0, 5.0]])
     assert gate(x).tolist() == [[0.0, 1000.0]]

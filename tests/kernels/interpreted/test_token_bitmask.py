@@ -9,7 +9,7 @@ from kernels.token_bitmask_triton import apply_token_bitmask_triton
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1024, 1100])
-def test_equals_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
+def test_token_bitmask_equals_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     wide = torch.randn(5, vocab_size + 8, generator=generator).to(dtype)  # rows are strided
     num_words = -(-vocab_size // 32)

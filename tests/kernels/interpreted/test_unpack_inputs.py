@@ -1,4 +1,4 @@
-"""The Triton unpacking of a batch against its reference, and the reference against a batch worked out by hand."""
+"""The Triton unpacking of a batch against its reference, and the reference against a batch computed by hand."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 def batch() -> tuple[DescribedBatch, torch.Tensor]:
-    """A decode whose token is in flight, the end of a prompt of 9 tokens, a decode, a chunk that samples nothing."""
+    """Return a decode with a token in flight, a 9-token prompt's end, a decode, and a chunk that samples nothing."""
     described = DescribedBatch(
         query_start_loc=int32(0, 1, 6, 7, 10),
         seq_lens=int32(8, 9, 3, 3),
@@ -45,7 +45,7 @@ def inputs(num_rows: int = 16, num_tokens: int = 16) -> InputTensors:
     )
 
 
-def test_reference_of_a_mixed_batch_with_padding() -> None:
+def test_unpack_reference_of_a_mixed_padded_batch() -> None:
     described, sampled = batch()
     written = inputs()
     unpack_inputs_reference(described, sampled, written, 12, BLOCK_SIZE)
@@ -53,14 +53,14 @@ def test_reference_of_a_mixed_batch_with_padding() -> None:
     assert written.token_ids.tolist() == [31, 50, 51, 52, 53, 54, 60, 70, 71, 72, 0, 0, u, u, u, u]
     assert written.positions.tolist() == [7, 4, 5, 6, 7, 8, 2, 0, 1, 2, 0, 0, u, u, u, u]
     assert written.slot_mapping.tolist() == [27, 32, 33, 34, 35, 36, 14, 16, 17, 18, 0, 0, u, u, u, u]
-    # Two rows of padding have the two tokens of padding, and the last six have none.
+    # Two padding rows have the two padding tokens, and the last six have none.
     assert written.query_start_loc.tolist() == [0, 1, 6, 7, 10, 11, 12, 12, 12, 12, 12, 12, 12, u, u, u, u]
     assert written.seq_lens.tolist() == [8, 9, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0, u, u, u, u]
     assert written.block_tables[:4].tolist() == [[5, 6, u, u, u], [7, 8, 9, u, u], [3, u, u, u, u], [4, u, u, u, u]]
     assert written.logits_indices.tolist() == [0, 5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, u, u, u, u]
 
 
-def test_reference_without_padding() -> None:
+def test_unpack_reference_without_padding() -> None:
     described, sampled = batch()
     written = inputs()
     unpack_inputs_reference(described, sampled, written, None, BLOCK_SIZE)
@@ -80,12 +80,12 @@ def assert_kernel_equals_reference(
 
 
 @pytest.mark.parametrize("size", [None, 10, 11, 16])
-def test_a_mixed_batch_with_and_without_padding(size: int | None) -> None:
+def test_unpack_of_a_mixed_batch_equals_the_reference(size: int | None) -> None:
     assert_kernel_equals_reference(*batch(), size, BLOCK_SIZE, num_tokens=16)
 
 
 @pytest.mark.parametrize("size", [None, 2, 4])
-def test_logits_that_are_wanted_more_often_than_there_are_rows(size: int | None) -> None:
+def test_more_wanted_logits_than_rows_are_unpacked(size: int | None) -> None:
     described = DescribedBatch(
         query_start_loc=int32(0, 2),
         seq_lens=int32(2),
@@ -104,7 +104,7 @@ def test_logits_that_are_wanted_more_often_than_there_are_rows(size: int | None)
     assert written.logits_indices.tolist()[:4] == [1, 1, 1, 0 if size == 4 else UNWRITTEN]
 
 
-def test_a_chunk_longer_than_the_lanes_of_a_program() -> None:
+def test_chunk_longer_than_one_program_is_unpacked() -> None:
     described = DescribedBatch(
         query_start_loc=int32(0, 2500),
         seq_lens=int32(2503),

@@ -1,12 +1,9 @@
-"""NVIDIA's modelopt: `hf_quant_config.json` beside config.json, or the same within it (nvidia's `-FP8`).
-
-It is used at a worker's start and by estimates. It knows no tensors.
-"""
+"""NVIDIA's modelopt (the `-FP8` models): `hf_quant_config.json`, or the same inside config.json."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from engine_worker.model.quantisation_config.patterns import wildcards
+from engine_worker.model.quantization_config.patterns import wildcards
 from engine_worker.model.weight_format import FormatGroup, Fp8Scheme, ScalePer, WeightFormat
 
 _SCHEMES = {
@@ -16,15 +13,19 @@ _SCHEMES = {
 
 
 def weight_format(written: Mapping[str, Any]) -> WeightFormat:
-    """Raises ValueError."""
+    """Return the weight format.
+
+    Raises:
+        ValueError: If quant_algo is not supported.
+    """
     inner = written.get("quantization")
-    told = inner if isinstance(inner, dict) else written
-    algorithm = str(told.get("quant_algo"))
+    found = inner if isinstance(inner, dict) else written
+    algorithm = str(found.get("quant_algo"))
     if algorithm not in _SCHEMES:
         raise ValueError(
-            f"config.json: quantization_config (modelopt) with quant_algo = {algorithm!r} is not supported; read are "
+            f"config.json: quantization_config (modelopt) with quant_algo = {algorithm!r} is not supported; supported: "
             + ", ".join(_SCHEMES)
         )
-    excluded = [*wildcards(told.get("exclude_modules"), "exclude_modules"), *wildcards(told.get("ignore"), "ignore")]
+    excluded = [*wildcards(found.get("exclude_modules"), "exclude_modules"), *wildcards(found.get("ignore"), "ignore")]
     group = FormatGroup(scheme=_SCHEMES[algorithm])
     return WeightFormat(name=f"modelopt {algorithm}", groups=(group,), ignored=("lm_head", *excluded))

@@ -1,10 +1,4 @@
-"""Weights as they are, in 16 or 32 bits: a tensor [outputs, inputs], the tensors of one product one below another.
-
-    CPU     dense_cpu.py
-    CUDA    dense_cuda.py
-
-Knows no layer and no network. It is used at a worker's start, where weights load, and in every step.
-"""
+"""Unquantized weights in 16 or 32 bits; tensors of one layer are concatenated. Kernels: dense_cpu.py, dense_cuda.py."""
 
 from collections.abc import Callable
 
@@ -16,15 +10,16 @@ from engine_worker.model.weights import WeightSource
 
 
 def method(device_type: str) -> LinearMethod:
+    """Return the method of a device type."""
     if device_type == "cuda":
-        from engine_worker.model.quantisation.dense_cuda import (  # noqa: PLC0415 - imports triton
+        from engine_worker.model.quantization.dense_cuda import (  # noqa: PLC0415 - imports triton
             CudaHead,
             CudaLinear,
-            tell_product,
+            log_kernel,
         )
 
-        return DenseMethod(CudaLinear, CudaHead, tell_product)
-    from engine_worker.model.quantisation.dense_cpu import CpuHead, CpuLinear  # noqa: PLC0415 - of a CPU alone
+        return DenseMethod(CudaLinear, CudaHead, log_kernel)
+    from engine_worker.model.quantization.dense_cpu import CpuHead, CpuLinear  # noqa: PLC0415 - CPU only
 
     return DenseMethod(CpuLinear, CpuHead, lambda name, weight, is_gated: None)
 
@@ -34,23 +29,23 @@ class DenseMethod:
         self,
         linear: Callable[[Tensor, Tensor | None], Linear],
         head: Callable[[Tensor], Head],
-        tell: Callable[[str, Tensor, bool], None],
+        log: Callable[[str, Tensor, bool], None],
     ) -> None:
-        """`tell`: of a product's name, its weight and whether it is gated; what serves it is said once."""
-        self._linear, self._head, self._tell = linear, head, tell
+        """Wrap the device's classes; `log` reports the kernel for a layer's name, weight and gating."""
+        self._linear, self._head, self._log = linear, head, log
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         weight = rows_of(spec, source, "weight", (spec.inputs,))
-        self._tell(spec.role, weight, spec.role is Role.GATE_UP)
+        self._log(spec.role, weight, spec.role is Role.GATE_UP)
         return self._linear(weight, rows_of(spec, source, "bias", ()) if spec.bias else None)
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
-        self._tell("head", weight, False)
+        self._log("head", weight, False)
         return self._head(weight)
 
 
 def rows_of(spec: LinearSpec, source: WeightSource, part: str, rest: tuple[int, ...]) -> Tensor:
-    """[sum(outputs), *rest]"""
+    """Return the rows of all parts, [sum(outputs), *rest], in the layer's row order."""
     parts = [source.get(f"{name}.{part}", (size, *rest)) for name, size in zip(spec.names, spec.sizes, strict=True)]
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
     return rows if spec.row_order is None else rows[spec.row_order.to(rows.device)]

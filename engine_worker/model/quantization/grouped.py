@@ -1,8 +1,8 @@
-"""Weights in 4 and 8 bits with scales for groups of 32 inputs, on a CPU: as a GGUF file has them, or 8 bits that are
-made of 16 or 32 while they load. Rows are quantised by groups of 32, too (kernels/cpu/linear.py).
+"""4- and 8-bit weights with scales per group of 32 inputs, on a CPU (kernels/cpu/linear.py).
 
-What has no blocks in the file, or parts in several formats, is multiplied in 16 bits. Knows no layer and no network. It
-is used at a worker's start, where weights load, and in every step.
+They come from a GGUF file's blocks, or are quantized to 8 bits while they load. A layer without blocks, or with parts
+in
+several formats, stays in 16 bits.
 """
 
 import logging
@@ -10,49 +10,51 @@ import logging
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTISED, Head, Input, Linear, LinearMethod, LinearSpec, Role, Scaling
-from engine_worker.model.quantisation import dense
-from engine_worker.model.quantisation.stored_blocks import StoredBlocks
+from engine_worker.model.linear import NOTHING_QUANTIZED, Head, Input, Linear, LinearMethod, LinearSpec, Role, Scaling
+from engine_worker.model.quantization import dense
+from engine_worker.model.quantization.stored_blocks import StoredBlocks
 from engine_worker.model.spec import Activation
 from engine_worker.model.weight_format import WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import cpu_library
-from kernels.cpu.linear import Gate, GroupedWeight, PackedLinear, joined_rows, linear_products, quantised
+from kernels.cpu.linear import Gate, GroupedWeight, PackedLinear, joined_rows, linear_kernels, quantized
 
 logger = logging.getLogger("worker")
 
 _GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
-_DTYPES = (torch.bfloat16, torch.float32)  # of the library
+_DTYPES = (torch.bfloat16, torch.float32)  # supported by the library
 
 
 def why_no_kernels() -> str:
-    """Say why nothing multiplies such weights here, as the end of a sentence; empty where C++ does, compiled by now."""
+    """Return why the kernels are unavailable, as a clause, or an empty string; builds the library if needed."""
     try:
-        linear_products()
+        linear_kernels()
     except NoLibrary as error:
         return str(error)
     return ""
 
 
 def method(stored: WeightFormat, device_type: str) -> LinearMethod:
-    """Without the C++ kernels that multiply them weights have 16 bits, and the log says so."""
-    assert device_type == "cpu", "devices.check_quantization() asks it of the settings"
-    if lacking := why_no_kernels():
-        logger.warning("weights: multiplied in 16 bits by torch's operators, slower: no C++ kernels: %s", lacking)
+    """Return the method, or that of 16-bit weights with a log line if there are no C++ kernels."""
+    assert device_type == "cpu", "checked by devices.check_quantization()"
+    if reason := why_no_kernels():
+        logger.warning("weights: falling back to 16 bits and torch operators, slower: no C++ kernels: %s", reason)
         return dense.method(device_type)
-    logger.info("products: %s, %s", stored.name, cpu_library().instruction_set.name)
+    logger.info("linear layers: %s, %s", stored.name, cpu_library().instruction_set.name)
     return GroupedMethod(stored, dense.method(device_type))
 
 
 class GroupedMethod:
+    """Linear layers in groups of 32 inputs."""
+
     def __init__(self, stored: WeightFormat, multiplied: LinearMethod) -> None:
-        """`multiplied`: what is left in 16 or 32 bits."""
+        """Open the stored blocks, if any; `multiplied` serves layers that stay in 16 or 32 bits."""
         self._dense = multiplied
         self._blocks = StoredBlocks(stored.blocks) if stored.blocks else None
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
-        weight = _quantised(spec, source) if self._blocks is None else self._stored(spec, source, self._blocks)
+        weight = _quantized(spec, source) if self._blocks is None else self._stored(spec, source, self._blocks)
         if weight is None:
             return self._dense.load(spec, source)
         bias = dense.rows_of(spec, source, "bias", ()) if spec.bias else None
@@ -65,7 +67,7 @@ class GroupedMethod:
         parts = [blocks.get(name, (size, spec.inputs)) for name, size in zip(names, spec.sizes, strict=True)]
         there = [part for part in parts if part is not None]
         if len(there) < len(parts) or len({part.format for part in there}) > 1:
-            logger.info("%s: multiplied in 16 bits: its parts are not stored in one format of 4 or 8 bits", names[0])
+            logger.info("%s: kept in 16 bits: its parts do not share one 4- or 8-bit format", names[0])
             return None
         for name in names:
             source.leave(name)
@@ -73,19 +75,19 @@ class GroupedMethod:
         return weight if spec.row_order is None else weight.rows(spec.row_order)
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
-        stored = quantised(weight) if self._blocks is None else self._blocks.get(name, (len(weight), weight.shape[1]))
+        stored = quantized(weight) if self._blocks is None else self._blocks.get(name, (len(weight), weight.shape[1]))
         if stored is None:
-            logger.info("%s: multiplied in 16 bits: it is not stored in 4 or 8", name)
+            logger.info("%s: kept in 16 bits: not stored in 4 or 8 bits", name)
             return self._dense.head(weight, name, source)
         packed = PackedLinear(stored, weight.shape[1])
         source.keep_as(0, packed.nbytes)
         return GroupedHead(packed)
 
 
-def _quantised(spec: LinearSpec, source: WeightSource) -> GroupedWeight:
+def _quantized(spec: LinearSpec, source: WeightSource) -> GroupedWeight:
     rows = dense.rows_of(spec, source, "weight", (spec.inputs,))
     source.keep_as(rows.nbytes, 0)
-    return quantised(rows)
+    return quantized(rows)
 
 
 def _served(x: Tensor) -> Tensor:
@@ -93,22 +95,22 @@ def _served(x: Tensor) -> Tensor:
 
 
 class GroupedLinear:
-    scaling: Scaling = Scaling.NONE  # a row is quantised where it is multiplied: 0.4 us a row of 576
+    scaling: Scaling = Scaling.NONE  # rows are quantized by the kernel: 0.4 us per row of 576
 
     def __init__(self, packed: PackedLinear) -> None:
         self._packed = packed
 
     def __call__(self, x: Input) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         return self._packed(_served(x)).to(x.dtype)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         return self._packed(_served(x), gate=_GATES[activation]).to(x.dtype)
 
 
 class GroupedHead:
-    """Logits are the float32 sums, as every head's are."""
+    """The output head: logits are the float32 sums."""
 
     def __init__(self, packed: PackedLinear) -> None:
         self._packed = packed

@@ -1,22 +1,22 @@
-"""Kernels that quantise rows to 8-bit floats, alone and fused into others, against the reference.
+"""Kernels that quantize rows to 8-bit floats, alone and fused, against the reference.
 
-The interpreter rounds three of a hundred float32 to another 8-bit float than a GPU does, one of half the value among
-them. So inputs here are 8-bit floats times powers of two, which nothing rounds, wherever the reference is compared
-with; how the GPU rounds, gpu_check.py checks.
+The interpreter rounds 3 % of float32 values differently from a GPU, one of them by half its value. So inputs compared
+with the reference are 8-bit floats times powers of two, which need no rounding; gpu_check.py checks the GPU's
+rounding.
 """
 
 import pytest
 import torch
 
 from kernels.fp8_kv import E4M3_MAX
-from kernels.fp8_quantise import quantise_groups, quantise_rows
-from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton
-from kernels.scaled import GROUP, Scaled, quantise_groups_reference, quantise_rows_reference
-from kernels.silu_and_mul import silu_and_mul_quantised, silu_and_mul_triton
+from kernels.fp8_quantize import quantize_groups, quantize_rows
+from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton
+from kernels.scaled import GROUP, Scaled, quantize_groups_reference, quantize_rows_reference
+from kernels.silu_and_mul import silu_and_mul_quantized, silu_and_mul_triton
 
 
 def random(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:
-    """A strided view of rows whose magnitudes differ: the columns after a row belong to somebody else."""
+    """Return a strided view of rows of different magnitudes; the columns after a row must not be read."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(num_rows, width + 16, generator=generator) * torch.logspace(-3, 1, num_rows)[:, None]
     rows[:, width:] = torch.nan
@@ -24,7 +24,7 @@ def random(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def representable(num_rows: int, width: int) -> torch.Tensor:
-    """Rows of float8_e4m3fn times a power of two for each 128 elements; 448 is in each of them."""
+    """Return rows of float8_e4m3fn times a power of two per 128 elements; each contains 448."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(256, (num_rows, width // GROUP, GROUP), dtype=torch.uint8, generator=generator)
     values = bits.view(torch.float8_e4m3fn).float().nan_to_num(1.5)
@@ -38,42 +38,42 @@ def same(found: Scaled, expected: Scaled) -> bool:
 
 
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 640), (2, 1536)])
-def test_groups_are_those_of_the_reference(num_rows: int, width: int) -> None:
+def test_quantized_groups_match_the_reference(num_rows: int, width: int) -> None:
     x = representable(num_rows, width)
-    found = quantise_groups(x)
-    assert same(found, quantise_groups_reference(x))
+    found = quantize_groups(x)
+    assert same(found, quantize_groups_reference(x))
     assert torch.equal(found.exact_rows(), x)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_rows_are_those_of_the_reference(num_rows: int) -> None:
+def test_quantized_rows_match_the_reference(num_rows: int) -> None:
     x = representable(num_rows, GROUP)
-    found = quantise_rows(x)
-    assert same(found, quantise_rows_reference(x))
+    found = quantize_rows(x)
+    assert same(found, quantize_rows_reference(x))
     assert torch.equal(found.exact_rows(), x)
 
 
-def test_the_largest_element_is_448_and_zeros_stay_zeros() -> None:
+def test_largest_element_is_448_and_zeros_stay_zeros() -> None:
     x = torch.zeros(2, 256, dtype=torch.float16)
     x[0, 5], x[0, 200] = -3.0, 0.75
-    of_rows, of_groups = quantise_rows(x), quantise_groups(x)
+    of_rows, of_groups = quantize_rows(x), quantize_groups(x)
     assert of_rows.values[0, [5, 200]].tolist() == [-448.0, 112.0]
     assert of_groups.values[0, [5, 200]].tolist() == [-448.0, 448.0]
-    assert of_groups.scales.shape == (2, 2), "a group is a row of scales: the layout that products read"
+    assert of_groups.scales.shape == (2, 2), "a group is a row of scales: the layout that linear layers read"
     assert not of_rows.values[1].float().any() and not of_groups.exact_rows()[1].any()
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 640)])
-def test_a_norm_that_quantises_is_the_norm_then_what_quantises(num_rows: int, width: int, is_grouped: bool) -> None:
+def test_fused_norm_quantize_equals_norm_then_quantize(num_rows: int, width: int, is_grouped: bool) -> None:
     x, residual, weight = random(num_rows, width), random(num_rows, width, 1), random(1, width, 2)[0]
     normed, new_residual = add_rms_norm_triton(x, residual, weight, 1e-5)
-    found, added = add_rms_norm_quantised(x, residual, weight, 1e-5, is_grouped)
+    found, added = add_rms_norm_quantized(x, residual, weight, 1e-5, is_grouped)
     assert torch.equal(added, new_residual)
-    assert same(found, quantise_groups(normed) if is_grouped else quantise_rows(normed))
+    assert same(found, quantize_groups(normed) if is_grouped else quantize_rows(normed))
 
 
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 1000)])
-def test_a_gate_that_quantises_is_the_gate_then_what_quantises(num_rows: int, width: int) -> None:
+def test_fused_silu_quantize_equals_silu_then_quantize(num_rows: int, width: int) -> None:
     x = random(num_rows, 2 * width)
-    assert same(silu_and_mul_quantised(x), quantise_rows(silu_and_mul_triton(x)))
+    assert same(silu_and_mul_quantized(x), quantize_rows(silu_and_mul_triton(x)))

@@ -1,24 +1,27 @@
 """compressed-tensors, as llm-compressor writes it: RedHatAI's `-FP8-dynamic`, `-FP8` and `-FP8-BLOCK`.
 
-Groups of modules, each with what its weights and its inputs are quantised to. W8A8 in fp8 is read: weights of e4m3 with
-a scale for all, for each row or for 128 x 128; inputs quantised while running, or with a scale measured beforehand. It
-is used at a worker's start and by estimates. It knows no tensors.
+Supported is W8A8 in fp8: e4m3 weights with a scale per tensor, row or block of 128 x 128, and inputs quantized at run
+time or with a static scale.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from engine_worker.model.quantisation_config.patterns import exact_or_regex
+from engine_worker.model.quantization_config.patterns import exact_or_regex
 from engine_worker.model.weight_format import BLOCK, FormatGroup, Fp8Scheme, ScalePer, WeightFormat
 
 NAME = "compressed-tensors fp8"
 _PER = {"tensor": ScalePer.TENSOR, "channel": ScalePer.ROW, "block": ScalePer.BLOCK}
 _FORMATS = ("float-quantized", "naive-quantized", None)
-_ACCEPTED = "; read are 8 bit floats (e4m3) with a scale for each tensor, channel or block of 128 x 128"
+_ACCEPTED = "; supported: 8-bit floats (e4m3) with a scale per tensor, channel or block of 128 x 128"
 
 
 def weight_format(written: Mapping[str, Any]) -> WeightFormat:
-    """Raises ValueError."""
+    """Return the weight format.
+
+    Raises:
+        ValueError: If it is not W8A8 in fp8 with such scales.
+    """
     for part in (written, *_groups(written)):
         if part.get("format") not in _FORMATS:
             raise _refused(f"format = {part['format']!r}")

@@ -1,7 +1,6 @@
-"""fp8 as numbers: fp8 weights made into 16 or 32 bits while they load.
+"""Dequantize fp8 weights to 16 or 32 bits while they load: weight = e4m3 * scale in float32, rounded once.
 
-The reference of every fp8 product: weight = e4m3 * scale in float32, then rounded once. Knows no layer and no device.
-It is used at a worker's start, where the device does not multiply fp8, and as what tests compare with.
+It serves devices without fp8, and is the reference of the fp8 kernels.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,13 +18,13 @@ from engine_worker.model.weight_format import (
     WeightFormat,
 )
 from engine_worker.model.weights import WeightSource
-from kernels.scaled import quantise_rows_reference
+from kernels.scaled import quantize_rows_reference
 
 FP8 = torch.float8_e4m3fn
 
 
-def dequantised(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
-    """[N, K] e4m3 -> [N, K] float32. `scale`: of the shape that Fp8Scheme.scale_shape() gives."""
+def dequantized(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
+    """Return [N, K] float32 for an e4m3 weight [N, K] and a scale in the shape of Fp8Scheme.scale_shape()."""
     exact = weight.float()
     if per is ScalePer.BLOCK:
         rows, columns = weight.shape
@@ -34,8 +33,8 @@ def dequantised(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
     return exact.mul_(scale[:, None] if per is ScalePer.ROW else scale)
 
 
-class DequantisedWeights:
-    """The tensors of `source`, with products in 16 or 32 bits; quantised online, they are what fp8 leaves of them."""
+class DequantizedWeights:
+    """The tensors of `source` with dequantized linear layers; online quantization is applied and undone."""
 
     def __init__(self, source: WeightSource, stored: WeightFormat) -> None:
         self._source, self._format = source, stored
@@ -53,12 +52,12 @@ class DequantisedWeights:
         scheme = self._format.scheme_of(module) if len(shape) == 2 and module != name else None
         if scheme is None or dtype is not None:
             return self._source.get(name, shape, part, dtype)
-        assert part is None, "a source of parts is dequantised, not parts of what is dequantised"
+        assert part is None, "wrap the source of parts; parts of dequantized weights are not supported"
         if self._format.is_online:
-            rows = quantise_rows_reference(self._source.get(name, shape))
-            return dequantised(rows.values, rows.scales, scheme.per).to(self.dtype)
+            rows = quantize_rows_reference(self._source.get(name, shape))
+            return dequantized(rows.values, rows.scales, scheme.per).to(self.dtype)
         weight, scale, _ = read_fp8(self._source, module, shape, scheme)
-        made = dequantised(weight, scale, scheme.per).to(self.dtype)
+        made = dequantized(weight, scale, scheme.per).to(self.dtype)
         self._source.keep_as(weight.nbytes + scale.nbytes, made.nbytes)
         return made
 
@@ -75,12 +74,12 @@ class DequantisedWeights:
 def read_fp8(
     source: WeightSource, module: str, shape: tuple[int, ...], scheme: Fp8Scheme
 ) -> tuple[Tensor, Tensor, float | None]:
-    """The weight of `shape`, e4m3, its scales, and that of its inputs if it has one."""
+    """Return the e4m3 weight of `shape`, its scales, and the input scale if there is one."""
     rows, columns = shape
     scale = source.get(f"{module}.{WEIGHT_SCALE}", scheme.scale_shape(rows, columns), dtype=torch.float32)
     weight = source.get(f"{module}.weight", shape, dtype=FP8)
     if not scheme.has_input_scale:
         return weight, scale, None
     of_inputs = source.get(f"{module}.{INPUT_SCALE}", (), dtype=torch.float32)
-    source.keep_as(of_inputs.nbytes, 0)  # a number of the program from here on
+    source.keep_as(of_inputs.nbytes, 0)  # kept as a Python number, not as a tensor
     return weight, scale, of_inputs.item()

@@ -1,8 +1,7 @@
-"""Reads stored_blocks.safetensors: weights of a GGUF file as it has them, block after block (gguf/stored_blocks.py).
+"""Read stored_blocks.safetensors: a GGUF file's blocks, unchanged (written by gguf/stored_blocks.py).
 
-ggml's blocks of 32 numbers: a float16 scale; in Q4_1 a float16 minimum; 32 int8, or 16 bytes whose lower halves are the
-first 16 numbers and whose upper halves are the others (ggml-common.h, block_q4_0, block_q4_1, block_q8_0). It is used
-at a worker's start. It knows no layer and no product.
+ggml's blocks of 32 numbers: a float16 scale; in Q4_1 a float16 minimum; then 32 int8, or 16 bytes whose low nibbles are
+the first 16 numbers. Source: ggml-common.h, block_q4_0, block_q4_1, block_q8_0.
 """
 
 from pathlib import Path
@@ -18,31 +17,37 @@ _SCALE_BYTES = 2
 
 
 class StoredBlocks:
+    """The blocks of a model's tensors."""
+
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, framework="pt")
         self._types: dict[str, str] = self._file.metadata() or {}
 
     def get(self, name: str, shape: tuple[int, int]) -> GroupedWeight | None:
-        """None where the file has no such tensor. Raises ValueError where it has another shape."""
+        """Return a tensor's blocks, or None if it is not stored.
+
+        Raises:
+            ValueError: If its shape is not `shape`.
+        """
         format_ = _FORMATS.get(self._types.get(name, ""))
         if format_ is None:
             return None
         rows = self._file.get_tensor(name)
         blocks = _blocks(rows, shape[1] // GROUP, format_) if shape[1] % GROUP == 0 else None
         if blocks is None or len(rows) != shape[0]:
-            raise ValueError(f"{name} has {tuple(rows.shape)} bytes of blocks; config.json makes it {shape}")
+            raise ValueError(f"{name} has {tuple(rows.shape)} bytes of blocks; config.json requires shape {shape}")
         return _grouped(blocks, format_)
 
 
 def _blocks(rows: Tensor, groups: int, format_: GroupFormat) -> Tensor | None:
-    """[N, groups, bytes of a block]"""
+    """Split rows into [N, groups, bytes per block], or return None for another length."""
     scales = 2 if format_ is GroupFormat.INT4_MINIMUM else 1
     size = scales * _SCALE_BYTES + (GROUP if format_ is GroupFormat.INT8 else GROUP // 2)
     return rows.unflatten(1, (groups, size)) if rows.shape[1] == groups * size else None
 
 
 def _grouped(blocks: Tensor, format_: GroupFormat) -> GroupedWeight:
-    """Blocks are read two bytes at a time, half as many steps; their sizes and the places of their parts are even."""
+    """Split blocks into scales, minima and quants, two bytes at a time, because all offsets are even."""
     pairs = blocks.view(torch.int16)
     scales = pairs[..., 0].contiguous().view(torch.float16)
     minima = pairs[..., 1].contiguous().view(torch.float16) if format_ is GroupFormat.INT4_MINIMUM else None

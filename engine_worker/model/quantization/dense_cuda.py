@@ -1,7 +1,4 @@
-"""Dense products on CUDA: skinny_linear where its rule has tiles, by shape and rows alone, else the library's.
-
-Knows no layer and no network. It is used at a worker's start, where weights load, and in every step.
-"""
+"""Unquantized linear layers on CUDA: skinny_linear where its rule has tiles for the shape, else the library."""
 
 import logging
 from functools import cache
@@ -10,23 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTISED, Input, Scaling
+from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
 from engine_worker.model.spec import Activation
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
-from kernels.skinny_linear_tiles import most_rows, tiles_for
+from kernels.skinny_linear_tiles import max_rows, tiles_for
 
 logger = logging.getLogger("worker")
 
 
-def tell_product(name: str, weight: Tensor, is_gated: bool) -> None:
-    """Log which kernel serves products of this name and shape, once."""
-    _tell(name, *weight.shape, most_rows(weight, is_gated))
+def log_kernel(name: str, weight: Tensor, is_gated: bool) -> None:
+    """Log the kernel for layers of this name and shape, once."""
+    _log(name, *weight.shape, max_rows(weight, is_gated))
 
 
 @cache
-def _tell(name: str, num_outputs: int, num_inputs: int, num_rows: int) -> None:
-    served = f"skinny_linear up to {num_rows} rows" if num_rows else "the library's product"
+def _log(name: str, num_outputs: int, num_inputs: int, num_rows: int) -> None:
+    served = f"skinny_linear up to {num_rows} rows" if num_rows else "library kernel"
     logger.info("%s, %d x %d: %s", name, num_outputs, num_inputs, served)
 
 
@@ -37,15 +34,15 @@ class CudaLinear:
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Input) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         tiles = tiles_for(self.weight, len(x), is_gated=False)
         if tiles is None:
             return F.linear(x, self.weight, self.bias)
-        product = skinny_linear(x, self.weight, tiles)
-        return product if self.bias is None else product.add_(self.bias)
+        outputs = skinny_linear(x, self.weight, tiles)
+        return outputs if self.bias is None else outputs.add_(self.bias)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTISED
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         if activation is Activation.GELU_TANH:
             return gelu_tanh_and_mul(self(x))
         tiles = tiles_for(self.weight, len(x), is_gated=True)
@@ -55,7 +52,7 @@ class CudaLinear:
 
 
 class CudaHead:
-    """Logits are float32, as on a CPU: see dense.py."""
+    """The output head: logits are float32, as on a CPU (dense_cpu.py)."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

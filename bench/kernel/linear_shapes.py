@@ -1,7 +1,4 @@
-"""The matrix products of models that people serve, whole and as one of several GPUs computes them: shapes, no weights.
-
-Used by the benches of products and by the checks of their kernels.
-"""
+"""Shapes of the linear layers of well-known models, whole and split over GPUs."""
 
 from dataclasses import dataclass
 
@@ -32,11 +29,11 @@ MODELS = {
 }
 ON_TWO_GPUS = ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B", "Llama-3.1-70B")
 
-Shape = tuple[int, int, bool]  # outputs, inputs, is gated: then gate and up are outputs each
+Shape = tuple[int, int, bool]  # outputs (gated: of gate and up each), inputs, is gated
 
 
-def products_of(model: ModelSizes, num_ranks: int = 1) -> dict[str, Shape]:
-    """The products of one of `num_ranks` GPUs, by the names of their weights."""
+def linear_shapes_of(model: ModelSizes, num_ranks: int = 1) -> dict[str, Shape]:
+    """Return the linear layers of one of `num_ranks` GPUs by name."""
     query, inner = model.num_heads * model.head_dim // num_ranks, model.intermediate // num_ranks
     kv = max(1, model.num_kv_heads // num_ranks) * model.head_dim
     return {
@@ -49,10 +46,10 @@ def products_of(model: ModelSizes, num_ranks: int = 1) -> dict[str, Shape]:
 
 
 def all_shapes() -> dict[Shape, list[str]]:
-    """Shape -> whose it is, such as `Phi-4 down`."""
+    """Return shape -> names such as `Phi-4 down`."""
     shapes: dict[Shape, list[str]] = {}
     for name, model in MODELS.items():
         for num_ranks in (1, 2) if name in ON_TWO_GPUS else (1,):
-            for product, shape in products_of(model, num_ranks).items():
-                shapes.setdefault(shape, []).append(f"{name} {product}" + (" of 2 GPUs" if num_ranks == 2 else ""))
+            for layer, shape in linear_shapes_of(model, num_ranks).items():
+                shapes.setdefault(shape, []).append(f"{name} {layer}" + (" of 2 GPUs" if num_ranks == 2 else ""))
     return shapes

@@ -1,0 +1,37 @@
+"""Weight formats: one file each, with one LinearMethod per device, imported on demand."""
+
+from torch import Tensor
+
+from engine_worker.model.linear import LinearMethod
+from engine_worker.model.weight_format import WeightFormat
+from engine_worker.model.weights import WeightSource
+
+
+def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool = False) -> LinearMethod:
+    """Return the LinearMethod of a format.
+
+    Args:
+        stored: The format.
+        device_type: `cpu` or `cuda`.
+        is_deterministic: Rows must have the same bits in any batch.
+    """
+    if stored.groups:
+        from engine_worker.model.quantization import fp8  # noqa: PLC0415 - only fp8 models need it
+
+        return fp8.method(stored, device_type, is_deterministic)
+    if stored.in_groups:
+        from engine_worker.model.quantization import grouped  # noqa: PLC0415 - as above
+
+        return grouped.method(stored, device_type)
+    from engine_worker.model.quantization import dense  # noqa: PLC0415
+
+    return dense.method(device_type)
+
+
+def dense_tensor(source: WeightSource, stored: WeightFormat, name: str, shape: tuple[int, int]) -> Tensor:
+    """Return a weight in 16 or 32 bits, dequantized if the checkpoint has it in fp8."""
+    if stored.stored_scheme(name.removesuffix(".weight")) is None:
+        return source.get(name, shape)
+    from engine_worker.model.quantization.dequantized import DequantizedWeights  # noqa: PLC0415 - as above
+
+    return DequantizedWeights(source, stored).get(name, shape)
