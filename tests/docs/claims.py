@@ -160,7 +160,7 @@ def false_decisions(text: str) -> list[str]:
     """ADR 93, ADR 0093, ADRs 0005, 0012 and 0020."""
     lists = re.findall(r"\bADRs?\s+(\d{1,4}(?:(?:,\s+|\s+and\s+|\s+to\s+)\d{1,4})*)\b", text)
     named = {int(number) for listed in lists for number in re.findall(r"\d+", listed)}
-    return [f"ADR {number}" for number in sorted(named - facts.decisions())]
+    return [f"ADR {number}" for number in sorted(named - facts.decisions().keys())]
 
 
 # What a family is called, in the order of MODULES; `model_type` alone tells which is served.

@@ -148,6 +148,13 @@ def scripts() -> frozenset[str]:
     return frozenset(path.stem for path in (ROOT / "shared" / "redis_scripts").glob("*.lua"))
 
 
-def decisions() -> frozenset[int]:
-    """The numbers of docs/adr."""
-    return frozenset(int(path.name[:4]) for path in (ROOT / "docs" / "adr").glob("[0-9]*.md"))
+@cache
+def decisions() -> dict[int, Path]:
+    """Number of a decision -> the file in docs/adr that holds it today."""
+    return decision_map((ROOT / "docs" / "adr" / "README.md").read_text())
+
+
+def decision_map(index: str) -> dict[int, Path]:
+    """Read the rows `| [file](file) | title | numbers |` of the index."""
+    rows = re.findall(r"(?m)^\| \[[^]]+\]\(([0-9]\S+\.md)\) \|.*\| ([\d, ]+) \|$", index)
+    return {int(number): ROOT / "docs" / "adr" / name for name, numbers in rows for number in numbers.split(",")}
