@@ -39,7 +39,8 @@ PROGRAMS = {
     "metrics-cost": "serving.metrics_cost",  # what it costs to be observed
     "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and what a late one gets of it
     "disconnects": "serving.disconnects",  # clients that leave at random: how soon their KV is free
-    "plots": "plots",  # the pictures of docs/benchmarks.md
+    "summarize": "summarize",  # bench/results/TOPIC.json from raw results
+    "plots": "plots",  # the pictures of docs/benchmarks
 }
 
 

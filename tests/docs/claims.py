@@ -173,11 +173,12 @@ FAMILY_NAMES = {
 
 
 def false_families(text: str) -> list[str]:
-    """The families in `It serves ... (A, B and C)` that are refused, and those that it leaves out."""
-    lists = re.findall(r"(?s)serves dense decoders[^(]*\(([^)]*)\)", text)
-    named = {name.strip() for listed in lists for name in re.split(r",|\band\b", " ".join(listed.split()))}
+    """The families in the table under "## Models" that are refused, and those that it leaves out."""
+    section = re.search(r"(?ms)^## Models$(.*?)(?=^## |\Z)", text)
+    rows = re.findall(r"(?m)^\| ([^|]*)\|[^|]*\| ([^|]*)\|[^|]*\|$", section[1]) if section else []
+    named = {name.strip() for row in rows for name in row} - {"", "family"}
     unknown = {name for name in named if FAMILY_NAMES.get(name) not in MODULES}
-    lacking = {name for name, kind in FAMILY_NAMES.items() if kind in MODULES} - named if lists else set()
+    lacking = {name for name, kind in FAMILY_NAMES.items() if kind in MODULES} - named if rows else set()
     return sorted(unknown) + sorted(f"not named: {name}" for name in lacking)
 
 
