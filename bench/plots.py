@@ -1,4 +1,4 @@
-"""python -m bench plots: the pictures of docs/benchmarks.md, from the JSON that the other programs wrote.
+"""python -m bench plots: the pictures of docs/benchmarks, from the JSON that the other programs wrote.
 
 latency_throughput.png   decode: time between two tokens over tokens a second, a point a batch, an engine a line;
                          and through HTTP: time to the first token and between tokens over the requests a second

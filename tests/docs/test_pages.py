@@ -7,7 +7,7 @@ import pytest
 
 from tests.docs.pages import DOCS, filled, pages
 
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "changes/README.md")
 ALL_PAGES = [*(DOCS.parent / name for name in ROOT_PAGES), *sorted(DOCS.rglob("*.md"))]
 
 
