@@ -31,11 +31,11 @@ from tests.monitoring.loaded_worker import LoadedWorker
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROGRAMS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
-_BOUND = ("worker", "model")  # every metric of a worker has them
+_BOUND = ("worker", "model")  # every worker metric has these labels
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """File -> name of a mark -> what stands between it and its end."""
+    """Return file -> name of a mark -> generated text between the marks."""
     return {
         "reference/metrics.md": {
             "worker": worker_metrics(),
@@ -58,7 +58,7 @@ def routes() -> str:
 
 
 def native_families() -> str:
-    """Model type, its file, and the first sentence of that."""
+    """Return a table of model type, file, and its first paragraph."""
     rows = []
     for model_type, module in MODULES.items():
         docstring = import_module(f"engine_worker.model.architectures.{module}").__doc__ or ""
@@ -68,7 +68,7 @@ def native_families() -> str:
 
 
 def other_families() -> str:
-    """What the tests try without a file: served, or refused with these words."""
+    """Return a table of types without a file that the tests try: served or refused."""
     served = sorted({case.model_type for case in THROUGH_TRANSFORMERS.values()})
     rows = [(f"`{model_type}`", "transformers", "") for model_type in served]
     rows += [(f"`{model_type}`", "refused", words) for model_type, changes, words in REFUSED if not changes]
@@ -119,7 +119,7 @@ def _exposed_name(family: Metric) -> str:
 
 def _labels(family: Metric) -> str:
     collected = {label for sample in family.samples for label in sample.labels}
-    declared = _DECLARED.get(family.name.removeprefix("pagestream_"), set())  # without a child there is no sample
+    declared = _DECLARED.get(family.name.removeprefix("pagestream_"), set())  # a metric without a child has no sample
     return ", ".join(f"`{label}`" for label in sorted(collected | declared) if label not in (*_BOUND, "le"))
 
 

@@ -1,6 +1,6 @@
-"""The pages tell the truth of routes, errors, the store, commands, flags, files, metrics and models.
+"""Pages agree with the code on routes, errors, store names, commands, flags, files, metrics and models.
 
-Every kind is seen to find a planted falsehood; and what the code has and a page is to have whole is there.
+Every check finds a planted falsehood. Pages that must be complete are complete.
 """
 
 import re
@@ -21,7 +21,7 @@ INTERNALS = facts.ROOT / "docs" / "internals"
 
 
 @pytest.mark.parametrize("check", claims.CHECKS, ids=lambda check: check.__name__)
-def test_no_page_says_what_is_not_so(check: Callable[[str], list[str]]) -> None:
+def test_pages_have_no_false_claims(check: Callable[[str], list[str]]) -> None:
     assert false_claims(PAGES, check) == {}
 
 
@@ -63,32 +63,32 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("text", "check", "found"), PLANTED, ids=[plant[0][:40] for plant in PLANTED])
-def test_a_planted_falsehood_is_found(text: str, check: Callable[[str], list[str]], found: list[str]) -> None:
+def test_planted_falsehoods_are_found(text: str, check: Callable[[str], list[str]], found: list[str]) -> None:
     assert check(text) == found
 
 
-def test_a_family_that_is_refused_or_forgotten_is_found() -> None:
+def test_refused_and_missing_families_are_found() -> None:
     rows = "| Llama | yes | Falcon | |\n| Qwen3 | yes | | |\n"
     found = claims.false_families(f"## Models\n| family | GGUF | family | GGUF |\n|---|---|---|---|\n{rows}")
     assert found[0] == "Falcon"
     assert "not named: Mistral" in found
 
 
-def test_every_kind_is_planted() -> None:
+def test_every_check_has_a_planted_falsehood() -> None:
     assert {check for _, check, _ in PLANTED} | {claims.false_families} == set(claims.CHECKS)
 
 
-def test_enough_is_looked_at() -> None:
-    """A pattern that matches nothing would find nothing false."""
+def test_many_claims_are_checked() -> None:
+    """A pattern that matches nothing would find nothing."""
     text = "\n".join(path.read_text() for path in PAGES)
-    assert len(list(claims.told_routes(text))) > 40
+    assert len(list(claims.named_routes(text))) > 40
     assert len(re.findall(r"\b[45]\d\d `[a-z]+_\w+`", text)) > 10
     assert len(claims.spans(text)) > 1000
 
 
 def test_every_family_has_a_name() -> None:
-    """A new one is named in README.md and in FAMILY_NAMES."""
-    kinds = set(claims.FAMILY_NAMES.values()) | {"glm"}  # of GLM-4 there are two
+    """Add a new family to README.md and to FAMILY_NAMES."""
+    kinds = set(claims.FAMILY_NAMES.values()) | {"glm"}  # GLM-4 has two model types
     assert kinds == set(MODULES)
 
 
@@ -101,7 +101,7 @@ def test_the_store_protocol_page_is_complete() -> None:
     assert facts.scripts() - scripts == set()
 
 
-def test_every_command_is_told() -> None:
+def test_every_command_is_on_a_page() -> None:
     text = "\n".join(path.read_text() for path in PAGES if path.parent.name != "adr")
     assert [name for name in sorted(facts.commands()) if f"pagestream {name}" not in text] == []
 
@@ -121,7 +121,7 @@ def test_every_raised_error_code_is_on_the_errors_page() -> None:
     assert told - known == set()
 
 
-def test_the_tree_of_errors_is_what_is_raised() -> None:
-    """gateway/errors.py opens with every status and its codes."""
+def test_raised_errors_are_in_the_tree_of_errors() -> None:
+    """gateway/errors.py starts with every status and its codes."""
     told = {(status, code) for status, codes in facts.error_codes().items() for code in codes}
     assert facts.raised_codes() - told == set()
