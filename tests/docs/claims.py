@@ -1,7 +1,7 @@
 """False claims of a page: each function takes a page's text and returns the claims that the code contradicts.
 
-A claim is a name in `backticks` or in a code block: a route, a flag, a file. Names under a heading with "Not there" must
-not exist; the first two functions check them.
+A claim is a name in `backticks` or in a code block: a route, a flag, a file. Names under a heading with "Not there"
+must not exist; the first two functions check them.
 """
 
 import re
