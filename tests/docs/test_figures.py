@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.docs.facts import ROOT
+from tests.docs.facts import ROOT, files
 
 RESULTS = ROOT / "bench" / "results"
-SUMMARIES = sorted(RESULTS.glob("*.json"))
+TRACKED = sorted(ROOT / name for name in files() if name.startswith("bench/results/"))
+SUMMARIES = [path for path in TRACKED if path.parent == RESULTS and path.suffix == ".json"]
 PAGES = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
 DERIVED_COLUMNS = re.compile(r"ratio|aim|share|gateways|commit|command|case|texts|server|limit", re.IGNORECASE)
 UNITS = (1.0, 1e3, 1e6, 1e-6, 100.0)  # seconds as ms or us, bytes as MB, a share as a percentage
@@ -92,5 +93,5 @@ def test_a_summary_names_its_origin(path: Path) -> None:
 
 
 def test_results_are_summaries_of_limited_size() -> None:
-    assert [path for path in RESULTS.rglob("*") if path.is_file() and path not in SUMMARIES] == []
+    assert TRACKED == SUMMARIES
     assert sum(path.stat().st_size for path in SUMMARIES) <= MAX_RESULT_BYTES
