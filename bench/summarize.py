@@ -52,11 +52,11 @@ def main(argv: list[str]) -> int:
     sources = [source for source in sources if source["raw"] not in arguments.files]
     for name in arguments.files:
         source = summary_of(name, read_raw(name, arguments.raw_commit), frozenset(arguments.without))
+        source = {"raw": name, "raw_commit": arguments.raw_commit} | source
         found = source["figures"].items()
         source["figures"] = {case: figures for case, figures in found if re.search(arguments.cases, case)}
         sources.append(source)
-    shown = {"topic": arguments.topic, "raw_commit": arguments.raw_commit, "sources": sources}
-    path.write_text(_dumped(shown))
+    path.write_text(_dumped({"topic": arguments.topic, "sources": sources}))
     return 0
 
 

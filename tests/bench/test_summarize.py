@@ -40,11 +40,11 @@ def test_a_summary_is_written_and_appended(tmp_path, monkeypatch: pytest.MonkeyP
     (tmp_path / "a.jsonl").write_text(LINES)
     (tmp_path / "b.json").write_text(json.dumps({"commit": "def5678", "seconds": 0.12345678}))
     assert summarize.main(["topic", "a.jsonl", "--raw-commit", "abc1234"]) == 0
-    assert summarize.main(["topic", "b.json", "--raw-commit", "abc1234", "--append"]) == 0
+    assert summarize.main(["topic", "b.json", "--raw-commit", "def5678", "--append"]) == 0
     written = json.loads((tmp_path / "topic.json").read_text())
     assert [source["raw"] for source in written["sources"]] == ["a.jsonl", "b.json"]
     assert written["sources"][1]["figures"] == {"": {"seconds": 0.12346}}
-    assert written["raw_commit"] == "abc1234"
+    assert [source["raw_commit"] for source in written["sources"]] == ["abc1234", "def5678"]
 
 
 def test_only_matching_cases_are_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
