@@ -35,7 +35,7 @@ LEFT_OUT = {
     "max_model_len", "s", "out_tok_s", "total_tok_s", "mean_context",
 }  # fmt: skip
 
-Figures = dict[str, dict[str, Any]]
+MACHINE_PATH = re.compile(r"(?<=[ =])(?:/|~/|\.\w+/)[\w./-]+")  # in a command: where a model lay, where output went
 
 
 def main(argv: list[str]) -> int:
@@ -112,7 +112,7 @@ class _Walk:
             return
         if isinstance(item, str):
             if key in ORIGIN | VERSIONS:
-                (self.origin if key in ORIGIN else self.versions)[key].add(item)
+                (self.origin if key in ORIGIN else self.versions)[key].add(MACHINE_PATH.sub("PATH", item))
         elif isinstance(item, dict) and _has_records(item):
             yield from self.figures(item, (*case, key), "")
         elif isinstance(item, list) and item and isinstance(item[0], dict):

@@ -7,7 +7,7 @@ import pytest
 from bench import summarize
 
 LINES = """
-{"what": "origin", "command": "python -m bench x", "commit": "abc1234", "torch": "2.11.0"}
+{"what": "origin", "command": "python -m bench x --out /tmp/x.json", "commit": "abc1234", "torch": "2.11.0"}
 {"what": "decode", "batch": 1, "mean_ms": 4.0, "steps": 10}
 {"what": "decode", "batch": 1, "mean_ms": 6.0, "steps": 10}
 {"what": "decode", "batch": 8, "mean_ms": 7.5, "steps": 10}
@@ -20,7 +20,7 @@ def test_repetitions_become_median_and_spread() -> None:
         "what=decode batch=1": {"mean_ms": {"median": 5, "spread": [4, 6]}},
         "what=decode batch=8": {"mean_ms": 7.5},
     }
-    assert (found["raw"], found["command"], found["commit"]) == ("h200/x.jsonl", "python -m bench x", "abc1234")
+    assert (found["raw"], found["command"], found["commit"]) == ("h200/x.jsonl", "python -m bench x --out PATH", "abc1234")
     assert (found["versions"], found["runs"]) == ({"torch": "2.11.0"}, 2)
 
 
