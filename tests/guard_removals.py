@@ -1,4 +1,4 @@
-"""make mutants: takes each guard of docs/security.md away, one at a time, and sees its tests fail.
+"""make mutants: remove each guard of docs/internals/security-model.md, one at a time, and check that its tests fail.
 
     python -m tests.guard_removals [WORD ...]       those whose class or file holds one of the words; default: all
 
@@ -29,11 +29,10 @@ END_SECONDS = 240.0  # the slowest takes 20 on two idle cores
 MEMORY_BYTES = 16 * 2**30  # of address space: without its guard a test may take all there is
 
 _FAILED = re.compile(r"^FAILED tests/(\S+?\.py)::(?:\w+::)*(\w+)", re.MULTILINE)
-_NAMED = re.compile(r"`([\w/]+\.py::\w+)`")
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    row: str = msgspec.field(name="class")  # how its row begins
+    row: str = msgspec.field(name="class")  # as in docs/internals/security-model.md
     caught_by: frozenset[str]  # path under tests/ :: name
     file: str = ""
     function: str = ""  # or a class, by its qualified name; empty: anywhere in the file
@@ -62,10 +61,19 @@ def removals() -> list[Removal]:
 
 
 def named_tests() -> dict[str, frozenset[str]]:
-    """Of docs/security.md: the first cell of each row of its classes, and the tests that it names."""
-    text = (ROOT / "docs" / "security.md").read_text().partition("## Classes of holes")[2]
-    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    return {row.split("|")[1].strip(): frozenset(_NAMED.findall(row)) for row in rows}
+    """Return each class of the table with all tests that catch a removal of its guards."""
+    found: dict[str, frozenset[str]] = {}
+    for removal in removals():
+        found[removal.row] = found.get(removal.row, frozenset()) | removal.caught_by
+    return found
+
+
+def documented_classes() -> list[str]:
+    """Return the first cell of each row under "Classes of holes" in docs/internals/security-model.md."""
+    page = (ROOT / "docs" / "internals" / "security-model.md").read_text()
+    text = page.partition("## Classes of holes")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in rows if row not in ("class", "---")]
 
 
 def copy_tree(target: Path) -> None:

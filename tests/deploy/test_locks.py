@@ -10,7 +10,7 @@ from requirements.lock import MEASURED_ON_GPU, PYTHON, PYTHON_TOO, TORCH_CPU_HAS
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"
-MEASURED = ROOT / "bench" / "results" / "h200"
+RESULTS = ROOT / "bench" / "results"
 
 
 def pins(name: str) -> dict[str, str]:
@@ -33,10 +33,11 @@ def test_torch_with_unknown_hashes_is_refused() -> None:
 
 def test_gpu_lock_has_the_measured_torch_and_triton() -> None:
     versions: dict[str, set[str]] = {"torch": set(), "triton": set()}
-    for path in MEASURED.glob("*.json*"):
-        for line in path.read_text().splitlines():
-            for name, version in re.findall(r'"(torch|triton)": "(\d[^"+]*)', line):
-                versions[name].add(version)
+    sources = [source for path in RESULTS.glob("*.json") for source in json.loads(path.read_text())["sources"]]
+    for source in sources:
+        if source["raw"].startswith("h200/"):
+            for name in versions.keys() & source["versions"].keys():
+                versions[name] |= {version.partition("+")[0] for version in source["versions"][name].split(", ")}
     locked = pins("engine-gpu.txt")
     assert {name: {locked[name]} for name in versions} == versions
     assert "".join(f"{name}=={locked[name]}\n" for name in versions) == MEASURED_ON_GPU

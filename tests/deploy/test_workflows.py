@@ -1,8 +1,10 @@
-"""The files in .github and the tool configurations are valid and pinned, and call existing commands."""
+"""The files in .github and .ci are valid and pinned, and call what exists."""
 
 import re
 import subprocess
 import sys
+import tarfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import yaml
 
 from requirements.lock import PYTHON, PYTHON_TOO
+from shared.version import VERSION
 from tests.docs.facts import make_targets
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +78,8 @@ def test_ci_runs_both_suites_on_both_pythons() -> None:
 def test_release_has_the_wheel_and_all_compose_images() -> None:
     jobs = yaml.safe_load((GITHUB / "workflows" / "release.yml").read_text())["jobs"]
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"].values()
-    built = {service["image"]: service["build"] for service in services if "build" in service}
+    named = re.compile(r"\$\{PAGESTREAM_REGISTRY:-local\}/([\w-]+):\$\{PAGESTREAM_VERSION:-([\d.]+)\}")
+    built = {named.sub(r"\1", service["image"]): service["build"] for service in services if "build" in service}
     published = {entry["image"]: entry for entry in jobs["images"]["strategy"]["matrix"]["include"]}
     assert published.keys() == built.keys()
     for image, build in built.items():
@@ -84,7 +88,43 @@ def test_release_has_the_wheel_and_all_compose_images() -> None:
     assert jobs["wheel"]["needs"] == jobs["images"]["needs"] == "test"
 
 
-def test_git_hooks_run_what_make_check_runs() -> None:
+def test_images_have_the_version_of_the_code() -> None:
+    kustomizations = (ROOT / "deploy").rglob("kustomization.yaml")
+    tags = [tag for path in kustomizations for tag in re.findall(r"newTag: ([^}]+)", path.read_text())]
+    tags += re.findall(r"PAGESTREAM_VERSION:-([^}]+)", (ROOT / "docker-compose.yml").read_text())
+    assert len(tags) == 7 and set(tags) == {VERSION}
+
+
+def test_a_release_has_notes_and_manifests_with_its_images(tmp_path: Path) -> None:
+    command = [sys.executable, ".ci/release_files", "ghcr.io/owner", VERSION, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert "### " in (tmp_path / "notes.md").read_text()
+    with tarfile.open(tmp_path / f"pagestream-deploy-{VERSION}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    text = "".join(path.read_text() for path in sorted(tmp_path.rglob("*.y*ml")))
+    named = re.findall(r"(?:image: |[nN]ame: )(\S*/pagestream-[\w-]+)", text)
+    assert len(named) > 10
+    assert {image.rpartition("/")[0] for image in named} == {"ghcr.io/owner", "${PAGESTREAM_REGISTRY:-ghcr.io/owner}"}
+    assert not re.findall(r"image: pagestream-", text)
+    with tarfile.open(tmp_path / f"pagestream-results-{VERSION}.tar.gz") as archive:
+        assert "bench/results/h200/http_cases.json" in archive.getnames()
+
+
+def test_changelog_fragments_have_a_known_type() -> None:
+    kinds = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
+    endings = tuple(f".{kind['directory']}.md" for kind in kinds)
+    fragments = {path.name for path in (ROOT / "changes").iterdir()} - {"README.md", "template.md.jinja"}
+    assert [name for name in sorted(fragments) if not name.endswith(endings)] == []
+
+
+def test_a_version_without_notes_is_no_release(tmp_path: Path) -> None:
+    command = [sys.executable, ".ci/release_files", "ghcr.io/owner", "9.9.9", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 1 and "CHANGELOG.md has no section 9.9.9" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hooks_run_what_make_check_runs() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     entries = {hook["entry"].split()[0] for hook in hooks} - {".venv/bin/python"}
     (recipe,) = re.findall(r"(?m)^check: dev\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text())

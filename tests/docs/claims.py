@@ -1,8 +1,7 @@
-"""False claims of a page: each function takes a page's text and gives the claims that the code denies.
+"""False claims of a page: each function takes a page's text and returns the claims that the code contradicts.
 
-A claim is something in `backticks` or in a block of code that has the form of a name: a route, a flag, a file. What is
-named to say that it is not there stands under a heading with "Not there", where the first two functions look at it
-the other way round.
+A claim is a name in `backticks` or in a code block: a route, a flag, a file. Names under a heading with "Not there"
+must not exist; the first two functions check them.
 """
 
 import re
@@ -16,24 +15,24 @@ _FENCE = re.compile(r"(?ms)^```.*?^```")
 _SPAN = re.compile(r"`([^`]+)`")
 _ROUTE = re.compile(r"(?:(GET|POST|PUT|PATCH|DELETE|HEAD) )?(/[a-z][\w/{}.:-]*)(?:\?.*)?")
 _FLAGS_OF_OTHERS = {"--find-links", "--require-hashes", "--profile"}
-# Roots of file systems: what begins so is a path on a machine, in a container or in a secret.
+# Paths on a machine, in a container or in a secret, not routes.
 _MACHINE_PATHS = ("/models", "/opt", "/var", "/tmp", "/etc", "/usr", "/run", "/dev", "/path", "/data", "/proc")
 _PATHS_OF_OTHERS = {"/api/chat", "/api/embed"}
 _ENDINGS = "py|md|lua|toml|yml|yaml|json|jsonl|txt|sh|acl|png|js|html|css|in|pdf"
 
 
 def spans(text: str) -> list[str]:
-    """The texts in backticks, outside blocks of code; a span may go on in the next line."""
+    """Return the texts in backticks outside code blocks; a span may continue on the next line."""
     return [" ".join(span.split()) for span in _SPAN.findall(_FENCE.sub("", text))]
 
 
 def blocks(text: str) -> list[str]:
-    """The lines of blocks of code, with those that a backslash continues as one."""
+    """Return the lines of code blocks; lines continued by a backslash are joined."""
     return [line for block in _FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()[1:-1]]
 
 
-def told_routes(text: str) -> Iterable[tuple[str, str]]:
-    """(method or nothing, path with `{}` for what is in capitals or braces)."""
+def named_routes(text: str) -> Iterable[tuple[str, str]]:
+    """Yield (method or "", path), with `{}` for names in capitals or braces."""
     for span in spans(text):
         match = _ROUTE.fullmatch(span)
         if match and (match[2] in ("/models", "/opt") or not match[2].startswith(_MACHINE_PATHS)):
@@ -46,27 +45,27 @@ def false_routes(text: str) -> list[str]:
     routes = facts.routes()
     return [
         f"{method} {path}".strip()
-        for method, path in told_routes(NOT_THERE.sub("", text))
+        for method, path in named_routes(NOT_THERE.sub("", text))
         if path not in _PATHS_OF_OTHERS and (path not in routes or (method and method not in routes[path]))
     ]
 
 
 def routes_that_are_there(text: str) -> list[str]:
-    """Named in the second column of a table under "Not there", and served."""
+    """Return routes in the second column of a table under "Not there" that are served."""
     cells = [
         line.split("|")[2] for part in NOT_THERE.findall(text) for line in part.splitlines() if line.count("|") > 3
     ]
-    told = [re.sub(r"`[^`]+` with ", "", cell) for cell in cells]  # a route that lacks something
+    named = [re.sub(r"`[^`]+` with ", "", cell) for cell in cells]  # a served route without one of its fields
     return [
         f"{method} {path}".strip()
-        for cell in told
-        for method, path in told_routes(cell)
+        for cell in named
+        for method, path in named_routes(cell)
         if path in facts.routes() and (not method or method in facts.routes()[path])
     ]
 
 
 def false_statuses(text: str) -> list[str]:
-    """`/path` answers NNN, and NNN `code`."""
+    """Check "`/path` answers NNN" and "NNN `code`"."""
     found = []
     for path, status in re.findall(r"[-.;:] `(?:[A-Z]+ )?(/[\w/]+)` (?:answers|gives|is) (\d{3})\b", text):
         statuses = set[int]().union(*facts.routes().get(path, {}).values())
@@ -91,7 +90,7 @@ def false_store_names(text: str) -> list[str]:
 
 
 def false_commands(text: str) -> list[str]:
-    """`pagestream X`, `make X` and `python -m X`, of what is there."""
+    """Check `pagestream X`, `make X` and `python -m X`."""
     found = []
     for line in [*spans(text), *blocks(text)]:
         for name in re.findall(r"(?:^|[\s/])pagestream (?!from\b)([a-z][\w-]*)", line.partition(" #")[0]):
@@ -109,7 +108,7 @@ def false_commands(text: str) -> list[str]:
 
 
 def false_flags(text: str) -> list[str]:
-    """Flags that no program has, alone in backticks or in one of our own commands."""
+    """Return flags that no program has, alone in backticks or in one of our commands."""
     ours = [
         line for line in [*spans(text), *blocks(text)] if re.match(r"--\w|pagestream |(?:\S+/)?python3? -m bench", line)
     ]
@@ -120,7 +119,7 @@ def false_flags(text: str) -> list[str]:
 
 
 def false_files(text: str) -> list[str]:
-    """`a/b.py`, `b.py` and `folder/`, from the root or as the last parts of a path; in `x.py::test` the test, too."""
+    """Check `a/b.py`, `b.py` and `folder/`, from the root or as the end of a path, and the test in `x.py::test`."""
     found = []
     for span in spans(text):
         path, _, test = span.partition("::")
@@ -136,7 +135,7 @@ def false_files(text: str) -> list[str]:
 
 
 def false_layout(text: str) -> list[str]:
-    """The tree of "## Layout": a root at the margin, and below it what it holds."""
+    """Check the tree under "## Layout": roots at the margin, their content indented."""
     trees = re.findall(r"(?ms)^## Layout.*?^```\n(.*?)^```", text)
     found, root = [], ""
     for line in "".join(trees).splitlines():
@@ -160,10 +159,10 @@ def false_decisions(text: str) -> list[str]:
     """ADR 93, ADR 0093, ADRs 0005, 0012 and 0020."""
     lists = re.findall(r"\bADRs?\s+(\d{1,4}(?:(?:,\s+|\s+and\s+|\s+to\s+)\d{1,4})*)\b", text)
     named = {int(number) for listed in lists for number in re.findall(r"\d+", listed)}
-    return [f"ADR {number}" for number in sorted(named - facts.decisions())]
+    return [f"ADR {number}" for number in sorted(named - facts.decisions().keys())]
 
 
-# What a family is called, in the order of MODULES; `model_type` alone tells which is served.
+# Public name of each family and its `model_type`.
 FAMILY_NAMES = {
     "Ernie 4.5": "ernie4_5", "Gemma 2": "gemma2", "Gemma 3": "gemma3_text", "GLM-4": "glm4", "Granite 3": "granite",
     "Helium": "helium", "Llama": "llama", "Ministral": "ministral", "Mistral": "mistral", "OLMo 2": "olmo2",
@@ -173,11 +172,12 @@ FAMILY_NAMES = {
 
 
 def false_families(text: str) -> list[str]:
-    """The families in `It serves ... (A, B and C)` that are refused, and those that it leaves out."""
-    lists = re.findall(r"(?s)serves dense decoders[^(]*\(([^)]*)\)", text)
-    named = {name.strip() for listed in lists for name in re.split(r",|\band\b", " ".join(listed.split()))}
+    """Return families in the table under "## Models" that are refused, and missing ones."""
+    section = re.search(r"(?ms)^## Models$(.*?)(?=^## |\Z)", text)
+    rows = re.findall(r"(?m)^\| ([^|]*)\|[^|]*\| ([^|]*)\|[^|]*\|$", section[1]) if section else []
+    named = {name.strip() for row in rows for name in row} - {"", "family"}
     unknown = {name for name in named if FAMILY_NAMES.get(name) not in MODULES}
-    lacking = {name for name, kind in FAMILY_NAMES.items() if kind in MODULES} - named if lists else set()
+    lacking = {name for name, kind in FAMILY_NAMES.items() if kind in MODULES} - named if rows else set()
     return sorted(unknown) + sorted(f"not named: {name}" for name in lacking)
 
 

@@ -1,6 +1,6 @@
-"""The facts that docs/ is held against: routes, errors, commands, flags, store names, metrics.
+"""Facts that pages are compared with: routes, errors, commands, flags, store names, metrics.
 
-Read from the code's own tables where there is one, and from its syntax tree where there is none. Imports no page.
+They come from the code's own tables, or from its syntax tree if there is no table.
 """
 
 import ast
@@ -26,13 +26,13 @@ from tests.docs.pages import gateway_metrics, model_metrics, worker_metrics
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
-# What is no setting: common to the three programs (shared/settings.py) or to every parser.
+# Flags that are no settings: common to the three programs (shared/settings.py) or to every parser.
 COMMON_FLAGS = {"--config", "--show-config", "--help", "--version"}
 
 
 @cache
 def files() -> frozenset[str]:
-    """Tracked and new files, and their folders, as paths from the root."""
+    """Return tracked and new files and their folders, relative to the root."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     names = {name for name in listed if (ROOT / name).exists()}
@@ -42,7 +42,7 @@ def files() -> frozenset[str]:
 
 @cache
 def routes() -> dict[str, dict[str, set[int]]]:
-    """Path with `{}` for each parameter -> method -> statuses, of a gateway with every route and of a worker."""
+    """Return path -> method -> statuses of a gateway with every route and of a worker, with `{}` for parameters."""
     found: dict[str, dict[str, set[int]]] = defaultdict(dict)
     for module in pkgutil.iter_modules(gateway.routes.__path__):
         for operation in importlib.import_module(f"gateway.routes.{module.name}").OPERATIONS:
@@ -57,7 +57,7 @@ def routes() -> dict[str, dict[str, set[int]]]:
 
 @cache
 def error_codes() -> dict[int, set[str]]:
-    """Status -> codes, by the tree at the top of gateway/errors.py."""
+    """Return status -> codes from the tree at the top of gateway/errors.py."""
     found: dict[int, set[str]] = defaultdict(set)
     status = 0
     for line in (errors.__doc__ or "").splitlines():
@@ -70,7 +70,7 @@ def error_codes() -> dict[int, set[str]]:
 
 
 def raised_codes() -> set[tuple[int, str]]:
-    """(status, code) as the gateway's source raises them: each class's own, and those that are given as a constant."""
+    """Return (status, code) that the gateway raises: the default of each class, and constants passed as `code`."""
     kinds = {
         name: kind
         for name, kind in vars(errors).items()
@@ -90,7 +90,7 @@ def raised_codes() -> set[tuple[int, str]]:
 
 @cache
 def flags() -> frozenset[str]:
-    """The flags of every program and script of the repository."""
+    """Return the flags of every program and script of the repository."""
     found = set(COMMON_FLAGS)
     for settings in SETTINGS.values():
         for field in options(settings):
@@ -104,7 +104,7 @@ def flags() -> frozenset[str]:
 
 @cache
 def commands() -> frozenset[str]:
-    """The commands of `pagestream`."""
+    """Return the commands of `pagestream`."""
     return frozenset(re.findall(r"(?m)^  ([\w-]+) ", cli._COMMANDS))
 
 
@@ -120,14 +120,14 @@ def benchmarks() -> frozenset[str]:
 
 @cache
 def metrics() -> frozenset[str]:
-    """As they are exposed, histograms by their base name."""
+    """Return metric names as they are exposed; histograms by their base name."""
     tables = worker_metrics() + gateway_metrics() + model_metrics()
     return frozenset(re.findall(r"`(pagestream_\w+)`", tables))
 
 
 @cache
 def redis_names() -> frozenset[str]:
-    """Every name in the store of the model `m`, with `*` for an id."""
+    """Return every store name of the model `m`, with `*` for an id."""
     keys = RedisKeys("m")
     found: set[str] = set()
     for name, member in inspect.getmembers(RedisKeys):
@@ -150,6 +150,13 @@ def scripts() -> frozenset[str]:
     return frozenset(path.stem for path in (ROOT / "shared" / "redis_scripts").glob("*.lua"))
 
 
-def decisions() -> frozenset[int]:
-    """The numbers of docs/adr."""
-    return frozenset(int(path.name[:4]) for path in (ROOT / "docs" / "adr").glob("[0-9]*.md"))
+@cache
+def decisions() -> dict[int, Path]:
+    """Number of a decision -> the file in docs/adr that holds it today."""
+    return decision_map((ROOT / "docs" / "adr" / "README.md").read_text())
+
+
+def decision_map(index: str) -> dict[int, Path]:
+    """Read the rows `| [file](file) | title | numbers |` of the index."""
+    rows = re.findall(r"(?m)^\| \[[^]]+\]\(([0-9]\S+\.md)\) \|.*\| ([\d, ]+) \|$", index)
+    return {int(number): ROOT / "docs" / "adr" / name for name, numbers in rows for number in numbers.split(",")}

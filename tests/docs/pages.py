@@ -1,8 +1,9 @@
-"""The parts of docs/ that follow from the code: python -m tests.docs.pages writes them, a test holds them against it.
+"""The generated parts of docs/, between marks: python -m tests.docs.pages writes them, a test compares them.
 
-docs/metrics.md         between the marks: every metric, and those that vLLM names otherwise
-docs/configuration.md   between the marks: every setting of every program
-docs/model-families.md  between the marks: model types with a file, and those of the tests' table without one
+docs/reference/metrics.md        every metric, and vLLM's names
+docs/reference/configuration.md  every setting of every program
+docs/reference/families.md       model types with a file, and those of the tests' table without one
+docs/reference/api.md            every route of the gateway
 """
 
 import re
@@ -10,11 +11,13 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+import gateway.routes
 from engine_worker.model.architectures import MODULES
 from engine_worker.settings import WorkerSettings
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
@@ -28,25 +31,34 @@ from tests.monitoring.loaded_worker import LoadedWorker
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROGRAMS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
-_BOUND = ("worker", "model")  # every metric of a worker has them
+_BOUND = ("worker", "model")  # every worker metric has these labels
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """File -> name of a mark -> what stands between it and its end."""
+    """Return file -> name of a mark -> generated text between the marks."""
     return {
-        "metrics.md": {
+        "reference/metrics.md": {
             "worker": worker_metrics(),
             "gateway": gateway_metrics(),
             "models": model_metrics(),
             "vllm": vllm_names(),
         },
-        "configuration.md": {program: settings(program) for program in PROGRAMS},
-        "model-families.md": {"native": native_families(), "others": other_families()},
+        "reference/configuration.md": {program: settings(program) for program in PROGRAMS},
+        "reference/families.md": {"native": native_families(), "others": other_families()},
+        "reference/api.md": {"routes": routes()},
     }
 
 
+def routes() -> str:
+    """Method and path, and what the route does."""
+    modules = [import_module(f"gateway.routes.{module.name}") for module in iter_modules(gateway.routes.__path__)]
+    operations = sorted({(one.path, one.method, one.summary) for module in modules for one in module.OPERATIONS})
+    shown = ((f"`{method} {re.sub(r':[^}]*}', '}', path)}`", _escaped(summary)) for path, method, summary in operations)
+    return _table(("route", "what"), shown)
+
+
 def native_families() -> str:
-    """Model type, its file, and the first sentence of that."""
+    """Return a table of model type, file, and its first paragraph."""
     rows = []
     for model_type, module in MODULES.items():
         docstring = import_module(f"engine_worker.model.architectures.{module}").__doc__ or ""
@@ -56,7 +68,7 @@ def native_families() -> str:
 
 
 def other_families() -> str:
-    """What the tests try without a file: served, or refused with these words."""
+    """Return a table of types without a file that the tests try: served or refused."""
     served = sorted({case.model_type for case in THROUGH_TRANSFORMERS.values()})
     rows = [(f"`{model_type}`", "transformers", "") for model_type in served]
     rows += [(f"`{model_type}`", "refused", words) for model_type, changes, words in REFUSED if not changes]
@@ -107,7 +119,7 @@ def _exposed_name(family: Metric) -> str:
 
 def _labels(family: Metric) -> str:
     collected = {label for sample in family.samples for label in sample.labels}
-    declared = _DECLARED.get(family.name.removeprefix("pagestream_"), set())  # without a child there is no sample
+    declared = _DECLARED.get(family.name.removeprefix("pagestream_"), set())  # a metric without a child has no sample
     return ", ".join(f"`{label}`" for label in sorted(collected | declared) if label not in (*_BOUND, "le"))
 
 

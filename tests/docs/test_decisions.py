@@ -1,53 +1,43 @@
-"""docs/adr: each decision has its number, its status and one line in the index, which tells what is superseded."""
+"""docs/adr: every number that a decision ever had leads to a living file."""
 
 import re
 
 import pytest
 
-from tests.docs.facts import ROOT
+from tests.docs import facts
 
-FOLDER = ROOT / "docs" / "adr"
-DECISIONS = {path.name: path.read_text() for path in sorted(FOLDER.glob("[0-9]*.md"))}
-INDEX = (FOLDER / "README.md").read_text()
-
-
-def listed(index: str) -> list[str]:
-    return re.findall(r"\]\(([0-9]\S+\.md)\)", index)
-
-
-def test_every_decision_is_listed_once() -> None:
-    assert sorted(listed(INDEX)) == list(DECISIONS)
+# The records up to 0160, before they were merged into living files.
+OLD_NUMBERS = [
+    *range(1, 23), *range(24, 28), 29, 30, 31, 32, 35, 36, *range(40, 47), 48, 49, *range(52, 55), *range(56, 65), 67,
+    68, 78, 80, 81, 82, 85, *range(88, 103), 104, *range(106, 112), 120, 121, 124, *range(130, 133), 134, 135,
+    *range(138, 146), 148, 151, *range(155, 161),
+]  # fmt: skip
+CITED = re.compile(r"\bADRs? (\d{1,4})\b|docs/adr/(\d{4})")
 
 
-def test_one_that_is_forgotten_or_listed_twice_is_seen() -> None:
-    line = next(line for line in INDEX.splitlines() if "](0003" in line)
-    assert sorted(listed(INDEX.replace(line, ""))) != list(DECISIONS)
-    assert sorted(listed(INDEX + line)) != list(DECISIONS)
+@pytest.mark.parametrize("number", OLD_NUMBERS)
+def test_an_old_number_leads_to_a_file(number: int) -> None:
+    assert facts.decisions()[number].exists()
 
 
-def test_ten_are_to_be_read_first() -> None:
-    assert len(listed(INDEX.split("## Ten to read first")[1].split("## ")[0])) == 10
+def test_every_file_is_in_the_map_under_its_number() -> None:
+    files = {int(path.name[:4]): path for path in (facts.ROOT / "docs" / "adr").glob("[0-9]*.md")}
+    assert {number: facts.decisions().get(number) for number in files} == files
 
 
-@pytest.mark.parametrize("name", DECISIONS)
-def test_a_decision_has_its_number_and_its_status(name: str) -> None:
-    first, second, third, *_ = DECISIONS[name].splitlines()
-    assert re.match(rf"# {name[:4]}[.:] ", first)
-    assert second == ""
-    assert re.match(r"Status: (accepted|superseded by \d{4})", third)
+def test_numbers_cited_in_code_lead_to_a_file() -> None:
+    cited = {
+        (name, int(number))
+        for name in facts.files()
+        if re.search(r"\.(py|lua|h|cpp|toml|yml|yaml)$", name) and not name.startswith("tests/docs/")
+        for pair in CITED.findall((facts.ROOT / name).read_text())
+        for number in pair
+        if number
+    }
+    assert len(cited) > 20
+    assert {(name, number) for name, number in cited if number not in facts.decisions()} == set()
 
 
-def test_the_index_marks_what_is_superseded() -> None:
-    """A status tells of what it changes; the index tells it of what is changed."""
-    superseded = {name[:4] for name, text in DECISIONS.items() if "Status: superseded" in text}
-    for line in INDEX.splitlines():
-        if match := re.search(r"\[(\d{4})\]", line):
-            assert ("~~" in line) == (match[1] in superseded), line
-
-
-def test_absent_numbers_are_explained() -> None:
-    told = re.search(r"or that was measured and left: ([\d,\s]+)\.", INDEX)
-    assert told
-    absent = {int(number) for number in re.findall(r"\d+", told[1])}
-    have = {int(name[:4]) for name in DECISIONS}
-    assert absent == set(range(1, max(absent))) - have | {max(absent)}
+def test_a_number_without_a_row_is_missing() -> None:
+    text = (facts.ROOT / "docs" / "adr" / "README.md").read_text()
+    assert 159 not in facts.decision_map(text.replace(", 0159", ""))

@@ -61,7 +61,7 @@ def fill_pool(random: Random, settings: dict[str, Any], window: int) -> None:
     """Blocks for one to three of the longest sequences, and a budget that is no multiple of the block size."""
     settings["max_num_batched_tokens"] = settings["max_num_seqs"] + random.choice([1, 3, 5, 9, 13])
     span = KVSpan(settings["block_size"], window, settings["max_num_batched_tokens"])
-    settings["num_blocks"] = 1 + max(2, random.choice([1, 1, 2, 3]) * span.most_blocks(settings["max_model_len"]))
+    settings["num_blocks"] = 1 + max(2, random.choice([1, 1, 2, 3]) * span.max_blocks(settings["max_model_len"]))
 
 
 def random_host_tier(random: Random, block_size: int) -> HostTierConfig | None:
