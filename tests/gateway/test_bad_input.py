@@ -187,7 +187,7 @@ PROMPTS = [
     Bad("no prompt", 400, MISSING, "prompt", body=b"{}", url=TEXT_URL),
     text("null prompt", VALUE, "prompt", "str", prompt=None),
     text("empty text", VALUE, "prompt", "at least one", prompt=""),
-    text("empty list", VALUE, "prompt", "is empty", prompt=[]),
+    text("empty list", VALUE, "prompt", "is an empty list", prompt=[]),
     text("an empty list of ids", VALUE, "prompt", "at least one", prompt=[[]]),
     text("mixed list", VALUE, "prompt", "mixes", prompt=["a", 1]),
     text("float id", VALUE, "prompt[0]", "int", prompt=[1.5]),
