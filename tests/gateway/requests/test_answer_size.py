@@ -48,7 +48,7 @@ def planned(request: CompletionRequest, prompt_tokens: int = 1, num_prompts: int
             1, 1, "max_tokens", "at most 4032 tokens",
         ),
         (completion(prompt=[[1]] * 32, max_tokens=20_000), 1, 32, "max_tokens", "at most 16384 tokens"),
-        (completion(prompt=[[1]] * 32, prompt_logprobs=20), 8191, 32, "prompt_logprobs", "an answer has at most 524288"),
+        (completion(prompt=[[1]] * 32, prompt_logprobs=20), 8191, 32, "prompt_logprobs", "at most 524288"),
         (completion(prompt=[[1]] * 32, echo=True, logprobs=20, max_tokens=0), 8191, 32, "prompt", "at most 524288"),
         (completion(n=8, prompt_logprobs=20), 8191, 1, "prompt_logprobs", "an answer has at most 524288"),
         (completion(n=8, echo=True), 100_000, 1, "prompt", "an answer has at most 524288"),
