@@ -1,9 +1,9 @@
 """The bytes of each token and its JSON up to the log-probability, computed once per token. Pure.
 
-A token may be part of a character, so only its bytes are exact. Supported are byte-level vocabularies (GPT-2's alphabet)
-and SentencePiece (`▁` for a space, `<0x0A>` for a byte); in other vocabularies a token is its own text. Caching
-matters: with 20 log-probabilities a token of an answer is 2 kB, which takes 200 us to encode and 10 us to join from the
-cache.
+A token may be part of a character, so only its bytes are exact. Supported are byte-level vocabularies (GPT-2's
+alphabet) and SentencePiece (`▁` for a space, `<0x0A>` for a byte); in other vocabularies a token is its own text.
+Caching matters: with 20 log-probabilities a token of an answer is 2 kB, which takes 200 us to encode and 10 us to join
+from the cache.
 """
 
 import json
