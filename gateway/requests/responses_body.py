@@ -1,4 +1,4 @@
-"""Fields of OpenAI's Responses API, and its items and tools converted to those of a chat. Pure.
+"""Fields of OpenAI's Responses API, and its items converted to messages of a chat. Pure.
 
 The types validate, as in openai_schema.py. An item of the input becomes a message or part of one:
 
@@ -7,8 +7,6 @@ The types validate, as in openai_schema.py. An item of the input becomes a messa
     function_call_output    a tool message
     reasoning               dropped, as chat templates do with the reasoning of earlier turns
     compaction              an assistant message with the summary; the user messages just before it become one
-
-Only function tools are supported. Tools that a server runs (web search, code, computers, MCP) are refused by name.
 """
 
 import base64
@@ -21,19 +19,10 @@ from msgspec import Meta
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from gateway.requests.generation_fields import SamplingFields
-from gateway.requests.grammar_fields import (
-    MAX_TOOLS,
-    CalledFunction,
-    FunctionFields,
-    FunctionName,
-    NamedFunction,
-    NamedTool,
-    ToolCallFields,
-    ToolChoice,
-    ToolFields,
-)
+from gateway.requests.grammar_fields import CalledFunction, ToolCallFields
 from gateway.requests.openai_schema import MessageFields
 from gateway.requests.request_body import decode_object
+from gateway.requests.responses_tools import ResponseToolChoice, ResponseTools, flat_name
 from shared.messages import MAX_LOGPROBS
 
 # Clients return a summary unchanged. OpenAI encrypts it. Here it is only encoded: it contains the client's own
@@ -58,6 +47,7 @@ class ItemFields(msgspec.Struct, kw_only=True):
     content: str | list[PartFields] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of a called function
     arguments: str | None = None
     output: str | list[PartFields] | None = None
     encrypted_content: str | None = None
@@ -124,7 +114,7 @@ def _add_summary(messages: list[MessageFields], item: ItemFields, path: str) -> 
 def _call(item: ItemFields, path: str) -> ToolCallFields:
     arguments = _needed(item.arguments, f"{path}.arguments")
     decode_object(arguments or "{}", f"{path}.arguments")  # checked here so that errors name this field
-    function = CalledFunction(_needed(item.name, f"{path}.name"), arguments)
+    function = CalledFunction(flat_name(_needed(item.name, f"{path}.name"), item.namespace), arguments)
     return ToolCallFields(id=_needed(item.call_id, f"{path}.call_id"), function=function)
 
 
@@ -162,75 +152,6 @@ def unwrapped(content: str) -> str:
         return base64.b64decode(content[len(_PREFIX) :], altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
         raise ValueError("damaged") from error
-
-
-class ResponseTool(msgspec.Struct, kw_only=True):
-    type: str
-    name: FunctionName | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class AllowedTool(msgspec.Struct, kw_only=True):
-    type: str
-    name: str | None = None
-
-
-class ChosenTool(msgspec.Struct, kw_only=True):
-    """Either {"type": "function", "name"} or {"type": "allowed_tools", "mode", "tools"}."""
-
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[AllowedTool] | None = None
-
-
-ResponseTools: TypeAlias = Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
-ResponseToolChoice: TypeAlias = Literal["none", "auto", "required"] | ChosenTool
-
-
-def chat_tools(
-    tools: list[ResponseTool] | None, choice: ResponseToolChoice | None
-) -> tuple[list[ToolFields] | None, ToolChoice | None]:
-    """Convert tools and tool_choice; raise InvalidRequest."""
-    functions = None if tools is None else [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    if not isinstance(choice, ChosenTool):
-        return functions, choice
-    if choice.type == "function":
-        if choice.name is None:
-            raise MissingParameter("Missing required parameter: tool_choice.name.", param="tool_choice.name")
-        return functions, NamedTool(function=NamedFunction(choice.name))
-    if choice.type == "allowed_tools":
-        return _allowed(functions or [], choice), choice.mode or "auto"
-    raise UnsupportedParameter(
-        f"tool_choice.type: {choice.type[:100]!r} is not supported; expected 'function' or 'allowed_tools'.",
-        param="tool_choice.type",
-    )
-
-
-def _function(tool: ResponseTool, path: str) -> ToolFields:
-    if tool.type != "function":
-        raise UnsupportedParameter(
-            f"{path}.type: {tool.type[:100]!r} is not supported; expected 'function'.",
-            param=f"{path}.type",
-        )
-    if tool.name is None:
-        raise MissingParameter(f"Missing required parameter: {path}.name.", param=f"{path}.name")
-    function = FunctionFields(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return ToolFields(type="function", function=function)
-
-
-def _allowed(functions: list[ToolFields], choice: ChosenTool) -> list[ToolFields]:
-    names = [tool.name for tool in choice.tools or ()]
-    by_name = {function.function.name: function for function in functions}
-    for index, name in enumerate(names):
-        if name not in by_name:
-            param = f"tool_choice.tools[{index}].name"
-            raise InvalidRequest(f"{param}: {str(name)[:128]!r} is not one of the tools.", param=param)
-    return [function for name, function in by_name.items() if name in names]
 
 
 _Items: TypeAlias = Annotated[list[ItemFields], Meta(min_length=1, max_length=4096)]

@@ -30,14 +30,14 @@ from gateway.requests.openai_schema import (
     request_in_words,
 )
 from gateway.requests.request_body import JsonBody
-from gateway.requests.responses_body import (
+from gateway.requests.responses_body import Input, ResponsesBody, TextFields, messages_of
+from gateway.requests.responses_tools import (
+    ChatTools,
     ChosenTool,
-    Input,
-    ResponsesBody,
     ResponseToolChoice,
-    TextFields,
+    ToolReference,
     chat_tools,
-    messages_of,
+    shown_tools,
 )
 from shared.messages import SamplingParams
 
@@ -69,7 +69,7 @@ def repeated(fields: ResponsesBody) -> dict[str, Any]:
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "text": _text(fields.text),
         "tool_choice": _tool_choice(fields.tool_choice),
-        "tools": msgspec.to_builtins(fields.tools or []),  # `strict` is null if the request omits it
+        "tools": shown_tools(fields.tools or []),
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": 1.0 if fields.top_p is None else fields.top_p,
         "truncation": fields.truncation or "disabled",
@@ -87,9 +87,13 @@ def _tool_choice(choice: ResponseToolChoice | None) -> str | dict[str, Any]:
     if not isinstance(choice, ChosenTool):
         return choice or "auto"
     if choice.type == "function":
-        return {"type": choice.type, "name": choice.name}
-    tools = [{"type": tool.type, "name": tool.name} for tool in choice.tools or ()]
+        return _reference(choice)
+    tools = [_reference(tool) for tool in choice.tools or ()]
     return {"type": choice.type, "mode": choice.mode or "auto", "tools": tools}
+
+
+def _reference(tool: ToolReference) -> dict[str, Any]:
+    return {"type": tool.type, "name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
 
 
 def _text(text: TextFields | None) -> dict[str, Any]:
@@ -148,13 +152,20 @@ def response_request(
     """Convert the body, with `more` messages after those of the input; raise InvalidRequest."""
     _check(fields)
     messages = [*_messages(fields), *more]
+    tools = chat_tools(fields.tools, fields.tool_choice)
     return structs.replace(
-        request_in_words(_chat(fields, messages), ignored, _WORDS),
+        request_in_words(_chat(fields, messages, tools), (*ignored, *tools.ignored), (*_tool_words(tools), *_WORDS)),
         prompt_param="input",
         max_tokens_param="max_output_tokens",
         background=bool(fields.background),
         repeated=repeated(fields),
     )
+
+
+def _tool_words(tools: ChatTools) -> list[tuple[str, str]]:
+    """Return the names of functions in errors whose index in the chat differs from the request."""
+    indexes = ((f"tools[{index}]", path) for index, path in enumerate(tools.paths))
+    return [(f"{index}.function", path) for index, path in indexes if index != path]
 
 
 def _check(fields: ResponsesBody) -> None:
@@ -180,8 +191,7 @@ def _messages(fields: ResponsesBody) -> list[MessageFields]:
     return [*instructions, *messages]
 
 
-def _chat(fields: ResponsesBody, messages: list[MessageFields]) -> ChatBody:
-    tools, choice = chat_tools(fields.tools, fields.tool_choice)
+def _chat(fields: ResponsesBody, messages: list[MessageFields], tools: ChatTools) -> ChatBody:
     detach_seconds = fields.detach_seconds
     if detach_seconds is None and fields.store is not False:
         detach_seconds = 0.0  # kept, but generation ends with the connection
@@ -192,8 +202,8 @@ def _chat(fields: ResponsesBody, messages: list[MessageFields]) -> ChatBody:
         logprobs=asks_logprobs,
         top_logprobs=fields.top_logprobs if asks_logprobs else None,
         response_format=_response_format(fields.text),
-        tools=tools,
-        tool_choice=choice,
+        tools=tools.functions,
+        tool_choice=tools.choice,
         chat_template_kwargs=_template_kwargs(fields),
         detach_seconds=detach_seconds,
         **{name: getattr(fields, name) for name in _AS_IN_A_CHAT},
