@@ -56,7 +56,7 @@ def kept_body(kind: AnswerKind, body: JsonBody, ignored: Sequence[str]) -> bytes
     for name, value in body.given.items():
         if name in kind.fields and name not in _MADE_THE_REQUEST and value is not None:
             kept[name] = _PROMPTS[name](value, body.given) if name in _PROMPTS else value
-    kept |= dict.fromkeys(told_names(ignored))
+    kept |= dict.fromkeys(name for name in told_names(ignored) if name in body.given)  # not parts of fields
     return json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
 
 

@@ -2,7 +2,8 @@
 
 The blocks of a message become one chat message with its texts and calls; each tool result becomes a message before it.
 Text documents are wrapped in the tags that Anthropic recommends for prompts; other documents are refused. Reasoning of
-earlier answers is dropped, as chat templates do. Tools that run on Anthropic's servers are refused.
+earlier answers is passed to the chat template, which decides what to keep. Tools that run on Anthropic's servers are
+refused.
 
 Consecutive messages of one role are one turn. Its `tool_result` blocks answer each `tool_use` block of the turn before
 exactly once. A system message between them belongs to neither turn.
@@ -125,6 +126,7 @@ def chat_messages(message: AnthropicMessage, path: str) -> list[MessageFields]:
     if isinstance(message.content, str):
         return [MessageFields(message.role, message.content)]
     texts, calls, results = list[ContentPart](), list[ToolCallFields](), list[MessageFields]()
+    thoughts = list[str]()
     for index, block in enumerate(message.content):
         _check_role(block, message.role, f"{path}.content[{index}].type")
         match block:
@@ -135,11 +137,14 @@ def chat_messages(message: AnthropicMessage, path: str) -> list[MessageFields]:
                 calls.append(ToolCallFields(id=block.id.removeprefix(CALL_ID_PREFIX), function=function))
             case ToolResultBlock():
                 results.append(_result(block))
-            case _:
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case RedactedThinkingBlock():
                 pass
     if results and not texts:
         return results
-    return [*results, MessageFields(message.role, list[ContentPart](texts), tool_calls=calls or None)]
+    content, reasoning = list[ContentPart](texts), "\n".join(thoughts) or None
+    return [*results, MessageFields(message.role, content, tool_calls=calls or None, reasoning=reasoning)]
 
 
 def chat_tools(tools: AnthropicTools) -> list[ToolFields]:

@@ -46,6 +46,22 @@ _ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 PRIORITY_HEADER = "x-priority"  # a class name, for clients that cannot add a field
 
 
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity: TypeAlias = Literal["low", "medium", "high"]
+
+
+def template_kwargs(
+    effort: ReasoningEffort | None, verbosity: Verbosity | None, given: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the template variables for effort and verbosity, and the client's own; templates ignore unknown ones."""
+    kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        kwargs["enable_thinking"] = False
+    if verbosity is not None:
+        kwargs["verbosity"] = verbosity
+    return kwargs | (given or {})
+
+
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Sampling fields of chats, completions, and responses; null means absent."""
 

@@ -18,12 +18,15 @@ from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.requests.generation_fields import (
     ChoiceCount,
     GenerationFields,
+    ReasoningEffort,
     StreamOptions,
     TokenId,
+    Verbosity,
     Words,
     check_extra_fields,
     check_token_fields,
     choice_count,
+    template_kwargs,
 )
 from gateway.requests.grammar_fields import (
     AskedGrammar,
@@ -58,6 +61,8 @@ class MessageFields(msgspec.Struct):
     name: str | None = None
     tool_calls: list[ToolCallFields] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None  # of an assistant's earlier answer; `reasoning_content` is its older name
+    reasoning_content: str | None = None
 
 
 Messages: TypeAlias = Annotated[list[MessageFields], Meta(min_length=1, max_length=4096)]
@@ -73,6 +78,8 @@ class ChatBody(GenerationFields, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
 
 
 class CompletionBody(GenerationFields, kw_only=True):
@@ -104,6 +111,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "structural_tag": (),
     "stop_regex": ([],),
+    "lora_request": (),
     "guided_whitespace_pattern": (),
 }
 
@@ -181,7 +189,9 @@ def chat_request(fields: ChatBody, ignored: tuple[str, ...]) -> CompletionReques
         add_special_tokens=bool(fields.add_special_tokens),  # default False: chat templates add them
     )
     tools, grammar = tool_use(fields), request.grammar
-    template["template_kwargs"] = fields.chat_template_kwargs or {}
+    template["template_kwargs"] = template_kwargs(
+        fields.reasoning_effort, fields.verbosity, fields.chat_template_kwargs
+    )
     if tools is not None:
         template["tools"], grammar = tools.definitions, tools.grammar or grammar
     return structs.replace(
@@ -356,6 +366,9 @@ def _message(message: MessageFields, path: str) -> ChatMessage:
         rendered["tool_calls"] = rendered_calls(message.tool_calls, f"{path}.tool_calls")
     if message.tool_call_id is not None:
         rendered["tool_call_id"] = message.tool_call_id
+    if role == "assistant" and (reasoning := message.reasoning or message.reasoning_content):
+        # Templates use either name, and decide which turns keep their reasoning.
+        rendered["reasoning"] = rendered["reasoning_content"] = reasoning
     return rendered
 
 

@@ -180,7 +180,7 @@ def encode_prompt(
 def _check_text(encoder: PromptEncoder, limits: ModelLimits | None, param: str, text: str) -> None:
     least = encoder.least_tokens(text)
     if limits is not None and least >= limits.max_model_len:
-        raise context_exceeded(f"at least {least}", param, limits)
+        raise context_exceeded(least, param, limits, is_lower_bound=True)
 
 
 def _template_options(request: CompletionRequest, model: ServedModel) -> TemplateOptions:
@@ -253,14 +253,21 @@ def check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> N
         raise InvalidRequest(f"{param}: has no tokens; expected at least one.", param=param)
     _check_token_ids(token_ids, param, limits)
     if len(token_ids) >= limits.max_model_len:
-        raise context_exceeded(str(len(token_ids)), param, limits)
+        raise context_exceeded(len(token_ids), param, limits)
 
 
-def context_exceeded(num_tokens: str, param: str, limits: ModelLimits) -> ContextLengthExceeded:
+def context_exceeded(
+    num_tokens: int, param: str, limits: ModelLimits, *, is_lower_bound: bool = False
+) -> ContextLengthExceeded:
+    """Return the error for a prompt that is too long."""
+    count = f"at least {num_tokens}" if is_lower_bound else str(num_tokens)
     return ContextLengthExceeded(
         f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is for the "
-        f"answer. However, your {param} resulted in {num_tokens} tokens. Please reduce its length.",
+        f"answer. However, your {param} resulted in {count} tokens. Please reduce its length.",
         param=param,
+        prompt_tokens=num_tokens,
+        limit=limits.max_model_len,
+        is_lower_bound=is_lower_bound,
     )
 
 
@@ -293,6 +300,9 @@ def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: Mode
             f"{num_prompt_tokens + request.max_tokens} tokens ({num_prompt_tokens} in the {request.prompt_param}, "
             f"{request.max_tokens} in the completion). Please reduce the length of either.",
             param=request.max_tokens_param,
+            prompt_tokens=num_prompt_tokens,
+            max_tokens=request.max_tokens,
+            limit=limits.max_model_len,
         )
     check_size(request, request.max_tokens, limit)
     return request.max_tokens

@@ -5,7 +5,7 @@ The types validate, as in openai_schema.py. An item of the input becomes a messa
     message                 a message; texts only
     function_call           a call in the preceding assistant message, or in a new one without text
     function_call_output    a tool message
-    reasoning               dropped, as chat templates do with the reasoning of earlier turns
+    reasoning               the reasoning of the assistant message or call that follows
     compaction              an assistant message with the summary; the user messages just before it become one
 """
 
@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from gateway.requests.generation_fields import SamplingFields
+from gateway.requests.generation_fields import ReasoningEffort, SamplingFields, Verbosity
 from gateway.requests.grammar_fields import CalledFunction, ToolCallFields
 from gateway.requests.openai_schema import MessageFields
 from gateway.requests.request_body import decode_object
@@ -51,18 +51,21 @@ class ItemFields(msgspec.Struct, kw_only=True):
     arguments: str | None = None
     output: str | list[PartFields] | None = None
     encrypted_content: str | None = None
+    summary: list[PartFields] | None = None  # of reasoning
 
 
 def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
     """Convert items to chat messages; raise InvalidRequest."""
     messages: list[MessageFields] = []
+    reasoning: str | None = None  # of the assistant's message or call that follows
     for index, item in enumerate(items):
         path = f"input[{index}]"
+        before, reasoning = reasoning, None
         match item.type or "message":
             case "message":
-                messages.append(_message(item, path))
+                messages.append(_message(item, path, before))
             case "function_call":
-                _add_call(messages, _call(item, path))
+                _add_call(messages, _call(item, path), before)
             case "function_call_output":
                 content = _texts(_needed(item.output, f"{path}.output"), f"{path}.output")
                 call_id = _needed(item.call_id, f"{path}.call_id")
@@ -70,7 +73,7 @@ def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
             case "compaction":
                 _add_summary(messages, item, path)
             case "reasoning":
-                pass
+                reasoning = _reasoning(item) or before
             case other:
                 raise UnsupportedParameter(
                     f"{path}.type: {other[:100]!r} is not supported; expected message, function_call, "
@@ -80,17 +83,25 @@ def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
     return messages
 
 
-def _message(item: ItemFields, path: str) -> MessageFields:
+def _message(item: ItemFields, path: str, reasoning: str | None) -> MessageFields:
     role = _needed(item.role, f"{path}.role")
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role: {role[:100]!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role")
-    return MessageFields(role, _texts(_needed(item.content, f"{path}.content"), f"{path}.content"))
+    content = _texts(_needed(item.content, f"{path}.content"), f"{path}.content")
+    return MessageFields(role, content, reasoning=reasoning)
 
 
-def _add_call(messages: list[MessageFields], call: ToolCallFields) -> None:
+def _reasoning(item: ItemFields) -> str:
+    """Return the text of a reasoning item, or its summary if the text is not there."""
+    parts = item.content if item.content and not isinstance(item.content, str) else item.summary
+    return "\n".join(part.text for part in parts or () if part.text)
+
+
+def _add_call(messages: list[MessageFields], call: ToolCallFields, reasoning: str | None) -> None:
     """Add a call to the preceding assistant message, because the calls of one answer form one message."""
     if not messages or messages[-1].role != "assistant":
         messages.append(MessageFields("assistant", None))
+    messages[-1].reasoning = messages[-1].reasoning or reasoning
     messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
 
 
@@ -183,11 +194,11 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 class TextFields(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningFields(msgspec.Struct, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 

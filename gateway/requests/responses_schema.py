@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from gateway.requests.generation_fields import SamplingFields
+from gateway.requests.generation_fields import SamplingFields, template_kwargs
 from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     NO_EFFECT,
@@ -175,10 +175,6 @@ def _check(fields: ResponsesBody) -> None:
         raise UnsupportedParameter(
             "truncation: 'auto' is not supported; remove it or use 'disabled'.", param="truncation"
         )
-    if fields.text is not None and fields.text.verbosity not in (None, "medium"):
-        raise UnsupportedParameter(
-            "text.verbosity: only 'medium' is supported; remove it or use 'medium'.", param="text.verbosity"
-        )
 
 
 def _messages(fields: ResponsesBody) -> list[MessageFields]:
@@ -204,7 +200,11 @@ def _chat(fields: ResponsesBody, messages: list[MessageFields], tools: ChatTools
         response_format=_response_format(fields.text),
         tools=tools.functions,
         tool_choice=tools.choice,
-        chat_template_kwargs=_template_kwargs(fields),
+        chat_template_kwargs=template_kwargs(
+            fields.reasoning.effort if fields.reasoning else None,
+            fields.text.verbosity if fields.text else None,
+            fields.chat_template_kwargs,
+        ),
         detach_seconds=detach_seconds,
         **{name: getattr(fields, name) for name in _AS_IN_A_CHAT},
     )
@@ -216,15 +216,6 @@ def _response_format(text: TextFields | None) -> ResponseFormatFields | None:
     asked = text.format
     schema = JsonSchemaFormat(name=asked.name, description=asked.description, schema=asked.schema, strict=asked.strict)
     return ResponseFormatFields(type=asked.type, json_schema=schema if asked.type == "json_schema" else None)
-
-
-def _template_kwargs(fields: ResponsesBody) -> dict[str, Any]:
-    """Return the template variables for effort and thinking, and the client's own."""
-    effort = fields.reasoning.effort if fields.reasoning else None
-    thinking: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        thinking["enable_thinking"] = False
-    return thinking | (fields.chat_template_kwargs or {})
 
 
 _ASK = (

@@ -147,6 +147,8 @@ class ChatMessage(TypedDict, total=False):
     name: str
     tool_calls: list[dict[str, Any]]  # arguments as JSON values
     tool_call_id: str
+    reasoning: str  # of an assistant's earlier answer, under both names that templates use
+    reasoning_content: str
 
 
 class TemplateOptions(TypedDict, total=False):
@@ -275,4 +277,6 @@ def _as_text(message: ChatMessage) -> ChatMessage:
         return message
     functions = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
     calls = [f"<tool_call>\n{function}\n</tool_call>" for function in functions]
-    return ChatMessage(role=message["role"], content="\n".join([*filter(None, [message["content"]]), *calls]))
+    content = "\n".join([*filter(None, [message["content"]]), *calls])
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return ChatMessage(**{**kept, "content": content})  # type: ignore[typeddict-item]

@@ -60,7 +60,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "xml"}}}, VALUE, "text.format.type"),
     (json_schema(name="t"), MISSING, "text.format.schema"),
     (json_schema(name="t", schema={"type": "nothing"}), "invalid_json_schema", "text.format.schema"),
-    ({"text": {"verbosity": "low"}}, UNSUPPORTED, "text.verbosity"),
+    ({"text": {"verbosity": "loud"}}, VALUE, "text.verbosity"),
     (json_schema(name="t", schema={"type": "nothing"}) | {"tools": [WEATHER]}, "invalid_json_schema",
      "text.format.schema"),
     (json_schema(name="t", schema={"type": "integer"}) | {"tools": [STRICT]}, "invalid_grammar", "tools"),
