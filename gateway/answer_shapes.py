@@ -142,7 +142,8 @@ class ChatMessageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
-    reasoning_content: str = ""  # only where there is reasoning
+    reasoning: str = ""  # only if there is reasoning
+    reasoning_content: str = ""  # the same text under its older name
     tool_calls: list[ToolCallBody] = []  # only where there are calls
 
 

@@ -114,7 +114,30 @@ class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
-    pass
+    """The prompt, or the prompt with `max_tokens`, exceeds the context.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt; a lower bound if `is_lower_bound`.
+        max_tokens: Requested tokens of the answer; 0 if the prompt alone is too long.
+        limit: Context length in tokens.
+        is_lower_bound: Whether the prompt was refused before it was encoded.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str,
+        prompt_tokens: int,
+        limit: int,
+        max_tokens: int = 0,
+        is_lower_bound: bool = False,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.limit = limit
+        self.is_lower_bound = is_lower_bound
 
 
 class Unauthenticated(GatewayError, status=401, code="invalid_api_key"):

@@ -1,5 +1,4 @@
-"""The command line and the supervisor of the embedded default. Holds no serving logic.
+"""The command line, and the supervisor that runs store, workers, and gateways on one machine. No serving logic.
 
-It knows gateway and workers as processes alone, by their command lines, heartbeats and exit statuses.
-It starts them before any walk.
+Other processes are known only by their command lines, heartbeats, and exit statuses.
 """

@@ -1,4 +1,4 @@
-"""`python -m pagestream` is `pagestream`: it begins before every walk, and knows cli.py alone."""
+"""Entry point of `python -m pagestream`."""
 
 import sys
 

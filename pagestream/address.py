@@ -1,7 +1,4 @@
-"""The address that the gateway serves: is it free, does it answer, how a person writes it.
-
-It is used at the start of `serve`, before and after the gateway is there. It knows no route but /ready.
-"""
+"""The address of the gateway: check that the port is free, probe readiness, and format it as a URL."""
 
 import asyncio
 import errno
@@ -11,32 +8,32 @@ PROBE_SECONDS = 2.0
 
 
 class AddressInUse(RuntimeError):
-    """Somebody else listens there, or nobody may."""
+    """The port is taken, or listening there is not allowed."""
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raises AddressInUse with what would help."""
+    """Raise AddressInUse, with a hint, if the gateway cannot listen there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway: TIME_WAIT does not forbid it
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like the gateway, ignore TIME_WAIT
             probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise AddressInUse(f"port {port} on {host} is in use; take another one with --port") from error
+            raise AddressInUse(f"port {port} on {host} is in use; choose another one with --port") from error
         raise AddressInUse(f"cannot listen on {host}, port {port}: {error.strerror}") from error
 
 
 def base_url(host: str, port: int) -> str:
-    """The address at which a client on this machine finds the server."""
+    """Return the URL for clients on this machine."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 async def ready_status(host: str, port: int) -> int | None:
-    """The status of every model together, by /readyz, which needs no key; None if nobody answers.
+    """Return the status of /readyz for all models, or None if nothing answers.
 
-    By hand: the command line needs no HTTP library otherwise.
+    The request is written by hand because the command line needs no HTTP library otherwise.
     """
     reachable = base_url(host, port).removeprefix("http://").rsplit(":", 1)[0].strip("[]")
     try:

@@ -1,7 +1,4 @@
-"""The words of `pagestream serve` when it begins and when it is ready: lines to copy and run.
-
-It is the last phase of a start. It knows no process.
-"""
+"""The texts that `pagestream serve` prints at its start and when it is ready, with commands to copy."""
 
 import json
 from collections.abc import Sequence

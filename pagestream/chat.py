@@ -1,9 +1,6 @@
-"""`pagestream chat`: a conversation in the terminal with a running server. Ctrl-C stops an answer, Ctrl-D ends it all.
+"""`pagestream chat`: a conversation with a running server in the terminal. Ctrl-C stops an answer, Ctrl-D exits.
 
-/reset    forget what was said      /system TEXT    begin anew, with TEXT as the system's message
-
-It is a client of its own, at both ends of a chat's walk: it meets the gateway through HTTP alone, and knows nothing
-behind it.
+/reset    forget the conversation     /system TEXT    start again with TEXT as the system message
 """
 
 import argparse
@@ -20,7 +17,7 @@ Answer = Callable[[list[Message]], Iterator[str]]
 
 
 class ChatError(RuntimeError):
-    """The server's own words, or why there is none."""
+    """An error of the server or of the connection."""
 
 
 class Conversation:
@@ -30,7 +27,7 @@ class Conversation:
         self._output = output
 
     def take(self, line: str) -> None:
-        """One line of the user's. What an answer said before it was stopped stays said."""
+        """Handle one input line; a stopped answer stays in the conversation."""
         if line == "/reset":
             self.messages.clear()
         elif line.startswith("/system "):
@@ -39,24 +36,24 @@ class Conversation:
             self._ask(line)
 
     def _ask(self, question: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": question}]
-        said: list[str] = []
+        messages = [*self.messages, {"role": "user", "content": question}]
+        pieces: list[str] = []
         try:
-            for piece in self._answer(asked):
-                said.append(piece)
+            for piece in self._answer(messages):
+                pieces.append(piece)
                 self._output.write(piece)
                 self._output.flush()
         except KeyboardInterrupt:
             self._output.write(" [stopped]")
         except ChatError as error:
             self._output.write(f"error: {error}\n")
-            return  # the question can be asked again
+            return  # the user can ask again
         self._output.write("\n")
-        self.messages[:] = [*asked, {"role": "assistant", "content": "".join(said)}]
+        self.messages[:] = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def streamed_answers(url: str, api_key: str, options: dict[str, Any]) -> Answer:
-    """Closing the generator closes the connection, which cancels the request."""
+    """Return a function that streams answers; closing its generator cancels the request."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def answer(messages: list[Message]) -> Iterator[str]:
@@ -94,9 +91,15 @@ def _message(body: bytes) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pagestream chat", description="/reset, /system TEXT; Ctrl-C stops an answer")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, without /v1")
-    parser.add_argument("--max-tokens", type=int, default=None, help="of one answer")
-    parser.add_argument("--temperature", type=float, default=None)
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", metavar="URL", help="server URL without /v1 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=None, metavar="N", help="token limit per answer (default: the server's)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=None, metavar="RATIO", help="sampling temperature, 0 to 2 (default: 1)"
+    )
     args = parser.parse_args(argv)
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     api_key = os.environ.get("PAGESTREAM_API_KEY", "")

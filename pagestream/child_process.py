@@ -1,9 +1,8 @@
-"""One life of one child process: its start, its output, its end. Knows nothing of what the child does.
+"""One run of a child process: its start, its output, and its end.
 
-The child leads its own session, so the terminal's Ctrl-C reaches the supervisor alone and the order of the stop is
-ours. On Linux the kernel ends it with the supervisor, even after a `kill -9`: the kernel is asked between fork and
-exec, so there is no moment in which a child could be left behind. `serve` lives by it from its start to its end,
-before and beside every walk.
+The child leads its own session, so the terminal's Ctrl-C reaches only the supervisor, which decides the order of the
+shutdown. On Linux the kernel ends the child with the supervisor, even after `kill -9`. This is requested between fork
+and exec, so no child can be left behind.
 """
 
 import asyncio
@@ -25,13 +24,13 @@ LineSink = Callable[[str, str], None]  # child's name, line
 
 @dataclass(frozen=True, kw_only=True)
 class ChildCommand:
-    """The command of a child. `death_signal` reaches it when the supervisor dies without stopping it."""
+    """Command of a child. The kernel sends `death_signal` if the supervisor dies without stopping the child."""
 
     name: str
     argv: Sequence[str]
-    environ: Mapping[str, str] | None = None  # None = ours
+    environ: Mapping[str, str] | None = None  # None: inherited
     cwd: Path | None = None
-    umask: int = -1  # -1 = ours
+    umask: int = -1  # -1: inherited
     death_signal: signal.Signals = signal.SIGKILL
 
 
@@ -44,7 +43,7 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, command: ChildCommand, on_line: LineSink | None = None) -> "ChildProcess":
-        """Raises OSError if it cannot be started. Main thread only: the kernel watches the thread that forks."""
+        """Start the child; raise OSError. Main thread only, because the kernel watches the thread that forks."""
         process = await asyncio.create_subprocess_exec(
             *command.argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -62,7 +61,7 @@ class ChildProcess:
         return child
 
     async def wait(self) -> int:
-        """The exit status, or minus the number of the signal that ended it; all output has been read by then."""
+        """Return the exit status, or minus the signal number, after all output has been read."""
         status = await self.process.wait()
         if self._reader is not None:
             await asyncio.wait([self._reader], timeout=1.0)  # a grandchild may hold the pipe open
@@ -70,7 +69,7 @@ class ChildProcess:
         return status
 
     async def stop(self, grace_seconds: float) -> int:
-        """SIGTERM, and SIGKILL to the whole session when the grace has passed."""
+        """Send SIGTERM, and after `grace_seconds` SIGKILL to the whole session."""
         self.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_seconds):
@@ -85,7 +84,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # it leads its session, so its own children go with it
+            os.killpg(self.process.pid, signal.SIGKILL)  # the child leads its session: this includes its children
         except ProcessLookupError:
             return
 
@@ -94,7 +93,7 @@ class ChildProcess:
         while True:
             try:
                 raw = await self.process.stdout.readline()
-            except ValueError:  # a line over the limit: asyncio has dropped it
+            except ValueError:  # a line over the limit, which asyncio dropped
                 continue
             if not raw:
                 return
@@ -106,6 +105,6 @@ class ChildProcess:
 
 def _before_exec(death_signal: signal.Signals) -> Callable[[], None] | None:
     if sys.platform != "linux":
-        return None  # elsewhere a killed supervisor leaves its children; docs/operations.md says so
+        return None  # on other systems a killed supervisor leaves its children behind
     supervisor_pid = os.getpid()
     return lambda: exit_with_parent(supervisor_pid, death_signal)

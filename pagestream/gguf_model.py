@@ -1,8 +1,4 @@
-"""GGUF files become model directories once, in the cache, through the converter's own process.
-
-It is used at the start of `serve`, before the workers. It knows the converter's command line and its progress lines,
-and nothing of GGUF.
-"""
+"""GGUF files: converted once to model directories in the cache, by a process of `engine_worker.convert_gguf`."""
 
 import asyncio
 import hashlib
@@ -15,17 +11,17 @@ from pagestream.directories import cache_directory
 from pagestream.file_lock import file_lock
 from pagestream.phases import PhaseReport
 
-CONVERTER_VERSION = 3  # raise it when the converter writes something else from the same file
+CONVERTER_VERSION = 3  # increase it when the converter's output for a file changes
 _FINGERPRINT_BYTES = 2**20
 _PROGRESS_LINE = re.compile(r"convert +(\d+)% +[\d.]+ s +(.*)")
 
 
 class ModelUnavailable(RuntimeError):
-    """The model cannot be had; the message says why and what would help."""
+    """The model is not available; the message gives the reason and a fix."""
 
 
 def converted_directory(gguf: Path) -> Path:
-    """The directory that `gguf` is converted to: another one as soon as the file's size, head or tail differ."""
+    """Return the directory for the converted file; it depends on the file's size, head, and tail."""
     with gguf.open("rb") as file:
         head = file.read(_FINGERPRINT_BYTES)
         size = file.seek(0, 2)
@@ -36,7 +32,7 @@ def converted_directory(gguf: Path) -> Path:
 
 
 async def convert_once(gguf: Path, target: Path, report: PhaseReport) -> None:
-    """Make `target` from `gguf` unless it is there. One process converts, any other one waits for it."""
+    """Convert `gguf` to `target` unless it exists; concurrent callers wait for the one that converts."""
     target.parent.mkdir(parents=True, exist_ok=True)
     async with file_lock(target.with_name(f".{target.name}.lock")):
         if target.is_dir():
@@ -56,7 +52,7 @@ async def _convert(gguf: Path, target: Path, report: PhaseReport) -> None:
     try:
         status = await converter.wait()
     except asyncio.CancelledError:
-        await converter.stop(grace_seconds=5.0)  # it removes what it had begun
+        await converter.stop(grace_seconds=5.0)  # it removes its partial output
         raise
     if status != 0:
-        raise ModelUnavailable(f"{gguf} could not be converted:\n" + "\n".join(converter.last_lines))
+        raise ModelUnavailable(f"converting {gguf} failed:\n" + "\n".join(converter.last_lines))

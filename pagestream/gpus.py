@@ -1,10 +1,7 @@
-"""The GPUs of this machine, and which of them each worker of `serve` sees.
+"""The GPUs of this machine, and their assignment to the workers of `serve`.
 
-They are found without CUDA, because the supervisor never loads torch. A worker sees as many as share its model, linked
-by NVLink where there are such, else one after another as the machine numbers them: several workers are several copies
-of the model on as many GPUs.
-
-It is used at a start and after each death, for all_in_one.py and child_commands.py. It knows no worker's options.
+They are found without CUDA, because the supervisor never loads torch. A worker sees as many GPUs as its tensor-parallel
+size, linked by NVLink if possible, otherwise in order. Several workers are several copies of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +12,12 @@ from pagestream.nvlink import Links
 from pagestream.served_models import ServedModel
 from shared.settings import SettingsError
 
-DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU; in a container only those it was given
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder per GPU; in a container only its own
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environ: Mapping[str, str], driver_gpus: Path = DRIVER_GPUS) -> list[str]:
-    """Names as CUDA_VISIBLE_DEVICES has them: its own entries if it is set, else 0, 1, ... for those of the driver."""
+    """Return the entries of CUDA_VISIBLE_DEVICES if it is set, otherwise 0, 1, ... for the driver's GPUs."""
     chosen = environ.get(VISIBLE)
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]
@@ -28,38 +25,39 @@ def visible_gpus(environ: Mapping[str, str], driver_gpus: Path = DRIVER_GPUS) ->
 
 
 def check_gpus(models: Sequence[ServedModel], gpus: Sequence[str]) -> None:
-    """Raise SettingsError where groups of GPUs would share one. Workers of one GPU may: they take them in turn."""
+    """Raise SettingsError if tensor-parallel groups would share a GPU; workers of one GPU may share."""
     wanted = sum(model.num_ranks for model in models)
     if not gpus or wanted <= len(gpus) or all(model.tensor_parallel_size == 1 for model in models):
         return
     groups = " and ".join(f"{model.num_workers} x {model.tensor_parallel_size}" for model in models)
     raise SettingsError(
-        f"--workers x --tensor-parallel-size: {groups} take {wanted} GPUs, and there are {len(gpus)}; "
-        f"give fewer workers or a smaller group, or --device cpu"
+        f"--workers x --tensor-parallel-size: {groups} need {wanted} GPUs, but there are {len(gpus)}; "
+        f"use fewer workers, a smaller group, or --device cpu"
     )
 
 
 def groups_of_gpus(sizes: Sequence[int], gpus: Sequence[str], links: Links) -> list[list[str]]:
-    """Share `gpus` out to workers of `sizes`: those of a group are all linked where that can be, and in order else.
+    """Assign `gpus` to workers of the given tensor-parallel sizes.
 
-    More workers than GPUs, of one each, take them in turn. None where there is none.
+    The GPUs of a group are all linked by NVLink if possible, otherwise consecutive. If there are more workers of one
+    GPU than GPUs, they share in turn. Without GPUs the groups are empty.
     """
     if sum(sizes) > len(gpus):
         return [[gpus[number % len(gpus)]] if gpus else [] for number, _ in enumerate(sizes)]
     left, groups = list(gpus), dict[int, list[str]]()
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):  # small ones do not break links
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):  # small groups must not break links
         groups[number] = _best_group(left, sizes[number], links)
         left = [gpu for gpu in left if gpu not in groups[number]]
     return [groups[number] for number in range(len(sizes))]
 
 
 def environ_of_worker(group: Sequence[str], environ: Mapping[str, str], gpus: Sequence[str]) -> dict[str, str]:
-    """Return a worker's environment: it sees its `group` of `gpus`. Unchanged where there is nothing to share out."""
+    """Return the environment in which a worker sees only its `group`; unchanged with one GPU or none."""
     return dict(environ) if len(gpus) <= 1 else {**environ, VISIBLE: ",".join(group)}
 
 
 def _best_group(gpus: Sequence[str], size: int, links: Links) -> list[str]:
-    """The first of those that have the most links among them, and of those the one that breaks the fewest."""
+    """Return the first group with the most links inside and the fewest broken links."""
 
     def num_links(group: Sequence[str]) -> tuple[int, int]:
         inside = sum(frozenset(pair) in links for pair in combinations(group, 2))

@@ -1,7 +1,6 @@
-"""Can the GPUs of this machine share a model? The checks of `pagestream doctor --tensor-parallel-size N`.
+"""Checks of `pagestream doctor --tensor-parallel-size N`: can the GPUs of this machine share a model?
 
-Before any walk it judges what torch told of its devices and what the system lets processes share. It starts nothing,
-and knows no model: which sizes divide one, `pagestream estimate` says.
+`pagestream estimate` shows which sizes divide a model.
 """
 
 import os
@@ -15,22 +14,29 @@ from pagestream.nvlink import Links
 from pagestream.store_checks import Finding
 
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_BYTES = 2**29  # NCCL's buffers of a few ranks; containers have 64 MiB unless told otherwise
-_UNEQUAL_RATIO = 0.02  # of memory; less is what the driver keeps
+SHARED_MEMORY_BYTES = 2**29  # NCCL buffers of a few ranks; the default in containers is 64 MiB
+_UNEQUAL_RATIO = 0.02  # of memory; smaller differences are the driver's
 
 
 def check_group(answer: dict[str, Any] | str, size: int, links: Links, names: Sequence[str]) -> list[Finding]:
-    """`answer`: torch's of its devices, as the doctor asked; `names`: theirs in CUDA_VISIBLE_DEVICES, of `links`."""
+    """Check a tensor-parallel group.
+
+    Args:
+        answer: Result of the doctor's torch probe, or its error.
+        size: Number of ranks.
+        links: NVLink pairs.
+        names: Names of the GPUs in CUDA_VISIBLE_DEVICES.
+    """
     if isinstance(answer, str):
-        return []  # said already
+        return []  # already reported
     devices = answer["devices"]
     if not devices:
-        told = f"no CUDA device: {size} processes would share the CPU, which is slower than one"
-        return [Finding("group", "warn", told, "leave --tensor-parallel-size out"), check_channel()]
+        message = f"no CUDA device: {size} processes would share the CPU, which is slower than one"
+        return [Finding("group", "warn", message, "remove --tensor-parallel-size"), check_channel()]
     if size > len(devices):
-        told = f"{size} ranks take {size} GPUs, and {len(devices)} can be seen"
-        hint = f"at most --tensor-parallel-size {len(devices)}, or does CUDA_VISIBLE_DEVICES hide some?"
-        return [Finding("group", "fail", told, hint)]
+        message = f"{size} ranks need {size} GPUs, but {len(devices)} are visible"
+        hint = f"use at most --tensor-parallel-size {len(devices)}, or check CUDA_VISIBLE_DEVICES"
+        return [Finding("group", "fail", message, hint)]
     findings = [_check_alike(devices[:size]), check_channel()]
     if size > 1:
         findings += [_check_peers(answer["peers"], size, links, names), check_shared_memory()]
@@ -38,38 +44,40 @@ def check_group(answer: dict[str, Any] | str, size: int, links: Links, names: Se
 
 
 def check_channel() -> Finding:
-    """Whether ranks can share a file without a name, be woken, and be watched: all that a group needs of the kernel."""
+    """Check the kernel features that ranks use: memfd, eventfd, and pidfd."""
     try:
         memory = os.memfd_create("pagestream-doctor", os.MFD_CLOEXEC)
-        opened = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)  # as the ranks' meeting place is opened
+        opened = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)  # as ranks open the step channel
         for fd in (memory, opened, os.eventfd(0), os.pidfd_open(os.getpid())):
             os.close(fd)
     except (OSError, AttributeError) as error:
-        told = f"no memfd, eventfd or pidfd, or none through /proc: {error}"
-        return Finding("step channel", "fail", told, "Linux 5.3 or later with /proc, and a seccomp profile with these")
-    return Finding("step channel", "ok", "memfd, eventfd and pidfd are there")
+        message = f"memfd, eventfd or pidfd is not available: {error}"
+        return Finding(
+            "step channel", "fail", message, "needs Linux 5.3, /proc, and a seccomp profile that allows them"
+        )
+    return Finding("step channel", "ok", "memfd, eventfd and pidfd are available")
 
 
 def check_shared_memory(directory: Path = SHARED_MEMORY) -> Finding:
     if not directory.is_dir():
-        return Finding("shared memory", "warn", f"no {directory}", "NCCL needs it where GPUs do not reach each other")
+        return Finding("shared memory", "warn", f"no {directory}", "NCCL needs it if GPUs lack peer access")
     total = shutil.disk_usage(directory).total
-    told = f"{total / 2**20:,.0f} MiB in {directory}"
+    message = f"{total / 2**20:,.0f} MiB in {directory}"
     if total < SHARED_MEMORY_BYTES:
-        hint = "NCCL needs more where GPUs do not reach each other: docker run --shm-size 1g, an emptyDir in memory"
-        return Finding("shared memory", "warn", told, hint)
-    return Finding("shared memory", "ok", told)
+        hint = "NCCL needs more if GPUs lack peer access: docker run --shm-size 1g, or an emptyDir in memory"
+        return Finding("shared memory", "warn", message, hint)
+    return Finding("shared memory", "ok", message)
 
 
 def _check_alike(devices: Sequence[dict[str, Any]]) -> Finding:
     names = [device["name"] for device in devices]
     if len(set(names)) > 1:
-        told = f"the GPUs of a group must be alike: {', '.join(names)}"
-        return Finding("group", "fail", told, "choose some with CUDA_VISIBLE_DEVICES")
+        message = f"the GPUs of a group must be of one kind: {', '.join(names)}"
+        return Finding("group", "fail", message, "select equal GPUs with CUDA_VISIBLE_DEVICES")
     totals = [device["total_bytes"] for device in devices]
     if max(totals) - min(totals) > _UNEQUAL_RATIO * max(totals):
-        told = f"{len(devices)} x {names[0]} of {min(totals) / 2**30:.0f} to {max(totals) / 2**30:.0f} GiB"
-        return Finding("group", "warn", told, "each has as many KV blocks as the one with the least room")
+        message = f"{len(devices)} x {names[0]} of {min(totals) / 2**30:.0f} to {max(totals) / 2**30:.0f} GiB"
+        return Finding("group", "warn", message, "the smallest GPU limits the KV blocks of all")
     return Finding("group", "ok", f"{len(devices)} x {names[0]}")
 
 
@@ -77,10 +85,12 @@ def _check_peers(peers: Sequence[Sequence[int]], size: int, links: Links, names:
     reached = {tuple(pair) for pair in peers}
     apart = [f"{one}-{other}" for one, other in combinations(range(size), 2) if (one, other) not in reached]
     if apart:
-        told = f"GPUs {', '.join(apart)} do not reach each other's memory: NCCL sums, through the host"
-        return Finding("peer access", "warn", told, "nvidia-smi topo -m; an IOMMU or a virtual machine may forbid it")
+        message = f"no peer access between GPUs {', '.join(apart)}: NCCL sums through the host"
+        return Finding(
+            "peer access", "warn", message, "see nvidia-smi topo -m; an IOMMU or a virtual machine may block it"
+        )
     pairs = [frozenset(pair) for pair in combinations(names[:size], 2)]
     if len(names) < size or not all(pair in links for pair in pairs):
-        told = "each reaches the memory of the others, by PCIe for all that is known: the driver tells of no NVLink"
-        return Finding("peer access", "warn", told, "sums are slower; nvidia-smi topo -m shows the links")
-    return Finding("peer access", "ok", "each reaches the memory of the others, by NVLink")
+        message = "peer access without NVLink: the driver reports none, so it is probably over PCIe"
+        return Finding("peer access", "warn", message, "sums are slower; nvidia-smi topo -m shows the links")
+    return Finding("peer access", "ok", "peer access over NVLink between all GPUs")

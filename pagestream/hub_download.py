@@ -1,11 +1,9 @@
-"""python -m pagestream.hub_download ORG/NAME REVISION LINK: a model of the Hugging Face hub into its local cache.
+"""python -m pagestream.hub_download ORG/NAME REVISION LINK: download a Hugging Face model into the local hub cache.
 
-`huggingface_hub` looks into the cache, downloads what is missing (only what serving reads), and goes on with a file
-that was begun. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and the token of `hf auth login` mean what
-they mean everywhere. LINK leads to the whole snapshot; it appears when all files are there. A process of its own, so
-that only who downloads imports the library, and so that a download can be stopped at once.
-
-hub_model.py starts it before there are workers. It knows the library's cache, and not what serves the model.
+`huggingface_hub` downloads the missing files that serving reads and resumes partial ones. HF_HOME, HF_HUB_CACHE,
+HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and the token of `hf auth login` have their usual meaning. LINK points to the
+snapshot once it is complete. This is a process of its own, so that only downloads import the library, and so that a
+download can be stopped at once.
 """
 
 import contextlib
@@ -36,12 +34,12 @@ _REPORT_SECONDS = 0.5
 _GB = 1e9
 
 
-class NotToBeHad(RuntimeError):
-    """The model cannot be had from here; the message says why and what would help."""
+class DownloadError(RuntimeError):
+    """The model cannot be downloaded; the message gives the reason and a fix."""
 
 
 class _Progress(tqdm):  # type: ignore[misc]
-    """The bar of all bytes, as lines that a supervisor reads; other bars are silent."""
+    """The progress bar of all bytes, printed as lines for the supervisor; other bars are silent."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._reported_at = 0.0
@@ -61,39 +59,39 @@ class _Progress(tqdm):  # type: ignore[misc]
 
 
 def download(repository: str, revision: str) -> Path:
-    """The folder of the whole snapshot. Raises NotToBeHad."""
+    """Download a snapshot and return its folder; raise DownloadError."""
     try:
         found = snapshot_download(repository, revision=revision, allow_patterns=list(FILES), tqdm_class=_Progress)
     except GatedRepoError:
-        raise NotToBeHad(
-            f"{repository} is gated: accept its terms at {constants.ENDPOINT}/{repository}, then give a token that may "
-            "read it (HF_TOKEN, or `hf auth login`)"
+        raise DownloadError(
+            f"{repository} is gated: accept its terms at {constants.ENDPOINT}/{repository}, then set a token with "
+            "access (HF_TOKEN, or `hf auth login`)"
         ) from None
     except RepositoryNotFoundError:
-        raise NotToBeHad(
-            f"{constants.ENDPOINT} has no model {repository}, or it is private (HF_TOKEN, or `hf auth login`); there "
-            "is no folder of this name here either"
+        raise DownloadError(
+            f"{constants.ENDPOINT} has no model {repository}, or it is private (HF_TOKEN, or `hf auth login`); no "
+            "local folder has this name either"
         ) from None
     except RevisionNotFoundError:
-        raise NotToBeHad(f"{repository} has no revision {revision!r}: give a branch, a tag or a commit") from None
+        raise DownloadError(f"{repository} has no revision {revision!r}: use a branch, tag or commit") from None
     except (LocalEntryNotFoundError, IncompleteSnapshotError) as error:
-        raise NotToBeHad(_unreachable(repository, revision, error)) from None
+        raise DownloadError(_unreachable(repository, revision, error)) from None
     except (HfHubHTTPError, OSError) as error:
-        raise NotToBeHad(f"{repository} could not be downloaded from {constants.ENDPOINT}: {_line(error)}") from error
+        raise DownloadError(f"downloading {repository} from {constants.ENDPOINT} failed: {_line(error)}") from error
     folder = Path(found)
     _check_whole(folder, repository, revision)
     return folder
 
 
 def _unreachable(repository: str, revision: str, error: Exception) -> str:
-    held = "only a part of it is" if isinstance(error, IncompleteSnapshotError) else "it is not"
+    state = "incomplete" if isinstance(error, IncompleteSnapshotError) else "missing"
     if constants.HF_HUB_OFFLINE:
-        why = "HF_HUB_OFFLINE is set"
+        reason = "HF_HUB_OFFLINE is set"
     else:
-        why = f"{constants.ENDPOINT} cannot be reached (a mirror: HF_ENDPOINT; a proxy: HTTPS_PROXY)"
+        reason = f"{constants.ENDPOINT} is not reachable (mirror: HF_ENDPOINT, proxy: HTTPS_PROXY)"
     return (
-        f"{repository} ({revision}): {held} in {constants.HF_HUB_CACHE}, and {why}. Where there is a network run "
-        f"`hf download {repository}`, and bring that folder here (HF_HOME says where), or give a model directory"
+        f"{repository} ({revision}): {state} in {constants.HF_HUB_CACHE}, and {reason}. On a machine with network "
+        f"access run `hf download {repository}` and copy that folder here (see HF_HOME), or pass a model directory"
     )
 
 
@@ -103,11 +101,11 @@ def _check_whole(folder: Path, repository: str, revision: str) -> None:
     try:
         wanted |= set(read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     except (ModelFilesError, KeyError, AttributeError, TypeError) as error:
-        raise NotToBeHad(f"{repository}: {index.name} is no index of weights: {error}") from error
+        raise DownloadError(f"{repository}: {index.name} is not a weights index: {error}") from error
     if missing := sorted(name for name in wanted if not (folder / str(name)).is_file()):
-        raise NotToBeHad(
-            f"{repository} ({revision}) has no {', '.join(missing[:4])}: a model is served from safetensors, "
-            "config.json and tokenizer.json; another --revision (`refs/pr/N`) or repository may have them"
+        raise DownloadError(
+            f"{repository} ({revision}) lacks {', '.join(missing[:4])}: serving needs safetensors, config.json and "
+            "tokenizer.json; another --revision (`refs/pr/N`) or repository may have them"
         )
 
 
@@ -116,7 +114,7 @@ def _line(error: Exception) -> str:
 
 
 def point(link: Path, folder: Path) -> None:
-    """`link` leads to `folder` from one moment to the next."""
+    """Point `link` at `folder` atomically."""
     link.parent.mkdir(parents=True, exist_ok=True)
     new = link.with_name(f".{link.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
@@ -129,7 +127,7 @@ def main(argv: list[str]) -> int:
     repository, revision, link = argv
     try:
         point(Path(link), download(repository, revision))
-    except (NotToBeHad, ValueError, OSError) as error:
+    except (DownloadError, ValueError, OSError) as error:
         print(f"download: {error}", file=sys.stderr)
         return 1
     return 0
@@ -138,4 +136,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(status)  # threads of an aborted download are not waited for
+    os._exit(status)  # do not wait for threads of an aborted download

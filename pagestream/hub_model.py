@@ -1,8 +1,4 @@
-"""Models named as on the Hugging Face hub: ORG/NAME.
-
-It is used at the start of `serve`, before the workers. It knows the downloader's command line and its progress lines,
-and nothing of networks.
-"""
+"""Models named ORG/NAME, as on the Hugging Face hub: download one through `pagestream.hub_download`."""
 
 import asyncio
 import os
@@ -26,13 +22,13 @@ def is_hub_name(model: str) -> bool:
 
 
 def hub_directory(repository: str, revision: str) -> Path:
-    """A link to the snapshot in the hub's own cache; it is there once the whole model is."""
+    """Return the link to the snapshot in the hub's cache; it exists once the model is complete."""
     readable = re.sub(r"[^\w.-]", "--", f"{repository}@{revision}".replace("@", "--"))
     return cache_directory() / "models" / f"hub--{readable}"
 
 
 async def prepare_hub_model(repository: str, revision: str, report: PhaseReport) -> None:
-    """Raises ModelUnavailable with what the downloader said."""
+    """Download a model; raise ModelUnavailable with the downloader's message."""
 
     def read_progress(_name: str, line: str) -> None:
         if match := _PROGRESS_LINE.match(line):
@@ -46,9 +42,9 @@ async def prepare_hub_model(repository: str, revision: str, report: PhaseReport)
     try:
         status = await child.wait()
     except asyncio.CancelledError:
-        child.kill()  # what has come stays in the cache, and the next start goes on from there
+        child.kill()  # the next start resumes from the cache
         raise
     if status != 0:
-        said = [line.removeprefix(_ERROR) for line in child.last_lines if line.startswith(_ERROR)]
-        raise ModelUnavailable("\n".join(said or child.last_lines) or f"the download of {repository} failed")
+        errors = [line.removeprefix(_ERROR) for line in child.last_lines if line.startswith(_ERROR)]
+        raise ModelUnavailable("\n".join(errors or child.last_lines) or f"the download of {repository} failed")
     report("download", 1.0, str(link))

@@ -1,8 +1,6 @@
-"""The parts of pagestream in this environment: the extras that a command needs, no other package under its names.
+"""What is installed: the extras that a command needs, and packages of others with the same names as ours.
 
-Asks the metadata of installed distributions and Python's own search for modules; imports none of what it looks for.
-
-`doctor` and commands that need an extra ask it before any walk. It knows no command but by its extra.
+It reads the metadata of installed distributions and searches for modules without importing them.
 """
 
 import importlib.util
@@ -13,47 +11,54 @@ from importlib import metadata
 from pathlib import Path
 
 DISTRIBUTION = "pagestream"
-# The top-level packages of the wheel. The names are common words, so another distribution can bring one of them too.
+# Top-level packages of the wheel. The names are common words, so other distributions may contain them too.
 PACKAGES = ("engine_worker", "gateway", "kernels", "pagestream", "shared")
 HOME = Path(__file__).parents[1]  # site-packages, or the root of a clone
-_OF_EXTRA = re.compile(
-    r"([\w.-]+)[^;]*; extra == \"(\w+)\""
-)  # what a platform adds to an extra (triton) is passed over
+_OF_EXTRA = re.compile(r"([\w.-]+)[^;]*; extra == \"(\w+)\"")  # ignores requirements of single platforms (triton)
 
 
 @dataclass(frozen=True)
 class ForeignPackage:
-    """Somebody else's package under one of our names: what it is, and what would help."""
+    """A package of another distribution with one of our names, and a fix."""
 
     message: str
     hint: str
 
 
 def missing(*extras: str) -> list[str]:
-    """The distributions that these extras name and this environment lacks; none where only the source is there."""
+    """Return the missing distributions of these extras; none if pagestream itself is not installed."""
     needed = [match.groups() for match in map(_OF_EXTRA.fullmatch, _requirements()) if match]
     return sorted({name for name, extra in needed if extra in extras and not _is_installed(name)})
 
 
-def missing_told(extra: str, *parts: str) -> str:
-    """Say what to install, or nothing: `extra` is to be named, `parts` are the extras it stands for, if several."""
+def missing_message(extra: str, *parts: str) -> str:
+    """Return the message that names what to install, or "".
+
+    Args:
+        extra: The extra to name in the message.
+        *parts: The extras that it stands for, if several.
+    """
     absent = missing(*(parts or (extra,)))
     return f"{', '.join(absent)} not installed: pip install '{DISTRIBUTION}[{extra}]'" if absent else ""
 
 
 def foreign_packages(owners: Mapping[str, Sequence[str]] | None = None) -> list[ForeignPackage]:
-    """`owners`: the distributions that hold files of each top-level package; default: as this environment has them."""
+    """Return packages of other distributions with our names.
+
+    Args:
+        owners: Distributions of each top-level package; default: those of this environment.
+    """
     owners = metadata.packages_distributions() if owners is None else owners
     foreign = []
     for name in PACKAGES:
         others = sorted({owner for owner in owners.get(name, []) if owner != DISTRIBUTION})
         if others:
-            told = f"{', '.join(others)} installs a package `{name}` too, which stands in for ours or mixes with it"
+            message = f"{', '.join(others)} also installs a package `{name}`, which replaces ours or mixes with it"
             hint = f"pip uninstall {' '.join(others)}; pip install --force-reinstall --no-deps {DISTRIBUTION}"
-            foreign.append(ForeignPackage(told, hint))
+            foreign.append(ForeignPackage(message, hint))
         elif (found := _location(name)) != HOME / name:
-            told = f"the package `{name}` is {found or 'nowhere'}, not {HOME / name}"
-            foreign.append(ForeignPackage(told, f"take it away, or give {DISTRIBUTION} an environment of its own"))
+            message = f"the package `{name}` is {found or 'missing'}, expected {HOME / name}"
+            foreign.append(ForeignPackage(message, f"remove it, or install {DISTRIBUTION} in its own environment"))
     return foreign
 
 

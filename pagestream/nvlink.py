@@ -1,7 +1,4 @@
-"""NVLink between the GPUs of this machine, asked of the driver's management library (NVML): no CUDA, no torch.
-
-It is used at a start of `serve` and by the doctor. It knows GPUs by the names that CUDA_VISIBLE_DEVICES has for them.
-"""
+"""NVLink connections between the GPUs of this machine, from the driver's library NVML, without CUDA or torch."""
 
 import ctypes
 from collections.abc import Collection, Sequence
@@ -19,10 +16,10 @@ _NAME_BYTES = 96
 
 
 def nvlinks(gpus: Sequence[str], library: str = LIBRARY) -> Links:
-    """Return the pairs of `gpus`, numbers or UUIDs, that NVLink joins, be it through switches.
+    """Return the pairs of `gpus` (numbers or UUIDs) that NVLink connects, directly or through switches.
 
-    None where there is no library, where it does not know one of them, or where they are of several kinds: CUDA may
-    number those otherwise than the driver does.
+    Empty without the library, if it does not know one of them, or if they are of several kinds, because CUDA may then
+    number them differently from the driver.
     """
     try:
         nvml = ctypes.CDLL(library)

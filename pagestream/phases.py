@@ -1,8 +1,7 @@
-"""The phases of a start, one line each on a terminal or in a log: what happens, how far it is, how long it took.
+"""Progress lines of a start: the phase, its progress, and the time it took.
 
-On a terminal the running phase is rewritten in place. Elsewhere a line appears when a phase ends, and one every ten
-seconds while it lasts, so that no start is ever silent. Used by `serve` at its start, before the walks. Knows nothing
-of where the reports come from.
+On a terminal the line of the running phase is rewritten in place. Elsewhere a line appears at the end of a phase and
+every ten seconds while it runs.
 """
 
 import time
@@ -17,7 +16,7 @@ _LABELS = {"allocate_kv": "allocate KV", "warmup": "warm up"}
 
 class PhaseReport(Protocol):
     def __call__(self, phase: str, progress: float, detail: str) -> None:
-        """`progress` is 0..1 within the phase."""
+        """Report `progress`, 0 to 1, within a phase."""
 
 
 @dataclass
@@ -51,19 +50,19 @@ class PhaseConsole:
             self._write(self._line(who, running))
 
     def end(self, who: str) -> None:
-        """The running phase of `who` is complete."""
+        """Complete the running phase of `who`."""
         running = self._running.pop(who, None)
         if running is not None:
-            if running.progress < 1.0:  # the last report was of a moment before the end, and so was its detail
+            if running.progress < 1.0:  # the detail of the last report is outdated
                 running.progress, running.detail = 1.0, ""
             self._write(self._line(who, running))
 
     def abandon(self, who: str) -> None:
-        """The running phase of `who` will not be completed."""
+        """Drop the running phase of `who`, which will not complete."""
         self._running.pop(who, None)
 
     def print(self, text: str) -> None:
-        """Whole lines that are no phase."""
+        """Print lines that belong to no phase."""
         self._write(text)
 
     def _line(self, who: str, running: _Running) -> str:

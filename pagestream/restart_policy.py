@@ -1,17 +1,14 @@
-"""Decides what follows the end of a child process: start it again after a delay, or give up. Pure; time is passed in.
+"""The policy after the end of a child process: restart after a delay, or give up. Pure; time is passed in.
 
-One death is an accident and is answered at once, since requests wait for it. Deaths in a row are answered ever later,
-and some end the whole: too many within a window, two starts in a row that ended alike before the child was ready, and a
-child that says itself that it cannot start (a wrong flag or too little memory does not heal by trying).
-
-The first step of a takeover under `pagestream serve`: crew.py asks when a child has died. It knows no process,
-no store, and not what the child does.
+A single crash is followed by an immediate restart, because requests are waiting. Repeated crashes are followed by
+growing delays. The supervisor gives up after too many crashes within a window, after two starts that end alike before
+the child was ready, and when the child reports that it cannot start (a wrong flag or too little memory).
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-CANNOT_START = 2  # exit status of our programs for wrong settings, and for a model that does not fit the machine
+CANNOT_START = 2  # exit status of our programs for wrong settings, and for a model that does not fit
 MAX_DEATHS = 5
 WINDOW_SECONDS = 60.0
 FIRST_DELAY_SECONDS = 0.5
@@ -31,7 +28,7 @@ class GiveUp:
 @dataclass(slots=True)
 class RestartPolicy:
     _deaths_at: deque[float] = field(default_factory=deque)
-    _last_failed_start: int | None = None  # exit status of the last life, if it ended before it was ready
+    _last_failed_start: int | None = None  # exit status of the last run if it ended before it was ready
 
     def after_death(self, now_seconds: float, *, exit_status: int, was_ready: bool) -> Restart | GiveUp:
         self._deaths_at.append(now_seconds)
@@ -39,11 +36,11 @@ class RestartPolicy:
             self._deaths_at.popleft()
         count = len(self._deaths_at)
         if count >= MAX_DEATHS:
-            return GiveUp(f"it died {count} times within {WINDOW_SECONDS:.0f} s")
+            return GiveUp(f"it crashed {count} times within {WINDOW_SECONDS:.0f} s")
         if not was_ready and exit_status == CANNOT_START:
-            return GiveUp("it cannot start like this")
+            return GiveUp("it cannot start with these settings")
         if not was_ready and exit_status == self._last_failed_start:
-            return GiveUp(f"it ended twice with {describe_exit(exit_status)} before it was ready")
+            return GiveUp(f"it exited twice with {describe_exit(exit_status)} before it was ready")
         self._last_failed_start = None if was_ready else exit_status
         if count == 1:
             return Restart(0.0)
@@ -51,5 +48,5 @@ class RestartPolicy:
 
 
 def describe_exit(status: int) -> str:
-    """`status` as asyncio gives it: minus the signal's number if one ended the process."""
+    """Describe an exit status of asyncio, where minus N means signal N."""
     return f"signal {-status}" if status < 0 else f"exit status {status}"

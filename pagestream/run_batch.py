@@ -1,15 +1,12 @@
-"""`pagestream run-batch`: a file of requests through a running server, behind everybody else's requests.
+"""`pagestream run-batch`: send the requests of a file to a running server at batch priority.
 
     pagestream run-batch -i requests.jsonl -o results.jsonl [--url http://127.0.0.1:8000] [--concurrency 64]
 
-Every line gets exactly one result, also if server, workers or this program are stopped on the way: run it again with
-the same files. Requests go to the class `batch`, and each carries a name of its own (Idempotency-Key), so that one
-whose answer was lost on the way is read from the store and not computed again. The lines are in OpenAI's batch format:
+Each line gets exactly one result, even if the server, a worker, or this program stops: run it again with the same
+files. Each request has its own Idempotency-Key, so an answer that was lost on the way is read from the store instead of
+being computed again. Lines are in OpenAI's batch format:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
-
-A client of its own: beside the server's address it knows nothing of it, and meets gateway and store through HTTP
-alone.
 """
 
 import argparse
@@ -28,14 +25,14 @@ import aiohttp
 from pagestream.file_lock import file_lock
 from shared.result_file import ResultFile, ResultFileError
 
-MAX_ATTEMPTS = 20  # with pauses of up to MAX_PAUSE_SECONDS: a server may be away for ten minutes
+MAX_ATTEMPTS = 20  # with pauses up to MAX_PAUSE_SECONDS this bridges an outage of ten minutes
 MAX_PAUSE_SECONDS = 30.0
 _REPEATED = frozenset((408, 429, 500, 502, 503, 504))
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 
 
 class BatchFileError(ValueError):
-    """A file that is no batch; the message names the line."""
+    """An invalid batch file; the message names the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +40,19 @@ class BatchLine:
     custom_id: str
     url: str
     body: bytes
-    key: str  # the same in every run over the same line: the server computes it once
+    key: str  # equal in every run over the same line, so that the server computes it once
 
 
 def read_lines(path: Path) -> list[BatchLine]:
-    """Raises BatchFileError: what is wrong is said before anything is computed."""
+    """Read and check all lines before any request is sent; raise BatchFileError."""
     lines: dict[str, BatchLine] = {}
     for number, text in enumerate(_texts(path), start=1):
         line = _line(text, f"{path}, line {number}")
         if line.custom_id in lines:
-            raise BatchFileError(f"{path}, line {number}: custom_id {line.custom_id!r} is there twice")
+            raise BatchFileError(f"{path}, line {number}: custom_id {line.custom_id!r} is used twice")
         lines[line.custom_id] = line
     if not lines:
-        raise BatchFileError(f"{path}: holds no request")
+        raise BatchFileError(f"{path}: contains no requests")
     return list(lines.values())
 
 
@@ -131,13 +128,13 @@ class Batch:
         try:
             body = json.loads(text)
         except ValueError:
-            body = text  # of something between the server and here
-        encoded = json.dumps(body).encode()  # in one line
+            body = text  # from a proxy
+        encoded = json.dumps(body).encode()  # on one line
         self._results.add(line.custom_id, reply.headers.get("x-request-id", ""), reply.status, encoded)
 
 
 async def run(input_path: Path, output_path: Path, url: str, api_key: str, concurrency: int) -> int:
-    """How many lines have no good answer. Raises BatchFileError or ResultFileError."""
+    """Run the batch and return the number of failed lines; raise BatchFileError or ResultFileError."""
     lines = read_lines(input_path)
     headers = {"Content-Type": "application/json", "x-priority": "batch"}
     if api_key:
@@ -146,23 +143,31 @@ async def run(input_path: Path, output_path: Path, url: str, api_key: str, concu
         results = ResultFile(output_path)
         try:
             left = [line for line in lines if line.custom_id not in results.custom_ids]
-            sys.stderr.write(f"{len(lines)} requests, {len(lines) - len(left)} of them answered already\n")
+            sys.stderr.write(f"{len(lines)} requests, {len(lines) - len(left)} already answered\n")
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             async with aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session:
                 batch = Batch(session, results, concurrency)
                 await batch.run(left)
         finally:
             results.close()
-    sys.stderr.write(f"{len(left)} answered, {batch.num_failed} of them with an error: {output_path}\n")
+    sys.stderr.write(f"{len(left)} answered, {batch.num_failed} with an error: {output_path}\n")
     return batch.num_failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pagestream run-batch", description="Requests of a file, behind all others.")
-    parser.add_argument("-i", "--input-file", type=Path, required=True, help="JSON lines in OpenAI's batch format")
-    parser.add_argument("-o", "--output-file", type=Path, required=True, help="results; what it has is not asked again")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, without /v1")
-    parser.add_argument("--concurrency", type=int, default=64, help="requests open at one time")
+    parser = argparse.ArgumentParser(prog="pagestream run-batch", description="Run a batch file at low priority.")
+    parser.add_argument(
+        "-i", "--input-file", type=Path, required=True, metavar="PATH", help="JSON lines in OpenAI's batch format"
+    )
+    parser.add_argument(
+        "-o", "--output-file", type=Path, required=True, metavar="PATH", help="results; lines in it are not sent again"
+    )
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", metavar="URL", help="server URL without /v1 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=64, metavar="N", help="concurrent requests (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     if args.concurrency < 1:
         parser.error("--concurrency: expected 1 or more")
@@ -173,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"pagestream run-batch: error: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; run it again to go on\n")
+        sys.stderr.write("stopped; run it again to continue\n")
         return 130
     return 1 if failed else 0
 

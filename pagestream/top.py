@@ -1,11 +1,9 @@
-"""`pagestream top [URL]`: the live page's map in a terminal, from the same feed of a running gateway.
+"""`pagestream top [URL]`: the block map of the web page in a terminal, from the same event stream of a gateway.
 
-    --once   one picture without control characters, for scripts and logs
+    --once   print one picture without control characters, for scripts and logs
 
-The workers make snapshots only while somebody watches: this program is one who does. A cell of the map stands for as
-many blocks as the screen asks for, and shows the most used state among them.
-
-It is a client of its own, beside the walk of a block: it knows the feed of the live page alone.
+Workers produce snapshots only while a client reads them. A cell of the map stands for as many blocks as the screen
+requires and shows the most used state among them.
 """
 
 import argparse
@@ -21,13 +19,13 @@ import msgspec
 
 from shared.kv_snapshot import KVMove, KVSnapshot
 
-SILENCE_SECONDS = 30.0  # a worker tells every second, and the gateway sends a comment every ten
+SILENCE_SECONDS = 30.0  # workers send every second, and the gateway sends a comment every ten
 KEPT_MOVES = 50
-_BEGIN, _END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # a screen of its own, without a cursor
+_BEGIN, _END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # alternate screen, hidden cursor
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-_ORDER = "pfcas"  # by use: the last one in a cell is shown
+_ORDER = "pfcas"  # ascending use; a cell shows its highest state
 _CELLS = {"p": " ", "f": "·", "c": "░", "a": "▓", "s": "█"}
-_COLOURS = {"c": "36", "a": "34", "s": "35"}  # cyan, blue, magenta; others have none
+_COLORS = {"c": "36", "a": "34", "s": "35"}  # cyan, blue, magenta
 _MAP_ROWS = 8
 _BAR_CELLS = 30
 _NAMES = {"f": "free", "c": "cached", "a": "active", "s": "shared"}
@@ -35,9 +33,9 @@ _NAMES = {"f": "free", "c": "cached", "a": "active", "s": "shared"}
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="pagestream top", description="The KV blocks of a running server.")
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of a gateway (%(default)s)")
-    parser.add_argument("--worker", default="", help="whose id begins so; default: the first that is heard")
-    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="gateway URL (default: %(default)s)")
+    parser.add_argument("--worker", default="", metavar="NAME", help="prefix of a worker id (default: first worker)")
+    parser.add_argument("--once", action="store_true", help="print one picture and exit")
     args = parser.parse_args(argv)
     try:
         with open_feed(args.url, os.environ.get("PAGESTREAM_API_KEY", "")) as feed:
@@ -61,7 +59,7 @@ def open_feed(url: str, key: str) -> HTTPResponse:
 
 
 def snapshots(lines: Iterable[bytes]) -> Iterator[KVSnapshot]:
-    """Out of Server-Sent Events."""
+    """Decode snapshots from Server-Sent Events."""
     for line in lines:
         if line.startswith(b"data: "):
             yield msgspec.json.decode(line.removeprefix(b"data: "), type=KVSnapshot)
@@ -78,7 +76,7 @@ def show(feed: Iterable[KVSnapshot], worker: str, *, once: bool) -> None:
                 continue
             moves.extend(snapshot.events)
             columns, rows = shutil.get_terminal_size()
-            lines = frame(snapshot, moves, columns=columns, rows=rows - 1, colours=live)
+            lines = frame(snapshot, moves, columns=columns, rows=rows - 1, use_colors=live)
             if live:
                 sys.stdout.write(_HOME + "".join(line + _CLEAR_LINE + "\n" for line in lines) + _CLEAR_BELOW)
             else:
@@ -86,29 +84,29 @@ def show(feed: Iterable[KVSnapshot], worker: str, *, once: bool) -> None:
             sys.stdout.flush()
             if once:
                 return
-        raise ConnectionError("the gateway ended the feed")
+        raise ConnectionError("the gateway closed the stream")
     finally:
         sys.stdout.write(_END if live else "")
         sys.stdout.flush()
 
 
-def frame(snapshot: KVSnapshot, moves: Sequence[KVMove], *, columns: int, rows: int, colours: bool) -> list[str]:
-    """At most `rows` lines of at most `columns` visible characters. `moves`: the latest ones, newest last."""
+def frame(snapshot: KVSnapshot, moves: Sequence[KVMove], *, columns: int, rows: int, use_colors: bool) -> list[str]:
+    """Return at most `rows` lines of at most `columns` visible characters; `moves` has the newest last."""
     head = [f"{snapshot.worker}  {_bar(snapshot.states)}", f"device  {_counts(snapshot.states, 'active')}"]
     if snapshot.host_states:
         head.append(f"host    {_counts(snapshot.host_states, 'swapped')}")
-    painted = [_paint(row) if colours else _draw(row) for row in map_rows(snapshot.states, columns)]
+    painted = [_paint(row) if use_colors else _draw(row) for row in map_rows(snapshot.states, columns)]
     legend = "  ".join(f"{_CELLS[state]} {name}" for state, name in _NAMES.items())
     table = [f"{'request':<16} {'state':<9} {'tokens':>7} {'blocks':>7} {'host':>6}", *map(str, _requests(snapshot))]
-    told = [_move(move) for move in reversed(moves)]
+    history = [_move(move) for move in reversed(moves)]
     left = max(0, rows - len(head) - len(painted) - 3)
-    body = table[: max(2, left - min(len(told), left // 3))]
+    body = table[: max(2, left - min(len(history), left // 3))]
     lines = [*(line[:columns] for line in head), "", *painted, legend[:columns], ""]
-    return [*lines, *(line[:columns] for line in [*body, *told])][:rows]
+    return [*lines, *(line[:columns] for line in [*body, *history])][:rows]
 
 
 def map_rows(states: str, columns: int) -> list[str]:
-    """The states in rows of cells, most used state of each cell."""
+    """Return rows of cells, each with the most used state among its blocks."""
     blocks_per_cell = max(1, -(-len(states) // (columns * _MAP_ROWS)))
     cells = [
         max(states[first : first + blocks_per_cell], key=_ORDER.index)
@@ -123,7 +121,7 @@ def _draw(row: str) -> str:
 
 def _paint(row: str) -> str:
     return "".join(
-        f"\x1b[{_COLOURS[state]}m{_CELLS[state]}\x1b[0m" if state in _COLOURS else _CELLS[state] for state in row
+        f"\x1b[{_COLORS[state]}m{_CELLS[state]}\x1b[0m" if state in _COLORS else _CELLS[state] for state in row
     )
 
 

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.answers.openai_response import NOTHING, ChoiceResult, Extra, ResponseFormat, UsageCount, json_text
-from gateway.errors import GatewayError
+from gateway.errors import ContextLengthExceeded, GatewayError
 from gateway.http.sse import named_event
 from gateway.parsing.message import ToolCallDelta
 from gateway.requests.anthropic_blocks import CALL_ID_PREFIX
@@ -117,6 +117,7 @@ _TEXT_DELTA = (
 
 class AnthropicFormat(ResponseFormat):
     done = named_event("message_stop", {"type": "message_stop"})
+    keep_alive = named_event("ping", {"type": "ping"})  # clients give up after 300 s without an event
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class AnthropicFormat(ResponseFormat):
         self._blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
         self._num_begun = 0  # blocks
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
+    def begin(self) -> bytes:
         counted = _usage(UsageCount(prompt_tokens=self._prompt_tokens))
         message = {**self._head, "content": [], **self._stop, "usage": counted}
         return named_event("message_start", {"type": "message_start", "message": message})
@@ -203,10 +204,22 @@ def anthropic_id(request_id: str) -> str:
     return request_id if request_id.startswith(_ID_PREFIX) else _ID_PREFIX + request_id
 
 
+def _message(error: GatewayError) -> str:
+    """Return Anthropic's wording of context errors: Claude Code retries with fewer tokens only if it finds it."""
+    if not isinstance(error, ContextLengthExceeded):
+        return error.message
+    if error.max_tokens and not error.is_lower_bound:
+        return (
+            f"input length and `max_tokens` exceed context limit: {error.prompt_tokens} + {error.max_tokens} > "
+            f"{error.limit}, decrease input length or `max_tokens` and try again"
+        )
+    return f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
+
+
 def anthropic_error(error: GatewayError, request_id: str) -> dict[str, Any]:
-    """With OpenAI's `param` and `code`, which Anthropic's clients pass over."""
+    """Return an error body; it also has OpenAI's `param` and `code`, which Anthropic's clients ignore."""
     kind = "request_too_large" if error.status == 413 else _ERROR_TYPES.get(error.error_type, error.error_type)
-    detail = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    detail = {"type": kind, "message": _message(error), "param": error.param, "code": error.code}
     return {"type": "error", "error": detail, "request_id": anthropic_id(request_id)}
 
 

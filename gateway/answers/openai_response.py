@@ -26,7 +26,7 @@ from msgspec import structs
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.errors import GatewayError
-from gateway.http.sse import DONE, error_event, event
+from gateway.http.sse import DONE, KEEP_ALIVE, error_event, event
 from gateway.parsing.message import ToolCallDelta
 from gateway.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.text.long_json import GrownForm, json_pieces
@@ -78,6 +78,7 @@ class ResponseFormat:
     """One answer's way of being written. What a format does not tell of is nothing, as it stands here."""
 
     prompt_in_choice = False  # whether what is told of a prompt stands in each choice, not beside them
+    keep_alive = KEEP_ALIVE  # what a stream sends into silence
     repeats_all = False  # whether a stream's closing() and done say the whole answer once more
 
     @property
@@ -263,7 +264,7 @@ class ChatFormat(_Format):
         return self._chunk([choice], None if usage is None else usage.as_object(), extra)
 
     def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
-        delta: dict[str, Any] = {"reasoning_content": update.reasoning} if update.reasoning else {}
+        delta = _reasoning(update.reasoning)
         if update.tool_calls:
             delta |= {"tool_calls": [_tool_call_delta(call) for call in update.tool_calls]}
         choice = {"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -300,12 +301,16 @@ class CompletionFormat(_Format):
 def _message(choice: ChoiceResult) -> dict[str, Any]:
     """No content beside calls is null, as OpenAI has it."""
     message = {"role": "assistant", "content": choice.text or (None if choice.tool_calls else ""), "refusal": None}
-    if choice.reasoning:
-        message["reasoning_content"] = choice.reasoning
+    message |= _reasoning(choice.reasoning)
     if choice.tool_calls:
         calls = ({"id": call.id, "type": "function", "function": _function(call)} for call in choice.tool_calls)
         return {**message, "tool_calls": list(calls)}
     return message
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Return both keys: `reasoning` (vLLM since 0.16) and `reasoning_content` (DeepSeek's)."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:

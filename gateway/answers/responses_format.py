@@ -24,6 +24,7 @@ from gateway.errors import GatewayError
 from gateway.http.sse import error_event, event
 from gateway.requests.responses_body import wrapped
 from gateway.requests.responses_schema import USER_ITEMS
+from gateway.requests.responses_tools import namespaced_names
 from shared.messages import FinishReason
 
 ID_PREFIX = "resp_"
@@ -57,7 +58,7 @@ class ResponsesFormat(ResponseFormat):
         }
         self._repeated = repeated
         self._writer = EventWriter()
-        self._output = OutputItems(response_id, self._writer)
+        self._output = OutputItems(response_id, self._writer, namespaced_names(repeated.get("tools", ())))
         self._is_cut = False
         self._usage: UsageCount | None = None
 

@@ -12,12 +12,12 @@ output_item.done. Whole answers are made of the same items, so what is streamed 
 A token's way back at /v1/responses, in its last step. It knows no store, no tokens and no connection.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from gateway.answers.openai_response import json_text, one_line
+from gateway.answers.openai_response import NOTHING, json_text, one_line
 from gateway.parsing.message import ToolCallDelta
 from gateway.text.logprobs import LogprobEntry, chat_logprobs, event_logprobs
 from gateway.text.long_json import LongArray, json_pieces
@@ -69,7 +69,11 @@ class _OpenItem:
 
 
 class OutputItems:
-    def __init__(self, response_id: str, writer: EventWriter) -> None:
+    def __init__(
+        self, response_id: str, writer: EventWriter, namespaced: Mapping[str, tuple[str, str]] = NOTHING
+    ) -> None:
+        """Create the output of one response; `namespaced`: function in the chat -> (namespace, name) of its tool."""
+        self._namespaced = namespaced
         self.items: list[dict[str, Any]] = []  # those that are whole
         self._response_id = response_id
         self._writer = writer
@@ -100,12 +104,18 @@ class OutputItems:
         self._held_logprobs.clear()
         opened, events = self._open, b""
         if opened is None or opened.call_index != call.index:
-            opened, events = self._begin(CALL, call_id=call.id, name=call.name, arguments="")
+            opened, events = self._begin(CALL, call_id=call.id, **self._function(call.name or ""), arguments="")
             opened.call_index = call.index
         if not call.arguments:
             return events
         opened.pieces.append(call.arguments)
         return events + self._writer.delta(opened.delta_head, call.arguments)
+
+    def _function(self, chat_name: str) -> dict[str, str]:
+        if chat_name not in self._namespaced:
+            return {"name": chat_name}
+        namespace, name = self._namespaced[chat_name]
+        return {"name": name, "namespace": namespace}
 
     def close(self, status: str) -> bytes:
         """`status`: completed | incomplete, of the item that is open."""

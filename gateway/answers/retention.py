@@ -56,13 +56,16 @@ def kept_body(kind: AnswerKind, body: JsonBody, ignored: Sequence[str]) -> bytes
     for name, value in body.given.items():
         if name in kind.fields and name not in _MADE_THE_REQUEST and value is not None:
             kept[name] = _PROMPTS[name](value, body.given) if name in _PROMPTS else value
-    kept |= dict.fromkeys(told_names(ignored))
+    kept |= dict.fromkeys(name for name in told_names(ignored) if name in body.given)  # not parts of fields
     return json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+_PLAIN_NAME = re.compile(r"[A-Za-z_]\w*(\[\d+\])?", re.ASCII)
+
+
 def told_names(names: Sequence[str]) -> list[str]:
-    """The names of unknown fields. They are the client's: only plain ones may enter a header, and not without end."""
-    plain = [name for name in names if name.isascii() and name.isidentifier() and len(name) <= MAX_TOLD_CHARS]
+    """Return the names of ignored fields that may enter a header: clients choose them, so only plain ones, and few."""
+    plain = [name for name in names if _PLAIN_NAME.fullmatch(name) and len(name) <= MAX_TOLD_CHARS]
     return plain[:MAX_TOLD_NAMES]
 
 

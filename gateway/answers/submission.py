@@ -153,7 +153,9 @@ class AnswerSubmission:
         return web.Response(body=body, content_type="application/json", headers=self._headers)
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
-        return await stream_reply(EventStream(http, self._headers, self._context.state.watch), self._reply())
+        reply = self._reply()
+        stream = EventStream(http, self._headers, self._context.state.watch, reply.response_format.keep_alive)
+        return await stream_reply(stream, reply)
 
     async def collect(self) -> Body:
         """The whole body. Raises the error that the answer ended with."""

@@ -1,4 +1,4 @@
-"""Files and batches: kept in a directory, answered line by line behind everybody else's requests.
+"""Files and batches: stored in a directory, and answered line by line at a lower priority than interactive requests.
 
-Lines go a chat's way in and back, without a connection. Nothing here knows a format of answers.
+A line takes the same path as an HTTP request, without a connection. No module here depends on an answer format.
 """

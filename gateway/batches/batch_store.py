@@ -1,15 +1,13 @@
 """Batches in a directory, one folder each. Blocking.
 
 batch.json      BatchRecord, never changed
-input.jsonl     the uploaded file under a second name, so that deleting that one does not harm; gone at the end
-progress.json   BatchProgress, written by whoever holds `lock`
-lock            held by the one gateway that drives the batch; the kernel drops it with the process; in it,
-                how many holders ended without a word
-unknown-since   when its owner's key was first missing; gone when the key is back
-cancel          there as soon as somebody cancels it; any gateway may write it
-output.jsonl, errors.jsonl   results as they come; they become files at the end
-
-Beside the walks: driver.py and service.py read and write by it. It knows no request, no key's limits and no answer.
+input.jsonl     hard link to the uploaded file, so that deleting the upload does no harm; removed at the end
+progress.json   BatchProgress, written by the holder of `lock`
+lock            held by the one gateway that drives the batch; the kernel releases it with the process. It contains the
+                number of holders that ended without releasing it
+unknown-since   time when the owner's key was first missing; removed when the key is back
+cancel          exists once the batch is cancelled; any gateway may create it
+output.jsonl, errors.jsonl   results as they arrive; they become files at the end
 """
 
 import contextlib
@@ -36,11 +34,11 @@ from gateway.batches.records import (
 from gateway.errors import FilesFull
 
 _ENDED_BYTES = 4 * ENTRY_BYTES
-MAX_BATCHES_PER_KEY = 10_000  # each keeps a folder of small files until it is deleted, or expires
+MAX_BATCHES_PER_KEY = 10_000  # each keeps a folder of small files until it is deleted or expires
 
 _record_decoder = msgspec.json.Decoder(BatchRecord)
 _progress_decoder = msgspec.json.Decoder(BatchProgress)
-SWEPT = 1000  # files, and batches, at one time
+SWEPT = 1000  # files and batches deleted per sweep
 
 
 class BatchFolder:
@@ -76,7 +74,7 @@ class BatchFolder:
         return None if descriptor is None else Lease(descriptor)
 
     def seconds_without_key(self) -> float:
-        """Since a gateway with keys first saw that it has not the owner's; counted on if gateways end meanwhile."""
+        """Return the seconds since a gateway first found the owner's key missing; the time survives restarts."""
         try:
             return time.time() - int(self._unknown_path.read_bytes())
         except FileNotFoundError:
@@ -110,7 +108,13 @@ class BatchStore:
         metadata: Metadata | None,
         output_expires_seconds: int | None = None,
     ) -> BatchFolder:
-        """Raises FileNotFoundError if the input was deleted meanwhile, FilesFull, and OSError."""
+        """Create a batch and reserve its space.
+
+        Raises:
+            FileNotFoundError: If the input was deleted meanwhile.
+            FilesFull: If the quota or the number of batches is exhausted.
+            OSError: If the disk fails.
+        """
         record = BatchRecord(
             id=new_batch_id(),
             owner_key_hash=owner_key_hash,
@@ -129,7 +133,7 @@ class BatchStore:
             os.link(input_path, folder.input_path)
             entry = _open_entry(folder)
             if not self._catalog.begin(entry, max_of_kind=MAX_BATCHES_PER_KEY):
-                message = f"There are {MAX_BATCHES_PER_KEY} batches of this key: delete ended ones."
+                message = f"This key has {MAX_BATCHES_PER_KEY} batches, the maximum. Delete ended batches."
                 raise FilesFull(message, code="too_many_batches")
             write_whole(folder.path / "batch.json", msgspec.json.encode(record))
         except BaseException:
@@ -140,18 +144,19 @@ class BatchStore:
         return folder
 
     def reserve(self, folder: BatchFolder, result_bytes: int) -> None:
-        """Room for so many bytes of results in all. Raises FilesFull, and OSError."""
+        """Reserve space for `result_bytes` of results in total; raise FilesFull or OSError."""
         self._catalog.raise_to(folder.record.id, _open_bytes(folder) + result_bytes)
 
     def release(self, folder: BatchFolder) -> None:
-        """Give back the room for its input and results: before its end is told, so that who hears of it finds the room.
+        """Release the space of its input and results. Idempotent.
 
-        May be repeated, and is: a gateway that ends in between is followed by one that reserves what it needs anew.
+        Call it before the end becomes visible, so that a client that sees the end also finds the space. If the gateway
+        stops in between, the next one reserves again what it needs.
         """
         self._catalog.lower_to(folder.record.id, _ENDED_BYTES)
 
     def end(self, folder: BatchFolder) -> None:
-        """It has ended, and takes no more room than its folder does. May be repeated."""
+        """Mark it as ended in the catalog; it then counts only the space of its folder. Idempotent."""
         self._catalog.replace([self._ended_entry(folder)])
 
     def cancel(self, folder: BatchFolder) -> None:
@@ -162,7 +167,7 @@ class BatchStore:
         return self._catalog.open_batches(per_owner)
 
     def open(self, batch_id: str) -> BatchFolder | None:
-        """None also while it is being made."""
+        """Return the batch, or None if it does not exist or is still being created."""
         path = self._directory / batch_id
         try:
             return BatchFolder(path, _record_decoder.decode((path / "batch.json").read_bytes()))
@@ -174,7 +179,7 @@ class BatchStore:
         return folder if folder is not None and folder.record.owner_key_hash == owner_key_hash else None
 
     def page(self, owner_key_hash: str, *, limit: int, after: str | None) -> list[BatchFolder] | None:
-        """Newest first. None: there is no such `after`."""
+        """Return a page, newest first, or None if `after` is unknown."""
         records = self._catalog.page(owner_key_hash, "batch", limit=limit, after=after)
         if records is None:
             return None
@@ -182,14 +187,14 @@ class BatchStore:
         return [BatchFolder(self._directory / record.id, record) for record in found]
 
     def delete(self, batch_id: str) -> None:
-        """One that has ended. The files of its results stay."""
+        """Delete an ended batch; the files with its results stay."""
         with contextlib.suppress(FileNotFoundError):
-            (self._directory / batch_id / "batch.json").unlink()  # from here on it is none
+            (self._directory / batch_id / "batch.json").unlink()  # from here on the batch does not exist
         shutil.rmtree(self._directory / batch_id, ignore_errors=True)
         self._catalog.delete(batch_id)
 
     def reconcile(self) -> None:
-        """With what came and went without the catalog: by hand, or by a release that has none."""
+        """Add batches that the catalog lacks and drop those that are gone, for example after manual changes."""
         there = {entry.name for entry in os.scandir(self._directory) if may_name_batch(entry.name)}
         listed = self._catalog.ids("batch")
         folders = [folder for name in there - listed if (folder := self.open(name)) is not None]
@@ -202,7 +207,7 @@ class BatchStore:
         )
 
     def sweep(self, limit: int) -> None:
-        """Away with ended ones whose time is over."""
+        """Delete up to `limit` expired batches."""
         for batch_id in self._catalog.expired("batch", time.time(), limit):
             self.delete(batch_id)
 
@@ -216,7 +221,7 @@ def _open_entry(folder: BatchFolder) -> Entry:
 
 
 def _open_bytes(folder: BatchFolder) -> int:
-    """The bytes of the input, there once more under another name until that is deleted, and of eight small files."""
+    """Return the bytes of the input, which the uploaded file may share, and of eight small files."""
     try:
         return folder.input_path.stat().st_size + 8 * ENTRY_BYTES
     except FileNotFoundError:
@@ -238,10 +243,10 @@ def _entry(folder: BatchFolder, num_bytes: int, *, expires_at: int | None, is_op
 
 
 class Storage:
-    """A directory of files and batches, with its catalog and what keeps both in order. Blocking."""
+    """A directory of files and batches with its catalog, and the upkeep of both. Blocking."""
 
     def __init__(self, directory: Path, quota: Quota, retention_seconds: int) -> None:
-        """Raises OSError."""
+        """Open the directory; raise OSError."""
         make_private(directory)
         self.retention_seconds = retention_seconds
         self._catalog = Catalog(directory / "catalog.sqlite", quota)
@@ -255,7 +260,7 @@ class Storage:
         return self._catalog.used_bytes()
 
     def tidy(self) -> None:
-        """Learn what came and went by other hands, and delete what has expired or was left behind. Raises OSError."""
+        """Reconcile the catalog with the directory, and delete what has expired or was abandoned; raise OSError."""
         self._reconcile()
         self.files.sweep(SWEPT)
         self.batches.sweep(SWEPT)

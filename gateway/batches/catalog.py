@@ -1,10 +1,8 @@
-"""The list of files and batches, whose they are and how many bytes each may take: SQLite, one for all gateways.
+"""The catalog of files and batches, with owners and sizes: one SQLite database for all gateways. Blocking; thread-safe.
 
-What is in the directory is the truth, and this its index: made anew from it (reconcile() of the stores) if it is lost.
-Room is taken here before it is used there, in one transaction with the sums: gateways and uploads see each other. Its
-journal is rolled back, not written ahead, which works wherever file locks do. Blocking; for any thread.
-
-Beside the walks: the stores of files and batches ask it before they write. It knows no line and no answer.
+The directory is the truth and the catalog its index, which reconcile() of the stores can rebuild. Space is reserved
+here before it is used there, in one transaction with the sums, so gateways and uploads see each other. The rollback
+journal is used instead of write-ahead logging because it works wherever file locks do.
 """
 
 import errno
@@ -18,35 +16,38 @@ from typing import Any, Literal
 
 from gateway.errors import FilesFull
 
-BUSY_SECONDS = 60.0  # another gateway's transaction: a first index of many files, at most
+BUSY_SECONDS = 60.0  # longest transaction of another gateway: the first index of many files
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Without a limit of its own a key may have as many bytes as it leaves free: one alone has half, two have a third
-    each. So there is room for a key that has none, however many others take all they can get."""
+    """Disk quota of all files and batches.
+
+    Without `max_bytes_per_key`, a key may hold as many bytes as it leaves free: one key alone gets half, two get a
+    third each. A new key therefore always finds space.
+    """
 
     max_bytes: int
     max_bytes_per_key: int | None = None
 
     def check(self, owner: str, more: int, used: int, used_by_owner: int) -> None:
-        """May `owner` have so many more? Without keys all is of one owner, "", who may have everything.
+        """Raise FilesFull unless `owner` may take `more` bytes.
 
-        Raises FilesFull.
+        Without API keys there is one owner, "", who may take everything.
         """
         free = self.max_bytes - used - more
         if free < 0:
             raise FilesFull(
-                f"There is no room for {more} bytes: {used} of the {self.max_bytes} for files and batches are taken. "
-                "Delete files, or come again when others have expired."
+                f"No space for {more} bytes: files and batches use {used} of {self.max_bytes} bytes. "
+                "Delete files, or retry after others have expired."
             )
-        most = self.max_bytes_per_key
-        if most is None:
-            most = free + used_by_owner + more if not owner else max(free, 0)
-        if used_by_owner + more > most:
+        limit = self.max_bytes_per_key
+        if limit is None:
+            limit = free + used_by_owner + more if not owner else max(free, 0)
+        if used_by_owner + more > limit:
             raise FilesFull(
-                f"There is no room for {more} bytes: files and batches of this key have {used_by_owner}, and may have "
-                f"{most} now. Delete files or ended batches."
+                f"No space for {more} bytes: files and batches of this key use {used_by_owner} bytes, of at most "
+                f"{limit} now. Delete files or ended batches."
             )
 
 
@@ -80,12 +81,12 @@ class Entry:
     id: str
     kind: Kind
     owner: str
-    created_ns: int  # the order of lists
-    num_bytes: int  # that it has or may take
+    created_ns: int  # defines the order of lists
+    num_bytes: int  # used or reserved
     purpose: str = ""
     record: bytes = b""
     expires_at: int | None = None  # Unix seconds
-    is_open: bool = False  # a batch that has not ended
+    is_open: bool = False  # True for a batch that has not ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +99,25 @@ class OpenBatch:
 
 class Catalog:
     def __init__(self, path: Path, quota: Quota) -> None:
-        """Raises OSError."""
+        """Open or create the database; raise OSError."""
         self._lock = threading.Lock()
         self._quota = quota
         with _as_os_error():
             self._connection = sqlite3.connect(path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-            self._connection.execute("PRAGMA recursive_triggers = ON")  # so REPLACE is told as a removal too
+            self._connection.execute("PRAGMA recursive_triggers = ON")  # REPLACE then fires the delete trigger too
             self._connection.executescript(_SCHEMA)
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
 
-    # -- room
+    # -- space
 
     def begin(self, entry: Entry, *, max_of_kind: int | None = None) -> bool:
-        """A new one, for which there must be room. False: its owner has as many of the kind as it may.
+        """Add an entry if there is space; return False if its owner has `max_of_kind` entries already.
 
-        Raises FilesFull.
+        Raises:
+            FilesFull: If the quota is exhausted.
         """
         with self._transaction() as connection:
             if max_of_kind is not None:
@@ -127,7 +129,12 @@ class Catalog:
             return True
 
     def raise_to(self, entry_id: str, num_bytes: int) -> None:
-        """It may take so many, or as many as it may already. Raises FilesFull, and FileNotFoundError if it is gone."""
+        """Raise the reservation of an entry to at least `num_bytes`.
+
+        Raises:
+            FilesFull: If the quota is exhausted.
+            FileNotFoundError: If the entry is gone.
+        """
         with self._transaction() as connection:
             found = connection.execute("SELECT owner, bytes FROM entries WHERE id = ?", (entry_id,)).fetchone()
             if found is None:
@@ -138,12 +145,12 @@ class Catalog:
                 connection.execute("UPDATE entries SET bytes = ? WHERE id = ?", (num_bytes, entry_id))
 
     def lower_to(self, entry_id: str, num_bytes: int) -> None:
-        """It takes no more than so many from now on. May be repeated."""
+        """Lower the reservation of an entry to at most `num_bytes`. Idempotent."""
         with self._transaction() as connection:
             connection.execute("UPDATE entries SET bytes = MIN(bytes, ?) WHERE id = ?", (num_bytes, entry_id))
 
     def replace(self, entries: Iterable[Entry], gone_ids: Iterable[str] = ()) -> None:
-        """Count what is there by now, whatever room there is, in place of what is gone."""
+        """Add `entries` regardless of the quota, and remove `gone_ids`."""
         with self._transaction() as connection:
             connection.executemany("DELETE FROM entries WHERE id = ?", [(entry_id,) for entry_id in gone_ids])
             for entry in entries:
@@ -166,7 +173,7 @@ class Catalog:
         self, owner: str, kind: Kind, *, limit: int, purpose: str | None = None, after: str | None = None,
         ascending: bool = False,
     ) -> list[bytes] | None:  # fmt: skip
-        """Their records, the newest first unless `ascending`. None: `after` is none of them."""
+        """Return a page of records, newest first unless `ascending`, or None if `after` is unknown."""
         beyond, order = (">", "ASC") if ascending else ("<", "DESC")
         conditions, values = ["owner = ?", "kind = ?"], list[object]([owner, kind])
         if purpose is not None:
@@ -188,7 +195,7 @@ class Catalog:
         return [record for (record,) in rows]
 
     def open_batches(self, per_owner: int) -> list[OpenBatch]:
-        """At most so many of each owner: those that are being cancelled first, then the oldest."""
+        """Return up to `per_owner` open batches of each owner: those being cancelled first, then the oldest."""
         rows = self._select(
             "SELECT id, owner, created_ns, is_cancelling FROM (SELECT *, ROW_NUMBER() OVER "
             "(PARTITION BY owner ORDER BY is_cancelling DESC, created_ns) AS place FROM entries WHERE is_open) "
@@ -214,7 +221,7 @@ class Catalog:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """The lock of one gateway at a time."""
+        """Run one transaction; SQLite admits one gateway at a time."""
         with self._lock, _as_os_error():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -238,9 +245,9 @@ def _insert(connection: sqlite3.Connection, entry: Entry) -> None:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """An error of SQLite's file is told as that of any other file."""
+    """Convert errors of SQLite to OSError."""
     try:
         yield
     except sqlite3.Error as error:
         is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-        raise OSError(errno.ENOSPC if is_full else errno.EIO, f"the catalog of files: {error}") from error
+        raise OSError(errno.ENOSPC if is_full else errno.EIO, f"file catalog: {error}") from error

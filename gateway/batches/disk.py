@@ -1,8 +1,6 @@
-"""The file system as files and batches need it: whole writes, locks that end with their process, sizes. Blocking.
+"""File system primitives for files and batches: atomic writes, locks that end with their process, and sizes. Blocking.
 
-The directory may be shared by gateways of one machine, or of several if its file system has flock and rename.
-
-Beside the walks, under every other file here. It knows no file's meaning.
+Gateways on one machine may share the directory; on several machines its file system needs flock and atomic rename.
 """
 
 import asyncio
@@ -13,18 +11,18 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-ENTRY_BYTES = 4096  # what an entry costs at least: many small ones fill a disk too
+ENTRY_BYTES = 4096  # minimum cost of an entry, because many small files fill a disk too
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 async def to_the_end(function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-    """In a thread, waited for also by a task that is cancelled: a lock must not be let go while it still writes."""
+    """Run `function` in a thread and wait for it even if the task is cancelled, so that locks outlive the writes."""
     return await ended(asyncio.to_thread(function, *args, **kwargs))
 
 
 async def ended(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """As to_the_end() waits, for work that is done elsewhere."""
+    """Wait for `work` even if the task is cancelled."""
     running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
@@ -32,7 +30,7 @@ async def ended(work: Coroutine[Any, Any, _Result]) -> _Result:
         await asyncio.wait([running])
         raise
     finally:
-        del running  # its error has this frame, which would have it: a circle that holds a refused body for long
+        del running  # breaks a cycle between the error and this frame, which would keep a refused body alive
 
 
 def make_private(directory: Path) -> None:
@@ -40,7 +38,7 @@ def make_private(directory: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, is_durable: bool = True) -> None:
-    """After this all of it is under its name, and on the disk if it is to be durable; before, nothing of it."""
+    """Write a file atomically; if `is_durable`, it is on disk when this returns."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         with part.open("wb") as file:
@@ -65,7 +63,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock until it is closed, also by the end of its process; None: another one has it."""
+    """Return a descriptor that holds the lock until it is closed or its process ends, or None if it is taken."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,17 +77,19 @@ def try_lock(path: Path) -> int | None:
 
 
 class Lease:
-    """A lock that is held. Its file counts the holders that did not end it: their processes were killed, or hung until
-    they were. That is written in place, which a full disk does not hinder."""
+    """A held lock whose file counts the holders that ended without releasing it, because they crashed or hung.
+
+    The count is overwritten in place, so a full disk does not prevent it.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         found = os.pread(descriptor, 8, 0)
-        self.num_strikes = int(found) if found.isdigit() else 0
-        self._write(self.num_strikes + 1)
+        self.num_crashes = int(found) if found.isdigit() else 0
+        self._write(self.num_crashes + 1)
 
     def forgive(self) -> None:
-        """Whatever ends the process from here on, it was not what is done under the lock."""
+        """Reset the count: a later crash of the process is not caused by the work under the lock."""
         self._write(0)
 
     def end(self) -> None:
@@ -98,5 +98,5 @@ class Lease:
         finally:
             os.close(self._descriptor)
 
-    def _write(self, num_strikes: int) -> None:
-        os.pwrite(self._descriptor, b"%08d" % num_strikes, 0)
+    def _write(self, num_crashes: int) -> None:
+        os.pwrite(self._descriptor, b"%08d" % num_crashes, 0)

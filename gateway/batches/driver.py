@@ -1,14 +1,12 @@
-"""One batch, from its first check to its files of results. Runs where the batch's lock is held, and nowhere else.
+"""The life of one batch, from validation to its result files. Runs only in the gateway that holds the batch's lock.
 
-    validating    every line is read; problems of form end it as `failed`
-    in_progress   lines are answered, at most so many at one time; each result is appended as it comes
-    finalizing    the results become files; `completed`, or `cancelled` where somebody asked for that
+    validating    every line is read; a malformed line ends the batch as `failed`
+    in_progress   lines are answered, a bounded number at a time; each result is appended as it arrives
+    finalizing    the results become files; the batch ends as `completed` or `cancelled`
 
-Whatever step is cut off is done again by the next driver: what has a result is not asked again, what is in flight is
-attached to. A line that was not begun before a cancel has the error `batch_cancelled`, so each has exactly one result.
-A batch may leave before its end, for another owner's turn or until its key may spend again; then it holds nothing here.
-
-Before a line's way in, and behind its way back. It knows no HTTP and no API: line_answers.py does.
+The next driver repeats an interrupted step: it skips lines with results and attaches to lines in flight. A line that
+had not started before a cancel gets the error `batch_cancelled`, so each line has exactly one result. A batch may yield
+before its end, to another owner's batch or until its key may spend again; it then holds no resources here.
 """
 
 import asyncio
@@ -35,12 +33,12 @@ Chunk: TypeAlias = list[BatchLine | BatchProblem]
 Read: TypeAlias = Callable[[Callable[[], Chunk]], Coroutine[Any, Any, Chunk]]
 
 WATCH_SECONDS = 0.5
-STEADY_SECONDS = 60.0  # what runs so long does not hang: probes of a gateway that does have ended it by then
-MAX_STRIKES = 3  # gateways that ended under a batch; one or two may have had reasons of their own
-STRUCK_OUT = "gateway_stopped"
+STEADY_SECONDS = 60.0  # liveness probes end a gateway that hangs before this time
+MAX_CRASHES = 3  # gateways that ended while driving a batch; one or two may have had other causes
+GATEWAY_STOPPED = "gateway_stopped"
 FULL = "files_full"
-_FULL_MESSAGE = "There was no room for its result: delete files and send the line again."
-_STRUCK_OUT_MESSAGE = f"The gateway ended {MAX_STRIKES} times in the middle of this batch, which is not tried again."
+_FULL_MESSAGE = "No disk space for the result. Delete files and send the line again."
+_GATEWAY_STOPPED_MESSAGE = f"The gateway stopped {MAX_CRASHES} times while it ran this batch. It is not retried."
 
 
 class BatchDriver:
@@ -55,10 +53,19 @@ class BatchDriver:
         max_lines_in_flight: int,
         count_result: Callable[[str], None],
     ) -> None:
-        """`read`: makes a reader read on, in turn with what other owners want done. `account`: what the batch is
-        charged to; None while its key is not known. `count_result`: told of each new one whether it is answered, failed
-        or cancelled."""
-        self.pause_seconds = 0.0  # after it has left: its key may not spend for so long
+        """Create a driver.
+
+        Args:
+            folder: The batch.
+            lease: Its lock.
+            storage: Files and batches.
+            answers: Answers the lines.
+            read: Runs a blocking read in a thread, fairly among owners.
+            account: Returns the account to charge, or None while the key is unknown.
+            max_lines_in_flight: Limit of concurrent lines.
+            count_result: Called with "completed", "failed", or "cancelled" for each new result.
+        """
+        self.pause_seconds = 0.0  # after it yielded: seconds until its key may spend again
         self._folder = folder
         self._lease = lease
         self._files = storage.files
@@ -69,16 +76,16 @@ class BatchDriver:
         self._room = Room(max_lines_in_flight)
         self._count_result = count_result
         self._progress = BatchProgress()
-        self._in_flight: dict[int, asyncio.Task[None]] = {}  # by number
-        self._left: list[BatchLine] = []  # without a result, when it left
-        self._is_full = False  # no line is answered any more: there is no room for it
+        self._in_flight: dict[int, asyncio.Task[None]] = {}  # by line number
+        self._left: list[BatchLine] = []  # lines without a result when the batch yielded
+        self._is_full = False  # True once there is no space for more results
 
     def give_way(self) -> None:
-        """Begin no more lines, and leave when those in flight have ended."""
+        """Start no more lines, and yield when those in flight have ended."""
         self._answers.leaving.set()
 
     async def run(self) -> None:
-        """Raises OSError for a disk that fails, and may be run again. Cancel it: another gateway goes on."""
+        """Run until the batch ends or yields. After cancellation or an OSError it may be run again, anywhere."""
         self._progress = await asyncio.to_thread(self._folder.read_progress)
         if self._progress.status == "validating":
             await self._validate()
@@ -89,8 +96,8 @@ class BatchDriver:
             logger.info("batch %s: %s", self._folder.record.id, self._progress.status)
 
     @property
-    def _is_struck_out(self) -> bool:
-        return self._lease.num_strikes >= MAX_STRIKES
+    def _exceeded_crash_limit(self) -> bool:
+        return self._lease.num_crashes >= MAX_CRASHES
 
     # -- validating
 
@@ -110,8 +117,8 @@ class BatchDriver:
 
     async def _checked(self) -> LineChecks:
         checks = LineChecks()
-        if self._is_struck_out:
-            checks.problems.append(BatchProblem(code=STRUCK_OUT, message=_STRUCK_OUT_MESSAGE))
+        if self._exceeded_crash_limit:
+            checks.problems.append(BatchProblem(code=GATEWAY_STOPPED, message=_GATEWAY_STOPPED_MESSAGE))
             return checks
         async for line in self._lines(Resume()):
             checks.take(line)
@@ -161,9 +168,11 @@ class BatchDriver:
             assert isinstance(line, BatchLine), "the file was validated"
             if results.has(line):
                 continue
-            if self._is_struck_out or self._is_full:
-                code, message = (STRUCK_OUT, _STRUCK_OUT_MESSAGE) if self._is_struck_out else (FULL, _FULL_MESSAGE)
-                results.add_failure(line, code, message)
+            if self._exceeded_crash_limit:
+                results.add_failure(line, GATEWAY_STOPPED, _GATEWAY_STOPPED_MESSAGE)
+                continue
+            if self._is_full:
+                results.add_failure(line, FULL, _FULL_MESSAGE)
                 continue
             await self._room.enter(len(line.body))
             if not self._begin(group, line, results):
@@ -205,7 +214,7 @@ class BatchDriver:
         except FilesFull:
             self._is_full = True
             results.add_failure(line, FULL, _FULL_MESSAGE)
-        if result.forget is not None:  # now that it is on the disk it would only take the room of others
+        if result.forget is not None:  # the result is on disk: free its space in the store
             await result.forget()
 
     def _leave(self, line: BatchLine, seconds: float = 0.0) -> None:
@@ -214,15 +223,15 @@ class BatchDriver:
         self.give_way()
 
     async def _watch(self) -> None:
-        """Tells how far it is, and hears of a cancel, and of a key that is gone: it spends nothing more."""
-        told, began_at = -1, asyncio.get_running_loop().time()
+        """Write the progress, and withdraw lines in flight after a cancel or when the key is gone."""
+        num_written, began_at = -1, asyncio.get_running_loop().time()
         while True:
             if self._folder.is_cancelling or self._account() is None:
                 self._withdraw()
-            if (num_results := self._progress.completed + self._progress.failed) != told:
-                with contextlib.suppress(OSError):  # results that cannot be written are told by their own writing
-                    await self._write_progress(is_durable=False)  # for those who look; it is counted again from results
-                told = num_results
+            if (num_results := self._progress.completed + self._progress.failed) != num_written:
+                with contextlib.suppress(OSError):  # writing the results reports a failing disk
+                    await self._write_progress(is_durable=False)  # for display only; results are the truth
+                num_written = num_results
             if asyncio.get_running_loop().time() - began_at >= STEADY_SECONDS:
                 self._lease.forgive()
             await asyncio.sleep(WATCH_SECONDS)
@@ -262,5 +271,5 @@ class BatchDriver:
 
 
 def _add_cancelled(results: BatchResults, line: BatchLine) -> None:
-    message = "The batch was cancelled before this request had its answer."
+    message = "The batch was cancelled before this request was answered."
     results.add_failure(line, "batch_cancelled", message, count_as="cancelled")

@@ -1,10 +1,8 @@
-"""Places that batches of several owners share: for lines in flight, and for the batches that a gateway drives.
+"""Slots that batches of several owners share: for lines in flight, and for the batches that a gateway drives.
 
-    FairSlots        of all lines: the owner that holds the fewest comes first
-    Room             of one batch's lines, by number and by bytes
-    who_gives_way    which batch ends its turn where another owner's waits
-
-A line's way in waits here for its place. It knows owners and places, and nothing of lines.
+FairSlots        slots of all lines: the owner that holds the fewest is next
+Room             limit of one batch's lines, by number and by bytes
+batch_to_yield   the batch that ends its time slice for another owner
 """
 
 import asyncio
@@ -13,17 +11,19 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-RESERVED_SHARE = 8  # one place in so many is for owners that hold none
-MAX_BYTES = 4 * 2**20  # of one batch's lines: bodies of 2 MiB are none to have 64 of
-TURN_SECONDS = 60.0  # what a batch has for itself while owners without any wait: some hundred lines at least
+RESERVED_SHARE = 8  # one slot in 8 is reserved for owners that hold none
+MAX_BYTES = 4 * 2**20  # bodies in flight per batch; 64 lines of 2 MiB would be too many
+TURN_SECONDS = 60.0  # time slice of a batch while owners without one wait: at least some hundred lines
 
 
 class FairSlots:
-    """Some stay free of those that hold any, however many these are: the first line of another one need not wait for an
-    answer to end."""
+    """Slots shared by owners.
+
+    Some are reserved for owners that hold none, so the first line of a new owner does not wait for an answer to end.
+    """
 
     def __init__(self, num_slots: int, *, has_owners: bool) -> None:
-        """`has_owners`: False where all batches are everybody's, who may have all places."""
+        """Create the slots; without API keys (`has_owners` is False) nothing is reserved."""
         self._num_free = num_slots
         self._num_reserved = max(1, num_slots // RESERVED_SHARE) if has_owners else 0
         self._held = Counter[str]()
@@ -44,7 +44,7 @@ class FairSlots:
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # both in the same turn of the loop
+            if place.done() and not place.cancelled():  # granted and cancelled in one iteration of the loop
                 self._release(owner)
             raise
 
@@ -67,7 +67,7 @@ class FairSlots:
             place.set_result(None)
 
     def _next_owner(self) -> str | None:
-        """The next key: of those that hold equally few the one that has waited longest."""
+        """Return the waiting owner with the fewest slots; the longest wait breaks ties."""
         has_spare = self._num_free > self._num_reserved
         owners = [owner for owner in self._waiting if has_spare or not self._held[owner]]
         return min(owners, key=lambda owner: self._held[owner], default=None)
@@ -81,7 +81,7 @@ class Room:
         self._changed = asyncio.Event()
 
     async def enter(self, num_bytes: int) -> None:
-        """One always may, however large. For one caller at a time."""
+        """Wait for room; one line may always enter, whatever its size. For one caller at a time."""
         while self._num_lines and (self._num_lines >= self._max_lines or self._num_bytes + num_bytes > MAX_BYTES):
             self._changed.clear()
             await self._changed.wait()
@@ -98,23 +98,23 @@ class Room:
 class Turn:
     batch_id: str
     owner: str
-    began_at: float  # on the clock of `now`
+    began_at: float  # monotonic seconds
 
 
 def num_of(owner: str, turns: Sequence[Turn]) -> int:
     return sum(turn.owner == owner for turn in turns)
 
 
-def who_gives_way(turns: Sequence[Turn], owner: str, now: float) -> Turn | None:
-    """To a batch of `owner`, so that in the end all owners have equally many. None: nobody has to, now.
+def batch_to_yield(turns: Sequence[Turn], owner: str, now: float) -> Turn | None:
+    """Return the batch that must yield to a batch of `owner`, or None, so that owners get equal numbers.
 
-    The latest of who has more than one more than `owner`. Where each has one and `owner` none, the one that has had its
-    turn the longest, once that was long enough.
+    It is the newest batch of the owner with most batches, if that owner has at least two more than `owner`. If each has
+    one and `owner` none, it is the oldest batch once its time slice is over.
     """
     counts = Counter(turn.owner for turn in turns)
-    richest, most = max(counts.items(), key=lambda item: item[1], default=("", 0))
-    if most > counts[owner] + 1:
-        return max((turn for turn in turns if turn.owner == richest), key=lambda turn: turn.began_at)
+    largest_owner, num_batches = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    if num_batches > counts[owner] + 1:
+        return max((turn for turn in turns if turn.owner == largest_owner), key=lambda turn: turn.began_at)
     if counts[owner]:
         return None
     oldest = min(turns, key=lambda turn: turn.began_at, default=None)

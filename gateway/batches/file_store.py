@@ -1,10 +1,8 @@
-"""Uploaded files and results of batches in a directory. Whoever shows another key than the owner finds none. Blocking.
+"""Uploaded files and results of batches in a directory; a file is visible only to the key that owns it. Blocking.
 
-files/<id>.json    its record, written last and deleted first: what has none is no file
+files/<id>.json    its record, written last and deleted first; a file without a record does not exist
 files/<id>.jsonl   its content
-parts/<id>         an upload on its way, locked by the process that receives it
-
-Beside the walks: routes/files.py and the batches ask it. It knows no line and no HTTP.
+parts/<id>         an upload in progress, locked by the process that receives it
 """
 
 import os
@@ -20,12 +18,12 @@ from gateway.batches.disk import ENTRY_BYTES, make_private, sync_directory, try_
 from gateway.batches.records import FileRecord, Purpose, is_file_id, new_file_id
 from gateway.errors import FilesFull
 
-ORPHAN_SECONDS = 60.0  # a part that nobody has locked for so long is not just being made
+ORPHAN_SECONDS = 60.0  # an unlocked part of this age was abandoned
 _decoder = msgspec.json.Decoder(FileRecord)
 
 
 class Part:
-    """An upload on its way. Close it, opened or not, kept or not."""
+    """An upload in progress. Always close it, whether it was opened and kept or not."""
 
     def __init__(self, catalog: Catalog, path: Path, owner_key_hash: str) -> None:
         self.path = path
@@ -36,7 +34,7 @@ class Part:
         self._descriptor: int | None = None
 
     def open(self, num_bytes: int) -> None:
-        """`num_bytes`: expected, for which there must be room. Raises FilesFull, and OSError."""
+        """Create the file and reserve `num_bytes`; raise FilesFull or OSError."""
         self._descriptor = try_lock(self.path)
         assert self._descriptor is not None, "the name is random"
         self._catalog.begin(
@@ -48,14 +46,14 @@ class Part:
         self._num_reserved = num_bytes
 
     def write(self, data: bytes, *, more: int) -> None:
-        """`more`: for so many bytes room is taken when there is none left. Raises FilesFull, and OSError."""
+        """Append data; if the reservation is used up, reserve `more` bytes. Raise FilesFull or OSError."""
         assert self._descriptor is not None
         needed = self.num_bytes + len(data)
         if needed > self._num_reserved:
             try:
                 self._reserve(needed + more)
             except FilesFull:
-                self._reserve(needed)  # of what is left
+                self._reserve(needed)  # the exact size may still fit
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
@@ -89,11 +87,11 @@ class FileStore:
             make_private(folder)
 
     def new_part(self, owner_key_hash: str) -> Part:
-        """To be opened."""
+        """Return a part that is not open yet."""
         return Part(self._catalog, self._parts / f"part-{secrets.token_hex(16)}", owner_key_hash)
 
     def keep(self, part: Part, filename: str, purpose: Purpose, expires_seconds: int | None = None) -> FileRecord:
-        """An upload that has come whole becomes a file. `expires_seconds`: instead of the usual."""
+        """Turn a complete upload into a file; `expires_seconds` may shorten the retention."""
         part.sync()
         return self._keep(part.path, new_file_id(), part.owner_key_hash, filename, purpose, expires_seconds)
 
@@ -101,7 +99,7 @@ class FileStore:
         self, path: Path, file_id: str, owner_key_hash: str, filename: str, purpose: Purpose,
         expires_seconds: int | None = None,
     ) -> None:  # fmt: skip
-        """A file written elsewhere in the directory, whose id is known beforehand. May be repeated."""
+        """Turn a file at `path` in the directory into the file `file_id`. Idempotent."""
         if path.exists():
             self._keep(path, file_id, owner_key_hash, filename, purpose, expires_seconds)
 
@@ -112,7 +110,7 @@ class FileStore:
     def page(
         self, owner_key_hash: str, *, limit: int, purpose: str | None, after: str | None, ascending: bool
     ) -> list[FileRecord] | None:
-        """None: there is no such `after`."""
+        """Return a page, or None if `after` is unknown."""
         records = self._catalog.page(
             owner_key_hash, "file", limit=limit, purpose=purpose, after=after, ascending=ascending
         )
@@ -122,24 +120,24 @@ class FileStore:
         return self._files / f"{file_id}.jsonl"
 
     def delete(self, file_id: str) -> None:
-        """A batch that reads it goes on: it has a name of its own for the content."""
+        """Delete a file; a batch that reads it continues, because it has its own link to the content."""
         self._record_path(file_id).unlink(missing_ok=True)
         self.content_path(file_id).unlink(missing_ok=True)
         self._catalog.delete(file_id)
 
     def reconcile(self) -> None:
-        """With what came and went without the catalog: by hand, or by a release that has none."""
+        """Add files that the catalog lacks and drop those that are gone, for example after manual changes."""
         there = {path.stem for path in self._files.glob("*.json")}
         listed = self._catalog.ids("file")
         records = [record for name in there - listed if is_file_id(name) and (record := self._read(name))]
-        now = int(time.time())  # what is new here may be old: its time begins now
+        now = int(time.time())  # retention of a file new to the catalog starts now
         self._catalog.replace(
             [self._entry(record, now + self._retention_seconds) for record in records],
             [name for name in listed - there if self._read(name) is None],
         )
 
     def sweep(self, limit: int) -> None:
-        """Away with what has expired, and with uploads to gateways that are gone."""
+        """Delete up to `limit` expired files, and abandoned uploads."""
         for file_id in self._catalog.expired("file", time.time(), limit):
             self.delete(file_id)
         for path in self._parts.iterdir():
@@ -170,13 +168,13 @@ class FileStore:
             created_ns=now,
             expires_at=now // 10**9 + seconds,
         )
-        with suppress(FileExistsError):  # an adoption that was cut off between the two
+        with suppress(FileExistsError):  # an earlier adoption stopped after this line
             os.link(path, self.content_path(file_id))
         try:
             sync_directory(self._files)
             write_whole(self._record_path(file_id), msgspec.json.encode(record))
             self._catalog.replace([self._entry(record, record.expires_at)])
-        except OSError:  # nothing of it stays but where it came from
+        except OSError:  # undo; the source stays
             self._record_path(file_id).unlink(missing_ok=True)
             self.content_path(file_id).unlink(missing_ok=True)
             raise

@@ -1,10 +1,7 @@
-"""The answer to one line of a batch: the same life as over HTTP, without a connection, behind all other requests.
+"""The answer to one line of a batch: the path of an HTTP request without a connection, at batch priority.
 
-Each line has a name of its own in the store (an Idempotency-Key), the same at every gateway: whoever takes a batch over
-attaches to what the one before it asked for. What says "try again" is tried again until it says something else.
-
-A chat's way in and back for a line: the same planning, submission and formats as routes have. It knows nothing of
-files, turns or shares, which driver.py and service.py have.
+Each line has a name in the store (an Idempotency-Key) that all gateways derive equally, so the next driver of a batch
+attaches to what the previous one submitted. Errors that allow a retry are retried until another result arrives.
 """
 
 import asyncio
@@ -36,10 +33,10 @@ KIND_OF_ENDPOINT: dict[str, AnswerKind] = {
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSE,
 }
-DETACH_SECONDS = 600.0  # how long a line in flight waits for the next gateway when this one ends
-MAX_LIVES = 5  # of a line that is cancelled, as the server does when no gateway came back in time
+DETACH_SECONDS = 600.0  # a line in flight waits this long for another gateway when this one stops
+MAX_LIVES = 5  # submissions of a line that the server cancels because no gateway returned in time
 MAX_PAUSE_SECONDS = 30.0
-PARK_SECONDS = 5.0  # a batch whose key may not spend for so long waits without a place among those that are driven
+PARK_SECONDS = 5.0  # a batch whose key may not spend for this long gives up its driver slot
 
 Forget: TypeAlias = Callable[[], Awaitable[None]]
 
@@ -48,12 +45,12 @@ Forget: TypeAlias = Callable[[], Awaitable[None]]
 class LineResult:
     status: int
     body: Body
-    request_id: str = field(default_factory=lambda: secrets.token_hex(16))  # the answer's; a refusal has its own
-    forget: Forget | None = None  # what the store still has of it
+    request_id: str = field(default_factory=lambda: secrets.token_hex(16))  # of the answer, or new for a refusal
+    forget: Forget | None = None  # deletes the answer from the store
 
 
 class Later(Exception):
-    """The line has no result yet: it is asked again when its batch has its next turn, `seconds` from now at least."""
+    """The line has no result yet; it is submitted again in the batch's next time slice, after at least `seconds`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         super().__init__(seconds)
@@ -64,16 +61,16 @@ class LineAnswers:
     """The answers to the lines of one batch."""
 
     def __init__(self, state: GatewayState, batch_id: str, endpoint: str, slots: FairSlots) -> None:
-        """`slots`: one a request in flight, of all batches here together."""
+        """Create the answers; `slots` limits the requests in flight of all batches in this process."""
         self._state = state
         self._batch_id = batch_id
         self._kind = KIND_OF_ENDPOINT[endpoint]
         self._slots = slots
-        self.leaving = asyncio.Event()  # what is not in flight is not begun
-        self.is_withdrawing = False  # what is left in flight is cancelled, not kept for the next gateway
+        self.leaving = asyncio.Event()  # set: start no more lines
+        self.is_withdrawing = False  # True: cancel lines in flight instead of keeping them for the next gateway
 
     async def answer(self, line: BatchLine, account: Account) -> LineResult:
-        """Raises Later."""
+        """Answer a line; raise Later if it must wait for the next time slice."""
         num_lives = num_refusals = 0
         while True:
             try:
@@ -86,7 +83,7 @@ class LineAnswers:
                 pause_seconds = float(error.retry_after_seconds)
             except GatewayError as error:
                 if error.code == "request_cancelled" and num_lives < MAX_LIVES:
-                    num_lives += 1  # under the same name, as that of no answer is free
+                    num_lives += 1  # the same name may be used again, because no answer holds it
                     continue
                 if not _is_for_later(error):
                     return _refused(error)
@@ -95,7 +92,7 @@ class LineAnswers:
             except Later:
                 raise
             except Exception:
-                logger.exception("a line of a batch failed")
+                logger.exception("batch %s: line %d failed", self._batch_id, line.number)
                 return _refused(InternalError())
             await self._pause(min(MAX_PAUSE_SECONDS, pause_seconds))
 
@@ -111,19 +108,19 @@ class LineAnswers:
 
     async def _ask(self, line: BatchLine, account: Account) -> LineResult:
         account.begin(generates=True)
-        name = f"{self._batch_id}-{line.number}-0"  # 0: releases before this one had a name a life
+        name = f"{self._batch_id}-{line.number}-0"  # earlier releases counted lives in the last part
         context = RequestContext(
             self._state,
             account,
             {NAME_HEADER: name, PRIORITY_HEADER: "batch"},
-            Timeouts(0, 0),  # the defaults are for those who wait
+            Timeouts(0, 0),  # the defaults apply to interactive requests only
             DETACH_SECONDS,
             for_batch=True,
         )
 
         body = await context.read(len(line.body), partial(self._kind.decode, line.body))
         if "stream" in body.names and body.given["stream"] is True:
-            raise InvalidRequest("stream: a batch has no streams; leave it out.", param="stream")
+            raise InvalidRequest("stream: not supported in batches; remove it.", param="stream")
         if self._kind is RESPONSE:
             body = await with_history(context, body)
         submission = await submitted(context, self._kind, body)
@@ -140,5 +137,5 @@ def _refused(error: GatewayError) -> LineResult:
 
 
 def _is_for_later(error: GatewayError) -> bool:
-    # Its own time in the queue is over for good: the name stands for that end.
+    # A queue timeout is final: the line's name refers to that end.
     return isinstance(error, Unavailable) and error.code != "queue_timeout"

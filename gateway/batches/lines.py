@@ -1,11 +1,9 @@
-"""The input of a batch, read piece by piece: a file may be far larger than what should be in memory. Blocking.
+"""The input of a batch, read in chunks because a file may exceed memory. Blocking.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-What is wrong with the form of a line is a problem, told with its number before anything is computed. What is wrong with
-the body of its request is told as that line's result, by the same checks as over HTTP.
-
-A line's way in begins here. It knows no store of files and no key.
+A malformed line is a problem, reported with its number before any line runs. An invalid request body becomes the result
+of its line, from the same checks as over HTTP.
 """
 
 from dataclasses import dataclass
@@ -20,19 +18,19 @@ from gateway.batches.records import BatchProblem
 from gateway.errors import GatewayError, InvalidJson, InvalidRequest
 from gateway.requests.request_body import MAX_BODY_BYTES, decode_envelope
 
-MAX_LINES = 50_000  # OpenAI's
-MAX_PROBLEMS = 100  # told; the rest would only be more of the same
+MAX_LINES = 50_000  # OpenAI's limit
+MAX_PROBLEMS = 100  # reported per batch
 CHUNK_LINES = 64
-CHUNK_BYTES = 2**20  # what is read of a file at one time, or one line: many batches are driven beside each other
+CHUNK_BYTES = 2**20  # or one line; kept small because many batches run at once
 
-_MAX_LINE_BYTES = MAX_BODY_BYTES + 4096  # its names beside the body
+_MAX_LINE_BYTES = MAX_BODY_BYTES + 4096  # the body and the fields around it
 
 
-_RESULT_BYTES = 400  # of a result beside its body: ids, names of fields, the longest message that is ours
+_RESULT_BYTES = 400  # of a result without its body: ids, field names, the longest own error message
 
 
 def failure_bytes(custom_id: str) -> int:
-    """That a line's result takes at most, if it says that there is no answer."""
+    """Return the maximum size of a line's result if it is an error of the batch."""
     return len(msgspec.json.encode(custom_id)) + _RESULT_BYTES
 
 
@@ -45,17 +43,17 @@ class _LineFields(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    number: int  # from 1, empty lines counted
-    offset: int  # in the file
+    number: int  # from 1, including empty lines
+    offset: int  # in bytes, in the file
     custom_id: str
     body: bytes
 
 
 class LineReader:
-    """Lines and problems in the order of the file, in chunks of bounded size, which may be empty before the end."""
+    """Reader of lines and problems in file order, in bounded chunks, which may be empty before the end."""
 
     def __init__(self, path: Path, endpoint: str, *, number: int = 1, offset: int = 0) -> None:
-        """`number`: of the line that begins at `offset`."""
+        """Create a reader; `number` is the line that starts at byte `offset`."""
         self.is_over = False
         self._path = path
         self._endpoint = endpoint
@@ -64,7 +62,7 @@ class LineReader:
 
     def next_chunk(self) -> list[BatchLine | BatchProblem]:
         begin, chunk = self._offset, list[BatchLine | BatchProblem]()
-        with self._path.open("rb") as file:  # a batch that waits has none open
+        with self._path.open("rb") as file:  # a waiting batch keeps no file open
             file.seek(begin)
             while not self.is_over and len(chunk) < CHUNK_LINES and self._offset - begin < CHUNK_BYTES:
                 text = file.readline(_MAX_LINE_BYTES + 1)
@@ -79,28 +77,28 @@ class LineReader:
         if len(text) > _MAX_LINE_BYTES:
             return [self._last("line_too_large", f"The line is larger than {_MAX_LINE_BYTES} bytes.", number)]
         if number > 2 * MAX_LINES:
-            message = f"A file has at most {2 * MAX_LINES} lines, empty ones counted."
+            message = f"A file has at most {2 * MAX_LINES} lines, including empty ones."
             return [self._last("too_many_lines", message, number)]
         return [_line_or_problem(text, number, offset, self._endpoint)] if text and not text.isspace() else []
 
     def _last(self, code: str, message: str, number: int) -> BatchProblem:
-        """The rest of the file is not looked at."""
+        """Return a problem that stops reading."""
         self.is_over = True
         return BatchProblem(code=code, message=message, line=number)
 
 
 class LineChecks:
-    """Checks that need all lines together."""
+    """Checks across all lines."""
 
     def __init__(self) -> None:
         self.num_lines = 0
-        self.failure_bytes = 0  # of results that say that there is no answer, one a line
+        self.failure_bytes = 0  # size of one error result per line
         self.problems: list[BatchProblem] = []
-        self._custom_ids: set[bytes] = set()  # digests: ids may have 512 characters, 50,000 a batch
+        self._custom_ids: set[bytes] = set()  # digests, because 50,000 ids may have 512 characters each
 
     @property
     def are_over(self) -> bool:
-        """More would change nothing."""
+        """Whether further lines cannot change the outcome."""
         return len(self.problems) >= MAX_PROBLEMS or self.num_lines > MAX_LINES
 
     def take(self, line: BatchLine | BatchProblem) -> None:
@@ -108,7 +106,7 @@ class LineChecks:
         if isinstance(line, BatchProblem):
             self.problems.append(line)
         elif (digest := blake2b(line.custom_id.encode(), digest_size=16).digest()) in self._custom_ids:
-            message = f"custom_id {line.custom_id[:100]!r} is there twice."
+            message = f"custom_id {line.custom_id[:100]!r} is used twice."
             self._add("duplicate_custom_id", message, "custom_id", line.number)
         elif self.num_lines > MAX_LINES:
             self._add("too_many_requests", f"A batch has at most {MAX_LINES} requests.", None, line.number)
@@ -118,7 +116,7 @@ class LineChecks:
 
     def end(self) -> None:
         if not self.num_lines:
-            self._add("empty_file", "The input file holds no request.", "input_file_id", None)
+            self._add("empty_file", "The input file contains no requests.", "input_file_id", None)
 
     def _add(self, code: str, message: str, param: str | None, line: int | None) -> None:
         self.problems.append(BatchProblem(code=code, message=message, param=param, line=line))
@@ -129,7 +127,9 @@ def _line_or_problem(text: bytes, number: int, offset: int, endpoint: str) -> Ba
         fields = decode_envelope(text, _LineFields, content="body")
         body = bytes(fields.body).strip()
         if fields.url != endpoint:
-            raise InvalidRequest(f"url: expected {endpoint}, as the batch has; got {fields.url[:100]!r}.", param="url")
+            raise InvalidRequest(
+                f"url: expected {endpoint}, the batch's endpoint; got {fields.url[:100]!r}.", param="url"
+            )
         if not body.startswith(b"{"):
             raise InvalidRequest("body: expected a JSON object.", param="body")
     except InvalidJson as error:

@@ -1,9 +1,7 @@
-"""Files and batches as they are stored, and as OpenAI's API shows them. Pure.
+"""Stored records of files and batches, and their form in OpenAI's API. Pure.
 
 files/<id>.json     FileRecord     beside it files/<id>.jsonl, the content
-batches/<id>/       batch.json = BatchRecord, progress.json = BatchProgress, and what batch_store.py says
-
-Beside the walks: what the stores of files and batches read and write. It knows no disk.
+batches/<id>/       batch.json = BatchRecord, progress.json = BatchProgress; batch_store.py lists the other files
 """
 
 import re
@@ -31,12 +29,12 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     filename: str
     purpose: Purpose
     num_bytes: int
-    created_ns: int  # Unix time, for the order of lists and for people
-    expires_at: int | None = None  # Unix seconds; None: kept by a release in which nothing expired
+    created_ns: int  # Unix time; defines the order of lists
+    expires_at: int | None = None  # Unix seconds; None in records of early releases, where files did not expire
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The part that does not change. The results' ids are drawn beforehand: whoever finishes the batch uses them."""
+    """The constant part of a batch. The ids of its result files are chosen here, so any gateway can finish it."""
 
     id: str
     owner_key_hash: str
@@ -51,7 +49,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a batch failed, with the line of its input."""
+    """A reason why a batch failed, with the line of its input."""
 
     code: str
     message: str
@@ -60,11 +58,11 @@ class BatchProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The place where a batch goes on that gave way to others: what is before it need not be read again."""
+    """The position where a batch that yielded continues; earlier lines need not be read again."""
 
-    number: int = 1  # of the first line without a result
-    offset: int = 0  # of that line, in the input
-    done: list[int] = []  # numbers of lines behind it that have results all the same
+    number: int = 1  # first line without a result
+    offset: int = 0  # of that line, in bytes
+    done: list[int] = []  # later lines that already have results
     output_bytes: int = 0
     error_bytes: int = 0
     completed: int = 0
@@ -72,7 +70,7 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BatchProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Written by the batch's driver alone. Times are Unix seconds."""
+    """State of a batch, written only by its driver. Times are Unix seconds."""
 
     status: Status = "validating"
     total: int = 0
@@ -80,7 +78,7 @@ class BatchProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
     failed: int = 0
     problems: list[BatchProblem] = []
     resume: Resume = Resume()
-    failure_bytes: int = 0  # of results, if every line had the shortest one: that there is no room for its answer
+    failure_bytes: int = 0  # size of the results if every line only had an error of the batch
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     completed_at: int | None = None
@@ -150,7 +148,7 @@ class BatchBody(msgspec.Struct, kw_only=True):
     request_counts: BatchCounts
     metadata: Metadata | None
     object: Literal["batch"] = "batch"
-    expires_at: None = None  # a batch is never given up for its age
+    expires_at: None = None  # batches have no deadline
     expired_at: None = None
 
 
@@ -171,7 +169,7 @@ def new_batch_id() -> str:
 
 
 def is_file_id(text: str) -> bool:
-    """Whether it can be the name of a file of ours: nothing else becomes part of a path."""
+    """Return whether `text` has the form of a file id; nothing else becomes part of a path."""
     return _FILE_ID.fullmatch(text) is not None
 
 

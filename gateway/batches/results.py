@@ -1,9 +1,6 @@
-"""Both files of results of a batch, and their counts: an append is one small write into the page cache, in the loop.
+"""The two result files of a batch and their counts; an append is one small write to the page cache on the event loop.
 
-Room on the disk is taken before a result is written, and beforehand so much that every line can have one that says that
-there was none for its answer.
-
-Behind a line's way back. It knows no request, only the bytes of what was answered.
+Disk space is reserved before a result is written. Enough for one error per line is reserved at the start.
 """
 
 import asyncio
@@ -19,7 +16,7 @@ from gateway.batches.records import BatchProgress, Resume
 from gateway.errors import FilesFull
 from shared.result_file import ResultFile
 
-STEP_BYTES = 2**20  # room that is taken at one time
+STEP_BYTES = 2**20  # reserved at a time
 
 
 class BatchResults:
@@ -27,11 +24,18 @@ class BatchResults:
         self, folder: BatchFolder, progress: BatchProgress, reserve: Callable[[int], None],
         count_result: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`reserve`: takes room for so many bytes of results in all, or raises FilesFull; blocking."""
+        """Create the results.
+
+        Args:
+            folder: The batch.
+            progress: Its state, whose counts are updated.
+            reserve: Reserves a total number of bytes for results or raises FilesFull; blocking.
+            count_result: Called with the kind of each new result.
+        """
         self._folder = folder
         self._progress = progress
         self._reserve = reserve
-        self._reserved_bytes = 0  # for answers
+        self._reserved_bytes = 0
         self._reserving = asyncio.Lock()
         self._count_result = count_result
         self._files = contextlib.ExitStack()
@@ -39,11 +43,11 @@ class BatchResults:
         self._done: set[int] = set()
 
     def open(self) -> Resume:
-        """The line to go on with. In a thread: all results behind that are read."""
+        """Open the files and return the position to continue at; blocking, because later results are read."""
         resume = self._progress.resume
         num_output_bytes, num_error_bytes = _size(self._folder.output_path), _size(self._folder.errors_path)
         if num_output_bytes >= resume.output_bytes and num_error_bytes >= resume.error_bytes:
-            self._known = resume  # else the disk lost some with its machine, and all of what is left is read
+            self._known = resume  # otherwise the machine lost some results, and all remaining ones are read
         self._output = ResultFile(self._folder.output_path, known_bytes=self._known.output_bytes)
         self._files.callback(self._output.close)
         self._errors = ResultFile(self._folder.errors_path, known_bytes=self._known.error_bytes)
@@ -58,7 +62,7 @@ class BatchResults:
         return line.number in self._done
 
     async def make_room(self, line: BatchLine, result: LineResult) -> None:
-        """Before it is added. Raises FilesFull."""
+        """Reserve space for a result before add(); raise FilesFull."""
         num_bytes = len(result.body) + failure_bytes(line.custom_id)
         async with self._reserving:
             needed = self._output.num_bytes + self._errors.num_bytes + num_bytes
@@ -66,7 +70,7 @@ class BatchResults:
                 try:
                     await self._take(needed + STEP_BYTES)
                 except FilesFull:
-                    await self._take(needed)  # of what is left
+                    await self._take(needed)  # the exact size may still fit
 
     async def _take(self, num_bytes: int) -> None:
         await to_the_end(self._reserve, self._progress.failure_bytes + num_bytes)
@@ -83,7 +87,7 @@ class BatchResults:
         self._count(line, count_as)
 
     def resume_at(self, line: BatchLine) -> Resume:
-        """All lines before this one have their results."""
+        """Return the position of `line`, given that all earlier lines have results."""
         return Resume(
             number=line.number,
             offset=line.offset,

@@ -1,10 +1,8 @@
-"""The batches that this gateway drives: those in the directory that no other gateway does, a few at one time.
+"""The batches that this gateway drives: a bounded number of those that no other gateway drives.
 
-A batch is begun by the gateway that created it, and taken over by any other as soon as its lock is free. Owners have
-equal shares of what is driven, and of the lines in flight (fair_slots.py). A batch whose key may not spend
-now, or is not known here, is not driven: it waits in the directory and takes nobody's place.
-
-Beside the walks: app.py runs it as long as the gateway. It knows no line: driver.py does.
+Any gateway takes over a batch as soon as its lock is free. Owners get equal shares of the driven batches and of the
+lines in flight (fair_slots.py). A batch whose key may not spend now, or is unknown here, waits in the directory and
+holds no slot.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from gateway.batches.batch_store import BatchFolder, Storage
 from gateway.batches.catalog import OpenBatch, Quota
 from gateway.batches.disk import Lease, to_the_end
 from gateway.batches.driver import BatchDriver, Read
-from gateway.batches.fair_slots import FairSlots, Turn, num_of, who_gives_way
+from gateway.batches.fair_slots import FairSlots, Turn, batch_to_yield, num_of
 from gateway.batches.line_answers import LineAnswers
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
@@ -32,27 +30,27 @@ from shared.ticks import until_tick
 logger = logging.getLogger("gateway")
 
 POLL_SECONDS = 1.0
-QUIET_POLL_SECONDS = 5.0  # where no batch of any gateway is open: each look wakes a thread
-RETRY_SECONDS = 5.0  # after a failure of the disk
-MAX_DRIVEN = 16  # besides those that are on their way out, as many at most
-LOOKAHEAD = 4 * MAX_DRIVEN  # of an owner's batches, the first of which other gateways may drive
+QUIET_POLL_SECONDS = 5.0  # while no batch of any gateway is open, because each poll wakes a thread
+RETRY_SECONDS = 5.0  # after a disk error
+MAX_DRIVEN = 16  # plus at most as many that are yielding
+LOOKAHEAD = 4 * MAX_DRIVEN  # batches considered per owner, because other gateways may drive the first ones
 TIDY_SECONDS = 60.0
-UNMADE_NS = 3600 * 10**9  # a batch that is being made for so long was left by a gateway that was killed then
-# A key that is missing is most likely to come back: a file of keys being edited, a gateway started without it. What is
-# cancelled too early is lost to its owner; what is cancelled late takes room on a disk.
+UNMADE_NS = 3600 * 10**9  # a batch that is incomplete for this long was left by a killed gateway
+# A missing key usually comes back: the key file is being edited, or a gateway started without it. A batch cancelled too
+# early is lost to its owner; one cancelled late only takes disk space.
 WITHDRAWN_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    num_open: int  # batches in the directory, of any gateway
-    waiting: list[BatchFolder]  # those that may be driven
-    used_bytes: int  # of all files
+    num_open: int  # open batches of all gateways
+    waiting: list[BatchFolder]  # batches that may be driven now
+    used_bytes: int  # of all files and batches
 
 
 class BatchService:
     def __init__(self, settings: GatewaySettings, state: GatewayState, access: Access) -> None:
-        """Raises OSError."""
+        """Open the storage; raise OSError."""
         assert settings.files_dir is not None
         quota = Quota(settings.max_files_bytes, settings.max_files_bytes_per_key)
         self.storage = Storage(settings.files_dir, quota, int(settings.files_retention_seconds))
@@ -62,19 +60,19 @@ class BatchService:
         self._max_lines = settings.max_batch_concurrency
         self._slots = FairSlots(settings.max_batch_concurrency, has_owners=access.needs_key)
         self._driven: dict[str, tuple[asyncio.Task[None], BatchDriver]] = {}
-        self._turns: dict[str, Turn] = {}  # of the driven that have not been asked to give way
-        self._parked: dict[str, tuple[Account, float]] = {}  # owners: whose spending, until when
+        self._turns: dict[str, Turn] = {}  # driven batches that have not been asked to yield
+        self._parked: dict[str, tuple[Account, float]] = {}  # owner -> account that may not spend, until when
         self._changed = asyncio.Event()
         self._tidied_at = -math.inf
         state.metrics.batches.set_function(lambda: len(self._driven))
         state.metrics.files_limit.set(settings.max_files_bytes)
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Look for batches now, because one was created."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Until it is cancelled; a gateway that drains leaves its batches to others at once."""
+        """Drive batches until cancelled; a draining gateway leaves them to others at once."""
         try:
             while not self._state.open_requests.draining:
                 self._changed.clear()
@@ -96,7 +94,7 @@ class BatchService:
             await cancel_and_wait([task for task, _ in self._driven.values()])
 
     def close(self) -> None:
-        """After run() has ended."""
+        """Close the storage, after run() has ended."""
         self.storage.close()
 
     async def _tidy(self) -> None:
@@ -105,7 +103,7 @@ class BatchService:
             await to_the_end(self.storage.tidy)
 
     def _look(self, driven: frozenset[str]) -> _Seen:
-        """All of it in one call of a thread."""
+        """Collect everything in one call, for one thread."""
         listed = self.storage.batches.open_batches(LOOKAHEAD)
         return _Seen(len(listed), self._waiting(listed, driven), self.storage.used_bytes())
 
@@ -116,9 +114,9 @@ class BatchService:
             folder = min(waiting, key=lambda folder: num_of(folder.record.owner_key_hash, turns))
             waiting.remove(folder)
             is_full = len(turns) >= MAX_DRIVEN
-            leaver = who_gives_way(turns, folder.record.owner_key_hash, time.monotonic()) if is_full else None
+            leaver = batch_to_yield(turns, folder.record.owner_key_hash, time.monotonic()) if is_full else None
             if is_full and leaver is None:
-                return  # this owner has the fewest of those that wait
+                return  # no other waiting owner has fewer
             if (lease := folder.try_lock()) is not None:
                 if leaver is not None:
                     self._driven[leaver.batch_id][1].give_way()
@@ -126,14 +124,14 @@ class BatchService:
                 self._begin(folder, lease)
 
     def _waiting(self, open_batches: list[OpenBatch], driven: frozenset[str]) -> list[BatchFolder]:
-        """The batches that may be driven now: of each owner the next few, more than several gateways drive."""
+        """Return the batches that may be driven now."""
         waiting = list[BatchFolder]()
         for listed in open_batches:
             folder = None if listed.id in driven else self.storage.batches.open(listed.id)
             if folder is None:
                 if time.time_ns() - listed.created_ns > UNMADE_NS and listed.id not in driven:
                     self.storage.batches.delete(listed.id)
-            elif folder.read_progress().has_ended:  # its driver was cut off at the very end
+            elif folder.read_progress().has_ended:  # its driver stopped before the last step
                 self.storage.batches.end(folder)
             elif self._may_be_driven(folder):
                 waiting.append(folder)
@@ -145,7 +143,7 @@ class BatchService:
             return True
         if (account := self._access.batch_account(owner)) is not None:
             parked, until = self._parked.get(owner, (account, 0.0))
-            return parked is not account or until <= time.monotonic()  # with other limits a key begins anew
+            return parked is not account or until <= time.monotonic()  # a changed key has a new account
         if self._access.needs_key and folder.seconds_without_key() >= WITHDRAWN_SECONDS:
             self.storage.batches.cancel(folder)
         return False
@@ -174,8 +172,8 @@ class BatchService:
             if account is not None:
                 await asyncio.to_thread(folder.has_key)
             await driver.run()
-        except Exception:  # a full disk, most of all: whoever holds the lock next goes on where this one ended
-            logger.exception("batch %s stopped; it is tried again", record.id)
+        except Exception:  # usually a full disk; the next holder of the lock continues
+            logger.exception("batch %s: stopped; will be retried", record.id)
             await asyncio.sleep(RETRY_SECONDS)
         finally:
             if driver.pause_seconds and account is not None:

@@ -1,9 +1,7 @@
-"""A multipart upload, received into a part file: never in memory as a whole, and within limits of size and time.
+"""Receives a multipart upload into a part file, within limits of size, time, and form lines; never whole in memory.
 
-A form has so many lines around its file: aiohttp reads each by itself, 2 us, and a body of nothing but empty lines
-would be read on the event loop without a pause. What is written is written by threads that keys have in turn, one each.
-
-Beside the walks: POST /v1/files reads its body by it. It knows no line of what it receives.
+aiohttp reads each line around the file separately, 2 us each, so a body of empty lines would occupy the event loop:
+their number is limited. Threads write the data, one per key at a time.
 """
 
 import asyncio
@@ -21,27 +19,27 @@ from gateway.errors import BodyTooLarge, InvalidRequest, MissingParameter, Reque
 from gateway.http.media_type import check_encoding, media_type_of
 
 CHUNK_BYTES = 2**18
-MIN_BYTES_PER_SECOND = 32 * 2**10  # slower clients hold a connection for nothing
-RESERVED_BYTES = 4 * 2**20  # room that is taken at one time for a body of unknown length
+MIN_BYTES_PER_SECOND = 32 * 2**10  # slower clients are disconnected
+RESERVED_BYTES = 4 * 2**20  # reserved at a time for a body of unknown length
 MAX_FIELD_BYTES = 1024
 MAX_FIELDS = 16
-MAX_FORM_BYTES = 64 * 2**10  # of what is around the file: fields, their headers, boundaries
-MAX_FORM_LINES = 256  # 16 for each field
-MAX_HEADER_BYTES = 1024  # of a field: a file's name has 255, which may be written in three times as many
+MAX_FORM_BYTES = 64 * 2**10  # everything but the file: fields, headers, boundaries
+MAX_FORM_LINES = 256  # 16 per field
+MAX_HEADER_BYTES = 1024  # per field; a file name of 255 bytes may take three times as many when escaped
 MULTIPART = "multipart/form-data"
 
 _Result = TypeVar("_Result")
 
 
 class Work(Protocol):
-    """Does what blocks in a thread, in its owner's turn."""
+    """Runs blocking work in a thread, fairly among owners."""
 
     def __call__(self, work: Callable[[], _Result]) -> Coroutine[Any, Any, _Result]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    part: Part  # the receiver's to close
+    part: Part  # the caller closes it
     filename: str
     fields: dict[str, str]
 
@@ -49,14 +47,27 @@ class Upload:
 async def receive_upload(
     http: web.Request, files: FileStore, work: Work, *, owner_key_hash: str, max_bytes: int, timeout_seconds: float
 ) -> Upload:
-    """`timeout_seconds`: for a small one. Raises GatewayError, and OSError."""
+    """Receive the body of POST /v1/files.
+
+    Args:
+        http: The request.
+        files: Store of the part file.
+        work: Runs blocking calls.
+        owner_key_hash: Owner of the file.
+        max_bytes: Limit of the file.
+        timeout_seconds: Base limit of time; the received bytes extend it.
+
+    Raises:
+        GatewayError: If the form is invalid, too large, or too slow.
+        OSError: If the disk fails.
+    """
     if (media_type := media_type_of(http)) != MULTIPART:
         raise UnsupportedMediaType(f"Content-Type: expected {MULTIPART}, got {media_type[:100]}.")
     check_encoding(http)
     declared = http.content_length
     if declared is not None and declared > max_bytes + MAX_FORM_BYTES:
         raise _too_large(max_bytes)
-    expected = RESERVED_BYTES if declared is None else declared  # room is taken before anything is received
+    expected = RESERVED_BYTES if declared is None else declared  # reserve before receiving anything
     part = files.new_part(owner_key_hash)
     receiving = _Receiving(part, work, max_bytes, timeout_seconds)
     try:
@@ -67,9 +78,9 @@ async def receive_upload(
     except BaseException as error:
         await ended(work(part.close))
         if isinstance(error, TimeoutError):
-            raise RequestTimeout("The upload came too slowly.") from error
+            raise RequestTimeout(f"The upload was slower than {MIN_BYTES_PER_SECOND} bytes per second.") from error
         if isinstance(error, (ValueError, AssertionError, web.RequestPayloadError, HttpProcessingError)):
-            raise InvalidRequest("The multipart body cannot be read.", param="file") from error
+            raise InvalidRequest("The multipart body is malformed.", param="file") from error
         raise
     return Upload(part, receiving.filename, receiving.fields)
 
@@ -79,7 +90,7 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 class _FewLines:
-    """A body of which so many lines are read as such; a file's content is not read in lines."""
+    """A body of which at most MAX_FORM_LINES are read as lines; the file's content is not read in lines."""
 
     def __init__(self, content: StreamReader) -> None:
         self._content = content
@@ -87,7 +98,7 @@ class _FewLines:
         self.read, self.at_eof, self.unread_data = content.read, content.at_eof, content.unread_data
 
     async def readline(self, *, max_line_length: int | None = None) -> bytes:
-        """Raises ValueError."""
+        """Read a line; raise ValueError beyond the limit."""
         self._num_left -= 1
         if self._num_left < 0:
             raise ValueError(f"a form of more than {MAX_FORM_LINES} lines")
@@ -110,10 +121,10 @@ class _Receiving:
             began_at = asyncio.get_running_loop().time()
             while (part := await reader.next()) is not None:
                 if not isinstance(part, BodyPartReader) or len(self.fields) >= MAX_FIELDS:
-                    raise InvalidRequest("The multipart body has parts within parts, or too many.")
+                    raise InvalidRequest(f"The multipart body has nested parts, or more than {MAX_FIELDS} fields.")
                 if part.name == "file" and self.filename is None:
                     name = (part.filename or "upload.jsonl")[:255]
-                    self.filename = name.encode("utf-8", "replace").decode()  # bytes of no text come as lone surrogates
+                    self.filename = name.encode("utf-8", "replace").decode()  # replaces lone surrogates
                     await self._receive(part, limit, began_at)
                 else:
                     await self._field(part)
@@ -121,7 +132,7 @@ class _Receiving:
     async def _field(self, part: BodyPartReader) -> None:
         name = part.name or ""
         text = await part.read_chunk(MAX_FIELD_BYTES)
-        if not part.at_eof() and await part.read_chunk(MAX_FIELD_BYTES):  # it refuses sizes below the boundary's
+        if not part.at_eof() and await part.read_chunk(MAX_FIELD_BYTES):  # a size below the boundary's is refused
             raise InvalidRequest(f"{name[:100]}: longer than {MAX_FIELD_BYTES} bytes.", param=name[:100] or None)
         if name in self.fields:
             raise InvalidRequest(f"{name[:100]}: given more than once.", param=name[:100] or None)

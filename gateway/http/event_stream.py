@@ -28,7 +28,11 @@ MAX_UNSENT_BYTES = 65_536
 
 
 class EventStream:
-    def __init__(self, request: web.Request, headers: Mapping[str, str], watch: "StreamWatch") -> None:
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str], watch: "StreamWatch", keep_alive: bytes = sse.KEEP_ALIVE
+    ) -> None:
+        """Create a stream; `keep_alive` is written into silence."""
+        self.keep_alive = keep_alive
         self._request = request
         self._response = web.StreamResponse(headers={**sse.HEADERS, **headers})
         self._watch = watch
@@ -115,6 +119,7 @@ def _start_of_last(num_bytes: int) -> int:
 class Watched(Protocol):
     """The part of a response that the watch looks at."""
 
+    keep_alive: bytes
     last_write_at: float
     write_began_at: float | None
 
@@ -155,4 +160,4 @@ class StreamWatch:
                     stream.abort()
             elif now - stream.last_write_at >= self._keep_alive_seconds and stream.is_silent:
                 with suppress(ConnectionResetError):  # aiohttp cancels the handler
-                    stream.push(sse.KEEP_ALIVE)
+                    stream.push(stream.keep_alive)

@@ -1,5 +1,4 @@
-"""The meaning of a model's text: reasoning, tool calls and content, told apart as the text comes.
+"""Parsers that split a model's text into reasoning, tool calls, and content while it streams.
 
-A token's way back, between its text (gateway/text) and what is written of it (gateway/answers). Nothing here knows a
-request, HTTP or the store.
+They run between detokenization (gateway/text) and the response formats (gateway/answers). All of them are pure.
 """

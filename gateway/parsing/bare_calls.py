@@ -1,17 +1,13 @@
-"""Tool calls that a model writes without its family's marks, at the beginning of its answer -> parts. Pure.
+"""Parser for tool calls that a model writes without its family's markers, at the start of an answer.
 
-    {"name": "f", "arguments": {...}}      or with "parameters"; several, one behind the other or as a list
-    ```json                                as a block of code, each or all of them
+    {"name": "f", "arguments": {...}}      or with "parameters"; several in sequence or as a list
+    ```json                                in a code block, one call or all of them
     {"name": "f", "arguments": {...}}
     ```
 
-Llama 3 is taught to; small models of other families do so too. A call is an object of these two keys alone, whose name
-is one of the tools that were offered: any other JSON is an answer. What may become a call is held back until it is one,
-or cannot be. From there on the family's own parser reads, which this one wraps.
-
-Does not know the tools' schemas: arguments are the model's own, as in marked calls.
-
-A token's way back, between its text and its message.
+Llama 3 is trained to do so, and small models of other families do it too. A JSON object counts as a call only if it
+has exactly these two keys and names a tool from the request; any other JSON is content. Text that may become a call is
+held back until this is decided. The wrapped parser of the family reads the rest. Arguments are not validated.
 """
 
 from collections.abc import Collection, Iterator
@@ -25,13 +21,13 @@ from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, MarkedCalls
 
 _WHITE_SPACE = " \t\r\n"
 _BEFORE_FIRST = _WHITE_SPACE + "["
-_BEHIND = _WHITE_SPACE + ",;]"
+_AFTER_CALL = _WHITE_SPACE + ",;]"
 _FENCE = "```"
 _JSON_FENCE = "```json"
 
 
 class _Block(Enum):
-    """The block of code that the text stands in."""
+    """State of the Markdown code block around the current text."""
 
     NONE = "none"
     OPEN = "open"
@@ -40,16 +36,21 @@ class _Block(Enum):
 
 class BareCalls(StepParser):
     def __init__(self, functions: Collection[str], marked: Parser, *, are_taught: bool = False) -> None:
-        """`functions`: the names of those offered; `marked`: reads what is no bare call. `are_taught`: bare calls are
-        the family's own, so their arguments are handed on while they are written, as those of marked calls are.
+        """Create a parser for one answer.
+
+        Args:
+            functions: Names of the tools in the request.
+            marked: Parser for text that is not a bare call.
+            are_taught: Whether the family is trained to write bare calls. Their arguments then stream like those of
+                marked calls.
         """
         super().__init__(self._before_call)
         self._functions = functions
         self._marked = marked
         self._are_taught = are_taught
         self._call = CallScanner(functions)
-        self._held: list[str] = []  # since the last call, or the text's beginning: content, if no call follows
-        self._written: list[str] = []  # of the call that is read, as long as it may turn out to be none
+        self._held: list[str] = []  # text since the last call or the start; becomes content if no call follows
+        self._written: list[str] = []  # raw text of the current call while it may still turn out to be content
         self._has_called = False
         self._block = _Block.NONE
 
@@ -60,7 +61,7 @@ class BareCalls(StepParser):
         yield from self._marked.finish()
 
     def _before_call(self) -> Iterator[Part]:
-        rest = self._buffer.lstrip(_BEHIND + "[" if self._has_called else _BEFORE_FIRST)
+        rest = self._buffer.lstrip(_AFTER_CALL + "[" if self._has_called else _BEFORE_FIRST)
         self._held.append(self._buffer[: len(self._buffer) - len(rest)])
         self._buffer = rest
         if rest.startswith("{"):
@@ -81,7 +82,7 @@ class BareCalls(StepParser):
         else:
             self._held.append(tag)
             self._buffer = self._buffer[len(tag) :]
-            if self._block is _Block.OF_CALLS:  # its end is dropped with the marks of its calls, as its beginning was
+            if self._block is _Block.OF_CALLS:  # drop the closing fence too
                 self._held.clear()
             self._block = _Block.OPEN if self._block is _Block.NONE else _Block.NONE
 
@@ -108,7 +109,7 @@ class BareCalls(StepParser):
         return self._are_taught and self._call.has_begun and self._call.has_arguments
 
     def _is_whole(self) -> bool:
-        """Whether what is written is JSON, and the arguments an object."""
+        """Return whether the text read so far is valid JSON and the arguments are an object."""
         arguments = "".join(part.text for part in self._call.parts if isinstance(part, Arguments))
         try:
             msgspec.json.decode("".join(self._written))
@@ -117,7 +118,7 @@ class BareCalls(StepParser):
             return False
 
     def _called(self) -> Iterator[Part]:
-        """The part of the call that is read is certain: the rest of it is handed on as well, or it is whole."""
+        """Emit the parts read so far; the text is now certain to be a call."""
         parts = self._call.parts
         yield from (part for part in parts if isinstance(part, CallBegins))
         yield Arguments("".join(part.text for part in parts if isinstance(part, Arguments)))
@@ -129,7 +130,7 @@ class BareCalls(StepParser):
             self._block = _Block.OF_CALLS
 
     def _broken_off(self, char: str) -> Iterator[Part]:
-        """`char`: the first one that is not of a call."""
+        """Handle `char`, the first character that cannot belong to a call."""
         if self._is_streamed:
             yield from self._called()
             self._written.append(char)
@@ -137,7 +138,7 @@ class BareCalls(StepParser):
 
     def _no_call(self) -> None:
         text = "".join(self._held + self._written) + self._buffer
-        self._buffer = text.lstrip(_BEHIND) if self._has_called else text
+        self._buffer = text.lstrip(_AFTER_CALL) if self._has_called else text
         self._step = self._in_other_text
 
     def _in_other_text(self) -> Iterator[Part]:
@@ -146,7 +147,12 @@ class BareCalls(StepParser):
 
 
 def calls_of_offered(family: str, functions: Collection[str]) -> Parser:
-    """`family`: as --tool-call-parser names it; `functions`: the names of those that were offered."""
+    """Return the parser of a family that also accepts bare calls.
+
+    Args:
+        family: A value of --tool-call-parser.
+        functions: Names of the tools in the request.
+    """
     make, mark = TOOL_CALL_PARSERS[family]
     if family == "llama3_json":
         return BareCalls(functions, MarkedCalls(mark), are_taught=True)

@@ -1,12 +1,9 @@
-"""A scan for the end of a JSON value, and for the function that a JSON object calls, character by character. Pure.
+"""Incremental scanners for a JSON value and for a JSON object that calls a function. Pure.
 
-    {"name": "f", "arguments": {...}}     or with "parameters"; in any order, other keys are passed over
+    {"name": "f", "arguments": {...}}     or with "parameters"; keys in any order, other keys are skipped
 
-The arguments are handed on as they are written, from the moment the name is known. Not a validator: what is between the
-braces of the arguments is the model's own. Where the functions are named, an object of other keys, or of another
-function, is none that calls, and that is told with the first character that shows it.
-
-A token's way back, within a call of a tool. It knows no schema.
+Arguments are emitted as they arrive once the name is known. The scanner does not validate the arguments. With a list of
+functions, an object with other keys or another function is rejected at the first character that shows it.
 """
 
 import json
@@ -20,13 +17,13 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class Scan(Enum):
-    MORE = "more"  # the character belongs to it, and it goes on
-    LAST = "last"  # the character is its last
-    NOT_OF_IT = "not of it"  # it ended before this character, or this is nothing like it
+    MORE = "more"  # the character belongs to the value, which continues
+    LAST = "last"  # the character completes the value
+    NOT_OF_IT = "not of it"  # the value ended before this character, or the text is no such value
 
 
 class ValueScanner:
-    """The scan of one value: an object, an array, a string, or what stands there up to `,`, `}`, `]` or white space."""
+    """Scanner for one value: an object, an array, a string, or text up to `,`, `}`, `]`, or white space."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -62,10 +59,17 @@ class ValueScanner:
 
 
 class CallScanner:
-    """The scan of one object. `parts` has what it finds. Characters are kept one by one: adding one copies a text."""
+    """Scanner for one object; results are in `parts`.
+
+    Characters are collected in lists because appending to a string copies it.
+    """
 
     def __init__(self, functions: Collection[str] | None = None) -> None:
-        """`functions`: the only ones, called by an object of two keys; None: any, and other keys are passed over."""
+        """Create a scanner.
+
+        Args:
+            functions: Allowed names; the object must then have exactly two keys. None allows any name and other keys.
+        """
         self.parts: list[Part] = []
         self._functions = functions
         self._raw: list[str] = []
@@ -73,18 +77,18 @@ class CallScanner:
         self._state: Callable[[str], Scan] = self._before
         self._key: list[str] = []
         self._value: list[str] = []
-        self._is_bound = False  # the value has to name one of the functions
+        self._is_bound = False  # the value must name one of the functions
         self._scanner = ValueScanner()
-        self._held_arguments: list[str] = []  # until the name is known
-        self.has_arguments = False  # or a beginning of them
+        self._held_arguments: list[str] = []  # arguments that arrived before the name
+        self.has_arguments = False  # True from their first character
 
     @property
     def raw(self) -> str:
-        """All it has read, until the call has begun."""
+        """The text read before the call began."""
         return "".join(self._raw)
 
     def take(self, char: str) -> Scan:
-        """NOT_OF_IT: no object that calls a function, from this character on."""
+        """Read one character; NOT_OF_IT means that the text is not a call."""
         if not self.has_begun:
             self._raw.append(char)
         return self._state(char)
@@ -125,7 +129,7 @@ class CallScanner:
         is_arguments = key in _ARGUMENT_KEYS and not self.has_arguments
         if self._functions is not None and is_arguments and char not in '{"':
             return Scan.NOT_OF_IT
-        # A string is the arguments' JSON as text, as OpenAI's own format has it: it is unescaped when it is whole.
+        # OpenAI's format has the arguments as a JSON string: it is unescaped when it is complete.
         self._state = self._in_arguments if is_arguments and char != '"' else self._in_value
         return self._state(char)
 
@@ -181,12 +185,12 @@ class CallScanner:
 
 
 def _is_none_of(beginning: Sequence[str], texts: Collection[str]) -> bool:
-    """Whether it begins no JSON string of one of `texts`; so it is one character longer than these at most."""
+    """Return whether `beginning` is not a prefix of any of `texts` written as a JSON string."""
     return not any(f'"{text}"'.startswith("".join(beginning)) for text in texts)
 
 
 def _text(value: Sequence[str]) -> str:
-    """The text of a JSON string; "" of anything else, however deep."""
+    """Return the text of a JSON string, or "" for any other value."""
     if not value or value[0] != '"':
         return ""
     try:

@@ -1,11 +1,9 @@
-"""The text of one choice -> what its message gains: reasoning, content, tool calls with ids. Pure.
+"""Converter from the text of one choice to message deltas: reasoning, content, and tool calls with ids. Pure.
 
-    parser = MessageParser(reasoning, tools, call_id)     either may be None
-    delta = parser.push(text)                             with is_last at the end
+    parser = MessageParser(reasoning, tools, call_id)     either parser may be None
+    delta = parser.push(text)                             with is_last=True for the last text
 
-Content is what the parser of reasoning leaves; the one of tools reads that. Ids are the caller's, by the call's number.
-
-A token's way back, behind its text. It knows no family of models: its parsers do.
+The reasoning parser reads first; the tool parser reads the content that remains.
 """
 
 from collections import defaultdict
@@ -17,7 +15,7 @@ from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The gain of one call: its id and name in its first delta, then pieces of its arguments."""
+    """New text of one call: the id and name in its first delta, then pieces of its arguments."""
 
     index: int
     arguments: str
@@ -42,11 +40,11 @@ class MessageParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens up to the one that ended the reasoning; its tags are among them."""
+        """Number of tokens up to the end of the reasoning, including its tags."""
         return self._num_tokens_to_content if self._reasoning is not None and self._reasoning.has_thought else 0
 
     def push(self, text: str, *, num_tokens: int = 1, is_last: bool = False) -> MessageDelta:
-        """`num_tokens`: that `text` came of."""
+        """Parse the next text of the choice, decoded from `num_tokens` tokens."""
         if self._reasoning is not None and not self._reasoning.is_over:
             self._num_tokens_to_content += num_tokens
         content, reasoning, calls = "", "", dict[int, ToolCallDelta]()
@@ -63,8 +61,7 @@ class MessageParser:
                     number = self.num_calls - 1
                     before = calls.get(number, ToolCallDelta(number, ""))
                     calls[number] = replace(before, arguments=before.arguments + more)
-        told = tuple(call for call in calls.values() if call.arguments or call.id)
-        return MessageDelta(content, reasoning, told)
+        return MessageDelta(content, reasoning, tuple(call for call in calls.values() if call.arguments or call.id))
 
     def _parts(self, text: str, is_last: bool) -> Iterator[Part]:
         parts: list[Part] = [Content(text)] if self._reasoning is None else list(self._reasoning.push(text))
@@ -80,7 +77,7 @@ class MessageParser:
 
 
 def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    """The deltas of one message, joined: one a call."""
+    """Join the deltas of one message into one delta per call."""
     calls: dict[int, ToolCallDelta] = {}
     arguments = defaultdict[int, list[str]](list)
     for delta in deltas:

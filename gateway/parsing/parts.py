@@ -1,10 +1,8 @@
-"""The parts of an answer's text, and what every parser of it does. Pure.
+"""The parts of an answer's text and the base of all streaming parsers. Pure.
 
-A parser reads text in whatever pieces it comes and says what each stretch of it is, as soon as that is certain. The
-parts do not depend on the pieces, so a streamed answer is the whole one, cut. Text that was taken for a call and is
-none comes back as content: nothing but tags and white space around them is ever dropped.
-
-A token's way back, behind its text: every parser is made of these. It knows no family of models.
+A parser accepts text in pieces of any size and emits each part as soon as it is certain. The parts do not depend on how
+the text was cut, so streamed and complete answers are equal. Text that looked like a call but is none becomes content;
+only tags and white space around them are dropped.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,14 +22,14 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The arguments that follow are this function's, until another call begins."""
+    """Start of a call; the arguments that follow belong to it until the next call begins."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of a call's arguments, which together are a JSON object's text."""
+    """A piece of a call's arguments; joined, the pieces are the text of a JSON object."""
 
     text: str
 
@@ -43,21 +41,21 @@ class Parser(Protocol):
     def push(self, text: str) -> Iterator[Part]: ...
 
     def finish(self) -> Iterator[Part]:
-        """The rest that was held back, when no text follows."""
+        """Emit the text that was held back; no more text follows."""
 
 
 class ReasoningParser(Parser, Protocol):
     @property
     def has_thought(self) -> bool:
-        """Whether there was reasoning, or a mark of it."""
+        """Whether reasoning text or one of its tags was found."""
 
     @property
     def is_over(self) -> bool:
-        """Whether all that follows is content."""
+        """Whether all following text is content."""
 
 
 class StepParser:
-    """Reads its buffer step by step: each takes something of it, names the next one, or waits for more text."""
+    """Parser as a state machine: each step consumes text, selects the next step, or waits for more text."""
 
     def __init__(self, first_step: Callable[[], Iterator[Part]]) -> None:
         self._buffer = ""
@@ -71,10 +69,10 @@ class StepParser:
             yield from self._step()
 
     def _text_before(self, tag: str) -> tuple[str, bool]:
-        """Takes the text up to `tag`, and the tag if it is there; what may become one stays, and is waited for."""
-        before, found, behind = self._buffer.partition(tag)
+        """Consume the text before `tag`, and the tag if it is there; a possible start of the tag stays buffered."""
+        before, found, after = self._buffer.partition(tag)
         if found:
-            self._buffer = behind
+            self._buffer = after
             return before, True
         certain = len(self._buffer) - held_length(self._buffer, tag)
         before, self._buffer, self._waits = self._buffer[:certain], self._buffer[certain:], True
@@ -82,7 +80,7 @@ class StepParser:
 
 
 def held_length(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that may become `tag`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:length]):
             return length

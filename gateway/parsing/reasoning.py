@@ -1,11 +1,9 @@
-"""Reasoning between <think> and </think> -> parts. Pure.
+"""Parsers for reasoning between <think> and </think>. Pure.
 
-    qwen3         what stands between the tags at the answer's start, if anything does
-    deepseek_r1   everything up to </think>: the prompt ends with <think> already, and the model may repeat it
+    qwen3         text between the tags, if the answer starts with <think>
+    deepseek_r1   everything up to </think>; the prompt already ends with <think>, and the model may repeat it
 
-White space behind a tag is dropped, and so are the tags.
-
-A token's way back, behind its text. It knows no call and no request.
+The tags and the white space after them are dropped.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,7 +61,7 @@ class ThinkTags(StepParser):
         self._buffer = ""
 
 
-# name of --reasoning-parser -> what makes one
+# value of --reasoning-parser -> factory
 REASONING_PARSERS: dict[str, Callable[[], ReasoningParser]] = {
     "qwen3": lambda: ThinkTags(begins_thinking=False),
     "deepseek_r1": lambda: ThinkTags(begins_thinking=True),

@@ -1,14 +1,10 @@
-"""Tool calls as families of models write them -> parts. Pure.
+"""Parsers for the tool-call formats of model families. Pure.
 
 hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list between the tags (Hermes, Qwen)
-llama3_json   the answer begins with {"name": ..., "parameters": {...}} or <|python_tag|>; several with ; or ,
+llama3_json   the answer starts with {"name": ..., "parameters": {...}} or <|python_tag|>; separators ; or ,
 mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} (since v11)
-listed        [{"name": ..., "arguments": {...}}, ...]: what the grammar of a required call writes
-named         the arguments alone: what the grammar of a named call writes
-
-Where the answer may have a form instead, AnswerOrCalls tells which of the two it is.
-
-A token's way back, behind its text. It knows no schema and no request.
+listed        [{"name": ..., "arguments": {...}}, ...], as the grammar of a required call produces
+named         the arguments only, as the grammar of a named call produces
 """
 
 import re
@@ -18,15 +14,17 @@ from enum import Enum
 from gateway.parsing.json_scanner import CallScanner, Scan, ValueScanner
 from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, StepParser
 
-_SEPARATORS = " \t\r\n[],;"  # between calls, in whatever list they are written
+_SEPARATORS = " \t\r\n[],;"  # between calls, in any list format
 _NAME = re.compile(r"[\w.-]{1,256}")
-_BEHIND_NAME = "[ARGS]"
+_AFTER_NAME = "[ARGS]"
 _NO_WHITE_SPACE = str.maketrans("", "", " \n")
-_REREAD_CHARS = 2**14  # of an answer: of no calls within each other, a thousand deep, the last would be read 1000 times
+# Budget per answer for text that is read again as content. Without it, 1,000 nested objects that are no calls would be
+# read 1,000 times.
+_REREAD_CHARS = 2**14
 
 
 class NamedCall:
-    """All text is the arguments of one function."""
+    """Parser for an answer that consists of the arguments of one function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -43,22 +41,29 @@ class NamedCall:
 
 
 class MarkedCalls(StepParser):
-    """Calls behind a mark. The mark, its end and separators around calls are dropped; all else is content."""
+    """Parser for calls after a marker. Markers and separators around calls are dropped; all else is content."""
 
     def __init__(self, mark: str, end: str = "", *, begins_marked: bool = False, names_first: bool = False) -> None:
-        """`begins_marked`: calls may stand at the text's start without it. `names_first`: as Mistral since v11."""
+        """Create a parser for one answer.
+
+        Args:
+            mark: Marker before calls.
+            end: Marker after calls, or "" if there is none.
+            begins_marked: Whether the answer may start with a call without the marker.
+            names_first: Whether a call is written as name[ARGS]{...} (Mistral since v11).
+        """
         super().__init__(self._before_call if begins_marked else self._in_text)
         self._mark = mark
         self._end = end
         self._names_first = names_first
-        self._since_mark = ""  # what comes back as content if no call follows; kept until one does
+        self._since_mark = ""  # text since the marker; becomes content if no call follows
         self._is_call = False
         self._reread_chars = _REREAD_CHARS
         self._call = CallScanner()
         self._arguments = ValueScanner()
 
     def finish(self) -> Iterator[Part]:
-        """A call that has not told its name is content after all."""
+        """Emit the held text as content; a call without a name is content too."""
         raw = self._call.raw if self._step == self._in_call else ""
         yield Content(self._since_mark + raw + self._buffer)
 
@@ -69,7 +74,7 @@ class MarkedCalls(StepParser):
             self._since_mark, self._is_call, self._step = self._mark, False, self._before_call
 
     def _before_call(self) -> Iterator[Part]:
-        for tag, following in ((self._end, self._behind_end), (self._mark, self._before_call)):
+        for tag, following in ((self._end, self._after_end), (self._mark, self._before_call)):
             if tag and self._buffer.startswith(tag):
                 self._keep_if_no_call(tag)
                 self._buffer, self._step = self._buffer[len(tag) :], following
@@ -88,8 +93,8 @@ class MarkedCalls(StepParser):
         else:
             yield from self._no_call("")
 
-    def _behind_end(self) -> Iterator[Part]:
-        if not self._is_call:  # there was nothing between the marks
+    def _after_end(self) -> Iterator[Part]:
+        if not self._is_call:  # nothing stood between the markers
             yield from self._no_call("")
         self._buffer = self._buffer.lstrip()
         if self._buffer:
@@ -121,13 +126,13 @@ class MarkedCalls(StepParser):
     def _in_name(self) -> Iterator[Part]:
         name = _NAME.match(self._buffer)
         assert name is not None
-        behind = self._buffer[name.end() :]
-        if behind.startswith((_BEHIND_NAME, "{")):
+        after = self._buffer[name.end() :]
+        if after.startswith((_AFTER_NAME, "{")):
             yield CallBegins(name[0])
             self._call_is_certain()
-            self._buffer = behind.removeprefix(_BEHIND_NAME)
+            self._buffer = after.removeprefix(_AFTER_NAME)
             self._arguments, self._step = ValueScanner(), self._in_arguments
-        elif _BEHIND_NAME.startswith(behind):  # it may go on with either
+        elif _AFTER_NAME.startswith(after):  # the next text decides
             self._waits = True
         else:
             yield from self._no_call("")
@@ -144,7 +149,7 @@ class MarkedCalls(StepParser):
         self._buffer = ""
 
     def _no_call(self, text: str) -> Iterator[Part]:
-        """The text since the mark is content, and `text` is to be read again as such, or is content as it is."""
+        """Emit the text since the marker as content and parse `text` again, within the budget."""
         self._reread_chars -= len(text)
         content, text = (self._since_mark, text) if self._reread_chars >= 0 else (self._since_mark + text, "")
         yield Content(content)
@@ -171,12 +176,17 @@ def mistral() -> Parser:
 
 
 def listed() -> Parser:
-    return MarkedCalls("\x00", begins_marked=True)  # JSON has no such character: there is no mark
+    return MarkedCalls("\x00", begins_marked=True)  # no marker: JSON cannot contain this character
 
 
 def call_family(parser: str, template_source: str) -> str:
-    """`parser`: the option, which is "auto" or a family. A template of Mistral or Llama 3 has their marks in it;
-    everyone else is taught as Hermes was."""
+    """Return the tool-call format to use.
+
+    Args:
+        parser: The value of --tool-call-parser, "auto" or a format.
+        template_source: The chat template. Templates of Mistral and Llama 3 contain their markers; all others are
+            taken as hermes.
+    """
     if parser != "auto":
         return parser
     if "[TOOL_CALLS]" in template_source:
@@ -184,7 +194,7 @@ def call_family(parser: str, template_source: str) -> str:
     return "llama3_json" if "<|python_tag|>" in template_source else "hermes"
 
 
-# name of --tool-call-parser -> (what makes one, the mark that may be a special token)
+# value of --tool-call-parser -> (factory, marker that may be a special token)
 TOOL_CALL_PARSERS: dict[str, tuple[Callable[[], Parser], str]] = {
     "hermes": (hermes, "<tool_call>"),
     "llama3_json": (llama3_json, "<|python_tag|>"),
@@ -199,24 +209,29 @@ class _Is(Enum):
 
 
 class AnswerOrCalls:
-    """An answer of a certain form, or calls: what the text begins with decides it once and for all.
+    """Parser for text that is either one answer of a given format or calls; its first characters decide.
 
-    For answers whose grammar leaves the model that choice (requests/call_grammar.py). An answer may then have whatever
-    looks like a call in it, in a string, say: it stays what it is.
+    Use it when the grammar leaves the choice to the model (requests/call_grammar.py). An answer may then contain text
+    that looks like a call, for example in a string.
     """
 
     def __init__(self, calls: Parser, beginnings: Sequence[str]) -> None:
-        """`beginnings`: of calls, without white space; no answer begins with one."""
+        """Create a parser for one answer.
+
+        Args:
+            calls: Parser for the calls.
+            beginnings: Prefixes of calls, without white space. No answer starts with one of them.
+        """
         self._calls = calls
         self._beginnings = beginnings
         self._held: list[str] = []
-        self._said = ""  # that, without white space: no longer than the longest beginning
+        self._compact = ""  # the held text without white space, at most as long as the longest prefix
         self._it = _Is.UNDECIDED
 
     def push(self, text: str) -> Iterator[Part]:
         if self._it is _Is.UNDECIDED:
             self._held.append(text)
-            self._said += text.translate(_NO_WHITE_SPACE)
+            self._compact += text.translate(_NO_WHITE_SPACE)
             self._it = self._decided()
             if self._it is _Is.UNDECIDED:
                 return
@@ -234,14 +249,19 @@ class AnswerOrCalls:
             yield Content("".join(self._held))
 
     def _decided(self) -> _Is:
-        if any(map(self._said.startswith, self._beginnings)):
+        if any(map(self._compact.startswith, self._beginnings)):
             return _Is.CALLS
-        may_be_calls = any(beginning.startswith(self._said) for beginning in self._beginnings)
+        may_be_calls = any(beginning.startswith(self._compact) for beginning in self._beginnings)
         return _Is.UNDECIDED if may_be_calls else _Is.ANSWER
 
 
 def answer_or_calls_parser(family: str, names: Sequence[str]) -> Parser:
-    """`family`: as --tool-call-parser names it; `names`: of the functions that can be called."""
+    """Return the parser for an answer whose grammar allows calls.
+
+    Args:
+        family: A value of --tool-call-parser.
+        names: Names of the functions that can be called.
+    """
     make, mark = TOOL_CALL_PARSERS[family]
     bare = [f'{{"name":"{name}","parameters":' for name in names] if family == "llama3_json" else []
     return AnswerOrCalls(make(), [mark, *bare])

@@ -1,4 +1,4 @@
-"""A request's body -> what goes to the engine, or an error that names the field. Pure but for random ids.
+"""Validation and planning of request bodies: a decoded body becomes engine requests or an error that names the field.
 
-A chat's way in, from its decoded body to the requests of the engine. Nothing here knows HTTP or the store.
+Pure except for random ids.
 """

@@ -1,14 +1,12 @@
-"""Anthropic's content blocks, tools and tool choices -> the same in the words of a chat; what is asked of turns. Pure.
+"""Anthropic content blocks, tools, and tool choices, converted to those of a chat, and the checks of turns. Pure.
 
-A message's blocks become one chat message of its texts and calls; each result of a tool one of its own before it. A
-document that is a text becomes one, in the tags that Anthropic recommends for prompts; others are refused. The
-reasoning of earlier answers is left out, as chat templates do with it. Tools that Anthropic's servers would run are
+The blocks of a message become one chat message with its texts and calls; each tool result becomes a message before it.
+Text documents are wrapped in the tags that Anthropic recommends for prompts; other documents are refused. Reasoning of
+earlier answers is passed to the chat template, which decides what to keep. Tools that run on Anthropic's servers are
 refused.
 
-Messages of one role behind each other are one turn, whose `tool_result` blocks answer the `tool_use` blocks of the turn
-before, each of them once; a system's message between them belongs to neither.
-
-A message's way in, where its body is checked. It knows no other field of that body (anthropic_schema.py does).
+Consecutive messages of one role are one turn. Its `tool_result` blocks answer each `tool_use` block of the turn before
+exactly once. A system message between them belongs to neither turn.
 """
 
 import json
@@ -33,7 +31,7 @@ from gateway.requests.grammar_fields import (
 )
 from gateway.requests.openai_schema import ContentPart, MessageFields
 
-CALL_ID_PREFIX = "toolu_"  # a call's own id follows, in the form that every chat template takes
+CALL_ID_PREFIX = "toolu_"  # followed by a call id that every chat template accepts
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
@@ -41,7 +39,7 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """A part of a list in which nothing but texts may stand."""
+    """An element of a list that allows only texts."""
 
     type: Literal["text"]
     text: str
@@ -57,7 +55,7 @@ class ContentSource(msgspec.Struct, kw_only=True, tag_field="type", tag="content
 
 
 class Citations(msgspec.Struct, kw_only=True):
-    enabled: Literal[False] | None = None  # nothing here says where an answer was found
+    enabled: Literal[False] | None = None  # citations are not supported
 
 
 class DocumentBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="document"):
@@ -89,7 +87,7 @@ class RedactedThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag=
 
 
 Block: TypeAlias = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
-# Texts are of all of them; reasoning and calls are the assistant's.
+# All roles may send texts; reasoning and calls belong to the assistant.
 _OF_THE_USER = (DocumentBlock, ToolResultBlock)
 
 
@@ -116,10 +114,19 @@ AnthropicTools: TypeAlias = Annotated[list[AnthropicTool], Meta(max_length=MAX_T
 
 
 def chat_messages(message: AnthropicMessage, path: str) -> list[MessageFields]:
-    """`path`: of the message, to name what is wrong. Raises InvalidRequest."""
+    """Convert one message.
+
+    Args:
+        message: A message of the body.
+        path: Its path, for errors.
+
+    Raises:
+        InvalidRequest: If a block does not fit the role.
+    """
     if isinstance(message.content, str):
         return [MessageFields(message.role, message.content)]
     texts, calls, results = list[ContentPart](), list[ToolCallFields](), list[MessageFields]()
+    thoughts = list[str]()
     for index, block in enumerate(message.content):
         _check_role(block, message.role, f"{path}.content[{index}].type")
         match block:
@@ -130,21 +137,29 @@ def chat_messages(message: AnthropicMessage, path: str) -> list[MessageFields]:
                 calls.append(ToolCallFields(id=block.id.removeprefix(CALL_ID_PREFIX), function=function))
             case ToolResultBlock():
                 results.append(_result(block))
-            case _:
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case RedactedThinkingBlock():
                 pass
     if results and not texts:
         return results
-    return [*results, MessageFields(message.role, list[ContentPart](texts), tool_calls=calls or None)]
+    content, reasoning = list[ContentPart](texts), "\n".join(thoughts) or None
+    return [*results, MessageFields(message.role, content, tool_calls=calls or None, reasoning=reasoning)]
 
 
 def chat_tools(tools: AnthropicTools) -> list[ToolFields]:
-    """Raises UnsupportedParameter and InvalidRequest."""
+    """Convert tools.
+
+    Raises:
+        UnsupportedParameter: For a tool that Anthropic's servers would run.
+        InvalidRequest: For a repeated name.
+    """
     chosen = []
     for index, tool in enumerate(tools):
         param = f"tools[{index}]"
         if tool.type not in (None, "custom"):
             raise UnsupportedParameter(
-                f"{param}.type: this server runs no tools itself; expected 'custom', got {tool.type[:64]!r}.",
+                f"{param}.type: server-side tools are not supported; expected 'custom', got {tool.type[:64]!r}.",
                 param=f"{param}.type",
             )
         if tool.name in {other.name for other in tools[:index]}:
@@ -157,14 +172,14 @@ def chat_tools(tools: AnthropicTools) -> list[ToolFields]:
 
 
 def chat_tool_choice(choice: AnthropicToolChoice, tools: AnthropicTools) -> ToolChoice:
-    """Raises InvalidRequest."""
+    """Convert tool_choice; raise InvalidRequest if it names no tool of the request."""
     if choice.type != "tool":
         return "required" if choice.type == "any" else choice.type
     names = [tool.name for tool in tools]
     if choice.name not in names:
         known = ", ".join(names[:10]) or "none"
         raise InvalidRequest(
-            f"tool_choice.name: {(choice.name or '')[:128]!r} is none of the tools; they are {known}.",
+            f"tool_choice.name: {(choice.name or '')[:128]!r} is not one of the tools; expected one of: {known}.",
             param="tool_choice.name",
         )
     return NamedTool(function=NamedFunction(choice.name))
@@ -175,7 +190,7 @@ def _check_role(block: Block, role: str, param: str) -> None:
     if isinstance(block, TextBlock) or owner == role:
         return
     kind = type(block).__struct_config__.tag
-    raise InvalidRequest(f"{param}: a message of the {role} has no block of type {kind!r}.", param=param)
+    raise InvalidRequest(f"{param}: blocks of type {kind!r} are not allowed in a {role} message.", param=param)
 
 
 def _result(block: ToolResultBlock) -> MessageFields:
@@ -200,14 +215,14 @@ def _text_of(block: TextBlock | DocumentBlock) -> str:
 
 @dataclass(slots=True)
 class _Calls:
-    """The calls of the last turn of the assistant."""
+    """The calls of the assistant's last turn."""
 
-    paths: dict[str, str] = field(default_factory=dict)  # by id; where each call stands
+    paths: dict[str, str] = field(default_factory=dict)  # call id -> path in the body
     answered: set[str] = field(default_factory=set)
 
 
 def check_turns(messages: Sequence[AnthropicMessage]) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest unless each tool_use has exactly one tool_result in the next turn."""
     calls, role = _Calls(), ""
     for index, message in enumerate(messages):
         path = f"messages[{index}].content"
@@ -235,16 +250,16 @@ def _note_calls(message: AnthropicMessage, path: str, calls: _Calls) -> None:
 def _check_result(block: ToolResultBlock, param: str, calls: _Calls) -> None:
     shown = repr(block.tool_use_id[:100])
     if block.tool_use_id not in calls.paths:
-        raise InvalidRequest(f"{param}: {shown} is no tool_use of the assistant's turn before it.", param=param)
+        raise InvalidRequest(f"{param}: no tool_use {shown} in the assistant's previous turn.", param=param)
     if block.tool_use_id in calls.answered:
-        raise InvalidRequest(f"{param}: {shown} has a result already.", param=param)
+        raise InvalidRequest(f"{param}: {shown} already has a result.", param=param)
     calls.answered.add(block.tool_use_id)
 
 
 def _check_all_answered(calls: _Calls) -> None:
     for call_id, param in calls.paths.items():
         if call_id not in calls.answered:
-            raise InvalidRequest(f"{param}: this tool_use has no tool_result in the turn behind it.", param=param)
+            raise InvalidRequest(f"{param}: this tool_use has no tool_result in the next turn.", param=param)
 
 
 def _check_says_something(message: AnthropicMessage, path: str) -> None:
@@ -252,7 +267,7 @@ def _check_says_something(message: AnthropicMessage, path: str) -> None:
         _check_text(message.content, path)
         return
     if not message.content:
-        raise InvalidRequest(f"{path}: a message of the user needs at least one block.", param=path)
+        raise InvalidRequest(f"{path}: a user message needs at least one block.", param=path)
     for place, block in _blocks(message, path):
         if isinstance(block, TextBlock):
             _check_text(block.text, f"{place}.text")
@@ -260,7 +275,7 @@ def _check_says_something(message: AnthropicMessage, path: str) -> None:
 
 def _check_text(text: str, param: str) -> None:
     if not text or text.isspace():
-        raise InvalidRequest(f"{param}: expected a text that is not empty.", param=param)
+        raise InvalidRequest(f"{param}: expected a non-empty text.", param=param)
 
 
 def _blocks(message: AnthropicMessage, path: str) -> Iterator[tuple[str, object]]:

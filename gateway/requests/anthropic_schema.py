@@ -1,11 +1,9 @@
-"""Anthropic's request bodies -> CompletionRequest, the same form that OpenAI's take. Pure.
+"""Anthropic request bodies, converted to CompletionRequest by way of an equivalent chat body. Pure.
 
-Said in the words of a chat (anthropic_blocks.py); what would change the answer and is not supported is refused, as in
-openai_schema.py. A `system` text is the chat's first message; a system's message among the others stays where it is.
-`output_config.format` is followed as a response format. Reasoning is told if `thinking` asks for it: `enabled` takes
-a parser of it, `adaptive` does without and then does not think. Its budget is not enforced.
-
-A message's way in, where its body is checked. It knows no tokens and no store.
+Fields that would change the answer and are not supported are refused, as in openai_schema.py. `system` becomes the
+first message; system messages between others keep their place. `output_config.format` acts as a response format.
+Reasoning is returned if `thinking` asks for it: `enabled` needs a reasoning parser, `adaptive` runs without thinking if
+there is none. The thinking budget is not enforced.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
@@ -42,7 +40,7 @@ System: TypeAlias = str | list[TextPart]
 class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    display: Literal["summarized", "omitted"] | None = None  # there are no summaries: told as they are, or not at all
+    display: Literal["summarized", "omitted"] | None = None  # "summarized" returns the full text; no summaries exist
 
 
 class JsonOutput(msgspec.Struct, kw_only=True):
@@ -56,7 +54,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class PromptFields(msgspec.Struct, kw_only=True):
-    """The fields that are counted; null is the same as absent."""
+    """Fields of the prompt, which count_tokens also accepts; null means absent."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=4096)]
@@ -65,7 +63,7 @@ class PromptFields(msgspec.Struct, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonOutput | None = None  # as it was called before output_config
+    output_format: JsonOutput | None = None  # name of the field before output_config
 
 
 class MessagesBody(PromptFields, kw_only=True):
@@ -77,11 +75,11 @@ class MessagesBody(PromptFields, kw_only=True):
     stream: bool | None = None
 
 
-# field -> the values at which it changes nothing, null aside
+# field -> values besides null that have no effect
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 
 
-# What is said of a chat's fields -> of the same ones here
+# Field names in errors about the chat body -> the names in this API
 _WORDS = (
     ("response_format.json_schema.schema", "{format}.schema"),
     ("response_format", "{format}"),
@@ -108,21 +106,21 @@ def parse_messages(body: JsonBody) -> CompletionRequest:
 
 
 def parse_count(body: JsonBody) -> CompletionRequest:
-    """The body of /v1/messages/count_tokens: the prompt alone."""
+    """Parse the body of /v1/messages/count_tokens, which has only the prompt."""
     fields = body.typed(PromptFields)
     check_other_fields(MessagesBody, body.given, {})
     return _of_chat(fields, ChatBody(**_prompt(fields)), ())
 
 
 def _of_chat(fields: PromptFields, chat: ChatBody, ignored: tuple[str, ...]) -> CompletionRequest:
-    """A chat's request of these fields; what is wrong is told in their words."""
+    """Convert the chat body; errors name the fields of this API."""
     words = [(chats, ours.format(format=_format_param(fields))) for chats, ours in _WORDS]
     request = request_in_words(chat, ignored, words)
     return structs.replace(request, reasons_only_if_told_apart=_may_think(fields))
 
 
 def _prompt(fields: PromptFields) -> dict[str, Any]:
-    """The fields of a ChatBody that its prompt is made of, and those that say what its answer must be."""
+    """Return the ChatBody fields for the prompt, the tools, and the response format."""
     tools, choice = fields.tools or [], fields.tool_choice
     messages = _chat_messages(fields)
     check_turns(fields.messages)
@@ -141,7 +139,7 @@ def _prompt(fields: PromptFields) -> dict[str, Any]:
 
 
 def _template_kwargs(fields: PromptFields) -> dict[str, Any]:
-    """Templates whose models can leave out thinking, or know of effort, take them by these names; others pass over."""
+    """Return the template variables for thinking and effort; templates without them ignore both."""
     effort = fields.output_config.effort if fields.output_config else None
     return {"enable_thinking": _may_think(fields)} | ({"reasoning_effort": effort} if effort else {})
 
@@ -166,7 +164,7 @@ def _check_format(fields: PromptFields) -> None:
     if fields.output_format is not None and fields.output_config is not None and fields.output_config.format:
         raise InvalidRequest(f"{param}: cannot be given together with output_config.format.", param=param)
     if _format(fields) is not None and _is_begun(fields):
-        raise InvalidRequest(f"{param}: cannot be given with an answer that is begun already.", param=param)
+        raise InvalidRequest(f"{param}: cannot be given when the last message is the assistant's.", param=param)
 
 
 def _must_think(fields: PromptFields) -> bool:
@@ -174,7 +172,7 @@ def _must_think(fields: PromptFields) -> bool:
 
 
 def _may_think(fields: PromptFields) -> bool:
-    """A grammar leaves reasoning no room; who leaves it to the model has none then."""
+    """Return whether the answer may contain reasoning, which a response format rules out."""
     is_asked = fields.thinking is not None and fields.thinking.type != "disabled"
     return is_asked and _format(fields) is None
 
@@ -185,27 +183,27 @@ def _check_thinking(fields: PromptFields) -> None:
         return
     if thinking.type == "enabled" and thinking.budget_tokens is None:
         param = "thinking.budget_tokens"
-        raise InvalidRequest(f"{param}: needed when thinking is enabled.", param=param)
+        raise InvalidRequest(f"{param}: required when thinking is enabled.", param=param)
     if _must_think(fields) and _format(fields) is not None:
         what = _format_param(fields)
-        raise InvalidRequest(f"thinking: {what} leaves it no room; expected adaptive or disabled.", param="thinking")
+        raise InvalidRequest(f"thinking: not possible with {what}; expected adaptive or disabled.", param="thinking")
     if fields.tool_choice is not None and fields.tool_choice.type in ("any", "tool"):
         param = "tool_choice"
-        raise InvalidRequest(f"{param}: a forced call leaves no room for thinking; expected auto or none.", param=param)
+        raise InvalidRequest(f"{param}: a forced call excludes thinking; expected auto or none.", param=param)
     if _is_begun(fields):
-        raise InvalidRequest("thinking: cannot be given with an answer that is begun already.", param="thinking")
+        raise InvalidRequest("thinking: cannot be given when the last message is the assistant's.", param="thinking")
 
 
 def _is_begun(fields: PromptFields) -> bool:
-    """An assistant's last message is the beginning of the answer."""
+    """Return whether the last message is the assistant's: it is then the start of the answer."""
     return fields.messages[-1].role == "assistant"
 
 
 def _chat_messages(fields: PromptFields) -> list[MessageFields]:
-    told = list[MessageFields]()
+    messages = list[MessageFields]()
     if fields.system:
         texts = [fields.system] if isinstance(fields.system, str) else [block.text for block in fields.system]
-        told.append(MessageFields("system", [ContentPart("text", text) for text in texts]))
+        messages.append(MessageFields("system", [ContentPart("text", text) for text in texts]))
     for index, message in enumerate(fields.messages):
-        told += chat_messages(message, f"messages[{index}]")
-    return told
+        messages += chat_messages(message, f"messages[{index}]")
+    return messages

@@ -1,14 +1,11 @@
-"""The grammar of an answer in a form that was asked for, or of calls as the model's family writes them. Pure.
+"""Grammars for an answer that is either in the requested format or a list of tool calls in the family's format. Pure.
 
-    hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once a call
-    llama3_json   {"name": ..., "parameters": {...}}, with ; between several, perhaps behind <|python_tag|>
-    mistral       [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} once a call
+    hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once per call
+    llama3_json   {"name": ..., "parameters": {...}}, separated by ;, optionally after <|python_tag|>
+    mistral       [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} once per call
 
-The model chooses with its first token, and nothing stands beside calls: parsing/tool_calls.py tells them apart by
-that. Marks that are tokens of their own are named by their ids, for no text has them.
-
-A chat's way in, before it is queued: planning.py asks for the grammar where tools and a form come together. It knows
-neither the compiler of grammars nor the engine.
+The first token decides, and nothing else stands beside calls; parsing/tool_calls.py relies on both. Markers that are
+special tokens are written as token ids because no text produces them.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +20,14 @@ _NEW_LINE, _BLANK = lark_text("\n") + "?", lark_text(" ") + "?"
 
 
 def answer_or_calls(answer: Grammar, tools: ToolUse, family: str, special_id: Callable[[str], int | None]) -> Grammar:
-    """`family`: as --tool-call-parser names it; `special_id`: of a special token by its text, None if it is none."""
+    """Return the grammar for an answer or calls.
+
+    Args:
+        answer: Grammar of the requested format.
+        tools: Tools of the request.
+        family: A value of --tool-call-parser.
+        special_id: Function from a text to the id of the special token with that text, or None.
+    """
 
     def mark(text: str) -> str:
         token_id = special_id(text)

@@ -1,27 +1,21 @@
-"""How an answer is generated: the fields that chats and completions share, OpenAI's and vLLM's, and their checks. Pure.
+"""Fields of chats and completions that control generation (OpenAI's and vLLM's), and their checks. Pure.
 
-    n                                 that many samples
-    n, best_of                        best_of samples, the n most likely of them answered
-    use_beam_search, best_of or n     a beam search of that width, its n best answered
-    allowed_token_ids    no other token is ever sampled; the end of a text is one of them only if it is named
-    bad_words            texts that the output never has, at its beginning or behind a space
-    logprob_token_ids    with logprobs: those of these tokens at every place, in this order, in place of the likeliest
-    timeout_seconds          until the whole answer is there      504 deadline_exceeded
-    queue_timeout_seconds    until a worker begins with it        503 queue_timeout
+    n                                 number of samples
+    n, best_of                        best_of samples, of which the n most likely are returned
+    use_beam_search, best_of or n     beam search of that width; its n best sequences are returned
+    allowed_token_ids    only these tokens are sampled; the end-of-sequence token must be listed to be sampled
+    bad_words            texts that the output never contains, at its start or after a space
+    logprob_token_ids    with logprobs: return the logprobs of these tokens, in this order, instead of the most likely
+    timeout_seconds          limit for the whole answer            504 deadline_exceeded
+    queue_timeout_seconds    limit until a worker starts           503 queue_timeout
 
-A request without a time in the queue that is taken while no worker is ready waits for at most
---no-worker-wait-seconds, and is then answered in the same way: its client must not wait for a worker that never comes.
-What is over is told as an event where the answer has begun as a stream, else with the status. Times are the fleet
-clock's (shared/fleet_clock.py), so that a worker can refuse what has waited too long before it computes anything.
+A request without a queue timeout that arrives while no worker is ready waits at most --no-worker-wait-seconds. After a
+timeout the error is an event if the stream has started, otherwise a status. Deadlines use the fleet clock
+(shared/fleet_clock.py), so a worker can refuse an expired request before it computes anything.
 
-The types are the validation; null is the same as absent. Beam search does not sample and looks at the model's own
-probabilities, so what changes either is refused beside it.
-
-A word is forbidden as the tokens that the tokenizer makes of it, with and without a space before it; what spells it in
-other tokens is not found. vLLM forbids the form with a space only where it has as many tokens as the one without.
-
-It is part of a chat's way in, where its body is checked. It knows no tokenizer, no limit of a model and no engine:
-planning.py makes sampling parameters of the fields.
+The types validate; null means absent. Beam search does not sample and ranks by the model's own probabilities, so fields
+that change either are refused with it. A bad word is matched as the token sequences of the word with and without a
+leading space; other spellings in tokens are not found.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -37,9 +31,9 @@ from gateway.requests.request_body import is_neutral
 from shared.messages import MAX_LOGPROBS
 from shared.redis_keys import PRIORITY_CLASSES
 
-MAX_SAMPLES = 8  # of one prompt
+MAX_SAMPLES = 8  # per prompt
 MAX_BEAM_WIDTH = 64
-# Of the two forms of all bad words together: a worker reads and indexes each before its next step. vLLM's is 1024.
+# Both forms of all bad words together; a worker indexes them before its next step. vLLM's limit is 1,024.
 MAX_BAD_WORD_TOKENS = 8192
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -49,11 +43,27 @@ Words: TypeAlias = tuple[tuple[int, ...], ...]
 
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 _ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
-PRIORITY_HEADER = "x-priority"  # a class by name; for clients that cannot add a field
+PRIORITY_HEADER = "x-priority"  # a class name, for clients that cannot add a field
+
+
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity: TypeAlias = Literal["low", "medium", "high"]
+
+
+def template_kwargs(
+    effort: ReasoningEffort | None, verbosity: Verbosity | None, given: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the template variables for effort and verbosity, and the client's own; templates ignore unknown ones."""
+    kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        kwargs["enable_thinking"] = False
+    if verbosity is not None:
+        kwargs["verbosity"] = verbosity
+    return kwargs | (given or {})
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """The fields that say how an answer is made, in chats, completions and responses; null is the same as absent."""
+    """Sampling fields of chats, completions, and responses; null means absent."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
@@ -69,7 +79,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
     timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
     queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # lower is earlier
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # lower values run first
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -79,7 +89,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """The fields that chats and completions share beyond: OpenAI's, and those that vLLM's users send flat beside."""
+    """Further fields that chats and completions share: OpenAI's, and vLLM's top-level extensions."""
 
     model: str | None = None
     n: _ChoiceCount | None = None
@@ -107,17 +117,21 @@ class GenerationFields(SamplingFields, kw_only=True):
     json_schema: Schema | None = None
     grammar: str | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    bad_words: Annotated[list[_Word], Meta(max_length=500)] | None = None  # of two forms each: vLLM's limit, 1000
+    bad_words: Annotated[list[_Word], Meta(max_length=500)] | None = None  # two forms each; vLLM's limit is 1,000 forms
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None  # vLLM's limit
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # -1: all that fit
-    truncation_side: Literal["left", "right"] | None = None  # where it is cut; "left", so that the last are kept
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut; default "left"
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # with logprobs: token_id:123 in place of a token's text
+    return_tokens_as_token_ids: bool | None = None  # with logprobs: token_id:123 instead of the token's text
 
 
 def check_token_fields(fields: Any) -> None:
-    """`fields`: those of a chat or of a completion. Raises InvalidRequest."""
+    """Check logprob_token_ids of a chat or completion against other fields.
+
+    Raises:
+        InvalidRequest: If the combination is not allowed.
+    """
     if not fields.logprob_token_ids:
         return
     param = "logprob_token_ids"
@@ -128,7 +142,15 @@ def check_token_fields(fields: Any) -> None:
 
 
 def words_token_ids(words: Iterable[str], encode: Callable[[str], list[int]]) -> Words:
-    """`encode`: without special tokens. Raises InvalidRequest, at the first word that is one too many."""
+    """Return the token sequences of `words`, each with and without a leading space.
+
+    Args:
+        words: The field bad_words.
+        encode: Tokenizer call without special tokens.
+
+    Raises:
+        InvalidRequest: If a word has no tokens, or at the first word that exceeds the total limit.
+    """
     found: dict[tuple[int, ...], None] = {}
     num_tokens = 0
     for index, word in enumerate(words):
@@ -149,19 +171,25 @@ def words_token_ids(words: Iterable[str], encode: Callable[[str], list[int]]) ->
 
 
 def check_something_is_allowed(allowed: tuple[int, ...] | None, words: Words) -> None:
-    """Raises InvalidRequest where every allowed token is a bad word by itself."""
+    """Raise InvalidRequest if every allowed token is a bad word."""
     if allowed is not None and {(token_id,) for token_id in allowed} <= set(words):
         raise InvalidRequest("bad_words: forbid every one of allowed_token_ids.", param="bad_words")
 
 
-# What a template is rendered with by the gateway itself; a client's value would stand in for it.
+# Names that the gateway sets when it renders a template; a client's value would replace them.
 RESERVED_TEMPLATE_NAMES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
 )
 
 
 def asked_class(priority: int | None, header: str | None) -> str:
-    """There are two classes, so what is below the ordinary 0 gains nothing over it. Raises InvalidRequest."""
+    """Return the priority class of a request; the header takes precedence.
+
+    There are two classes, so a priority below 0 equals the default 0.
+
+    Raises:
+        InvalidRequest: If the header names no class.
+    """
     if header is not None:
         if header not in PRIORITY_CLASSES:
             allowed = " or ".join(PRIORITY_CLASSES)
@@ -171,7 +199,7 @@ def asked_class(priority: int | None, header: str | None) -> str:
 
 
 def check_extra_fields(fields: GenerationFields, *, stream: bool, use_beam_search: bool) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest for combinations of extension fields that are not allowed."""
     if fields.prompt_logprobs is not None and stream:
         raise InvalidRequest("prompt_logprobs: not available when stream is true.", param="prompt_logprobs")
     if fields.prompt_logprobs is not None and use_beam_search:
@@ -182,11 +210,11 @@ def check_extra_fields(fields: GenerationFields, *, stream: bool, use_beam_searc
     for name in fields.chat_template_kwargs or ():
         if name in RESERVED_TEMPLATE_NAMES:
             param = f"chat_template_kwargs.{name}"
-            raise InvalidRequest(f"{param}: is set by the server itself.", param=param)
+            raise InvalidRequest(f"{param}: set by the server; remove it.", param=param)
 
 
 def truncated(token_ids: list[int], truncate: int | None, side: str | None, room_tokens: int) -> list[int]:
-    """`room_tokens`: the longest prompt that leaves room for the answer."""
+    """Return the prompt cut to `truncate` tokens; -1 cuts it to `room_tokens`, which leaves room for the answer."""
     if truncate is None:
         return token_ids
     num_kept = truncate if truncate > 0 else max(1, room_tokens)
@@ -195,18 +223,22 @@ def truncated(token_ids: list[int], truncate: int | None, side: str | None, room
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds; 0 = none."""
+    """Timeouts of a request in seconds; 0 means none."""
 
     total_seconds: float
     queue_seconds: float
-    no_worker_seconds: float = 0.0  # in place of no time in the queue, while no worker is ready
+    no_worker_seconds: float = 0.0  # queue timeout while no worker is ready, if the request has none
 
     def __bool__(self) -> bool:
         return bool(self.total_seconds or self.queue_seconds)
 
 
 def timeouts_of(fields: GenerationFields, defaults: Timeouts, max_seconds: float) -> Timeouts:
-    """Raises InvalidRequest."""
+    """Return the timeouts of a request.
+
+    Raises:
+        InvalidRequest: If a field exceeds `max_seconds`.
+    """
     for param, seconds in (
         ("timeout_seconds", fields.timeout_seconds),
         ("queue_timeout_seconds", fields.queue_timeout_seconds),
@@ -225,7 +257,7 @@ def without_worker(timeouts: Timeouts) -> Timeouts:
     return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
 
 
-# field -> its values that change nothing, null aside
+# field -> values besides null that have no effect
 _NEUTRAL_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
     "temperature": (0,),
     "top_p": (1,),
@@ -248,15 +280,15 @@ _ONLY_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "e
 
 @dataclass(frozen=True, slots=True)
 class ChoiceCount:
-    n: int  # answered
-    num_candidates: int  # computed: best_of, or the width of the beam search
+    n: int  # returned
+    num_candidates: int  # computed: best_of, or the beam width
     use_beam_search: bool
     length_penalty: float
     early_stopping: bool | Literal["never"]
 
     @property
     def is_best_of(self) -> bool:
-        """Whether samples are ranked, and some of them left out."""
+        """Whether the samples are ranked and only some are returned."""
         return not self.use_beam_search and self.num_candidates > self.n
 
 

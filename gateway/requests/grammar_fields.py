@@ -1,23 +1,20 @@
-"""The fields that bind what an answer may be: its form (a Grammar), and the tools that it may or must call. Pure.
+"""Fields that constrain the answer: its format (a Grammar) and the tools that it may or must call. Pure.
 
-    response_format                                   OpenAI's: text, json_object, json_schema
-    structured_outputs {json, regex, choice, ...}     vLLM's
-    guided_json, guided_regex, guided_choice, ...     vLLM's, before it had that
-    regex, ebnf, json_schema                          SGLang's
-    grammar, json_schema                              llama.cpp's; an empty text there asks for nothing
+    response_format                                   OpenAI: text, json_object, json_schema
+    structured_outputs {json, regex, choice, ...}     vLLM
+    guided_json, guided_regex, guided_choice, ...     vLLM, before structured_outputs
+    regex, ebnf, json_schema                          SGLang
+    grammar, json_schema                              llama.cpp; an empty text means none
 
-One of them at a time. A schema is always followed to the letter, whatever `strict` says; one with keywords that cannot
-be followed is refused rather than followed in part. Does not read the grammars themselves (shared/grammars.py does).
+Only one of them may be set. Schemas are always enforced, whatever `strict` says; a schema with keywords that cannot be
+enforced is refused. shared/grammars.py checks the grammars themselves.
 
-    tool_choice: auto   the model calls or answers, as its chat template has taught it; a parser of its family reads it.
-                        Where the answer has to have a form, a grammar of both leaves the choice (call_grammar.py)
+    tool_choice: auto   the model calls or answers; a parser of its family reads the calls. With a response format, a
+                        grammar allows either (call_grammar.py)
     required            at least one call, by a grammar: a list of {"name", "arguments"}, on any model
-    a function          that one call, by a grammar: its arguments alone, on any model
-    allowed_tools       auto or required, as if there were no other tools
-    none                as if there were no tools
-
-A chat's way in, where its body is checked: the schemas of all four APIs make these of their own fields. It does not
-know how a family of models writes its calls (gateway/parsing does).
+    a function          one call of it, by a grammar: its arguments only, on any model
+    allowed_tools       auto or required, restricted to these tools
+    none                as if no tools were given
 """
 
 import json
@@ -33,7 +30,7 @@ from gateway.requests.request_body import decode_object
 from shared.grammars import json_schema_grammar
 from shared.messages import Grammar, GrammarKind
 
-Schema: TypeAlias = dict[str, Any] | str  # as a JSON object, or its text
+Schema: TypeAlias = dict[str, Any] | str  # a JSON object or its text
 Choices: TypeAlias = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 
 _ANY_OBJECT = json_schema_grammar({"type": "object"})
@@ -63,11 +60,15 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
     grammar: Grammar
-    param: str  # the field to name when something is wrong with it
+    param: str  # field to name in errors
 
 
 def asked_grammar(fields: Any) -> AskedGrammar | None:
-    """`fields`: GenerationFields, whose types are checked already. Raises InvalidRequest."""
+    """Return the grammar that validated GenerationFields ask for, or None.
+
+    Raises:
+        InvalidRequest: If more than one field asks for a grammar, or another field contradicts it.
+    """
     asked = list(_asked(fields))
     if len(asked) > 1:
         first, second = asked[0].param, asked[1].param
@@ -79,7 +80,7 @@ def asked_grammar(fields: Any) -> AskedGrammar | None:
 
 
 def check_beside_grammar(fields: Any, what: str) -> None:
-    """Refuse what a grammar contradicts: its own end is the end of the answer, and a beam search follows none."""
+    """Refuse fields that contradict a grammar, which itself decides where the answer ends."""
     for param in ("use_beam_search", "ignore_eos", "min_tokens"):
         if getattr(fields, param):
             raise InvalidRequest(f"{param}: cannot be given together with {what}.", param=param)
@@ -149,17 +150,22 @@ ANY_OBJECT: ArgumentSchema = {"type": "object"}
 
 
 def call_schema(functions: Mapping[str, ArgumentSchema], arguments: str = "arguments") -> dict[str, Any]:
-    """The schema of one call. `functions`: names with the schemas of their arguments; `arguments`: the key of these."""
+    """Return the schema of one call.
+
+    Args:
+        functions: Function names and the schemas of their arguments.
+        arguments: Key that holds the arguments.
+    """
     return {"anyOf": _calls(functions, arguments), "$defs": _definitions(functions)}
 
 
 def calls_schema(
     functions: Mapping[str, ArgumentSchema], *, is_parallel: bool, arguments: str = "arguments"
 ) -> dict[str, Any]:
-    """The schema of a list of calls, at least one."""
-    most = {} if is_parallel else {"maxItems": 1}
+    """Return the schema of a list of at least one call."""
+    limit = {} if is_parallel else {"maxItems": 1}
     items = {"anyOf": _calls(functions, arguments)}
-    return {"type": "array", "minItems": 1, "items": items, "$defs": _definitions(functions), **most}
+    return {"type": "array", "minItems": 1, "items": items, "$defs": _definitions(functions), **limit}
 
 
 def _calls(functions: Mapping[str, ArgumentSchema], arguments: str) -> list[dict[str, Any]]:
@@ -175,7 +181,7 @@ def _calls(functions: Mapping[str, ArgumentSchema], arguments: str) -> list[dict
 
 
 def _definitions(functions: Mapping[str, ArgumentSchema]) -> dict[str, Any]:
-    """Each function's parameters are a definition, within which its own $refs point."""
+    """Return one definition per function; `$ref`s inside are rewritten to point into it."""
     return {str(index): _moved(schema, f"#/$defs/{index}") for index, schema in enumerate(functions.values())}
 
 
@@ -229,7 +235,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class ToolCallFields(msgspec.Struct, kw_only=True):
-    """A call of an earlier answer, as it was answered."""
+    """A tool call of an earlier answer, as the server returned it."""
 
     id: str
     function: CalledFunction
@@ -242,20 +248,22 @@ ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | Allowe
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`name` is set if one function is to be called. `definitions` are JSON values, as chat templates take them."""
+    """How a chat may use tools. `definitions` are JSON values for the chat template; `name` is set for a named call."""
 
     definitions: tuple[dict[str, Any], ...]
     mode: Literal["auto", "required", "named"]
     name: str = ""
-    grammar: AskedGrammar | None = None  # of calls that must be
-    functions: Mapping[str, ArgumentSchema] = field(
-        default_factory=dict
-    )  # what binds the arguments of calls that may be
-    is_parallel: bool = True  # several calls in one answer
+    grammar: AskedGrammar | None = None  # for required or named calls
+    functions: Mapping[str, ArgumentSchema] = field(default_factory=dict)  # argument schemas of optional calls
+    is_parallel: bool = True  # whether one answer may contain several calls
 
 
 def tool_use(fields: Any) -> ToolUse | None:
-    """`fields`: those of a chat, whose types are checked."""
+    """Return how a chat with validated types may use tools, or None.
+
+    Raises:
+        InvalidRequest: If tools and tool_choice contradict each other.
+    """
     tools, choice = fields.tools or [], fields.tool_choice
     if not tools:
         if choice is not None and choice not in ("none", "auto"):
@@ -279,7 +287,7 @@ def tool_use(fields: Any) -> ToolUse | None:
 
 
 def rendered_calls(calls: list[ToolCallFields], path: str) -> list[dict[str, Any]]:
-    """As chat templates take them: the arguments as JSON values."""
+    """Return calls as chat templates expect them, with the arguments as JSON values."""
     rendered = []
     for index, call in enumerate(calls):
         param = f"{path}[{index}].function.arguments"
@@ -296,7 +304,7 @@ def _named(tools: list[ToolFields], definitions: tuple[dict[str, Any], ...], nam
             return ToolUse(definitions, "named", name, AskedGrammar(schema, f"tools[{index}].function.parameters"))
     names = ", ".join(tool.function.name for tool in tools[:10])
     raise InvalidRequest(
-        f"tool_choice.function.name: {name[:128]!r} is none of the tools; they are {names}.",
+        f"tool_choice.function.name: {name[:128]!r} is not one of the tools; expected one of: {names}.",
         param="tool_choice.function.name",
     )
 
@@ -306,7 +314,7 @@ def _allowed(tools: list[ToolFields], subset: AllowedSubset) -> list[ToolFields]
     for index, tool in enumerate(subset.tools):
         if tool.function.name not in known:
             param = f"tool_choice.allowed_tools.tools[{index}].function.name"
-            raise InvalidRequest(f"{param}: {tool.function.name[:128]!r} is none of the tools.", param=param)
+            raise InvalidRequest(f"{param}: {tool.function.name[:128]!r} is not one of the tools.", param=param)
     names = {tool.function.name for tool in subset.tools}
     return [tool for tool in tools if tool.function.name in names]
 
@@ -321,7 +329,7 @@ def _check_names(tools: list[ToolFields]) -> None:
 
 
 def _definition(tool: ToolFields) -> dict[str, Any]:
-    """Without what is null or absent: templates print what they find."""
+    """Return the definition without null values, because templates print every key."""
     function = {"name": tool.function.name, "description": tool.function.description, "parameters": _parameters(tool)}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 

@@ -1,11 +1,9 @@
-"""OpenAI's request bodies -> CompletionRequest, the one form that the rest of the gateway works on. Pure.
+"""OpenAI request bodies, converted to CompletionRequest, the form that the rest of the gateway uses. Pure.
 
-The types are the validation: msgspec checks them while it decodes and names the path of what is wrong. Three kinds of
-further fields: known ones without effect here (`user`), silently taken; known ones that would change the answer and are
-not supported, refused unless at their neutral value; unknown ones, taken and listed in `ignored`, so that a misspelt or
-foreign option is visible to its sender. Knows no tokens: limits that need a model are checked in planning.py.
-
-A chat's way in, where its body is checked.
+msgspec validates the types and names the path of an error. Other fields are of three kinds: known without effect here
+(`user`), accepted silently; known, not supported, and able to change the answer, refused unless neutral; unknown,
+accepted and listed in `ignored`, so that the sender can see a misspelled option. planning.py checks limits that need a
+model.
 """
 
 import json
@@ -20,12 +18,15 @@ from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.requests.generation_fields import (
     ChoiceCount,
     GenerationFields,
+    ReasoningEffort,
     StreamOptions,
     TokenId,
+    Verbosity,
     Words,
     check_extra_fields,
     check_token_fields,
     choice_count,
+    template_kwargs,
 )
 from gateway.requests.grammar_fields import (
     AskedGrammar,
@@ -42,7 +43,7 @@ from gateway.text.chat_template import ChatMessage, TemplateOptions
 from shared.messages import MAX_LOGPROBS
 
 MAX_PROMPTS = 32
-MAX_CHOICES = 64  # computed at one time: best_of, or n, times the number of prompts
+MAX_CHOICES = 64  # per request: best_of, or n, times the number of prompts
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -60,6 +61,8 @@ class MessageFields(msgspec.Struct):
     name: str | None = None
     tool_calls: list[ToolCallFields] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None  # of an assistant's earlier answer; `reasoning_content` is its older name
+    reasoning_content: str | None = None
 
 
 Messages: TypeAlias = Annotated[list[MessageFields], Meta(min_length=1, max_length=4096)]
@@ -75,19 +78,21 @@ class ChatBody(GenerationFields, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
 
 
 class CompletionBody(GenerationFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: _NumLogprobs | None = None
-    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None  # 0: the prompt alone, for those who score it
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None  # 0 scores the prompt only (with echo)
 
 
 NO_EFFECT = frozenset(
     ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "service_tier")
 )
-# field -> the values at which it changes nothing, null aside
+# field -> values besides null that have no effect
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -96,7 +101,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "suffix": ("",),
-    "echo": (False,),  # of chat; completions have it
+    "echo": (False,),  # chats only
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -106,25 +111,26 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "structural_tag": (),
     "stop_regex": ([],),
+    "lora_request": (),
     "guided_whitespace_pattern": (),
 }
 
 
-FieldWords: TypeAlias = Sequence[tuple[str, str]]  # what is said of a chat's fields -> of another API's, in this order
+FieldWords: TypeAlias = Sequence[tuple[str, str]]  # (name in a chat, name in another API), applied in this order
 Prompt: TypeAlias = tuple[ChatMessage, ...] | str | list[int]  # a chat, a text, or token ids
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in its own words, whatever its API. A struct, which is made anew in a tenth of a dataclass's time."""
+    """A validated request of any API. A struct, because copying one takes a tenth of a dataclass's time."""
 
     model: str | None
-    prompts: tuple[Prompt, ...]  # one, if it is a chat
-    prompt_param: str  # the field to name when a prompt is wrong
+    prompts: tuple[Prompt, ...]  # exactly one for a chat
+    prompt_param: str  # field to name in errors about a prompt
     fields: GenerationFields
     choices: ChoiceCount
     max_tokens: int | None
     max_tokens_param: str
-    default_max_tokens: int | None  # None: all the room that the context has
+    default_max_tokens: int | None  # None: the rest of the context
     stops: tuple[str, ...]
     add_special_tokens: bool
     stream: bool
@@ -132,36 +138,36 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool
     echo: bool
     ignored: tuple[str, ...]
-    grammar: AskedGrammar | None = None  # of the answer's text, calls included
-    answer_grammar: AskedGrammar | None = None  # of a text that calls nothing, as the client asked
+    grammar: AskedGrammar | None = None  # of the whole answer, calls included
+    answer_grammar: AskedGrammar | None = None  # of an answer without calls, as the client asked
     tools: ToolUse | None = None
     is_chat: bool = False
-    template: TemplateOptions = msgspec.field(default_factory=TemplateOptions)  # of a chat
-    reasons_only_if_told_apart: bool = False  # else the template is told to leave out reasoning, which nobody reads
-    must_think: bool = False  # refused where nothing tells reasoning apart
-    background: bool = False  # goes on without a reader; unless streamed, what is answered is its state
-    repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)  # what its answer says again of it
-    num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
-    bad_words: Words = ()  # as tokens; set when the model is known
+    template: TemplateOptions = msgspec.field(default_factory=TemplateOptions)  # chats only
+    reasons_only_if_told_apart: bool = False  # without a reasoning parser the template disables thinking
+    must_think: bool = False  # refused without a reasoning parser
+    background: bool = False  # continues without a reader; unless streamed, the reply is its state
+    repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)  # fields that the response repeats
+    num_logprobs: int | None = None  # None: no logprobs; 0: only of the chosen tokens
+    bad_words: Words = ()  # token sequences; set once the model is known
 
     @property
     def grammars(self) -> tuple[AskedGrammar, ...]:
-        """Each is to be one that can be followed, also that of an answer which a forced call leaves no room."""
+        """All grammars to check, including that of an answer that a forced call rules out."""
         return tuple(dict.fromkeys(asked for asked in (self.answer_grammar, self.grammar) if asked is not None))
 
     @property
     def may_answer_or_call(self) -> bool:
-        """Whether its answer has a form that was asked for, or calls instead."""
+        """Whether the answer is either in a requested format or consists of calls."""
         return self.answer_grammar is not None and self.tools is not None and self.tools.mode == "auto"
 
     @property
     def n(self) -> int:
-        """Choices of each prompt in the answer."""
+        """Number of returned choices per prompt."""
         return self.choices.n
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told at each place of the prompt, for whatever reason."""
+        """Number of most likely tokens returned per prompt position, or None."""
         asked = (self.fields.prompt_logprobs, self.num_logprobs if self.echo else None)
         return max((count for count in asked if count is not None), default=None)
 
@@ -172,7 +178,7 @@ def parse_chat(body: JsonBody) -> CompletionRequest:
 
 
 def chat_request(fields: ChatBody, ignored: tuple[str, ...]) -> CompletionRequest:
-    """Raises InvalidRequest."""
+    """Convert a chat body; raise InvalidRequest."""
     messages, template = chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message)
     request = _request(
         fields,
@@ -180,10 +186,12 @@ def chat_request(fields: ChatBody, ignored: tuple[str, ...]) -> CompletionReques
         ignored,
         prompt_param="messages",
         max_tokens_param="max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
-        add_special_tokens=bool(fields.add_special_tokens),  # chat templates write them themselves
+        add_special_tokens=bool(fields.add_special_tokens),  # default False: chat templates add them
     )
     tools, grammar = tool_use(fields), request.grammar
-    template["template_kwargs"] = fields.chat_template_kwargs or {}
+    template["template_kwargs"] = template_kwargs(
+        fields.reasoning_effort, fields.verbosity, fields.chat_template_kwargs
+    )
     if tools is not None:
         template["tools"], grammar = tools.definitions, tools.grammar or grammar
     return structs.replace(
@@ -192,8 +200,13 @@ def chat_request(fields: ChatBody, ignored: tuple[str, ...]) -> CompletionReques
 
 
 def request_in_words(fields: ChatBody, ignored: tuple[str, ...], words: FieldWords) -> CompletionRequest:
-    """A chat's request of what another API asks in a chat's fields. What is wrong is told of that API's own, and its
-    streams always have their usage. Raises InvalidRequest."""
+    """Convert a chat body that another API's body was mapped to.
+
+    Errors name the fields of that API (`words`), and its streams always include usage.
+
+    Raises:
+        InvalidRequest: If the body is invalid.
+    """
     try:
         request = chat_request(fields, ignored)
     except InvalidRequest as error:
@@ -206,10 +219,10 @@ def request_in_words(fields: ChatBody, ignored: tuple[str, ...], words: FieldWor
     return structs.replace(request, grammar=grammar, answer_grammar=answer_grammar, include_usage=bool(fields.stream))
 
 
-def _in_words(said: str, words: FieldWords) -> str:
-    for chats, others in words:
-        said = said.replace(chats, others)
-    return said
+def _in_words(text: str, words: FieldWords) -> str:
+    for chat_name, api_name in words:
+        text = text.replace(chat_name, api_name)
+    return text
 
 
 def parse_completion(body: JsonBody) -> CompletionRequest:
@@ -221,7 +234,7 @@ def parse_completion(body: JsonBody) -> CompletionRequest:
         ignored,
         prompt_param="prompt",
         max_tokens_param="max_tokens",
-        default_max_tokens=16,  # OpenAI's
+        default_max_tokens=16,  # OpenAI's default
         add_special_tokens=fields.add_special_tokens is not False,
         echo=bool(fields.echo),
     )
@@ -236,7 +249,7 @@ def check_other_fields(
     unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
     no_effect: Collection[str] = NO_EFFECT,
 ) -> tuple[str, ...]:
-    """Refuse known fields that are not supported; the names of unknown ones come back."""
+    """Refuse known fields that are not supported; return the names of unknown ones."""
     ignored = []
     for name in given:
         if name in kind.__struct_fields__ or name in no_effect:
@@ -245,14 +258,14 @@ def check_other_fields(
             ignored.append(name)
         elif (value := given[name]) is not None and not is_neutral(value, unsupported[name]):
             neutral = " or ".join(json.dumps(allowed) for allowed in (None, *unsupported[name]))
-            raise UnsupportedParameter(f"{name}: not supported by this server; leave it out, or {neutral}.", param=name)
+            raise UnsupportedParameter(f"{name}: not supported; remove it or use {neutral}.", param=name)
     return tuple(ignored)
 
 
 def chat_prompt(
     message_fields: list[MessageFields], add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> tuple[tuple[ChatMessage, ...], TemplateOptions]:
-    """The messages, and how they are rendered. Raises InvalidRequest."""
+    """Return the messages and the template options; raise InvalidRequest."""
     continue_final = bool(continue_final_message)
     add_prompt = not continue_final if add_generation_prompt is None else add_generation_prompt
     if continue_final and add_prompt:
@@ -262,7 +275,7 @@ def chat_prompt(
         )
     if continue_final and message_fields[-1].tool_calls:
         param = f"messages[{len(message_fields) - 1}].tool_calls"
-        raise InvalidRequest(f"{param}: a message that ends with calls cannot be continued.", param=param)
+        raise InvalidRequest(f"{param}: a message with calls cannot be continued.", param=param)
     messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(message_fields))
     return messages, TemplateOptions(add_generation_prompt=add_prompt, continue_final_message=continue_final)
 
@@ -283,8 +296,8 @@ def _request(
     if num_choices > MAX_CHOICES:
         param = "n" if fields.best_of is None else "best_of"
         raise InvalidRequest(
-            f"{param}: {choices.num_candidates} choices of {len(prompts)} prompts are {num_choices}; "
-            f"at most {MAX_CHOICES}.",
+            f"{param}: {choices.num_candidates} choices of {len(prompts)} prompts are {num_choices} choices; "
+            f"at most {MAX_CHOICES} per request.",
             param=param,
         )
     stream = bool(fields.stream)
@@ -329,7 +342,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     if kinds == {int}:
         return (prompt,)  # type: ignore[return-value]
     if kinds not in ({str}, {list}):
-        what = "is empty" if not prompt else "mixes texts, token ids and lists of token ids"
+        what = "is an empty list" if not prompt else "mixes texts, token ids and lists of token ids"
         raise InvalidRequest(
             f"prompt: {what}; expected a text, a list of texts, token ids, or a list of lists of token ids.",
             param="prompt",
@@ -344,7 +357,7 @@ def _message(message: MessageFields, path: str) -> ChatMessage:
         raise InvalidRequest(
             f"{path}.role: {message.role[:100]!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role"
         )
-    # `developer` is OpenAI's newer word for it, which open models' templates do not know.
+    # `developer` is OpenAI's newer name of `system`; the templates of open models lack it.
     role = "system" if message.role == "developer" else message.role
     rendered = ChatMessage(role=role, content=_content(message, f"{path}.content"))
     if message.name is not None:
@@ -353,6 +366,9 @@ def _message(message: MessageFields, path: str) -> ChatMessage:
         rendered["tool_calls"] = rendered_calls(message.tool_calls, f"{path}.tool_calls")
     if message.tool_call_id is not None:
         rendered["tool_call_id"] = message.tool_call_id
+    if role == "assistant" and (reasoning := message.reasoning or message.reasoning_content):
+        # Templates use either name, and decide which turns keep their reasoning.
+        rendered["reasoning"] = rendered["reasoning_content"] = reasoning
     return rendered
 
 
@@ -367,7 +383,7 @@ def _content(message: MessageFields, path: str) -> str:
     for index, part in enumerate(message.content):
         if part.type != "text":
             raise UnsupportedParameter(
-                f"{path}[{index}].type: this server reads parts of type 'text' only.", param=f"{path}[{index}].type"
+                f"{path}[{index}].type: expected 'text'; other parts are not supported.", param=f"{path}[{index}].type"
             )
         if part.text is None:
             raise InvalidRequest(f"{path}[{index}].text: expected a text.", param=f"{path}[{index}].text")

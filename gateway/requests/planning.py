@@ -1,12 +1,10 @@
-"""A CompletionRequest -> the GenerationRequests of the engine: its grammar checked, its texts encoded, its limits kept.
+"""Planning: a CompletionRequest becomes engine requests with checked grammars, encoded prompts, and checked limits.
 
-Checks what needs the model: context length, token ids, and pairs of fields after their defaults are filled. Each
-prompt is a request of its own, with all its choices and an id that no client chooses.
+It checks what needs the model: context length, token ids, and pairs of fields after defaults are filled in. Each prompt
+becomes one request with all its choices and a random id. Pure except for these ids.
 
-Blocking: what it costs grows with the body, 0.4 us a character, but for what has_more_work() tells of: the worst
-grammars take half a second. Most of both is without the interpreter's lock. Pure but for random ids.
-
-A chat's way in, behind its validation: the prompt, and what is planned of it. It knows no HTTP, no store and no format.
+It blocks: about 0.4 us per character of the body, except for the cases of has_more_work(); the worst grammars take half
+a second. Most of that time is spent without the interpreter lock.
 """
 
 import secrets
@@ -38,21 +36,20 @@ from shared.grammars import GrammarError, check_grammar
 from shared.messages import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from shared.redis_keys import PRIORITY_CLASSES
 
-# One answer's tokens, and every log-probability that is told beside them. Prompts, choices, tokens and
-# log-probabilities are each within limits of their own, but what the store's journal, this gateway and the answer's
-# body hold is their product. A value is about 14 bytes of a journal, 70 of a body and 300 of memory while the body is
-# made: 2**19 of them are a tenth of the longest journal that is read, and 150 MB here.
+# Tokens of one answer plus all their log-probabilities. Prompts, choices, tokens, and log-probabilities have limits of
+# their own, but the journal, the gateway, and the body hold their product. A value takes about 14 bytes of journal, 70
+# of body, and 300 of memory while the body is built: 2**19 are a tenth of the longest journal, and 150 MB here.
 MAX_VALUES = 2**19
-# What an answer has to follow (grammar, allowed tokens, bad words) is said once, and stored with the request of each
-# prompt: two times the longest body for all together.
+# Grammar, allowed tokens, and bad words are sent once and stored with the request of each prompt. The limit for all
+# prompts together is twice the longest body.
 MAX_RULE_BYTES = 4 * 2**20
-_BYTES_OF_ID = 5  # the longest in MessagePack
-# Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
+_BYTES_OF_ID = 5  # longest form in MessagePack
+# Dividing logits by less overflows; vLLM uses the same threshold.
 _GREEDY_BELOW_TEMPERATURE = 1e-5
-# Fields that the engine is told as they came, but for those that are made of several.
+# Fields that the engine receives unchanged.
 _AS_GIVEN = frozenset(SamplingParams.__struct_fields__) & frozenset(GenerationFields.__struct_fields__)
 _FEW_WORDS = 16  # each is two calls of the tokenizer, 20 us
-_FEW_MESSAGES = 64  # a template takes about 8 us a message, and is no code of ours
+_FEW_MESSAGES = 64  # a template takes about 8 us per message
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +79,34 @@ def prepared(
     priority_class: str,
     traceparent: str,
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
-    """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest."""
+    """Return the request with encoded bad words, and the engine requests; raise InvalidRequest."""
     request = with_defaults(_bound(request, model), model.defaults)
     token_ids = encode_prompts(model, limits, request)
     request = structs.replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
     planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
     if request.must_think and not model.tells_reasoning:
         raise InvalidRequest(
-            "thinking: this server does not tell this model's thoughts apart; leave it out, or disable it.",
+            "thinking: no reasoning parser is configured for this model; remove it or use disabled.",
             param="thinking",
         )
     return request, planned
 
 
 def get_ready(models: Sequence[ServedModel], *_: object) -> None:
-    """Do nothing with them: where they are sent, their tokenizers are loaded, and the code that reads requests."""
+    """Load tokenizers and the grammar compiler, so that the first request does not pay for them."""
     for model in models:
         model.encoder.encode_text(" ", add_special_tokens=False)
     check_grammar(Grammar(GrammarKind.REGEX, "a"))
 
 
 def has_more_work(request: CompletionRequest) -> bool:
-    """Than the size of its body tells."""
+    """Return whether planning may cost more than the body size suggests."""
     num_parts = len(request.prompts[0]) + len(request.template.get("tools", ())) if request.is_chat else 0
     return bool(request.grammars) or len(request.fields.bad_words or ()) > _FEW_WORDS or num_parts > _FEW_MESSAGES
 
 
 def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> CompletionRequest:
-    """The request with the model's defaults where it says nothing. A beam search does not sample: it is as it was."""
+    """Fill in the model's sampling defaults; a beam search does not sample and stays unchanged."""
     if request.choices.use_beam_search or not defaults:
         return request
     left_open = {name: value for name, value in defaults.items() if getattr(request.fields, name, 0) is None}
@@ -121,8 +118,10 @@ def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> Co
 
 
 def _bound(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
-    """The request with calls in its grammar, where they may stand in place of the answer. What was asked for is checked
-    before it is put together: errors name what a client wrote."""
+    """Check the grammars, then combine them with tool calls where the answer may be either.
+
+    The check comes first so that errors name the client's fields.
+    """
     for asked in request.grammars:
         check_asked(asked)
     if not request.may_answer_or_call:
@@ -136,7 +135,7 @@ def _bound(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
 
 
 def check_asked(asked: AskedGrammar | None) -> None:
-    """Raises InvalidRequest, with what is wrong in llguidance's words."""
+    """Raise InvalidRequest with llguidance's message if the grammar is invalid."""
     if asked is None:
         return
     try:
@@ -147,7 +146,7 @@ def check_asked(asked: AskedGrammar | None) -> None:
 
 
 def encode_prompts(model: ServedModel, limits: ModelLimits, request: CompletionRequest) -> list[list[int]]:
-    """Raises InvalidRequest."""
+    """Return the token ids of all prompts, truncated if asked; raise InvalidRequest."""
     truncate = request.fields.truncate_prompt_tokens
     room_tokens = limits.max_model_len - max(1, request.max_tokens or 1)
     prompts, template = [], _template_options(request, model)
@@ -166,7 +165,19 @@ def encode_prompt(
     add_special_tokens: bool,
     template: TemplateOptions | None = None,
 ) -> list[int]:
-    """With `limits`, a text that is sure to be too long is refused before it is encoded. `template`: of a chat."""
+    """Return the token ids of one prompt.
+
+    Args:
+        model: Model with the tokenizer and template.
+        limits: If given, a text that is certainly too long is refused before it is encoded.
+        prompt: Messages, text, or token ids.
+        param: Field to name in errors.
+        add_special_tokens: Whether the tokenizer adds its special tokens.
+        template: Options of a chat.
+
+    Raises:
+        InvalidRequest: If the template fails or the text is too long.
+    """
     if isinstance(prompt, list):
         return prompt
     encoder, check = model.encoder, partial(_check_text, model.encoder, limits, param)
@@ -182,7 +193,7 @@ def encode_prompt(
 def _check_text(encoder: PromptEncoder, limits: ModelLimits | None, param: str, text: str) -> None:
     least = encoder.least_tokens(text)
     if limits is not None and least >= limits.max_model_len:
-        raise context_exceeded(f"at least {least}", param, limits)
+        raise context_exceeded(least, param, limits, is_lower_bound=True)
 
 
 def _template_options(request: CompletionRequest, model: ServedModel) -> TemplateOptions:
@@ -193,7 +204,7 @@ def _template_options(request: CompletionRequest, model: ServedModel) -> Templat
 
 
 def encode_words(model: ServedModel, words: Sequence[str]) -> Words:
-    """The token ids of `bad_words`. Raises InvalidRequest."""
+    """Return the token sequences of `bad_words`; raise InvalidRequest."""
     return words_token_ids(words, partial(model.encoder.encode_text, add_special_tokens=False)) if words else ()
 
 
@@ -205,13 +216,13 @@ def plan_requests(
     priority_class: str = PRIORITY_CLASSES[0],
     traceparent: str = "",
 ) -> list[GenerationRequest]:
-    """One a prompt, with all its choices. The answer has those of the first prompt first, as OpenAI's."""
+    """Return one engine request per prompt, each with all its choices, in the order of the prompts."""
     check_rules(request)
     _check_beam_width(request, limits)
-    planned, most = [], most_tokens(request, prompts_token_ids)
+    planned, limit = [], max_answer_tokens(request, prompts_token_ids)
     for token_ids in prompts_token_ids:
         check_prompt(token_ids, request.prompt_param, limits)
-        max_tokens = max(1, _max_tokens(request, len(token_ids), limits, most))  # 0: see answer_extras.py
+        max_tokens = max(1, _max_tokens(request, len(token_ids), limits, limit))  # for 0 see answer_extras.py
         generation = GenerationRequest(
             request_id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -229,23 +240,23 @@ def plan_requests(
 
 def _check_beam_width(request: CompletionRequest, limits: ModelLimits) -> None:
     """Raise InvalidRequest for a search that is too wide for the smallest worker."""
-    choices, most = request.choices, limits.max_beam_width
-    if choices.use_beam_search and most is not None and choices.num_candidates > most:
+    choices, limit = request.choices, limits.max_beam_width
+    if choices.use_beam_search and limit is not None and choices.num_candidates > limit:
         param = "n" if choices.num_candidates == choices.n else "best_of"
         raise InvalidRequest(
-            f"{param}: a beam search of width {choices.num_candidates}; expected at most {most}, half of the sequences "
-            "that a worker runs at one time (--max-num-seqs).",
+            f"{param}: a beam search of width {choices.num_candidates}; expected at most {limit}, half of a worker's "
+            "--max-num-seqs.",
             param=param,
         )
 
 
 def check_rules(request: CompletionRequest) -> None:
-    """Raises InvalidRequest. One prompt may have rules as long as a body."""
+    """Raise InvalidRequest if grammar, allowed tokens, and bad words of all prompts together are too long."""
     num_prompts, of_each = len(request.prompts), _rule_bytes(request)
     if num_prompts > 1 and num_prompts * of_each > MAX_RULE_BYTES:
         raise InvalidRequest(
-            f"{request.prompt_param}: {num_prompts} prompts, each with {of_each} bytes that its answer has to follow "
-            f"(grammar, allowed_token_ids, bad_words); at most {MAX_RULE_BYTES // of_each} such prompts at one time.",
+            f"{request.prompt_param}: {num_prompts} prompts, each with {of_each} bytes of grammar, allowed_token_ids "
+            f"and bad_words; at most {MAX_RULE_BYTES // of_each} such prompts per request.",
             param=request.prompt_param,
         )
 
@@ -267,76 +278,90 @@ def with_deadlines(
 
 def check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
     if not token_ids:
-        raise InvalidRequest(f"{param}: gives no token at all; expected at least one.", param=param)
+        raise InvalidRequest(f"{param}: has no tokens; expected at least one.", param=param)
     _check_token_ids(token_ids, param, limits)
     if len(token_ids) >= limits.max_model_len:
-        raise context_exceeded(str(len(token_ids)), param, limits)
+        raise context_exceeded(len(token_ids), param, limits)
 
 
-def context_exceeded(num_tokens: str, param: str, limits: ModelLimits) -> ContextLengthExceeded:
+def context_exceeded(
+    num_tokens: int, param: str, limits: ModelLimits, *, is_lower_bound: bool = False
+) -> ContextLengthExceeded:
+    """Return the error for a prompt that is too long."""
+    count = f"at least {num_tokens}" if is_lower_bound else str(num_tokens)
     return ContextLengthExceeded(
         f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is for the "
-        f"answer. However, your {param} resulted in {num_tokens} tokens. Please reduce its length.",
+        f"answer. However, your {param} resulted in {count} tokens. Please reduce its length.",
         param=param,
+        prompt_tokens=num_tokens,
+        limit=limits.max_model_len,
+        is_lower_bound=is_lower_bound,
     )
 
 
-def most_tokens(request: CompletionRequest, prompts_token_ids: Sequence[list[int]]) -> int:
-    """That each choice may have, at least 1. Raises InvalidRequest where what is told of the prompts leaves no room."""
-    num_told = _told_of_prompts(request, sum(map(len, prompts_token_ids)))
-    most = (MAX_VALUES - num_told) // (_num_choices(request) * _values_of_token(request))
-    if most < 1:
+def max_answer_tokens(request: CompletionRequest, prompts_token_ids: Sequence[list[int]]) -> int:
+    """Return the maximum number of tokens per choice, at least 1.
+
+    Raises:
+        InvalidRequest: If the values returned for the prompts leave no room for an answer.
+    """
+    num_prompt_values = _num_prompt_values(request, sum(map(len, prompts_token_ids)))
+    limit = (MAX_VALUES - num_prompt_values) // (_num_choices(request) * _values_of_token(request))
+    if limit < 1:
         param = "prompt_logprobs" if request.fields.prompt_logprobs is not None else request.prompt_param
         raise InvalidRequest(
-            f"{param}: prompts of {sum(map(len, prompts_token_ids))} tokens, with what is to be told of each, are "
-            f"{num_told} values in the answer; it has at most {MAX_VALUES}. Send fewer prompts, or ask for fewer "
+            f"{param}: prompts of {sum(map(len, prompts_token_ids))} tokens with their log-probabilities are "
+            f"{num_prompt_values} values; an answer has at most {MAX_VALUES}. Send fewer prompts or request fewer "
             "log-probabilities.",
             param=param,
         )
-    return most
+    return limit
 
 
-def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: ModelLimits, most: int) -> int:
+def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: ModelLimits, limit: int) -> int:
     room = limits.max_model_len - num_prompt_tokens
     if request.max_tokens is None:
-        return min(room, request.default_max_tokens or room, most)
+        return min(room, request.default_max_tokens or room, limit)
     if request.max_tokens > room:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
             f"{num_prompt_tokens + request.max_tokens} tokens ({num_prompt_tokens} in the {request.prompt_param}, "
             f"{request.max_tokens} in the completion). Please reduce the length of either.",
             param=request.max_tokens_param,
+            prompt_tokens=num_prompt_tokens,
+            max_tokens=request.max_tokens,
+            limit=limits.max_model_len,
         )
-    check_size(request, request.max_tokens, most)
+    check_size(request, request.max_tokens, limit)
     return request.max_tokens
 
 
-def check_size(request: CompletionRequest, max_tokens: int, most: int) -> None:
-    """`most`: of most_tokens(). Raises InvalidRequest."""
-    if max_tokens > most:
+def check_size(request: CompletionRequest, max_tokens: int, limit: int) -> None:
+    """Raise InvalidRequest if `max_tokens` exceeds `limit`, the result of max_answer_tokens()."""
+    if max_tokens > limit:
         param = request.max_tokens_param
         raise InvalidRequest(
-            f"{param}: {max_tokens} tokens of {_num_choices(request)} choices, with {_values_of_token(request) - 1} "
-            f"log-probabilities each, are more than {MAX_VALUES} values in the answer; at most {most} tokens here.",
+            f"{param}: {max_tokens} tokens x {_num_choices(request)} choices x {_values_of_token(request)} values "
+            f"(token and log-probabilities) exceed {MAX_VALUES} values per answer; at most {limit} tokens here.",
             param=param,
         )
 
 
 def _num_choices(request: CompletionRequest) -> int:
-    """The number of choices that the engine tells of: the rest of a beam search is dropped there."""
+    """Return the number of choices that the engine sends; it drops the unused sequences of a beam search."""
     choices = request.choices
     return len(request.prompts) * (choices.n if choices.use_beam_search else choices.num_candidates)
 
 
 def _values_of_token(request: CompletionRequest) -> int:
-    """The token, its own log-probability, those of the likeliest or of the named ones."""
+    """Return the values per token: the token, its log-probability, and those of other tokens."""
     if request.num_logprobs is None:
         return 2 if request.choices.is_best_of else 1
     return 2 + max(request.num_logprobs, len(request.fields.logprob_token_ids or ()))
 
 
-def _told_of_prompts(request: CompletionRequest, num_tokens: int) -> int:
-    """Each choice of a text completion repeats what is told of its prompt."""
+def _num_prompt_values(request: CompletionRequest, num_tokens: int) -> int:
+    """Return the values for the prompts; each choice of a text completion repeats them."""
     scores = request.num_prompt_logprobs
     if scores is None and not request.echo and not request.fields.return_token_ids:
         return 0
@@ -391,7 +416,7 @@ def _logit_bias(fields: GenerationFields, limits: ModelLimits) -> dict[int, floa
     for key, bias in (fields.logit_bias or {}).items():
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < limits.vocab_size):
             raise InvalidRequest(
-                f"logit_bias: key {key[:20]!r} is no token id; this model's are 0..{limits.vocab_size - 1}.",
+                f"logit_bias: key {key[:20]!r} is not a token id; expected 0..{limits.vocab_size - 1}.",
                 param="logit_bias",
             )
         biases[int(key)] = float(bias)
@@ -401,5 +426,5 @@ def _logit_bias(fields: GenerationFields, limits: ModelLimits) -> dict[int, floa
 def _check_token_ids(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
     if token_ids and max(token_ids) >= limits.vocab_size:
         raise InvalidRequest(
-            f"{param}: {max(token_ids)} is no token id; this model's are 0..{limits.vocab_size - 1}.", param=param
+            f"{param}: {max(token_ids)} is not a token id; expected 0..{limits.vocab_size - 1}.", param=param
         )

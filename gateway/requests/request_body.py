@@ -1,21 +1,15 @@
-"""Bytes of a request body -> its fields, decoded once, and those -> a typed struct, or an error that names the field
-and what was allowed. Pure.
+"""Decoding of a request body: bytes become fields once, and fields become a typed struct or an error naming the field.
 
-    body = decode_body(data)       # one decoding: every other form of the request is made of what it gives
+    body = decode_body(data)       # the only decoding
     fields = body.typed(ChatBody)
 
-Stricter than JSON parsers are by themselves: no NaN, no lone surrogates, no duplicate top-level keys (the last would
-win silently), no nesting deeper than 32, no bool or "1" for a number. Knows no field of any API.
+Stricter than JSON parsers: no NaN, no lone surrogates, no duplicate top-level keys, no nesting deeper than 32, no bool
+or "1" where a number is expected. Pure; independent of any API.
 
-What a text holds is counted from its bytes before anything is decoded. Every pass is one call of `bytes` and linear,
-whatever the text: what is asked first must not itself be what hostile input stops the interpreter with, and every other
-client. Nothing here says that a text is JSON: of one that is not, the part that a parser would accept before it stops
-is measured as the parser reads it, and never as less.
-
-The counts keep what follows short as well: msgspec holds the interpreter while it decodes, 0.3 us for a name, 0.7 us
-for a fraction halfway between two floats, 13 us for 1e308 and 100 us for an integer of 4000 digits.
-
-A chat's way in, where its bytes are decoded.
+The structure is counted from the bytes before decoding. Each pass is one call of a `bytes` method and linear in time,
+because these checks must not block the interpreter on hostile input. The counts never undercount what a parser would
+accept. They also bound the decoding time, during which msgspec holds the interpreter: 0.3 us for a name, 0.7 us for a
+fraction halfway between two floats, 13 us for 1e308, and 100 us for an integer of 4,000 digits.
 """
 
 import json
@@ -27,23 +21,23 @@ import msgspec
 from gateway.errors import InvalidJson, InvalidRequest, MissingParameter
 
 MAX_DEPTH = 32
-MAX_CONTAINERS = 2**16  # a conversation of 4096 messages with calls and tools has a quarter of it
+MAX_CONTAINERS = 2**16  # four times those of a conversation of 4,096 messages with calls and tools
 MAX_NAMES = 2**16
 MAX_FRACTIONS = 2**14
 MAX_EXPONENTS = 2**10
 MAX_DIGITS = 1024
-MAX_VALUES = 2**17  # a model reads two tokens at least for each; lists of token ids are not counted
+MAX_VALUES = 2**17  # each costs a model at least two tokens; lists of token ids are not counted
 _TOO_MANY_DIGITS = b"0" * (MAX_DIGITS + 1)
 MAX_BODY_BYTES = 2 * 2**20
 MAX_FIELDS = 256  # top-level names; all APIs together have about a hundred
 _MAX_NAME_CHARS = 256
-_SHOWN_CHARS = 200  # of what msgspec says: it may repeat a value of the client
-_MAX_SEARCHED_BYTES = 2**16  # a lone surrogate's place is looked for value by value
+_SHOWN_CHARS = 200  # of a msgspec error, which may repeat a value of the client
+_MAX_SEARCHED_BYTES = 2**16  # the search for the path of a lone surrogate visits every value
 _MISSING_FIELD = "Object missing required field `"
 
 
 class _Alphabet(NamedTuple):
-    """The bytes of a text that are looked at: some stand for others, and the rest is left out."""
+    """A byte translation that maps some bytes to others and deletes the rest."""
 
     alike: bytes
     others: bytes
@@ -62,7 +56,7 @@ _numbers = _alphabet(b'0e,"', b"123456789E", b"000000000e")
 
 
 def check_structure(text: bytes, max_depth: int = MAX_DEPTH) -> None:
-    """Raises InvalidJson."""
+    """Raise InvalidJson if the text exceeds a limit of structure."""
     text = _without_escapes(text)
     signs, numbers = _signs(text), _numbers(text)
     if signs.count(b"[") > max_depth or signs.count(b":") > MAX_NAMES or signs.count(b".") > MAX_FRACTIONS:
@@ -72,19 +66,19 @@ def check_structure(text: bytes, max_depth: int = MAX_DEPTH) -> None:
 
 
 def check_values(texts: Iterable[bytes]) -> None:
-    """Count the values of all together. Raises InvalidJson."""
+    """Raise InvalidJson if the texts together hold too many values."""
     counts = (_outside_strings(_commas(_without_escapes(text))).count(b",") for text in texts)
     _check_count(sum(counts), MAX_VALUES, "values")
 
 
 def _without_escapes(text: bytes) -> bytes:
-    """The quotes that are left begin and end strings, by turns."""
+    """Remove escapes, so that the remaining quotes alternately open and close strings."""
     return text.replace(rb"\\", b"").replace(rb"\"", b"")
 
 
 def _outside_strings(text: bytes) -> bytes:
-    """A string that is never closed holds the rest."""
-    # Two quotes in a row change nothing of what is within a string: the split is spared most strings.
+    """Return the text outside strings; an unclosed string extends to the end."""
+    # Removing empty strings first leaves the split with fewer pieces and does not change the result.
     return b"".join(text.replace(b'""', b"").split(b'"')[::2])
 
 
@@ -93,7 +87,7 @@ def _check_signs(signs: bytes, max_depth: int) -> None:
     _check_count(signs.count(b":"), MAX_NAMES, "names of objects' fields")
     _check_count(signs.count(b"."), MAX_FRACTIONS, "numbers with a fraction")
     brackets = signs.translate(None, delete=b":.")
-    for _ in range(max_depth):  # each round takes the innermost level away
+    for _ in range(max_depth):  # each round removes the innermost level
         brackets = brackets.replace(b"[]", b"")
     if brackets:
         raise InvalidJson(f"The JSON is nested deeper than {max_depth} levels, or its brackets do not match.")
@@ -102,12 +96,12 @@ def _check_signs(signs: bytes, max_depth: int) -> None:
 def _check_numbers(numbers: bytes) -> None:
     _check_count(numbers.count(b"0e"), MAX_EXPONENTS, "numbers with an exponent")
     if _TOO_MANY_DIGITS in numbers:
-        raise InvalidJson(f"The JSON holds a number of more than {MAX_DIGITS} digits.")
+        raise InvalidJson(f"The JSON contains a number of more than {MAX_DIGITS} digits.")
 
 
-def _check_count(count: int, most: int, what: str) -> None:
-    if count > most:
-        raise InvalidJson(f"The JSON holds {count} {what}; at most {most}.")
+def _check_count(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise InvalidJson(f"The JSON contains {count} {what}; at most {limit} are allowed.")
 
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -115,7 +109,7 @@ _Value = TypeVar("_Value")
 
 
 class _Name(str):
-    """The name of a top-level field. Two that are equal are two keys of a dictionary, so that neither is lost."""
+    """Name of a top-level field; equal names are distinct dictionary keys, so that duplicates can be detected."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -133,16 +127,16 @@ _splitter = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=_as_name)
 
 
 class JsonBody:
-    """A body that was decoded: what it gives by its top-level names, and how long it was.
+    """A decoded body: its top-level fields and its length.
 
-    Another process gets it as the bytes that it came as, and decodes these where something looks at what they give: one
-    that only hands it on has no part in a million token ids.
+    It is pickled as the original bytes and decoded again only when the fields are read, so a process that only forwards
+    the body does not pay for a million token ids.
     """
 
     __slots__ = ("_data", "_given", "names", "num_bytes")
 
     def __init__(self, given: dict[str, Any], num_bytes: int, data: bytes = b"") -> None:
-        """`data`: what `given` was decoded of, if it is as it came."""
+        """Create a body; `data` are the original bytes if `given` is unchanged."""
         self.num_bytes = num_bytes
         self.names = frozenset(given)
         self._given: dict[str, Any] | None = given
@@ -155,7 +149,7 @@ class JsonBody:
         return self._given
 
     def typed(self, kind: type[_Body]) -> _Body:
-        """The fields that `kind` has. Raises InvalidRequest."""
+        """Return the fields that `kind` has; raise InvalidRequest."""
         return typed_fields(self.given, kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -169,16 +163,22 @@ def _as_it_came(data: bytes, names: frozenset[str]) -> JsonBody:
 
 
 def decode_body(data: bytes, *, ids: str = "") -> JsonBody:
-    """Raises InvalidJson, or InvalidRequest for a name.
+    """Decode a body.
 
-    `ids`: the field that may list token ids, as many as a body has room for.
+    Args:
+        data: The bytes of the body.
+        ids: Name of the field that may list any number of token ids.
+
+    Raises:
+        InvalidJson: If the bytes are not JSON or exceed a limit.
+        InvalidRequest: If a field name is repeated or too long, or a value is out of range.
     """
     text = _checked_text(data, MAX_DEPTH)
-    if data.count(b",") > MAX_VALUES:  # so many that the fields are told apart before they are decoded
+    if data.count(b",") > MAX_VALUES:  # then count per field, without the field of token ids
         check_values(bytes(raw) for name, raw in _split(text).items() if name != ids)
     try:
         return JsonBody(_by_name(_decoder.decode(text)), len(data), data)
-    except msgspec.ValidationError as error:  # it does not tell in which field, so they are looked at one by one
+    except msgspec.ValidationError as error:  # the error lacks the field: decode the fields one by one
         for name, raw in _split(text).items():
             _value(name, raw)
         raise invalid_field(str(error)) from error
@@ -187,16 +187,19 @@ def decode_body(data: bytes, *, ids: str = "") -> JsonBody:
 
 
 def decode_envelope(data: bytes, kind: type[_Body], *, content: str) -> _Body:
-    """An object that holds another body as its field `content`, which is a msgspec.Raw of `kind` and stays as it came.
+    """Decode an object whose field `content` is another body; that field stays raw (a msgspec.Raw of `kind`).
 
-    Raises InvalidJson, or InvalidRequest."""
+    Raises:
+        InvalidJson: If the bytes are not JSON or exceed a limit.
+        InvalidRequest: If a field is invalid.
+    """
     fields = _split(_checked_text(data, MAX_DEPTH + 1))
     known = {name: raw for name, raw in fields.items() if name in kind.__struct_fields__}
     return typed_fields({name: raw if name == content else _value(name, raw) for name, raw in known.items()}, kind)
 
 
 def typed_fields(given: Mapping[str, Any], kind: type[_Body]) -> _Body:
-    """The fields of `given` that `kind` has. Raises InvalidRequest."""
+    """Convert the fields of `given` that `kind` has; raise InvalidRequest."""
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -214,7 +217,7 @@ def _checked_text(data: bytes, max_depth: int) -> str:
 
 
 def _split(text: str) -> dict[str, msgspec.Raw]:
-    """The fields of an object told apart, none of them decoded."""
+    """Split an object into its fields without decoding the values."""
     try:
         return _by_name(_splitter.decode(text))
     except msgspec.ValidationError as error:
@@ -231,7 +234,7 @@ def _by_name(values: Mapping[_Name, _Value]) -> dict[str, _Value]:
     given = {}
     for name, value in zip(names, values.values(), strict=True):
         if len(name) > _MAX_NAME_CHARS:
-            raise InvalidRequest(f"{name[:40]}...: the name of a field has at most {_MAX_NAME_CHARS} characters.")
+            raise InvalidRequest(f"{name[:40]}...: field names have at most {_MAX_NAME_CHARS} characters.")
         if name in given:
             raise InvalidRequest(f"{name}: given more than once.", param=name)
         if len(given) == MAX_FIELDS:
@@ -243,7 +246,7 @@ def _by_name(values: Mapping[_Name, _Value]) -> dict[str, _Value]:
 def _value(name: str, raw: msgspec.Raw) -> Any:
     try:
         return msgspec.json.decode(raw)
-    except msgspec.ValidationError as error:  # of what no value may be, such as 1e999
+    except msgspec.ValidationError as error:  # for example 1e999
         problem, path = _problem_and_path(str(error))
         raise invalid_field(f"{problem} - at `$.{name}{path}`") from error
 
@@ -254,7 +257,7 @@ def _invalid_json(error: Exception, body: bytes | str) -> InvalidJson:
 
 
 def invalid_field(message: str) -> InvalidRequest:
-    """msgspec's words, with the path taken out of them as `param`: `$.messages[0].role` is messages[0].role."""
+    """Convert a msgspec error; its path becomes `param`, `$.messages[0].role` as messages[0].role."""
     problem, path = _problem_and_path(message)
     if problem.startswith(_MISSING_FIELD):
         field = problem.removeprefix(_MISSING_FIELD).removesuffix("`")
@@ -266,7 +269,7 @@ def invalid_field(message: str) -> InvalidRequest:
 
 
 def decode_object(text: str, param: str) -> dict[str, Any]:
-    """The value of a field that holds a JSON object as text, such as a call's arguments. Raises InvalidRequest."""
+    """Decode a field that holds a JSON object as text, such as the arguments of a call; raise InvalidRequest."""
     try:
         encoded = text.encode()
         check_structure(encoded)
@@ -280,12 +283,12 @@ def decode_object(text: str, param: str) -> dict[str, Any]:
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of `neutral`, and of the same kind: True is not 1, nor False 0."""
+    """Return whether `value` is one of `neutral`; True is not 1, and False is not 0."""
     return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)
 
 
 def _problem_and_path(message: str) -> tuple[str, str]:
-    """From the end: before it there may be text of the client that looks like a path."""
+    """Split a msgspec error at its last path; text of the client before it may look like a path too."""
     problem, _, place = message.rpartition(" - at `")
     if not problem:
         return message, ""
@@ -294,9 +297,9 @@ def _problem_and_path(message: str) -> tuple[str, str]:
 
 
 def _refuse_lone_surrogate(body: bytes | str) -> None:
-    """JSON's grammar allows half a character, `"\\ud800"`; text that can be encoded does not."""
+    """Raise InvalidRequest for a lone surrogate such as `"\\ud800"`, which JSON allows and UTF-8 does not."""
     if len(body) > _MAX_SEARCHED_BYTES:
-        return  # msgspec's own words have to do
+        return  # the caller then reports msgspec's error
     try:
         value = json.loads(body, parse_constant=_no_constant)
     except ValueError:
@@ -304,7 +307,7 @@ def _refuse_lone_surrogate(body: bytes | str) -> None:
     for path, text in _strings(value, ""):
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             param = path.removeprefix(".")
-            raise InvalidRequest(f"{param}: holds a lone surrogate, which no Unicode text has.", param=param or None)
+            raise InvalidRequest(f"{param}: contains a lone surrogate, which is not valid text.", param=param or None)
 
 
 def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -1,17 +1,12 @@
-"""The fields of a body of OpenAI's Responses API, and its items and tools in the words of a chat. Pure.
+"""Fields of OpenAI's Responses API, and its items converted to messages of a chat. Pure.
 
-The types are the validation, as in openai_schema.py. An item of the input becomes a message, or a part of one:
+The types validate, as in openai_schema.py. An item of the input becomes a message or part of one:
 
     message                 a message; texts only
-    function_call           a call of the assistant's message before it, or of one without text
-    function_call_output    a tool's message
-    reasoning               left out: chat templates drop the reasoning of earlier turns
-    compaction              the assistant's message: a summary; what the user said right before it is one message
-
-Tools are functions alone: those that a server runs itself (web search, code, computers, MCP) are refused by name.
-
-A response's way in, where its body is checked. It does not know where items come from: those of earlier responses stand
-before the new ones (answers/responses_history.py).
+    function_call           a call in the preceding assistant message, or in a new one without text
+    function_call_output    a tool message
+    reasoning               the reasoning of the assistant message or call that follows
+    compaction              an assistant message with the summary; the user messages just before it become one
 """
 
 import base64
@@ -23,24 +18,15 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from gateway.requests.generation_fields import SamplingFields
-from gateway.requests.grammar_fields import (
-    MAX_TOOLS,
-    CalledFunction,
-    FunctionFields,
-    FunctionName,
-    NamedFunction,
-    NamedTool,
-    ToolCallFields,
-    ToolChoice,
-    ToolFields,
-)
+from gateway.requests.generation_fields import ReasoningEffort, SamplingFields, Verbosity
+from gateway.requests.grammar_fields import CalledFunction, ToolCallFields
 from gateway.requests.openai_schema import MessageFields
 from gateway.requests.request_body import decode_object
+from gateway.requests.responses_tools import ResponseToolChoice, ResponseTools, flat_name
 from shared.messages import MAX_LOGPROBS
 
-# A summary that clients hand back as it is. OpenAI encrypts it. Here it is the client's own conversation, summed up by
-# its own request, so it is only wrapped: any gateway of any release can read it, and no key has to be kept for it.
+# Clients return a summary unchanged. OpenAI encrypts it. Here it is only encoded: it contains the client's own
+# conversation, any gateway of any release can read it, and no key has to be stored.
 _PREFIX = "pagestream1."
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -54,28 +40,32 @@ class PartFields(msgspec.Struct, kw_only=True):
 
 
 class ItemFields(msgspec.Struct, kw_only=True):
-    """An item of whatever type: which fields it needs is checked by type."""
+    """An item of any type; messages_of() checks the fields that its type needs."""
 
-    type: str | None = None  # null: a message
+    type: str | None = None  # null means message
     role: str | None = None
     content: str | list[PartFields] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of a called function
     arguments: str | None = None
     output: str | list[PartFields] | None = None
     encrypted_content: str | None = None
+    summary: list[PartFields] | None = None  # of reasoning
 
 
 def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
-    """Raises InvalidRequest."""
+    """Convert items to chat messages; raise InvalidRequest."""
     messages: list[MessageFields] = []
+    reasoning: str | None = None  # of the assistant's message or call that follows
     for index, item in enumerate(items):
         path = f"input[{index}]"
+        before, reasoning = reasoning, None
         match item.type or "message":
             case "message":
-                messages.append(_message(item, path))
+                messages.append(_message(item, path, before))
             case "function_call":
-                _add_call(messages, _call(item, path))
+                _add_call(messages, _call(item, path), before)
             case "function_call_output":
                 content = _texts(_needed(item.output, f"{path}.output"), f"{path}.output")
                 call_id = _needed(item.call_id, f"{path}.call_id")
@@ -83,38 +73,46 @@ def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
             case "compaction":
                 _add_summary(messages, item, path)
             case "reasoning":
-                pass
+                reasoning = _reasoning(item) or before
             case other:
                 raise UnsupportedParameter(
-                    f"{path}.type: {other[:100]!r} is not supported by this server; items are message, function_call, "
+                    f"{path}.type: {other[:100]!r} is not supported; expected message, function_call, "
                     "function_call_output, reasoning or compaction.",
                     param=f"{path}.type",
                 )
     return messages
 
 
-def _message(item: ItemFields, path: str) -> MessageFields:
+def _message(item: ItemFields, path: str, reasoning: str | None) -> MessageFields:
     role = _needed(item.role, f"{path}.role")
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role: {role[:100]!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role")
-    return MessageFields(role, _texts(_needed(item.content, f"{path}.content"), f"{path}.content"))
+    content = _texts(_needed(item.content, f"{path}.content"), f"{path}.content")
+    return MessageFields(role, content, reasoning=reasoning)
 
 
-def _add_call(messages: list[MessageFields], call: ToolCallFields) -> None:
-    """Calls of one answer are one message, with the text before them."""
+def _reasoning(item: ItemFields) -> str:
+    """Return the text of a reasoning item, or its summary if the text is not there."""
+    parts = item.content if item.content and not isinstance(item.content, str) else item.summary
+    return "\n".join(part.text for part in parts or () if part.text)
+
+
+def _add_call(messages: list[MessageFields], call: ToolCallFields, reasoning: str | None) -> None:
+    """Add a call to the preceding assistant message, because the calls of one answer form one message."""
     if not messages or messages[-1].role != "assistant":
         messages.append(MessageFields("assistant", None))
+    messages[-1].reasoning = messages[-1].reasoning or reasoning
     messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
 
 
 def _add_summary(messages: list[MessageFields], item: ItemFields, path: str) -> None:
-    """Templates that want user and assistant by turns get them so: what the user said before it is one message."""
+    """Add a summary; merge the user messages before it, because some templates require alternating roles."""
     param = f"{path}.encrypted_content"
     try:
         summary = unwrapped(_needed(item.encrypted_content, param))
     except ValueError as error:
         raise InvalidRequest(
-            f"{param}: expected what this server's /v1/responses/compact answered; it is {error}.", param=param
+            f"{param}: expected content from this server's /v1/responses/compact; it is {error}.", param=param
         ) from error
     said: list[str] = []
     while messages and messages[-1].role == "user":
@@ -126,8 +124,8 @@ def _add_summary(messages: list[MessageFields], item: ItemFields, path: str) -> 
 
 def _call(item: ItemFields, path: str) -> ToolCallFields:
     arguments = _needed(item.arguments, f"{path}.arguments")
-    decode_object(arguments or "{}", f"{path}.arguments")  # here it has this name
-    function = CalledFunction(_needed(item.name, f"{path}.name"), arguments)
+    decode_object(arguments or "{}", f"{path}.arguments")  # checked here so that errors name this field
+    function = CalledFunction(flat_name(_needed(item.name, f"{path}.name"), item.namespace), arguments)
     return ToolCallFields(id=_needed(item.call_id, f"{path}.call_id"), function=function)
 
 
@@ -140,7 +138,7 @@ def _texts(content: str | list[PartFields], path: str) -> str:
         field = _TEXT_PARTS.get(part.type)
         if field is None:
             raise UnsupportedParameter(
-                f"{param}.type: {part.type[:100]!r} is not supported by this server, which reads texts only.",
+                f"{param}.type: {part.type[:100]!r} is not supported; expected a text part.",
                 param=f"{param}.type",
             )
         texts.append(_needed(getattr(part, field), f"{param}.{field}"))
@@ -158,7 +156,7 @@ def wrapped(summary: str) -> str:
 
 
 def unwrapped(content: str) -> str:
-    """Raises ValueError for what is not made by wrapped()."""
+    """Return the summary of wrapped(); raise ValueError for any other text."""
     if not content.startswith(_PREFIX):
         raise ValueError("not made by this server")
     try:
@@ -167,83 +165,13 @@ def unwrapped(content: str) -> str:
         raise ValueError("damaged") from error
 
 
-class ResponseTool(msgspec.Struct, kw_only=True):
-    type: str
-    name: FunctionName | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class AllowedTool(msgspec.Struct, kw_only=True):
-    type: str
-    name: str | None = None
-
-
-class ChosenTool(msgspec.Struct, kw_only=True):
-    """{"type": "function", "name"}, or {"type": "allowed_tools", "mode", "tools"}"""
-
-    type: str
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[AllowedTool] | None = None
-
-
-ResponseTools: TypeAlias = Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
-ResponseToolChoice: TypeAlias = Literal["none", "auto", "required"] | ChosenTool
-
-
-def chat_tools(
-    tools: list[ResponseTool] | None, choice: ResponseToolChoice | None
-) -> tuple[list[ToolFields] | None, ToolChoice | None]:
-    """Raises InvalidRequest."""
-    functions = None if tools is None else [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    if not isinstance(choice, ChosenTool):
-        return functions, choice
-    if choice.type == "function":
-        if choice.name is None:
-            raise MissingParameter("Missing required parameter: tool_choice.name.", param="tool_choice.name")
-        return functions, NamedTool(function=NamedFunction(choice.name))
-    if choice.type == "allowed_tools":
-        return _allowed(functions or [], choice), choice.mode or "auto"
-    raise UnsupportedParameter(
-        f"tool_choice.type: {choice.type[:100]!r} is not supported by this server; expected 'function' or "
-        "'allowed_tools'.",
-        param="tool_choice.type",
-    )
-
-
-def _function(tool: ResponseTool, path: str) -> ToolFields:
-    if tool.type != "function":
-        raise UnsupportedParameter(
-            f"{path}.type: {tool.type[:100]!r} is not supported by this server; it has tools of type 'function' only.",
-            param=f"{path}.type",
-        )
-    if tool.name is None:
-        raise MissingParameter(f"Missing required parameter: {path}.name.", param=f"{path}.name")
-    function = FunctionFields(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return ToolFields(type="function", function=function)
-
-
-def _allowed(functions: list[ToolFields], choice: ChosenTool) -> list[ToolFields]:
-    names = [tool.name for tool in choice.tools or ()]
-    by_name = {function.function.name: function for function in functions}
-    for index, name in enumerate(names):
-        if name not in by_name:
-            param = f"tool_choice.tools[{index}].name"
-            raise InvalidRequest(f"{param}: {str(name)[:128]!r} is none of the tools.", param=param)
-    return [function for name, function in by_name.items() if name in names]
-
-
 _Items: TypeAlias = Annotated[list[ItemFields], Meta(min_length=1, max_length=4096)]
 Input: TypeAlias = str | _Items
 _MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 _MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
 _Metadata: TypeAlias = Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)]
 _Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
-# All but the logprobs are of tools that are not there, or of reasoning, which is told in the clear.
+# Only the logprobs have an effect: the other values concern tools that do not exist here, or encrypted reasoning.
 _Include: TypeAlias = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -266,20 +194,20 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 class TextFields(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningFields(msgspec.Struct, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, kw_only=True):
-    include_obfuscation: bool | None = None  # there is none to leave out
+    include_obfuscation: bool | None = None  # no effect: events are never padded
 
 
 class ResponsesBody(SamplingFields, kw_only=True):
-    """null is the same as absent."""
+    """Body of /v1/responses; null means absent."""
 
     model: str | None = None
     input: Input
@@ -291,7 +219,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     tools: ResponseTools | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None  # of tools that a server runs; there are none
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None  # no effect: it limits only server-side tools
     reasoning: ReasoningFields | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: list[_Include] | None = None
@@ -306,6 +234,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
 
 class CountedBody(ResponsesBody, kw_only=True):
-    """The body of a count: all that a response is asked with; without an input what came before is counted alone."""
+    """Body of a token count; without an input only the earlier items are counted."""
 
     input: Input | None = None  # type: ignore[assignment]

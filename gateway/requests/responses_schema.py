@@ -1,19 +1,15 @@
-"""Bodies of OpenAI's Responses API -> CompletionRequest, the same form that chats take. Pure.
+"""Bodies of OpenAI's Responses API, converted to CompletionRequest by way of an equivalent chat body. Pure.
 
-Items become messages, `text.format` a response format, flat tools those of a chat; what would change the answer and is
-not supported is refused, as in openai_schema.py. A compaction (/v1/responses/compact) has the model sum up the
-conversation.
+Items become messages, `text.format` a response format, and flat tools those of a chat. Fields that would change the
+answer and are not supported are refused, as in openai_schema.py. A compaction (/v1/responses/compact) asks the model to
+summarize the conversation.
 
-    store         true, as OpenAI's default: the answer is kept, and can be read, continued and deleted by its id
-    background    it goes on without a reader
+    store         true by default, as at OpenAI: the answer is kept and can be read, continued, and deleted by its id
+    background    generation continues without a reader
 
-`previous_response_id` needs the store: a body that names one is read only when its items stand in `input` already,
-which EARLIER_ITEMS says (answers/responses_history.py).
-
-A response says again what was asked of it: every field is there, whether or not the request had it, with the value that
-held, for typed clients refuse a response that lacks one. Only what this server has read is repeated.
-
-A response's way in, where its body is checked. It knows no tokens, no store and no format of answers.
+`previous_response_id` needs the store: such a body is parsed only after answers/responses_history.py has put the
+earlier items into `input` and their number into EARLIER_ITEMS. A response repeats every field of its request with the
+value in effect, because typed clients refuse a response that lacks one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +19,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from gateway.requests.generation_fields import SamplingFields
+from gateway.requests.generation_fields import SamplingFields, template_kwargs
 from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     NO_EFFECT,
@@ -34,25 +30,26 @@ from gateway.requests.openai_schema import (
     request_in_words,
 )
 from gateway.requests.request_body import JsonBody
-from gateway.requests.responses_body import (
+from gateway.requests.responses_body import Input, ResponsesBody, TextFields, messages_of
+from gateway.requests.responses_tools import (
+    ChatTools,
     ChosenTool,
-    Input,
-    ResponsesBody,
     ResponseToolChoice,
-    TextFields,
+    ToolReference,
     chat_tools,
-    messages_of,
+    shown_tools,
 )
 from shared.messages import SamplingParams
 
-_FORMAT_NAME = "response"  # of a schema whose request did not name it: OpenAI's clients read one
-EARLIER_ITEMS = "earlier_items"  # in a stored body: how many of `input` are those of earlier responses
+_FORMAT_NAME = "response"  # default schema name, because OpenAI's clients read one
+EARLIER_ITEMS = "earlier_items"  # in a stored body: number of items in `input` from earlier responses
 _LOGPROBS = "message.output_text.logprobs"
-MAX_SUMMARY_TOKENS = 1024  # unless a request says more: a page, for a conversation of many
-USER_ITEMS = "user_items"  # of what is repeated: they stand beside the summary
+MAX_SUMMARY_TOKENS = 1024  # default of max_output_tokens for a compaction: about one page
+USER_ITEMS = "user_items"  # key of the user's items, which are returned beside the summary
 
 
 def repeated(fields: ResponsesBody) -> dict[str, Any]:
+    """Return the fields that the response repeats."""
     effort, summary = (fields.reasoning.effort, fields.reasoning.summary) if fields.reasoning else (None, None)
     return {
         "background": bool(fields.background),
@@ -72,7 +69,7 @@ def repeated(fields: ResponsesBody) -> dict[str, Any]:
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "text": _text(fields.text),
         "tool_choice": _tool_choice(fields.tool_choice),
-        "tools": msgspec.to_builtins(fields.tools or []),  # `strict` is null where the request leaves it open
+        "tools": shown_tools(fields.tools or []),
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": 1.0 if fields.top_p is None else fields.top_p,
         "truncation": fields.truncation or "disabled",
@@ -81,7 +78,7 @@ def repeated(fields: ResponsesBody) -> dict[str, Any]:
 
 
 def with_what_held(said: Mapping[str, Any], fields: SamplingFields, sampling: SamplingParams) -> dict[str, Any]:
-    """`said`: of repeated(), or nothing. What the request left open is as the engine was told: a model has defaults."""
+    """Return `said`, a result of repeated(), with the model's defaults where the request set no value."""
     named = {name: getattr(fields, name) for name in ("temperature", "top_p") if name in said}
     return {**said, **{name: getattr(sampling, name) if value is None else value for name, value in named.items()}}
 
@@ -90,13 +87,17 @@ def _tool_choice(choice: ResponseToolChoice | None) -> str | dict[str, Any]:
     if not isinstance(choice, ChosenTool):
         return choice or "auto"
     if choice.type == "function":
-        return {"type": choice.type, "name": choice.name}
-    tools = [{"type": tool.type, "name": tool.name} for tool in choice.tools or ()]
+        return _reference(choice)
+    tools = [_reference(tool) for tool in choice.tools or ()]
     return {"type": choice.type, "mode": choice.mode or "auto", "tools": tools}
 
 
+def _reference(tool: ToolReference) -> dict[str, Any]:
+    return {"type": tool.type, "name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
+
+
 def _text(text: TextFields | None) -> dict[str, Any]:
-    """Null is left out: OpenAI's schema has none here but for `strict`."""
+    """Return `text` without null values, which OpenAI's schema allows only for `strict`."""
     if text is None or text.format is None:
         shown: dict[str, Any] = {"type": "text"}
     else:
@@ -113,7 +114,7 @@ _AS_IN_A_CHAT = (
     *(name for name in SamplingFields.__struct_fields__ if name not in ("detach_seconds", "chat_template_kwargs")),
     "model", "parallel_tool_calls", "stream",
 )  # fmt: skip
-# field -> the values at which it changes nothing, null aside
+# field -> values besides null that have no effect
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
@@ -122,7 +123,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
 }
-# What is said of a chat's fields -> of the same ones here
+# Field names in errors about the chat body -> the names in this API
 _WORDS = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -132,7 +133,7 @@ _WORDS = (
 
 
 def parse_response(body: JsonBody) -> CompletionRequest:
-    """Raises InvalidRequest."""
+    """Parse a body of /v1/responses; raise InvalidRequest."""
     fields = body.typed(ResponsesBody)
     check_history(fields.previous_response_id, body.given)
     ignored = check_other_fields(ResponsesBody, body.given, UNSUPPORTED, NO_EFFECT | {EARLIER_ITEMS})
@@ -140,6 +141,7 @@ def parse_response(body: JsonBody) -> CompletionRequest:
 
 
 def check_history(previous_response_id: str | None, given: Mapping[str, Any]) -> None:
+    """Refuse previous_response_id unless the earlier items were added."""
     if previous_response_id and given.get(EARLIER_ITEMS) is None:
         raise UnsupportedParameter("previous_response_id: not supported here.", param="previous_response_id")
 
@@ -147,11 +149,12 @@ def check_history(previous_response_id: str | None, given: Mapping[str, Any]) ->
 def response_request(
     fields: ResponsesBody, ignored: tuple[str, ...], more: Sequence[MessageFields] = ()
 ) -> CompletionRequest:
-    """`more`: messages behind those of the input. Raises InvalidRequest."""
+    """Convert the body, with `more` messages after those of the input; raise InvalidRequest."""
     _check(fields)
     messages = [*_messages(fields), *more]
+    tools = chat_tools(fields.tools, fields.tool_choice)
     return structs.replace(
-        request_in_words(_chat(fields, messages), ignored, _WORDS),
+        request_in_words(_chat(fields, messages, tools), (*ignored, *tools.ignored), (*_tool_words(tools), *_WORDS)),
         prompt_param="input",
         max_tokens_param="max_output_tokens",
         background=bool(fields.background),
@@ -159,16 +162,18 @@ def response_request(
     )
 
 
+def _tool_words(tools: ChatTools) -> list[tuple[str, str]]:
+    """Return the names of functions in errors whose index in the chat differs from the request."""
+    indexes = ((f"tools[{index}]", path) for index, path in enumerate(tools.paths))
+    return [(f"{index}.function", path) for index, path in indexes if index != path]
+
+
 def _check(fields: ResponsesBody) -> None:
     if fields.background and fields.store is False:
-        raise InvalidRequest("background: only with store, which is where the answer is read from.", param="background")
+        raise InvalidRequest("background: needs store: true, where the answer is read from.", param="background")
     if fields.truncation == "auto":
         raise UnsupportedParameter(
-            "truncation: not supported by this server; leave it out, or 'disabled'.", param="truncation"
-        )
-    if fields.text is not None and fields.text.verbosity not in (None, "medium"):
-        raise UnsupportedParameter(
-            "text.verbosity: not supported by this server; leave it out, or 'medium'.", param="text.verbosity"
+            "truncation: 'auto' is not supported; remove it or use 'disabled'.", param="truncation"
         )
 
 
@@ -178,15 +183,14 @@ def _messages(fields: ResponsesBody) -> list[MessageFields]:
         return [*instructions, MessageFields("user", fields.input)]
     messages = messages_of(fields.input)
     if not messages:
-        raise InvalidRequest("input: expected a message, or a function's output.", param="input")
+        raise InvalidRequest("input: expected at least one message or function output.", param="input")
     return [*instructions, *messages]
 
 
-def _chat(fields: ResponsesBody, messages: list[MessageFields]) -> ChatBody:
-    tools, choice = chat_tools(fields.tools, fields.tool_choice)
+def _chat(fields: ResponsesBody, messages: list[MessageFields], tools: ChatTools) -> ChatBody:
     detach_seconds = fields.detach_seconds
     if detach_seconds is None and fields.store is not False:
-        detach_seconds = 0.0  # kept, but not beyond its connection
+        detach_seconds = 0.0  # kept, but generation ends with the connection
     asks_logprobs = _LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
     return ChatBody(
         messages=messages,
@@ -194,9 +198,13 @@ def _chat(fields: ResponsesBody, messages: list[MessageFields]) -> ChatBody:
         logprobs=asks_logprobs,
         top_logprobs=fields.top_logprobs if asks_logprobs else None,
         response_format=_response_format(fields.text),
-        tools=tools,
-        tool_choice=choice,
-        chat_template_kwargs=_template_kwargs(fields),
+        tools=tools.functions,
+        tool_choice=tools.choice,
+        chat_template_kwargs=template_kwargs(
+            fields.reasoning.effort if fields.reasoning else None,
+            fields.text.verbosity if fields.text else None,
+            fields.chat_template_kwargs,
+        ),
         detach_seconds=detach_seconds,
         **{name: getattr(fields, name) for name in _AS_IN_A_CHAT},
     )
@@ -210,31 +218,22 @@ def _response_format(text: TextFields | None) -> ResponseFormatFields | None:
     return ResponseFormatFields(type=asked.type, json_schema=schema if asked.type == "json_schema" else None)
 
 
-def _template_kwargs(fields: ResponsesBody) -> dict[str, Any]:
-    """Templates that know of effort take it by this name; those whose models can leave out thinking by the other."""
-    effort = fields.reasoning.effort if fields.reasoning else None
-    thinking: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        thinking["enable_thinking"] = False
-    return thinking | (fields.chat_template_kwargs or {})
-
-
 _ASK = (
-    "Sum up our conversation so far for somebody who goes on with it and sees nothing else of it. Keep what was asked, "
-    "what was decided and why, facts, names, numbers and results of tools, and what is still to be done. Write the "
-    "summary alone."
+    "Summarize our conversation so far for a person who will continue it and sees nothing else of it. Keep the "
+    "questions, the decisions and their reasons, facts, names, numbers, tool results, and open tasks. Write only the "
+    "summary."
 )
 
 
 class CompactionBody(msgspec.Struct, kw_only=True):
-    """null is the same as absent."""
+    """Body of /v1/responses/compact; null means absent."""
 
     model: str | None = None
     input: Input | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
     prompt_cache_key: str | None = None
-    # Beyond OpenAI's, as in a response.
+    # Extensions to OpenAI's fields, as in a response.
     max_output_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=128)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
@@ -243,7 +242,7 @@ class CompactionBody(msgspec.Struct, kw_only=True):
 
 
 def parse_compaction(body: JsonBody) -> CompletionRequest:
-    """Raises InvalidRequest."""
+    """Parse a body of /v1/responses/compact; raise InvalidRequest."""
     fields = body.typed(CompactionBody)
     check_history(fields.previous_response_id, body.given)
     if fields.input is None:
@@ -258,7 +257,7 @@ def parse_compaction(body: JsonBody) -> CompletionRequest:
 
 
 def _user_items(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The items of a checked body that the user said."""
+    """Return the user's items of a validated body."""
     if isinstance(given["input"], str):
         return [{"role": "user", "content": given["input"]}]
     return [item for item in given["input"] if item.get("role") == "user"]

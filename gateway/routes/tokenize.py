@@ -78,7 +78,7 @@ def _detokenized(body: bytes, models: Sequence[ReadModel]) -> bytes:
     model, _ = find_model(models, fields.model).require()
     if fields.tokens and max(fields.tokens) >= model.vocab_size:
         raise InvalidRequest(
-            f"tokens: {max(fields.tokens)} is no token id; this model's are 0..{model.vocab_size - 1}.", param="tokens"
+            f"tokens: {max(fields.tokens)} is not a token id; expected 0..{model.vocab_size - 1}.", param="tokens"
         )
     return msgspec.json.encode({"prompt": model.encoder.decode(fields.tokens, skip_special_tokens=False)})
 

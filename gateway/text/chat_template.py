@@ -1,20 +1,15 @@
-"""Messages -> prompt text, by the model's own Jinja template, with what templates on the Hugging Face hub rely on.
+"""Renders messages to prompt text with the model's Jinja template, including extensions that hub templates rely on.
 
-Sandboxed, immutable and limited in time and size: a template comes with model files, which are data. Only the model's
-template is ever run; a client cannot bring one. Knows no tokens.
-
-Jinja's sandbox keeps a template from Python's insides, not from looping. Here each turn of a loop and each call of a
-macro looks at a deadline, and what is multiplied, added or written is measured. Not bounded: the memory of one call of
-a filter, such as `center(10 ** 9)`.
+A template comes with model files, which are data, so it runs sandboxed and limited in time and size. Jinja's sandbox
+does not stop loops: here each loop iteration and each macro call checks a deadline, and results of operators and the
+output are measured. Not bounded: the memory of one filter call, such as `center(10 ** 9)`. Clients cannot send
+templates.
 
     with limited(1.0):
         text = written(template.generate(...), MAX_TEXT_CHARS)
 
-A model without a word for tools in its template is told of them as Hermes' models were taught: the tools become a
-system text, calls of earlier answers <tool_call> tags, and results a user's <tool_response>. Templates that take
-`tools` do all of this themselves, and better.
-
-A chat's way in, where its prompt is made.
+If the template does not use `tools`, tools are described in the format of the Hermes models: tools in a system text,
+earlier calls in <tool_call> tags, and results in a user's <tool_response>.
 """
 
 import json
@@ -35,17 +30,17 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-RENDER_SECONDS = 1.0  # chats of 4096 messages take the templates of the hub 0.03 s
-MAX_TEXT_CHARS = 8 * 2**20  # four times what a request body holds
-_MAX_BITS = 4096  # of a number
+RENDER_SECONDS = 1.0  # hub templates take 0.03 s for a chat of 4,096 messages
+MAX_TEXT_CHARS = 8 * 2**20  # four times the largest request body
+_MAX_BITS = 4096  # of a power's result
 
 _deadline: ContextVar[float] = ContextVar("_deadline")
-_SHOWN_CHARS = 200  # of what a template says: it may repeat the messages
-_TRIMMED = "\u2003"  # white space to `trim`; no template writes an em space itself
+_SHOWN_CHARS = 200  # of a template's error, which may repeat the messages
+_TRIMMED = "\u2003"  # an em space: removed by `trim`, never written by templates
 
 
 class TemplateLimit(jinja2.TemplateRuntimeError):
-    """It takes too long, or makes too much."""
+    """The template takes too long or produces too much."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -62,7 +57,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Limit what is rendered inside, in this thread or task: it ends within about `seconds`."""
+    """Limit rendering inside the block, in this thread or task, to about `seconds`."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -71,7 +66,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def written(pieces: Iterable[str], max_chars: int) -> str:
-    """The text of a template's pieces. Raises TemplateLimit."""
+    """Join the pieces of a template; raise TemplateLimit beyond `max_chars`."""
     text: list[str] = []
     num_chars = 0
     for piece in pieces:
@@ -83,13 +78,13 @@ def written(pieces: Iterable[str], max_chars: int) -> str:
 
 
 def tick() -> None:
-    """Called by every turn of a loop and every call of a macro."""
+    """Check the deadline; the compiled template calls this in each loop iteration and macro call."""
     if time.monotonic() > _deadline.get():
         raise TemplateLimit("it takes too long")
 
 
 def measured(text: str) -> str:
-    """Around every `~`."""
+    """Check the size of a `~` concatenation; the compiled template calls this."""
     if len(text) > MAX_TEXT_CHARS:
         raise TemplateLimit(f"it makes more than {MAX_TEXT_CHARS} characters")
     return text
@@ -115,7 +110,7 @@ def _size(value: Any) -> int:
 
 
 class _Ticking(NodeTransformer):
-    """Names are imported by the compiled template: no variable of a template can stand in for them."""
+    """Adds checks to a template. The compiled template imports them, so no template variable can replace them."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return _with_tick(self.generic_visit(node))
@@ -150,28 +145,30 @@ class ChatMessage(TypedDict, total=False):
     role: str
     content: str
     name: str
-    tool_calls: list[dict[str, Any]]  # their arguments as JSON values
+    tool_calls: list[dict[str, Any]]  # arguments as JSON values
     tool_call_id: str
+    reasoning: str  # of an assistant's earlier answer, under both names that templates use
+    reasoning_content: str
 
 
 class TemplateOptions(TypedDict, total=False):
-    """The options that a chat is rendered with, beside its messages."""
+    """Rendering options of a chat."""
 
     add_generation_prompt: bool
     continue_final_message: bool
-    template_kwargs: Mapping[str, Any]  # more variables
+    template_kwargs: Mapping[str, Any]  # additional variables
     tools: Sequence[Mapping[str, Any]]
 
 
 class ChatTemplateError(ValueError):
-    """The template refuses these messages, or cannot be rendered; the message is fit for the client."""
+    """The template refuses the messages or fails; the error text may be sent to the client."""
 
 
 class ChatTemplate:
-    """`special_tokens` (bos_token, eos_token, ...) are variables of the template."""
+    """A model's chat template. `special_tokens` (bos_token, eos_token, ...) become template variables."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        # transformers' settings: templates are written for these two
+        # Templates are written for these two settings of transformers.
         environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )
@@ -192,10 +189,10 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """`template_kwargs`: more variables. Raises ChatTemplateError, whatever the template does."""
+        """Return the prompt text; raise ChatTemplateError for any failure of the template."""
         mark = _EndMark()
         if continue_final_message:
-            messages = [*messages[:-1], mark.behind(messages[-1])]
+            messages = [*messages[:-1], mark.after(messages[-1])]
         try:
             with limited(RENDER_SECONDS):
                 pieces = self._template.generate(
@@ -207,39 +204,40 @@ class ChatTemplate:
                     **self._special_tokens,
                 )
                 text = written(pieces, MAX_TEXT_CHARS)
-        except Exception as error:  # the template's own, such as RecursionError
+        except Exception as error:  # a template may raise anything, such as RecursionError
             reason = str(error)[:_SHOWN_CHARS]
             raise ChatTemplateError(f"the model's chat template refuses these messages: {reason}") from error
         return mark.before(text) if continue_final_message else text
 
 
 class _EndMark:
-    """Stands behind the last message, so that what a template puts there can be cut off: the model goes on writing it.
+    """A marker after the last message, so that the text that a template adds after it can be cut off.
 
-    Looking for the message itself would find it in what stands behind it, such as `>` in `<|im_end|>`.
+    Searching for the message itself could match text after it, such as `>` in `<|im_end|>`.
     """
 
     def __init__(self) -> None:
-        self._number = f"{secrets.randbits(64):020d}"  # no client guesses it, no filter changes digits
+        self._number = f"{secrets.randbits(64):020d}"  # clients cannot guess it, and filters do not change digits
         self._content = ""
 
-    def behind(self, message: ChatMessage) -> ChatMessage:
+    def after(self, message: ChatMessage) -> ChatMessage:
+        """Return `message` with the marker after its content."""
         self._content = message["content"]
         return {**message, "content": f"{self._content}{self._number}{_TRIMMED}"}
 
     def before(self, text: str) -> str:
-        """Raises ChatTemplateError unless the message is there, trimmed or not."""
-        before, found, behind = text.rpartition(self._number)
+        """Return the text up to the marker; raise ChatTemplateError if the template changed the message."""
+        before, found, after = text.rpartition(self._number)
         content = self._content.rstrip()
-        if content and not behind.startswith(_TRIMMED):  # without the mark the white space before it goes as well
+        if content and not after.startswith(_TRIMMED):  # the template trims: drop the white space before the marker
             before = before.removesuffix(self._content[len(content) :])
         if not found or not before.endswith((self._content.lstrip(), content.lstrip())):
-            raise ChatTemplateError("the last message cannot be continued: the chat template changes its text")
+            raise ChatTemplateError("cannot continue the last message: the chat template changes its text")
         return before
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it only has to be let through."""
+    """Support for `{% generation %}`, which marks the assistant's text for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
@@ -249,7 +247,7 @@ class _GenerationBlock(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)  # jinja2's own filter escapes HTML
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)  # jinja2's filter would escape HTML
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -260,23 +258,25 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def told_of_tools(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> list[ChatMessage]:
-    """A chat without tool messages and calls, which are told in words."""
-    told = [_in_words(message) for message in messages]
+def with_tools_as_text(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> list[ChatMessage]:
+    """Return the chat with tools, calls, and results written as text."""
+    texts = [_as_text(message) for message in messages]
     definitions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     if not definitions:
-        return told
+        return texts
     instructions = _INSTRUCTIONS.format(tools=definitions)
-    if told and told[0]["role"] == "system":
-        return [ChatMessage(role="system", content=f"{told[0]['content']}\n\n{instructions}"), *told[1:]]
-    return [ChatMessage(role="system", content=instructions), *told]
+    if texts and texts[0]["role"] == "system":
+        return [ChatMessage(role="system", content=f"{texts[0]['content']}\n\n{instructions}"), *texts[1:]]
+    return [ChatMessage(role="system", content=instructions), *texts]
 
 
-def _in_words(message: ChatMessage) -> ChatMessage:
+def _as_text(message: ChatMessage) -> ChatMessage:
     if message["role"] == "tool":
         return ChatMessage(role="user", content=f"<tool_response>\n{message['content']}\n</tool_response>")
     if "tool_calls" not in message:
         return message
     functions = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
     calls = [f"<tool_call>\n{function}\n</tool_call>" for function in functions]
-    return ChatMessage(role=message["role"], content="\n".join([*filter(None, [message["content"]]), *calls]))
+    content = "\n".join([*filter(None, [message["content"]]), *calls])
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return ChatMessage(**{**kept, "content": content})  # type: ignore[typeddict-item]

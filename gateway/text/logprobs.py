@@ -1,17 +1,14 @@
-"""Log-probabilities as the APIs show them, as JSON put together of what is known of each token. Pure.
+"""Log-probabilities in the formats of the APIs, as JSON built from cached pieces per token. Pure.
 
-    entry = LogprobEntry(token_id, scores, text_offset, spellings)     one token of the output
+    entry = LogprobEntry(token_id, scores, text_offset, spellings)     one output token
     chat_logprobs(entries)          {"content": [{token, bytes, logprob, top_logprobs: [...]}], "refusal": null}
-    event_logprobs(entries)         [{token, logprob, top_logprobs: [...]}], of events of the Responses API
+    event_logprobs(entries)         [{token, logprob, top_logprobs: [...]}], for events of the Responses API
     completion_logprobs(entries)    {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
-    prompt_logprobs(...)            [null, {"123": {decoded_token, logprob, rank}, ...}, ...], as vLLM has it
+    prompt_logprobs(...)            [null, {"123": {decoded_token, logprob, rank}, ...}, ...], as in vLLM
 
-A `token` is what its bytes alone decode to, with U+FFFD for parts of a character, or its id where the request asks for
-that (`return_tokens_as_token_ids`): `bytes` is exact. The token that ends a sequence is listed in completions, as vLLM
-lists it, and in a chat only if its text is shown, as OpenAI has it; every token up to the one that completed a stop
-string is.
-
-A token's way back, where its log-probabilities are asked for. It knows no request and no connection.
+`token` is the decoded bytes of the token alone, with U+FFFD for parts of a character, or its id with
+`return_tokens_as_token_ids`; `bytes` is exact. The token that ends a sequence is listed in completions, as in vLLM, and
+in a chat only if its text is shown, as at OpenAI. Tokens up to the end of a stop string are listed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,12 +20,13 @@ import msgspec
 from gateway.text.token_spellings import SpellingTable, TokenSpellings
 from shared.messages import MAX_LOGPROBS, EncodedLogprobs, TokenLogprobs, decoded_logprobs
 
-# OpenAI's stand-in for what has no logarithm: JSON has no infinity.
+# OpenAI's value for probability 0, because JSON has no infinity.
 _LEAST_LOGPROB = -9999.0
 
 _encode = msgspec.json.encode
 
-# Around the likeliest tokens of a place in a prompt, by how many these are; the last one has the rank null, or not.
+# JSON around the most likely tokens of a prompt position, by their number. The prompt's own token comes last, with rank
+# null if it is not among them (_ENDS).
 _BEGINS = [[b",{", *[b","] * (count - 1)] for count in range(MAX_LOGPROBS + 2)]
 _ENDS_LISTED = [
     [*[b',"rank":%d}' % rank for rank in range(1, count)], b',"rank":%d}}' % count] for count in range(MAX_LOGPROBS + 1)
@@ -40,8 +38,8 @@ _ENDS = [
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
     token_id: int
-    scores: EncodedLogprobs | None  # None: of a prompt's first token
-    text_offset: int  # characters of the choice's text before this token
+    scores: EncodedLogprobs | None  # None for the first token of a prompt
+    text_offset: int  # in characters, in the text of the choice
     spellings: TokenSpellings
 
 
@@ -57,7 +55,10 @@ def event_logprobs(entries: Sequence[LogprobEntry]) -> msgspec.Raw:
 
 
 def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
-    """`top_logprobs` has the chosen token too, as OpenAI's; of two tokens of one text it has the likelier."""
+    """Return the format of completions.
+
+    `top_logprobs` includes the chosen token, as at OpenAI. Of two tokens with equal text it keeps the more likely one.
+    """
     scored = list(_scored(entries))
     return {
         "tokens": [entry.spellings.texts[entry.token_id] for entry in entries],
@@ -72,9 +73,16 @@ def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
 def prompt_logprobs(
     spellings: TokenSpellings, token_ids: Sequence[int], scores: Mapping[int, EncodedLogprobs], start: int
 ) -> bytes:
-    """For each token of a prompt the likeliest and itself; null for the first. The rank of a token that is not among
-    the likeliest ones reported is null: it is not known. `scores`: by index in the prompt; `start`: that of the first
-    of `token_ids`."""
+    """Return the format of prompt_logprobs: per token the most likely tokens and the token itself.
+
+    The first token of a prompt is null. A token's rank is null if it is not among the reported tokens.
+
+    Args:
+        spellings: Cached JSON of tokens.
+        token_ids: Tokens of the prompt.
+        scores: Log-probabilities by index in the prompt.
+        start: Index of the first of `token_ids`.
+    """
     known = _decoded([scores.get(index) for index in range(start, start + len(token_ids))])
     runs = groupby(zip(token_ids, known, strict=True), key=lambda token: token[1] is None)
     return _joined(
@@ -110,13 +118,13 @@ def _by_text(texts: SpellingTable[str], token_id: int, scores: TokenLogprobs) ->
     if token_id not in token_ids:
         token_ids, logprobs = (*token_ids, token_id), (*logprobs, max(scores.logprob, _LEAST_LOGPROB))
     by_text = dict(zip(texts.all_of(token_ids), logprobs, strict=True))
-    if len(by_text) < len(token_ids):  # the first one of each text has the place
+    if len(by_text) < len(token_ids):  # keep the first token of each text
         by_text.update(zip(reversed(texts.all_of(token_ids)), reversed(logprobs), strict=True))
     return by_text
 
 
 def _ranked(spellings: TokenSpellings, run: Sequence[tuple[int, TokenLogprobs | None]]) -> bytes:
-    """The objects of some tokens, without brackets around them: all put together at one time, which takes 2 us of 5."""
+    """Return the objects of a run of tokens without outer brackets; one join for all takes 2 us instead of 5 each."""
     token_ids, logprobs, begins, ends = list[int](), list[float](), list[bytes](), list[bytes]()
     for token_id, score in run:
         assert score is not None
@@ -133,7 +141,7 @@ def _ranked(spellings: TokenSpellings, run: Sequence[tuple[int, TokenLogprobs | 
 
 
 def _numbers(logprobs: Sequence[float]) -> list[bytes]:
-    """At least one."""
+    """Return JSON numbers; `logprobs` must not be empty."""
     return _encode(_finite(logprobs))[1:-1].split(b",")
 
 
@@ -144,7 +152,7 @@ def _finite(logprobs: Sequence[float]) -> Sequence[float]:
 
 
 def _interleaved(*columns: Sequence[bytes]) -> list[bytes]:
-    """The columns, of one length, as one: the first of each, the second of each, and so on."""
+    """Interleave columns of equal length: the first of each, the second of each, and so on."""
     pieces = [b""] * (len(columns) * len(columns[0]))
     for place, column in enumerate(columns):
         pieces[place :: len(columns)] = column

@@ -1,14 +1,12 @@
-"""JSON of many megabytes, written while its values come and put together in pieces. Pure.
+"""JSON bodies of many megabytes, collected while values arrive and produced in pieces. Pure.
 
     array = LongArray()
-    array.extend(b"[1,2]")                     the elements of an array, as JSON
+    array.extend(b"[1,2]")                     elements of an array, as JSON
     form = GrownForm({"content": b"[]"})       an object of such arrays
     body += pieces of json_pieces({"logprobs": array, ...})
 
-One call that encodes or copies 28 MB of log-probabilities keeps the interpreter for 20 ms, in whatever thread it is
-made. Here none is longer than PIECE_BYTES and what was added at one time.
-
-A token's way back, where an answer is not streamed. It knows JSON, and not what it says.
+Encoding or copying 28 MB of log-probabilities in one call holds the interpreter for 20 ms in any thread. Here no call
+handles more than PIECE_BYTES or one added value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,20 +15,20 @@ from typing import Any
 import msgspec
 
 PIECE_BYTES = 65_536
-_PLACE = b"\0"  # of an array: JSON has no such byte, as it escapes control characters
+_PLACE = b"\0"  # placeholder of an array; JSON escapes control characters, so it cannot contain this byte
 
 _encode = msgspec.json.encode
 
 
 class LongArray:
-    """Elements that are encoded already."""
+    """An array whose elements are already encoded."""
 
     def __init__(self) -> None:
         self._pieces = [bytearray()]
-        self._before = b"["  # the next element
+        self._before = b"["  # written before the next element
 
     def extend(self, array: bytes) -> None:
-        """`array`: as JSON, with its brackets."""
+        """Append the elements of `array`, a JSON array with brackets."""
         if len(array) == len(b"[]"):
             return
         if len(self._pieces[-1]) >= PIECE_BYTES:
@@ -46,10 +44,10 @@ class LongArray:
 
 
 class GrownForm:
-    """One object of many of the same fields: their arrays are joined, all else is as in the first."""
+    """One object joined from many with the same fields: arrays are concatenated, nulls stay."""
 
     def __init__(self, first: Mapping[str, Any]) -> None:
-        """`first`: without elements."""
+        """Create the object from the first one."""
         self.fields = {name: value if value is None else LongArray() for name, value in first.items()}
         self.extend(first)
 
@@ -60,11 +58,11 @@ class GrownForm:
 
 
 def json_pieces(value: Any) -> Iterator[bytes | bytearray]:
-    """`value` as JSON; LongArrays may stand anywhere in it."""
+    """Encode `value`, which may contain LongArrays, in pieces."""
     arrays: list[LongArray] = []
 
     def place_of(array: object) -> msgspec.Raw:
-        assert isinstance(array, LongArray), f"{type(array)} is no JSON"
+        assert isinstance(array, LongArray), f"{type(array)} is not a JSON value"
         arrays.append(array)
         return msgspec.Raw(_PLACE)
 

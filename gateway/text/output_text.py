@@ -1,19 +1,14 @@
-"""The text of one choice: token ids in, text out, with stop strings and the end of sequence taken care of. Pure.
+"""The text of one choice: token ids in, text out, with stop strings and end-of-sequence tokens handled. Pure.
 
     text = OutputText(detokenizer, StopStrings(["\\n\\n"]), terminal_token_ids=frozenset({2}))
-    text.push(318)             # -> " is": what is certain by now
-    text.stopped               # a stop string was met: stop generating
+    text.push(318)             # -> " is": the text that is certain by now
+    text.stopped               # True after a stop string: stop generating
     text.finish(reason)        # -> the rest
 
-Held back: bytes of an unfinished character (the detokenizers do that), text that may become a stop string, and a token
-that ends sequences until it is known whether it ended this one.
-
-Where the bytes of a text are those of its tokens, one after the other (GPT-2's alphabet, which most models have), the
-text of a token is looked up, and only what is part of a character is decoded: 0.2 us a token, where the tokenizer's
-stream, which decodes a growing end of the text again, takes 5. Other tokenizers have rules at word boundaries, and that
-stream.
-
-A token's way back, from its id to its text. It knows nothing of events, JSON, templates or requests.
+Held back: bytes of an incomplete character (by the detokenizer), text that may become a stop string, and an
+end-of-sequence token until it is known whether it ended the sequence. For byte-level vocabularies (GPT-2's alphabet, as
+in most models) the text of a token is looked up and only parts of characters are decoded, 0.2 us per token. Other
+tokenizers have rules at word boundaries and use the stream of `tokenizers`, which takes 5 us.
 """
 
 import codecs
@@ -27,23 +22,23 @@ from tokenizers.decoders import DecodeStream
 from gateway.text.token_spellings import bytes_of_spelling
 from shared.messages import FinishReason
 
-# Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
+# A character has at most four bytes and a byte-level token at least one; longer pending bytes are invalid UTF-8.
 _MAX_PENDING_TOKENS = 8
-_PRIMING_TOKENS = 6  # of the prompt: enough context for decoders that strip the space of a text's first word
+_PRIMING_TOKENS = 6  # prompt tokens as context for decoders that strip the space of a text's first word
 
 
 class ByteLevelVocabulary:
-    """The text of each id, or its bytes where they are no whole characters; shared by all streams of a model."""
+    """Text of each id, or its bytes if they are not whole characters; shared by all streams of a model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Takes 0.2 s for 50,000 tokens; found one by one, each would cost its first reader as much as ten others."""
+        """Build the table: 0.2 s for 50,000 tokens. Built lazily, the first use of each would cost ten times more."""
         self._all = {id_: _piece_of(spelling) for spelling, id_ in tokenizer.get_vocab().items()}
         special_ids = [id_ for id_, added in tokenizer.get_added_tokens_decoder().items() if added.special]
         self._without_special = self._all | dict.fromkeys(special_ids, "")
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "ByteLevelVocabulary | None":
-        """None unless bytes are all there is to decoding: a sequence of decoders may strip or replace as well."""
+        """Return the vocabulary if the decoder is exactly ByteLevel, or None: other decoders may strip or replace."""
         decoder = tokenizer.decoder
         if decoder is None or json.loads(decoder.__getstate__()).get("type") != "ByteLevel":
             return None
@@ -54,14 +49,14 @@ class ByteLevelVocabulary:
 
 
 class ByteLevelDetokenizer:
-    """The pieces joined are what decoding all ids at once gives, broken UTF-8 included (U+FFFD)."""
+    """Detokenizer for byte-level vocabularies; the joined text equals decoding all ids at once, U+FFFD included."""
 
     def __init__(self, pieces_by_id: Mapping[int, str | bytes]) -> None:
         self._pieces_by_id = pieces_by_id
-        self._open = b""  # the beginning of a character
+        self._open = b""  # start of an incomplete character
 
     def push(self, token_id: int) -> str:
-        piece = self._pieces_by_id.get(token_id, "")  # ids that the tokenizer does not know are no text
+        piece = self._pieces_by_id.get(token_id, "")  # ids beyond the tokenizer have no text
         if not self._open and isinstance(piece, str):
             return piece
         data = self._open + (piece.encode() if isinstance(piece, str) else piece)
@@ -84,10 +79,7 @@ def _piece_of(spelling: str) -> str | bytes:
 
 
 class IncrementalDetokenizer:
-    """Ids in, text out as soon as it is whole: the bytes of a character may come in several tokens. For any tokenizer.
-
-    The pieces joined are what decoding all ids at once gives, a byte sequence that is no UTF-8 included (U+FFFD).
-    """
+    """Detokenizer for any tokenizer; the joined text equals decoding all ids at once, U+FFFD included."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -99,16 +91,16 @@ class IncrementalDetokenizer:
         self._pending.append(token_id)
         try:
             text: str | None = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises bare Exception("Invalid prefix ...") when a prefix decodes differently
+        except Exception:  # tokenizers raises Exception("Invalid prefix ...") if a prefix decodes differently
             return self.flush()
         if text is not None:
             self._pending.clear()
             return text
-        # Unbounded, a stream of broken bytes costs quadratic time: each step decodes all that is pending.
+        # Each step decodes all pending tokens, so unbounded invalid bytes would cost quadratic time.
         return self.flush() if len(self._pending) >= _MAX_PENDING_TOKENS else ""
 
     def flush(self) -> str:
-        """The text that is held back, now, as far as it can be told."""
+        """Return the text that is held back."""
         text = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special_tokens)
         self._pending.clear()
         self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
@@ -117,7 +109,7 @@ class IncrementalDetokenizer:
     def _primed(self, token_ids: Sequence[int]) -> DecodeStream:
         ids = list(token_ids)
         if self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens).endswith("\ufffd"):
-            ids = []  # a prompt that ends within a character: its bytes must not come out as output
+            ids = []  # the prompt ends within a character, whose bytes must not appear in the output
         return DecodeStream(ids=ids, skip_special_tokens=self._skip_special_tokens)
 
 
@@ -128,17 +120,17 @@ class Detokenizer(Protocol):
 
 
 class StopStrings:
-    """Finds the stop string that is complete first, whatever the pieces in which the text comes."""
+    """Finds the stop string that completes first, however the text is cut."""
 
     def __init__(self, stops: Iterable[str], *, include_in_output: bool = False) -> None:
         self._stops = tuple(stops)
         self.is_empty = not self._stops
         self._include_in_output = include_in_output
         self._held = ""
-        self.found: str | None = None  # the one that was met
+        self.found: str | None = None  # the stop string that was found
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is certain, whether a stop string was met)."""
+        """Return the text that is certain and whether a stop string was found."""
         text = self._held + text
         found = self._first_match(text)
         if found is not None:
@@ -155,7 +147,7 @@ class StopStrings:
         return held
 
     def _first_match(self, text: str) -> tuple[int, int] | None:
-        """Earliest end, then earliest start: what reading character by character finds."""
+        """Return the match with the earliest end, then the earliest start, as character-wise reading finds it."""
         matches = [(text.find(stop), len(stop)) for stop in self._stops]
         ends = [(start + length, start) for start, length in matches if start >= 0]
         if not ends:
@@ -164,7 +156,7 @@ class StopStrings:
         return start, end
 
     def _open_length(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest suffix of `text` that begins a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -191,27 +183,27 @@ class OutputText:
         self._min_tokens = min_tokens
         self._include_stop_token = include_stop_token
         self._held_terminal: int | None = None
-        self.num_tokens = 0  # consumed so far, the one that completed a stop string included
-        self.token_start = 0  # characters of text, held back or not, before the last token
+        self.num_tokens = 0  # consumed, including the one that completed a stop string
+        self.token_start = 0  # offset of the last token in the text, in characters, held-back text included
         self.stopped = False
         self._num_characters = 0
 
     @property
     def holds_terminal(self) -> bool:
-        """The last token ends sequences, and it is not known yet whether it ended this one."""
+        """Whether the last token is an end-of-sequence token that may not have ended this sequence."""
         return self._held_terminal is not None
 
     @property
     def stop_string(self) -> str | None:
-        """The one that was met."""
+        """The stop string that was found, or None."""
         return self._stops.found
 
     def shows_terminal(self, reason: FinishReason) -> bool:
-        """Whether a token that ended the sequence is text of the output."""
+        """Return whether the token that ended the sequence is part of the text."""
         return reason is not FinishReason.STOP or self._include_stop_token
 
     def push_plain(self, token_id: int) -> str | None:
-        """push() of a token that can neither end the text nor be held back, as most. None: it was not consumed."""
+        """Push a token that can neither end the text nor be held back; return None without consuming any other."""
         if self._has_stops or self._held_terminal is not None or token_id in self._terminal_token_ids:
             return None
         self.num_tokens += 1
@@ -221,7 +213,7 @@ class OutputText:
         return text
 
     def push(self, token_id: int) -> str:
-        """Nothing is consumed behind a stop string."""
+        """Consume a token and return text that became certain; after a stop string nothing is consumed."""
         released = "" if self._held_terminal is None else self._release_terminal()
         if self.stopped:
             return released
@@ -234,7 +226,7 @@ class OutputText:
         return released + text if released else text
 
     def finish(self, reason: FinishReason) -> str:
-        """The text still held back; empty after a stop string."""
+        """Return the text still held back; empty after a stop string."""
         if self.stopped:
             return ""
         pieces = []
@@ -247,7 +239,7 @@ class OutputText:
         return "".join(pieces)
 
     def _release_terminal(self) -> str:
-        """The held token did not end the sequence, or shall be seen: its text."""
+        """Return the text of the held token, which did not end the sequence or is shown."""
         held, self._held_terminal = self._held_terminal, None
         return "" if held is None else self._text_of(held)
 
@@ -257,7 +249,7 @@ class OutputText:
         return self._through_stops(text) if self._has_stops else text
 
     def _through_stops(self, text: str) -> str:
-        # Within the tokens that must come, a stop string may not even begin.
+        # Within min_tokens a stop string may not even begin.
         if self._stops.is_empty or self.num_tokens <= self._min_tokens:
             return text
         certain, self.stopped = self._stops.push(text)

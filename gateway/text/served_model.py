@@ -1,17 +1,12 @@
-"""A model directory as the gateway needs it: tokenizer, chat template, end-of-sequence ids, context length.
+"""A model directory as the gateway needs it: tokenizer, chat template, end-of-sequence ids, and context length.
 
-Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json; never weights.
-The directory appears as a whole (it is renamed into place), so it is complete once config.json is there.
+It reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json, never
+weights. A directory is renamed into place, so it is complete once config.json exists.
 
-What is told of a tokenizer (GET /tokenizer_info) is in vLLM's shape: lm-eval takes special tokens and the chat template
-from it. Of tokenizer_config.json only fields that say how text becomes tokens are told: others may hold paths of the
-machine on which it was written.
-
-Defaults of sampling as the model's makers would have them are the fields that vLLM takes from generation_config.json;
-`do_sample` is not among them: a request without a temperature is sampled.
-
-It runs once, before any walk: model_service.py loads with it what a chat is encoded with. It knows no request
-and no store.
+GET /tokenizer_info follows vLLM's format, from which lm-eval takes special tokens and the template. Only fields of
+tokenizer_config.json that define tokenization are returned, because others may contain local paths. Sampling defaults
+are the fields that vLLM takes from generation_config.json; `do_sample` is ignored, so a request without a temperature
+is sampled.
 """
 
 import hashlib
@@ -32,7 +27,7 @@ from shared.version import VERSION
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """None: as the API has it. Ranges are those of the API."""
+    """Sampling defaults of a model; None keeps the API's default. Ranges are those of the API."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
@@ -43,16 +38,21 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 def generation_defaults(source: str, file: Json) -> dict[str, Any]:
-    """Fields by name, without those that are as the API has them. `source`: as --generation-config names it; `file`:
-    generation_config.json. Raises ModelFilesError."""
+    """Return the model's sampling defaults by field name.
+
+    Args:
+        source: Value of --generation-config.
+        file: Content of generation_config.json.
+
+    Raises:
+        ModelFilesError: If a value is out of range.
+    """
     if source != "auto":
         return {}
     try:
         return msgspec.to_builtins(msgspec.convert(file, GenerationDefaults))  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
-        raise ModelFilesError(
-            f"generation_config.json: {error}; --generation-config none leaves its defaults alone"
-        ) from error
+        raise ModelFilesError(f"generation_config.json: {error}; --generation-config none ignores this file") from error
 
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -68,17 +68,17 @@ _FLAGS = (
     "use_default_system_prompt",
 )
 _WORDS = {"errors": ("strict", "ignore", "replace"), "padding_side": ("left", "right")}
-_GENERIC_CLASS = "PreTrainedTokenizerFast"  # of transformers: reads any tokenizer.json
+_GENERIC_CLASS = "PreTrainedTokenizerFast"  # the transformers class that reads any tokenizer.json
 
 
 def tokenizer_info(config: Mapping[str, Any], tokenizer: Tokenizer, chat_template: str | None) -> dict[str, Any]:
-    """`config`: of tokenizer_config.json, where anything may stand."""
+    """Return the body of GET /tokenizer_info from an unvalidated tokenizer_config.json."""
     named = config.get("tokenizer_class")
     is_name = isinstance(named, str) and named.isidentifier()
     more = config.get("additional_special_tokens")
     added = tokenizer.get_added_tokens_decoder()
     info: dict[str, Any] = {"tokenizer_class": named if is_name else _GENERIC_CLASS}
-    info |= {name: token_text(config.get(name)) for name in SPECIAL_TOKENS}  # null where there is none
+    info |= {name: token_text(config.get(name)) for name in SPECIAL_TOKENS}  # null if absent
     info |= {name: text for name in _MORE_TOKENS if (text := token_text(config.get(name))) is not None}
     if isinstance(more, list):
         info["additional_special_tokens"] = [text for token in more if (text := token_text(token)) is not None]
@@ -92,7 +92,7 @@ def tokenizer_info(config: Mapping[str, Any], tokenizer: Tokenizer, chat_templat
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a special token, which is written as such or as an object that has it."""
+    """Return the text of a special token, which is stored as a string or as an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -112,16 +112,16 @@ class ServedModel:
     encoder: PromptEncoder
     eos_token_ids: frozenset[int]
     max_model_len: int
-    vocab_size: int  # width of the logits: ids that the engine takes
-    fingerprint: str  # of all that is read of the model here, and of the release
+    vocab_size: int  # width of the logits; token ids must be smaller
+    fingerprint: str  # digest of the files read here and of the release
     tokenizer_info: dict[str, Any]
-    defaults: dict[str, Any]  # of what a request does not say
-    tells_reasoning: bool = False  # by the option of a reasoning parser
-    tool_call_parser: str = "auto"  # the option
-    loaded_from: tuple[Path, int, str] | None = None  # directory, context and generation_config
+    defaults: dict[str, Any]  # sampling defaults by field name
+    tells_reasoning: bool = False  # whether a reasoning parser is configured
+    tool_call_parser: str = "auto"  # value of --tool-call-parser
+    loaded_from: tuple[Path, int, str] | None = None  # directory, context length, --generation-config
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To other processes it is only named, and loaded once by each; the fields with a default are its options."""
+        """Pickle only the source and the options; each process loads the files once."""
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.default is not MISSING}
         return _sent_model, (self.loaded_from, options)
 
@@ -142,9 +142,15 @@ def is_complete(directory: Path) -> bool:
 def load_served_model(
     directory: Path, *, max_model_len: int | None = None, generation_config: str = "auto"
 ) -> ServedModel:
-    """`generation_config`: whose defaults hold, as the flag of this name has it. Raises ModelFilesError.
+    """Load a model directory; 0.3 s for a vocabulary of 49,152, so do not call it on an event loop.
 
-    Takes 0.3 s for a vocabulary of 49,152, so not on an event loop.
+    Args:
+        directory: Directory with the model's files.
+        max_model_len: Context length to serve, in tokens; default: the model's own.
+        generation_config: Value of --generation-config.
+
+    Raises:
+        ModelFilesError: If a file is invalid or the context length exceeds the model's.
     """
     files = read_model_files(directory)
     try:
@@ -152,7 +158,7 @@ def load_served_model(
     except (KeyError, TypeError, ValueError) as error:
         raise ModelFilesError(f"config.json: {error!r}") from error
     if max_model_len is not None and max_model_len > own_max_model_len:
-        raise ModelFilesError(f"--max-model-len: {max_model_len} is more than the model's own {own_max_model_len}")
+        raise ModelFilesError(f"--max-model-len: {max_model_len} exceeds the model's maximum, {own_max_model_len}")
     tokenizer_file = directory / "tokenizer_config.json"
     tokenizer_config = read_json(tokenizer_file) if tokenizer_file.is_file() else {}
     source = _template_source(directory, tokenizer_config)
@@ -177,12 +183,12 @@ def _encoder(directory: Path, tokenizer_config: dict[str, Any], source: str | No
     try:
         chat_template = ChatTemplate(source, special_tokens) if source else None
         return PromptEncoder((directory / "tokenizer.json").read_text(encoding="utf-8"), chat_template)
-    except Exception as error:  # tokenizers raises bare Exception, jinja2 its own
+    except Exception as error:  # tokenizers raises Exception itself
         raise ModelFilesError(f"tokenizer.json or the chat template: {error}") from error
 
 
 def _fingerprint(directory: Path) -> str:
-    """A digest, the same at every gateway of a release with these files; how weights are stored is in config.json."""
+    """Return a digest that is equal at all gateways of a release with these files."""
     digest = hashlib.sha256(VERSION.encode())
     for name in _FILES:
         path = directory / name
@@ -196,6 +202,6 @@ def _template_source(directory: Path, tokenizer_config: dict[str, Any]) -> str |
     if own_file.is_file():
         return own_file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named templates
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     return template

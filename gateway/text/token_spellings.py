@@ -1,13 +1,9 @@
-"""The bytes of each token, and how JSON spells it up to the log-probability that follows; made once a token. Pure.
+"""The bytes of each token and its JSON up to the log-probability, computed once per token. Pure.
 
-A token need not be whole characters, so its own text can be broken where the text of an answer is not; its bytes are
-what a client can put together. Covers byte-level vocabularies (GPT-2's alphabet of printable stand-ins) and those of
-SentencePiece (`▁` for a space, `<0x0A>` for a byte); in others a token is its own text.
-
-The text and the bytes of a token never change, and are nearly all there is to write of one: with 20 log-probabilities
-a token of an answer is 2 kB. To find and to encode them anew takes 200 us, to put together what is known 10.
-
-A token's way back, where its log-probabilities are asked for. It knows no request and no API.
+A token may be part of a character, so only its bytes are exact. Supported are byte-level vocabularies (GPT-2's
+alphabet) and SentencePiece (`▁` for a space, `<0x0A>` for a byte); in other vocabularies a token is its own text.
+Caching matters: with 20 log-probabilities a token of an answer is 2 kB, which takes 200 us to encode and 10 us to join
+from the cache.
 """
 
 import json
@@ -19,7 +15,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-MAX_SPELLED = 65_536  # tokens of each shape, 200 bytes each: those of a text are few of a large vocabulary
+MAX_SPELLED = 65_536  # cached tokens per format, 200 bytes each; texts use few tokens of a large vocabulary
 _encode = msgspec.json.encode
 _Spelling = TypeVar("_Spelling", bytes, str)
 
@@ -33,7 +29,7 @@ class TokenBytes:
         }
 
     def of(self, token_id: int) -> bytes:
-        """Empty for ids that the tokenizer does not know: the padding of a model's vocabulary."""
+        """Return the bytes of a token; empty for ids beyond the tokenizer, which pad a model's vocabulary."""
         if token_id in self._added:
             return self._added[token_id]
         spelling = self._tokenizer.id_to_token(token_id)
@@ -47,20 +43,20 @@ class TokenBytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 bytes stand for themselves, the others for the characters from 256 on, in order."""
+    """Return GPT-2's alphabet: printable Latin-1 bytes map to themselves, the others to characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-# Latin-1 that is no letter of the alphabet must not pass for the byte of its number.
+# Latin-1 characters outside the alphabet must not be taken for the byte with their number.
 _TO_BYTES = {code: "\uffff" for code in range(256)}
 _TO_BYTES |= {ord(character): chr(byte) for character, byte in _byte_alphabet().items()}
 
 
 def bytes_of_spelling(spelling: str) -> bytes:
-    """In GPT-2's alphabet. One character outside it, and the tokenizer takes the whole token as text."""
+    """Return the bytes of a token in GPT-2's alphabet; with any other character the token is plain text."""
     try:
         return spelling.translate(_TO_BYTES).encode("latin-1")
     except UnicodeEncodeError:
@@ -71,12 +67,12 @@ def _has_byte_level(tokenizer: Tokenizer) -> bool:
     if tokenizer.decoder is None:
         return False
     decoder = json.loads(tokenizer.decoder.__getstate__())
-    steps = decoder.get("decoders", [decoder])  # a Sequence has several
+    steps = decoder.get("decoders", [decoder])  # a Sequence contains several decoders
     return any(step.get("type") == "ByteLevel" for step in steps)
 
 
 class SpellingTable(dict[int, _Spelling]):
-    """Token id -> its text, or bytes of JSON, found when they are first asked for."""
+    """Cache from token id to its text or JSON, filled on first use."""
 
     def __init__(self, spell: Callable[[int], _Spelling]) -> None:
         super().__init__()
@@ -93,7 +89,7 @@ class SpellingTable(dict[int, _Spelling]):
 
 
 class TokenSpellings:
-    """`by_id`: tokens are called token_id:123 in place of their text, as in vLLM."""
+    """Cached JSON of tokens. With `by_id`, a token is written as token_id:123 instead of its text, as in vLLM."""
 
     def __init__(self, token_bytes: TokenBytes, *, by_id: bool = False) -> None:
         self._token_bytes = token_bytes
@@ -111,7 +107,7 @@ class TokenSpellings:
         return f"token_id:{token_id}" if self._by_id else self._decoded(token_id)
 
     def _decoded(self, token_id: int) -> str:
-        """The text that its bytes alone decode to, with U+FFFD for parts of a character."""
+        """Return the decoded bytes of the token alone, with U+FFFD for parts of a character."""
         return self._token_bytes.of(token_id).decode(errors="replace")
 
     def _bytes(self, token_id: int) -> bytes:

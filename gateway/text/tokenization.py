@@ -1,16 +1,13 @@
-"""Text -> token ids, by the model's own tokenizer and chat template. Pure.
+"""Text to token ids, with the model's tokenizer and chat template. Pure.
 
-Special tokens in a chat come from the template alone. A message that spells one, such as `<|im_end|>`, could otherwise
-end its own turn and speak as the system. So every spelling of a special token in client text is replaced by a random
-stand-in before the template is rendered; the rendering is split at the special tokens that remain, which the template
-put there; the text between them is encoded, spellings back in place, by a tokenizer that takes specials as plain text.
-Text without such a spelling is encoded whole, exactly as transformers would. Splitting at specials first is what a
-tokenizer does itself, so both ways agree; only tokenizers that treat the start of a text apart (a SentencePiece dummy
-prefix) may differ by a space, and only in messages that spell a special token.
+Special tokens in a chat come only from the template; otherwise a message that contains `<|im_end|>` could end its own
+turn and speak as the system. Special-token texts in client text are replaced by random placeholders before rendering.
+The rendered text is split at the remaining special tokens, which the template wrote. The text between them is encoded,
+with the original text restored, by a tokenizer that treats special tokens as plain text. Text without such spellings is
+encoded whole, exactly as transformers does. Both ways agree except for tokenizers that treat the start of a text
+specially (a SentencePiece dummy prefix): these may differ by a space in messages that contain a special token.
 
 Not covered: the prompt of /v1/completions, which is raw by definition, and added tokens that are not marked special.
-
-A chat's way in, where its prompt becomes token ids. It knows no request, no limit of a model and no API.
 """
 
 import re
@@ -20,7 +17,7 @@ from typing import Any, TypeAlias, Unpack
 
 from tokenizers import Tokenizer
 
-from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, TemplateOptions, told_of_tools
+from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, TemplateOptions, with_tools_as_text
 from gateway.text.output_text import ByteLevelVocabulary, Detokenizer, IncrementalDetokenizer
 from gateway.text.token_spellings import TokenBytes, TokenSpellings
 
@@ -31,7 +28,7 @@ class PromptEncoder:
     def __init__(self, tokenizer_json: str, chat_template: ChatTemplate | None) -> None:
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
         self._plain_tokenizer = Tokenizer.from_str(tokenizer_json)
-        self._plain_tokenizer.encode_special_tokens = True  # "encode them as text", not "recognise them"
+        self._plain_tokenizer.encode_special_tokens = True  # in this API True means: encode them as text
         for tokenizer in (self._tokenizer, self._plain_tokenizer):
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -50,24 +47,24 @@ class PromptEncoder:
         return self._tokenizer
 
     def least_tokens(self, text: str) -> int:
-        """No encoding of `text` has fewer tokens. Costs nothing, so a hopeless text is refused before it is encoded."""
+        """Return a lower bound of the number of tokens, to refuse a text that is too long before encoding it."""
         return -(-len(text) // self._longest_token_chars)
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raw text: special tokens it spells are special tokens."""
+        """Encode raw text; special tokens in it are recognized."""
         return self._wrapped(self._encode(self._tokenizer, text), add_special_tokens)
 
     @property
     def template_source(self) -> str:
-        """The source of the chat template; empty if there is none."""
+        """The source of the chat template, or "" if there is none."""
         return self._chat_template.source if self._chat_template is not None else ""
 
     def has_special(self, text: str) -> bool:
-        """Whether `text` is a special token, which detokenizers leave out."""
+        """Return whether `text` is a special token, which detokenizers skip."""
         return text in self._special_ids
 
     def special_id(self, text: str) -> int | None:
-        """The id of a special token; None if `text` is none."""
+        """Return the id of the special token `text`, or None."""
         return self._special_ids.get(text)
 
     def encode_chat(
@@ -78,13 +75,23 @@ class PromptEncoder:
         check: Callable[[str], None] = lambda text: None,
         **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """`check` is told the text before it is encoded. Raises ChatTemplateError, and what it raises."""
+        """Render and encode a chat.
+
+        Args:
+            messages: The messages.
+            add_special_tokens: Whether the tokenizer adds its special tokens.
+            check: Called with the rendered text before it is encoded; may raise.
+            **options: Rendering options.
+
+        Raises:
+            ChatTemplateError: If the template fails.
+        """
         text, stand_ins = self.render_chat(messages, **options)
         check(text)
         from_template = self._special_pattern.findall(text)
         if not stand_ins.used:
             ids = self._encode(self._tokenizer, text)
-            # More specials than the template wrote: text that becomes one by normalization (full-width letters).
+            # More special tokens than the template wrote come from normalization, such as full-width letters.
             if sum(token_id in self._special_id_set for token_id in ids) == len(from_template):
                 return self._wrapped(ids, add_special_tokens)
         return self._wrapped(self._encode_apart(text, stand_ins), add_special_tokens)
@@ -92,14 +99,16 @@ class PromptEncoder:
     def render_chat(
         self, messages: Sequence[ChatMessage], **options: Unpack[TemplateOptions]
     ) -> "tuple[str, StandIns]":
-        """The template's text, stand-ins still in place. Raises ChatTemplateError. A template that does not know of
-        `tools` is told of them in words."""
+        """Return the rendered text with placeholders still in place; raise ChatTemplateError.
+
+        If the template does not use `tools`, they are written as text.
+        """
         template = self._chat_template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
         tools = options.get("tools", ())
         if not template.takes_tools:
-            messages, tools = told_of_tools(messages, tools), ()
+            messages, tools = with_tools_as_text(messages, tools), ()
         stand_ins = StandIns(self._special_pattern, list(self._special_ids))
         options["tools"] = [stand_ins.hide(tool) for tool in tools]
         options["template_kwargs"] = stand_ins.hide(options.get("template_kwargs") or {})
@@ -107,7 +116,7 @@ class PromptEncoder:
         return text, stand_ins
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        # As in _encode(): of one sequence by itself the interpreter's lock is held, 1 us a token.
+        # The batch call releases the interpreter lock; the single call holds it, 1 us per token.
         (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
@@ -133,7 +142,7 @@ class PromptEncoder:
 
     @staticmethod
     def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-        # The batch call lets other threads run meanwhile; the single one holds the interpreter's lock.
+        # The batch call releases the interpreter lock; the single call holds it.
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return list(encoding.ids)
 
@@ -141,7 +150,7 @@ class PromptEncoder:
         return self._prefix_ids + token_ids + self._suffix_ids if add_special_tokens else token_ids
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
-        """The ids that `add_special_tokens` puts before and behind a text."""
+        """Return the ids that `add_special_tokens` puts before and after a text."""
         self._special_id_set = frozenset(self._special_ids.values())
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         full = self._tokenizer.encode("a", add_special_tokens=True).ids
@@ -150,7 +159,7 @@ class PromptEncoder:
 
 
 class StandIns:
-    """Replaces spellings of special tokens by `U+E000 nonce : which U+E001` and back; no client can guess the nonce."""
+    """Replaces special-token texts with `U+E000 nonce : index U+E001` and back; clients cannot guess the nonce."""
 
     def __init__(self, pattern: re.Pattern[str], spellings: list[str]) -> None:
         self._pattern = pattern
@@ -159,7 +168,7 @@ class StandIns:
         self.used = False
 
     def hide(self, value: _Json) -> _Json:
-        """In every text of a JSON value."""
+        """Replace in every text of a JSON value."""
         if isinstance(value, str):
             return self._pattern.sub(self._stand_in, value)
         if isinstance(value, list):

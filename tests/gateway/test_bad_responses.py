@@ -11,10 +11,15 @@ VALUE, UNSUPPORTED, MISSING = "invalid_value", "unsupported_parameter", "missing
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 STRICT = {"type": "function", "name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
 NAMED = {"type": "function", "name": "other"}
+NAMED_WEATHER = {"type": "function", "name": "get_weather"}
 
 
 def message(*parts: Any, role: str = "user") -> dict[str, Any]:
     return {"input": [{"role": role, "content": list(parts)}]}
+
+
+def namespace(*tools: Any) -> dict[str, Any]:
+    return {"type": "namespace", "name": "ns", "tools": list(tools)}
 
 
 def json_schema(**fields: Any) -> dict[str, Any]:
@@ -55,15 +60,21 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "xml"}}}, VALUE, "text.format.type"),
     (json_schema(name="t"), MISSING, "text.format.schema"),
     (json_schema(name="t", schema={"type": "nothing"}), "invalid_json_schema", "text.format.schema"),
-    ({"text": {"verbosity": "low"}}, UNSUPPORTED, "text.verbosity"),
+    ({"text": {"verbosity": "loud"}}, VALUE, "text.verbosity"),
     (json_schema(name="t", schema={"type": "nothing"}) | {"tools": [WEATHER]}, "invalid_json_schema",
      "text.format.schema"),
     (json_schema(name="t", schema={"type": "integer"}) | {"tools": [STRICT]}, "invalid_grammar", "tools"),
-    ({"tools": [{"type": "web_search"}]}, UNSUPPORTED, "tools[0].type"),
-    ({"tools": [{"type": "file_search", "vector_store_ids": ["v"]}]}, UNSUPPORTED, "tools[0].type"),
-    ({"tools": [WEATHER, {"type": "computer_use_preview"}]}, UNSUPPORTED, "tools[1].type"),
-    ({"tools": [{"type": "mcp", "server_label": "x"}]}, UNSUPPORTED, "tools[0].type"),
-    ({"tools": [{"type": "custom", "name": "x"}]}, UNSUPPORTED, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, UNSUPPORTED, "tool_choice.type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, VALUE, "tool_choice"),
+    ({"tools": [namespace({"type": "web_search"})]}, UNSUPPORTED, "tools[0].tools[0].type"),
+    ({"tools": [namespace({"type": "namespace", "name": "m", "tools": []})]}, UNSUPPORTED, "tools[0].tools[0].type"),
+    ({"tools": [namespace(WEATHER), {**WEATHER, "name": "ns__get_weather"}]}, VALUE, "tools[1].name"),
+    ({"tools": [namespace({**WEATHER, "name": "f" * 125})]}, VALUE, "tools[0].tools[0].name"),
+    ({"tools": [namespace(*({**WEATHER, "name": f"f{n}"} for n in range(128))), WEATHER]}, VALUE, "tools"),
+    ({"tools": [{"type": "web_search"}, {**WEATHER, "parameters": {"type": "nothing"}}], "tool_choice": NAMED_WEATHER},
+     "invalid_json_schema", "tools[1].parameters"),
+    ({"tools": [{}]}, MISSING, "tools[0].type"),
+    ({"tools": [{"type": "namespace", "name": "ns"}]}, MISSING, "tools[0].tools"),
     ({"tools": [{"type": "function"}]}, MISSING, "tools[0].name"),
     ({"tools": [{"type": "function", "name": "a b"}]}, VALUE, "tools[0].name"),
     ({"tools": [WEATHER, WEATHER]}, VALUE, "tools[1].name"),

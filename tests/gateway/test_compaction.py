@@ -80,7 +80,7 @@ async def test_a_conversation_is_summed_up_and_gone_on_with(gateway: Gateway) ->
     assert (usage["input_tokens"], usage["output_tokens"]) == (len(request.prompt_token_ids), num_tokens)
     assert request.sampling.max_tokens == 1024
     prompt = prompt_of(gateway)
-    assert prompt.startswith("<|im_start|>system\nbe<|im_end|>") and "Sum up our conversation" in prompt
+    assert prompt.startswith("<|im_start|>system\nbe<|im_end|>") and "Summarize our conversation" in prompt
     # What came is what goes in again; a user's messages before the summary are one.
     model_says(gateway, "Rain.")
     response = await asked(gateway.session, input=[*compacted["output"], {"role": "user", "content": "So?"}])

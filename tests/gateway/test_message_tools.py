@@ -134,7 +134,7 @@ async def test_thinking_needs_a_parser_of_reasoning(start_gateway: Any, roomy_mo
     gateway = await start_gateway(model=roomy_model_dir)
     async with gateway.session.post(URL, json={**HI, "thinking": THINKING}) as response:
         error = (await response.json())["error"]
-    assert (response.status, error["param"]) == (400, "thinking") and "thoughts" in error["message"]
+    assert (response.status, error["param"]) == (400, "thinking") and "reasoning parser" in error["message"]
 
 
 async def test_a_model_that_may_think_does_not_where_nothing_tells_reasoning_apart(

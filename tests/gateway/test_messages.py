@@ -1,6 +1,7 @@
 """Anthropic's API: the order of a stream's events, what a request becomes, and errors in its words."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ from gateway.requests.anthropic_schema import parse_messages
 from gateway.requests.request_body import decode_body
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent
-from tests.gateway.conftest import Gateway
-from tests.gateway.fake_inference import says
+from tests.gateway.conftest import MAX_MODEL_LEN, Gateway
+from tests.gateway.fake_inference import finish, says
 
 HI: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -246,3 +247,34 @@ async def test_models_in_anthropics_shape(start_gateway: Any) -> None:
         assert (response.status, body["type"], body["error"]["param"]) == (400, "error", *query)
     async with gateway.session.get("/v1/models") as response:
         assert (await response.json())["object"] == "list" and "request-id" not in response.headers
+
+
+async def test_message_starts_before_its_first_token(start_gateway: Any, tiny_model: ServedModel) -> None:
+    gateway: Gateway = await start_gateway(sse_keep_alive_seconds=0.001)
+    async with gateway.session.post("/v1/messages", json={**HI, "stream": True}) as response:
+        stream = await gateway.engine.next_stream()
+        assert (await response.content.readuntil(b"\n\n")).startswith(b"event: message_start\n")
+        for _ in range(2):
+            assert await response.content.readuntil(b"\n\n") == b'event: ping\ndata: {"type":"ping"}\n\n'
+        stream.send(TokenEvent(stream.request.request_id, 0, ids(tiny_model, "a")))
+        stream.send(finish(stream.request, 1))
+        assert '"text":"a"' in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("content", "max_tokens", "words"),
+    [
+        ("hi", 10_000, r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+), decrease input"),
+        ("z" * 4000, 5, r"prompt is too long: (\d+) tokens > (\d+) maximum"),
+    ],
+    ids=["answer", "prompt"],
+)
+async def test_context_errors_have_anthropics_words(
+    gateway: Gateway, content: str, max_tokens: int, words: str
+) -> None:
+    body = {**HI, "max_tokens": max_tokens, "messages": [{"role": "user", "content": content}]}
+    status, error = await post(gateway, body)
+    found = re.match(words, error["error"]["message"])
+    assert status == 400 and found, error
+    *asked, limit = map(int, found.groups())
+    assert sum(asked) > limit == MAX_MODEL_LEN

@@ -11,7 +11,8 @@ import pytest
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, GrammarKind, TokenEvent
 from tests.gateway.conftest import Gateway
-from tests.gateway.responses import WEATHER, asked, model_says, streamed, tokens_of
+from tests.gateway.responses import URL, WEATHER, asked, model_says, streamed, tokens_of
+from tests.gateway.test_compaction import prompt_of
 from tests.gateway.text.test_logprobs import says_scored
 from tests.tiny_model import write_tiny_model
 
@@ -283,6 +284,45 @@ async def test_the_helpers_of_openais_client(start_gateway: Any, roomy_model_dir
         assert parsed.output_parsed == Town(name="Rome")
         grammar = gateway.engine.requests[-1].sampling.grammar
         assert grammar is not None and json.loads(grammar.text)["required"] == ["name"]
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.responses.create(model="roomy", input="hi", tools=[{"type": "web_search"}])
-        assert refused.value.param == "tools[0].type"
+
+
+# The tools of Codex 0.169.0: functions, a namespace, and a hosted tool.
+CODEX_TOOLS = [
+    {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}},
+    {"type": "namespace", "name": "multi_agent_v1", "tools": [{"type": "function", "name": "f"}]},
+    {"type": "web_search", "external_web_access": False},
+]
+
+
+async def test_function_in_a_namespace_is_called_by_its_bare_name(start_gateway: Any, roomy_model_dir: Any) -> None:
+    gateway = await start_gateway(model=roomy_model_dir)
+    call = '[{"name": "multi_agent_v1__f", "arguments": {}}]'
+    model_says(gateway, call)
+    body = {"input": "hi", "tools": CODEX_TOOLS, "tool_choice": "required"}
+    async with gateway.session.post(URL, json=body) as reply:
+        answered = await reply.json()
+        assert (reply.status, reply.headers.get("x-pagestream-ignored")) == (200, "tools[2]"), answered
+    (item,) = answered["output"]
+    assert (item["name"], item["namespace"], item["arguments"]) == ("f", "multi_agent_v1", "{}")
+    assert answered["tools"][1:] == CODEX_TOOLS[1:]
+    grammar = gateway.engine.requests[-1].sampling.grammar
+    assert grammar is not None and "multi_agent_v1__f" in grammar.text and "web_search" not in grammar.text
+    model_says(gateway, call)
+    async with gateway.session.post(URL, json={**body, "stream": True}) as reply:
+        lines = (await reply.text()).splitlines()
+    items = [json.loads(line[6:])["item"] for line in lines if line.startswith("data: ") and '"item":' in line]
+    assert [(item["name"], item["namespace"]) for item in items] == [("f", "multi_agent_v1")] * 2
+    model_says(gateway, "Done.")
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
+    turn = [{"role": "user", "content": "hi"}, item, output]
+    assert (await asked(gateway.session, input=turn)).output_text == "Done."
+    assert "multi_agent_v1__f" in prompt_of(gateway)
+
+
+async def test_custom_tool_is_a_function_with_one_string(start_gateway: Any, roomy_model_dir: Any) -> None:
+    gateway = await start_gateway(model=roomy_model_dir)
+    model_says(gateway, '[{"name": "patch", "arguments": {"input": "x"}}]')
+    body = {"input": "hi", "tools": [{"type": "custom", "name": "patch"}], "tool_choice": "required"}
+    async with gateway.session.post(URL, json=body) as reply:
+        (item,) = (await reply.json())["output"]
+    assert (item["type"], item["name"], json.loads(item["arguments"])) == ("function_call", "patch", {"input": "x"})

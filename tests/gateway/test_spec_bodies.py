@@ -22,12 +22,13 @@ from tests.tiny_model import write_tiny_model
 
 TIMES = ("in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at",
          "cancelled_at")  # fmt: skip
+REASONING = {"reasoning": {"type": "string"}, "reasoning_content": {"type": "string"}}
 OPENAI = Description(
     "openai-2.3.0",
     more={
         # Of vLLM and DeepSeek, where reasoning is told apart.
-        "ChatCompletionResponseMessage": {"reasoning_content": {"type": "string"}},
-        "ChatCompletionStreamResponseDelta": {"reasoning_content": {"type": "string"}},
+        "ChatCompletionResponseMessage": REASONING,
+        "ChatCompletionStreamResponseDelta": REASONING,
         # Of Open Responses, and of OpenAI's server.
         "Response": {
             "store": {"type": "boolean"},

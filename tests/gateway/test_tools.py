@@ -198,6 +198,7 @@ async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.S
         streamed = await read_stream(response)
     calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]  # type: ignore[union-attr]
     reasoning = getattr(whole.message, "reasoning_content", "")
+    assert getattr(whole.message, "reasoning", "") == reasoning
     assert streamed == (whole.message.content or "", reasoning, calls, whole.finish_reason)
     return whole.message.content, reasoning, calls, whole.finish_reason
 

@@ -217,7 +217,7 @@ def test_no_orphan_stays_when_the_supervisor_is_killed(serve: Callable[..., Serv
 
 def test_a_worker_that_cannot_start_ends_everything_with_its_last_lines(serve: Callable[..., Serve]) -> None:
     one = serve("--fake-worker-exit", "3")
-    one.read_until("worker-0 is given up: it ended twice with exit status 3 before it was ready. Its last lines:")
+    one.read_until("worker-0 is given up: it exited twice with exit status 3 before it was ready. Its last lines:")
     assert one.read_until("fake worker").startswith("    fake worker serve.")
     assert one.process.wait(PATIENCE_SECONDS) == 1
 
@@ -225,7 +225,7 @@ def test_a_worker_that_cannot_start_ends_everything_with_its_last_lines(serve: C
 def test_a_port_in_use_is_told_before_anything_starts(serve: Callable[..., Serve]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         one = serve("--port", str(other.getsockname()[1]))
-        one.read_until("is in use; take another one with --port")
+        one.read_until("is in use; choose another one with --port")
     assert one.process.wait(PATIENCE_SECONDS) == 1
     assert len(one.lines) == 1
 

@@ -33,7 +33,7 @@ def test_a_line_has_the_same_key_in_every_run(tmp_path: Path) -> None:
         (["{"], "line 1"),
         (["[]"], "JSON object"),
         ([line(""), ""], "custom_id"),
-        ([line("a"), line("a")], "line 2: custom_id 'a' is there twice"),
+        ([line("a"), line("a")], "line 2: custom_id 'a' is used twice"),
         ([line(url="/v1/models")], "url"),
         ([line(method="GET")], "url"),
         ([line(body=None)], "body"),

@@ -29,7 +29,7 @@ def test_a_system_that_does_not_say_has_none(tmp_path: Path) -> None:
 def test_avx2_alone_is_told_to_be_slower() -> None:
     finding = check_cpu_kernels(True, "AVX2, /cache/cpu-0.so", ["AVX2"])
     assert finding.status == "ok" and not finding.hint
-    assert finding.message.startswith("AVX2, /cache/cpu-0.so; the processor has AVX2 and no AVX-512 VNNI, which")
+    assert finding.message.startswith("AVX2, /cache/cpu-0.so; the processor has AVX2 but not AVX-512 VNNI, which")
     faster = check_cpu_kernels(True, "AVX512_VNNI, /x.so", ["AVX2", "AVX-512 VNNI", "AMX"])
     assert faster.message == "AVX512_VNNI, /x.so; the processor has AVX2, AVX-512 VNNI, AMX"
     assert check_cpu_kernels(True, "to be compiled", []).message == "to be compiled"
@@ -43,4 +43,4 @@ def test_kernels_that_cannot_be_built_are_a_warning() -> None:
 
 def test_the_number_format_is_what_a_worker_would_log() -> None:
     assert check_number_format("auto is as-stored: why").message == "auto is as-stored: why"
-    assert "as-stored once a GGUF file" in check_number_format("").message
+    assert "as-stored for GGUF files" in check_number_format("").message

@@ -120,7 +120,7 @@ async def test_a_stop_is_not_told_again_with_the_end_of_another_child(monkeypatc
 async def test_a_child_that_cannot_start_ends_the_work_with_its_last_lines() -> None:
     record, crew = Record(), Crew()
     crew.start(record.child("worker", "print('out of memory'); raise SystemExit(3)"), stop_rank=0)
-    with pytest.raises(ChildGaveUp, match="worker is given up: it ended twice with exit status 3") as given_up:
+    with pytest.raises(ChildGaveUp, match="worker is given up: it exited twice with exit status 3") as given_up:
         await crew.while_all_live(asyncio.Event().wait())
     assert str(given_up.value).endswith("Its last lines:\n    out of memory")
     await crew.stop(5.0)

@@ -38,7 +38,7 @@ def test_list_show_retry_drop(options: list[str], capsys: pytest.CaptureFixture[
     assert main(["show", "one", "--prompt", *options]) == 0
     assert json.loads(capsys.readouterr().out)["request"]["prompt_token_ids"] == [7, 8, 9]
     assert main(["retry", "one", *options]) == 0
-    assert re.fullmatch(r"one is queued again as [0-9a-f]{32}\n", capsys.readouterr().out)
+    assert re.fullmatch(r"one queued again as [0-9a-f]{32}\n", capsys.readouterr().out)
     assert main(["drop", "all", *options]) == 0
     assert capsys.readouterr().out == "two dropped\n"
     assert main(["list", "--json", *options]) == 0

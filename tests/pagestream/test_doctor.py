@@ -81,7 +81,7 @@ def test_a_port_in_use() -> None:
         port = other.getsockname()[1]
         finding = doctor.check_port("127.0.0.1", port)
         assert finding.status == "fail"
-        assert finding.message == f"port {port} on 127.0.0.1 is in use; take another one with --port"
+        assert finding.message == f"port {port} on 127.0.0.1 is in use; choose another one with --port"
     assert doctor.check_port("127.0.0.1", port).status == "ok"
 
 

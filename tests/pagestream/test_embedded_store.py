@@ -96,7 +96,7 @@ async def test_the_end_of_a_foreign_server_is_noticed(directory: Path) -> None:
 async def test_a_server_that_cannot_start_tells_why(directory: Path) -> None:
     directory.mkdir()
     (directory / "appendonlydir").write_text("in the way")
-    with pytest.raises(StoreError, match="ended at its start"):
+    with pytest.raises(StoreError, match="exited during its start"):
         await EmbeddedStore.at(directory, MEMORY_BYTES).start()
 
 

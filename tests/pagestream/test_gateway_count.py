@@ -44,7 +44,7 @@ def test_what_is_told_is_done_without_a_word() -> None:
 def test_keys_have_their_limits_once() -> None:
     count = count_gateways(None, num_workers=2, gpus=["0", "1"], num_cores=64, counts_for_keys=True)
     assert count.number == 1
-    assert "gateways  1: each counts the limits of API keys by itself" in banner.opening(["m"], count, 2)
+    assert "gateways  1: each gateway counts the limits of API keys alone" in banner.opening(["m"], count, 2)
 
 
 def test_a_file_of_keys_is_seen_wherever_it_is_told(tmp_path: Path) -> None:

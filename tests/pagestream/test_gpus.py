@@ -88,7 +88,7 @@ def test_workers_that_have_gpus(tmp_path: Path, workers: list[tuple[int, int]], 
 
 @pytest.mark.parametrize(
     ("workers", "told"),
-    [([(2, 2)], "2 x 2 take 4 GPUs, and there are 3"), ([(1, 2), (2, 1)], "1 x 2 and 2 x 1 take 4 GPUs")],
+    [([(2, 2)], "2 x 2 need 4 GPUs, but there are 3"), ([(1, 2), (2, 1)], "1 x 2 and 2 x 1 need 4 GPUs")],
 )
 def test_groups_that_would_share_a_gpu_are_refused(tmp_path: Path, workers: list[tuple[int, int]], told: str) -> None:
     with pytest.raises(SettingsError, match=told):

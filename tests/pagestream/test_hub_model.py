@@ -102,18 +102,16 @@ async def test_a_token_from_the_usual_place_opens_what_is_gated(hub: FakeHub, mo
 
 
 async def test_what_the_hub_does_not_have(hub: FakeHub) -> None:
-    with pytest.raises(ModelUnavailable, match=r"has no model org/other, or it is private .*no folder of this name"):
+    with pytest.raises(ModelUnavailable, match=r"has no model org/other, or it is private .*no local folder"):
         await prepare("org/other")
-    with pytest.raises(ModelUnavailable, match="org/tiny has no revision 'v9': give a branch, a tag or a commit"):
+    with pytest.raises(ModelUnavailable, match="org/tiny has no revision 'v9': use a branch, tag or commit"):
         await prepare(revision="v9")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"])
 async def test_what_cannot_be_served_is_told_by_its_files(hub: FakeHub, missing: str) -> None:
     del hub.files[missing]
-    with pytest.raises(
-        ModelUnavailable, match=rf"org/tiny \(main\) has no {missing}: a model is served from safetensors"
-    ):
+    with pytest.raises(ModelUnavailable, match=rf"org/tiny \(main\) lacks {missing}: serving needs safetensors"):
         await prepare()
     assert not find_model("org/tiny").directory.exists()
 
@@ -125,10 +123,8 @@ async def test_where_the_network_does_not_allow_it(offline: bool, monkeypatch: p
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unheard.getsockname()[1]}")
         if offline:
             monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        why = (
-            "HF_HUB_OFFLINE is set" if offline else r"cannot be reached \(a mirror: HF_ENDPOINT; a proxy: HTTPS_PROXY\)"
-        )
-        with pytest.raises(ModelUnavailable, match=rf"it is not in .*/hf/hub, and .*{why}.*`hf download org/tiny`"):
+        why = "HF_HUB_OFFLINE is set" if offline else r"is not reachable \(mirror: HF_ENDPOINT, proxy: HTTPS_PROXY\)"
+        with pytest.raises(ModelUnavailable, match=rf"missing in .*/hf/hub, and .*{why}.*`hf download org/tiny`"):
             await prepare()
 
 

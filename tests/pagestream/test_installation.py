@@ -8,7 +8,7 @@ import pytest
 
 from pagestream import cli, installation
 from pagestream.doctor import check_packages
-from pagestream.installation import HOME, PACKAGES, foreign_packages, missing_told
+from pagestream.installation import HOME, PACKAGES, foreign_packages, missing_message
 
 REQUIRES = [
     "redis>=8.1",
@@ -26,10 +26,10 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_an_extra_lacks_is_named_with_the_command_that_installs_it(lacking: None) -> None:
-    assert missing_told("engine") == "no-such-package not installed: pip install 'pagestream[engine]'"
+    assert missing_message("engine") == "no-such-package not installed: pip install 'pagestream[engine]'"
     told = "absent-too, no-such-package not installed: pip install 'pagestream[serve]'"
-    assert missing_told("serve", "gateway", "engine") == told
-    assert missing_told("embedded") == ""
+    assert missing_message("serve", "gateway", "engine") == told
+    assert missing_message("embedded") == ""
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_our_packages_are_ours() -> None:
 
 def test_a_distribution_with_a_package_of_our_name_is_told() -> None:
     (foreign,) = foreign_packages({"kernels": ["kernels", "pagestream"], "shared": ["pagestream"]})
-    assert "kernels installs a package `kernels` too" in foreign.message
+    assert "kernels also installs a package `kernels`" in foreign.message
     assert foreign.hint.startswith("pip uninstall kernels; pip install --force-reinstall --no-deps pagestream")
 
 
@@ -67,7 +67,7 @@ sys.path.insert(0, {str(tmp_path)!r})
 print(*[foreign.message for foreign in installation.foreign_packages({{}})], sep="\\n")
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HOME).stdout
-    assert told == f"the package `shared` is {tmp_path / 'shared'}, not {HOME / 'shared'}\n"
+    assert told == f"the package `shared` is {tmp_path / 'shared'}, expected {HOME / 'shared'}\n"
 
 
 def test_every_package_of_the_wheel_is_looked_for() -> None:

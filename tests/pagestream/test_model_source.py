@@ -60,7 +60,7 @@ def test_another_content_is_another_directory(tmp_path: Path) -> None:
 async def test_a_file_that_is_no_gguf_is_refused_with_the_converters_words(tmp_path: Path) -> None:
     gguf = tmp_path / "broken.gguf"
     gguf.write_bytes(b"not this")
-    with pytest.raises(ModelUnavailable, match=r"broken\.gguf could not be converted:\n(.*\n)*.*not a readable GGUF"):
+    with pytest.raises(ModelUnavailable, match=r"converting .*broken\.gguf failed:\n(.*\n)*.*not a readable GGUF"):
         await find_model(str(gguf)).prepare(silent)
     assert not find_model(str(gguf)).directory.exists()
 

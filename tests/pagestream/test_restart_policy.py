@@ -16,7 +16,7 @@ def test_deaths_in_a_row_are_answered_ever_later() -> None:
 def test_five_deaths_within_a_minute_end_the_whole() -> None:
     policy = RestartPolicy()
     answers = [policy.after_death(15.0 * count, exit_status=1, was_ready=True) for count in range(5)]
-    assert answers[4] == GiveUp("it died 5 times within 60 s")
+    assert answers[4] == GiveUp("it crashed 5 times within 60 s")
 
 
 def test_old_deaths_are_forgotten() -> None:
@@ -30,7 +30,7 @@ def test_two_starts_that_end_alike_are_enough() -> None:
     policy = RestartPolicy()
     assert policy.after_death(0.0, exit_status=1, was_ready=False) == Restart(0.0)
     assert policy.after_death(3.0, exit_status=1, was_ready=False) == GiveUp(
-        "it ended twice with exit status 1 before it was ready"
+        "it exited twice with exit status 1 before it was ready"
     )
 
 
@@ -48,7 +48,9 @@ def test_a_good_life_between_two_bad_starts_counts() -> None:
 
 
 def test_a_child_that_says_that_it_cannot_start_is_believed() -> None:
-    assert RestartPolicy().after_death(0.0, exit_status=2, was_ready=False) == GiveUp("it cannot start like this")
+    assert RestartPolicy().after_death(0.0, exit_status=2, was_ready=False) == GiveUp(
+        "it cannot start with these settings"
+    )
     assert RestartPolicy().after_death(0.0, exit_status=2, was_ready=True) == Restart(0.0)
 
 

@@ -33,7 +33,7 @@ SNAPSHOT = KVSnapshot(
 
 
 def test_the_picture() -> None:
-    assert frame(SNAPSHOT, [MOVE], columns=80, rows=24, colours=False) == [
+    assert frame(SNAPSHOT, [MOVE], columns=80, rows=24, use_colors=False) == [
         "w.0  [########......................] 25% of 16 blocks",
         "device  4 active (2 shared), 4 cached, 8 free",
         "host    2 swapped (0 shared), 0 cached, 3 free",
@@ -50,7 +50,7 @@ def test_the_picture() -> None:
 def test_it_fits_whatever_the_terminal_is() -> None:
     many = msgspec.structs.replace(SNAPSHOT, states="p" + "f" * 56_000 + "a", requests=SNAPSHOT.requests * 100)
     for columns, rows in ((80, 24), (40, 12), (200, 60), (20, 3)):
-        lines = frame(many, [MOVE] * 50, columns=columns, rows=rows, colours=False)
+        lines = frame(many, [MOVE] * 50, columns=columns, rows=rows, use_colors=False)
         assert len(lines) <= rows and max(map(len, lines)) <= columns
 
 
@@ -60,8 +60,8 @@ def test_a_cell_of_many_blocks_shows_the_most_used_state() -> None:
 
 
 def test_colours_only_where_they_are_asked_for() -> None:
-    assert any("\x1b[34m" in line for line in frame(SNAPSHOT, [], columns=80, rows=24, colours=True))
-    assert not any("\x1b" in line for line in frame(SNAPSHOT, [], columns=80, rows=24, colours=False))
+    assert any("\x1b[34m" in line for line in frame(SNAPSHOT, [], columns=80, rows=24, use_colors=True))
+    assert not any("\x1b" in line for line in frame(SNAPSHOT, [], columns=80, rows=24, use_colors=False))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.batches import driver
 from gateway.batches.batch_store import BatchFolder
-from gateway.batches.driver import MAX_STRIKES, STRUCK_OUT
+from gateway.batches.driver import GATEWAY_STOPPED, MAX_CRASHES
 from gateway.batches.records import BatchProgress
 from tests.gateway.batches.batch_clients import (
     ENDPOINT,
@@ -42,7 +42,7 @@ def stored(kept: Path, tmp_path: Path, progress: BatchProgress, num_killed: int)
 
 
 @pytest.mark.parametrize(
-    ("num_killed", "status"), [(0, "completed"), (MAX_STRIKES - 1, "completed"), (MAX_STRIKES, "failed")]
+    ("num_killed", "status"), [(0, "completed"), (MAX_CRASHES - 1, "completed"), (MAX_CRASHES, "failed")]
 )
 async def test_a_check_that_ends_gateways(
     start_gateway: Callable[..., Any], tmp_path: Path, num_killed: int, status: str
@@ -53,18 +53,18 @@ async def test_a_check_that_ends_gateways(
         batch = await ended(client, await client.batches.retrieve(folder.record.id))
         assert batch.status == status
         codes = [problem.code for problem in (batch.errors.data or [] if batch.errors else [])]
-        assert codes == ([STRUCK_OUT] if status == "failed" else [])
+        assert codes == ([GATEWAY_STOPPED] if status == "failed" else [])
         assert bool(gateway.engine.requests) == (status == "completed")
 
 
 async def test_lines_that_end_gateways_have_a_result_each(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     progress = BatchProgress(status="in_progress", total=2)
-    folder = stored(tmp_path / "kept", tmp_path, progress, MAX_STRIKES)
+    folder = stored(tmp_path / "kept", tmp_path, progress, MAX_CRASHES)
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path / "kept")
     async with client_of(gateway) as client:
         batch = await ended(client, await client.batches.retrieve(folder.record.id))
         errors = await results(client, batch.error_file_id)
-        assert set(errors) == {"a", "b"} and {error["error"]["code"] for error in errors.values()} == {STRUCK_OUT}
+        assert set(errors) == {"a", "b"} and {error["error"]["code"] for error in errors.values()} == {GATEWAY_STOPPED}
         assert gateway.engine.requests == []
 
 
@@ -81,10 +81,10 @@ async def test_what_ends_well_or_runs_steadily_counts_for_nothing(
             await asyncio.sleep(0.02)
     gateway.state.open_requests.draining = True
     folder = folder_of(tmp_path, batch.id)
-    for _ in range(MAX_STRIKES + 1):  # gateways that let go
+    for _ in range(MAX_CRASHES + 1):  # gateways that let go
         while (lease := folder.try_lock()) is None:
             await asyncio.sleep(0.02)
-        assert lease.num_strikes == 0
+        assert lease.num_crashes == 0
         lease.end()
 
 

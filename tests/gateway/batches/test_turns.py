@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.batches.fair_slots import TURN_SECONDS, FairSlots, Turn, who_gives_way
+from gateway.batches.fair_slots import TURN_SECONDS, FairSlots, Turn, batch_to_yield
 
 
 def turns(*owners: str) -> list[Turn]:
@@ -25,8 +25,8 @@ def turns(*owners: str) -> list[Turn]:
         ("", "a", 0, None),
     ],
 )
-def test_who_gives_way(driven: str, owner: str, seconds: float, leaver: str | None) -> None:
-    found = who_gives_way(turns(*driven), owner, seconds)
+def test_batch_to_yield(driven: str, owner: str, seconds: float, leaver: str | None) -> None:
+    found = batch_to_yield(turns(*driven), owner, seconds)
     assert (found and found.batch_id) == leaver
 
 
@@ -36,7 +36,7 @@ def test_in_the_end_all_have_equally_many(num_owners: int) -> None:
     owners = [chr(ord("a") + number) for number in range(num_owners)]
     for step in range(100):
         owner = min(owners, key=lambda owner: sum(turn.owner == owner for turn in driven))
-        leaver = who_gives_way(driven, owner, 0.0)
+        leaver = batch_to_yield(driven, owner, 0.0)
         if leaver is None:
             break
         driven.remove(leaver)

@@ -22,6 +22,7 @@ class FakeEventStream:
         self.pushed: list[bytes] = []
         self.aborted = False
         self.is_silent = True
+        self.keep_alive = b": keep-alive\n\n"
 
     def push(self, data: bytes) -> bool:
         self.pushed.append(data)

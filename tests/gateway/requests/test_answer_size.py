@@ -48,13 +48,13 @@ def planned(request: CompletionRequest, prompt_tokens: int = 1, num_prompts: int
             1, 1, "max_tokens", "at most 4032 tokens",
         ),
         (completion(prompt=[[1]] * 32, max_tokens=20_000), 1, 32, "max_tokens", "at most 16384 tokens"),
-        (completion(prompt=[[1]] * 32, prompt_logprobs=20), 8191, 32, "prompt_logprobs", "it has at most 524288"),
+        (completion(prompt=[[1]] * 32, prompt_logprobs=20), 8191, 32, "prompt_logprobs", "at most 524288"),
         (completion(prompt=[[1]] * 32, echo=True, logprobs=20, max_tokens=0), 8191, 32, "prompt", "at most 524288"),
-        (completion(n=8, prompt_logprobs=20), 8191, 1, "prompt_logprobs", "it has at most 524288"),
-        (completion(n=8, echo=True), 100_000, 1, "prompt", "it has at most 524288"),
-        (completion(n=8, return_token_ids=True), 100_000, 1, "prompt", "it has at most 524288"),
+        (completion(n=8, prompt_logprobs=20), 8191, 1, "prompt_logprobs", "an answer has at most 524288"),
+        (completion(n=8, echo=True), 100_000, 1, "prompt", "an answer has at most 524288"),
+        (completion(n=8, return_token_ids=True), 100_000, 1, "prompt", "an answer has at most 524288"),
         (chat(max_completion_tokens=100_000, n=8), 1, 1, "max_completion_tokens", "at most 65536 tokens"),
-        (chat(prompt_logprobs=20), 40_000, 1, "prompt_logprobs", "it has at most 524288"),
+        (chat(prompt_logprobs=20), 40_000, 1, "prompt_logprobs", "an answer has at most 524288"),
     ],
 )  # fmt: skip
 def test_a_product_that_is_too_large_is_named_with_what_is_allowed(
