@@ -25,6 +25,7 @@ class _BodyWrite:
     """The part of an EventStream that the watch looks at."""
 
     is_silent = False
+    keep_alive = b""
 
     def __init__(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport

@@ -88,6 +88,7 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None, choice: ResponseToolCh
         if not found and tool["type"] != "namespace":
             hosted.append(path)
     _check(functions)
+    chosen: ToolChoice | None
     if isinstance(choice, ChosenTool) and choice.type == "allowed_tools":
         functions, chosen = _allowed(functions, choice), choice.mode or "auto"
     else:

@@ -164,6 +164,6 @@ def test_token_counts_of_running_slots_take_memory_from_the_kv_cache(
         assert main([str(tmp_path), "--json", "--max-num-seqs", max_num_seqs]) == 0
         found.append(json.loads(capsys.readouterr().out))
     few, many = found
-    vocab_size = LLAMA_8B["vocab_size"]
+    vocab_size = int(str(LLAMA_8B["vocab_size"]))
     assert many["token_counts_bytes"] - few["token_counts_bytes"] == 2 * 1000 * vocab_size
     assert few["kv_cache_bytes"] - many["kv_cache_bytes"] == 2 * 1000 * vocab_size

@@ -108,7 +108,8 @@ class TestTake:
         for worker_id in ("old.1", "new.1"):
             await scripts.register(worker_id)
         await accept(scripts, "a", needs=1)
-        before = (await scripts.redis.xrange(scripts.keys.queue(INTERACTIVE)))[0][0]
+        waiting: Any = await scripts.redis.xrange(scripts.keys.queue(INTERACTIVE))
+        before = waiting[0][0]
         await take(scripts, "old.1", OLD)
         (entry,) = (await scripts.take("new.1", Demand(1))).entries
         assert entry.queued_ms == int(before.split(b"-")[0])

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,7 +169,7 @@ async def test_clearing_a_queue_ends_each_waiting_request(scripts: RedisScripts,
         ("b", CLEARED_MESSAGE),
         ("c", CLEARED_MESSAGE),
     ]
-    stored = await scripts.redis.hget(scripts.keys.request("b"), "terminal")
+    stored: Any = await scripts.redis.hget(scripts.keys.request("b"), "terminal")
     assert decode_terminal_event(stored) == events[0]
     assert await scripts.redis.hget(scripts.keys.request("a"), "state") == b"running"  # the live worker goes on
     assert await clear_queue(scripts.redis, scripts.keys) == 0
