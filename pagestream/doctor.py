@@ -42,13 +42,13 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's 
 _TORCH_PROBE = """
 import json, sys, torch
 from pathlib import Path
-from engine_worker.execution.kv_dtype_choice import told_formats
+from engine_worker.execution.kv_dtype_choice import describe_formats
 from engine_worker.execution.settings import ExecutionSettings
 from kernels.cpu.__main__ import look
 cuda = torch.cuda.is_available()
 kernels = look()
 settings = ExecutionSettings(model=Path(sys.argv[1]))
-formats = told_formats(settings, "cuda" if cuda else "cpu", lambda: "" if kernels[0] else kernels[1])
+formats = describe_formats(settings, "cuda" if cuda else "cpu", lambda: "" if kernels[0] else kernels[1])
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": [
     {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0],
      "total_bytes": torch.cuda.mem_get_info(i)[1], "capability": torch.cuda.get_device_capability(i)}
