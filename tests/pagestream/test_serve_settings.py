@@ -166,7 +166,7 @@ def test_several_models_reach_a_gateway_in_a_file_and_each_worker_has_its_own(tm
     [
         ('[[models]]\nmodel = "."\nworker = { worker-id = "x" }', "worker.worker-id: is set by serve itself"),
         ('[[models]]\nmodel = "."\nworker = { model = "x" }', "worker.model: is set by serve itself"),
-        ('[[models]]\nmodel = "."\n[[models]]\nmodel = "."', "is given twice"),
+        ('[[models]]\nmodel = "."\n[[models]]\nmodel = "."', "used twice"),
     ],
 )
 def test_models_that_serve_cannot_run(tmp_path: Path, entries: str, told: str) -> None:
