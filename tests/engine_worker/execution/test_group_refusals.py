@@ -61,7 +61,7 @@ def has_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.parametrize("num_gpus", [1, 3])
 def test_more_ranks_than_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
     has_gpus(monkeypatch, *["H200"] * num_gpus)
-    sentence = f"--tensor-parallel-size: expected at most {num_gpus}, got {num_gpus + 1}; this process sees {num_gpus} GPUs"
+    sentence = f"--tensor-parallel-size: expected at most {num_gpus}, got {num_gpus + 1}; this process sees"
     with pytest.raises(ValueError, match=sentence):
         load(model_dir, num_gpus + 1, device="cuda")
 

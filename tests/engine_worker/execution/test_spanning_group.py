@@ -162,7 +162,7 @@ def test_rank_0_chooses_the_number_format_for_hosts_of_other_kinds(
 
 @pytest.mark.parametrize("endpoint", ["host", "host:0", ":1", "host:65536", "host:x"])
 def test_an_address_that_is_none(tmp_path: Path, endpoint: str) -> None:
-    with pytest.raises(SettingsError, match="--rendezvous-endpoint: expected HOST:PORT with a port from 1 to 65535, got"):
+    with pytest.raises(SettingsError, match="--rendezvous-endpoint: expected HOST:PORT with a port from 1 to 65535"):
         ExecutionSettings(model=tmp_path, tensor_parallel_size=2, rendezvous_endpoint=endpoint)
 
 
