@@ -43,7 +43,7 @@ class SupervisedChild:
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     process: ChildProcess | None = None
     lives: int = 0
-    signalled: asyncio.Event = field(default_factory=asyncio.Event)  # a child has ended, stopped or continued
+    signaled: asyncio.Event = field(default_factory=asyncio.Event)  # a child has ended, stopped or continued
 
     async def run(self) -> NoReturn:
         """Keep the child alive until cancelled. A cancellation leaves the process running for stop().
@@ -74,8 +74,8 @@ class SupervisedChild:
             return
         was_reported = False
         while True:
-            await self.signalled.wait()
-            self.signalled.clear()
+            await self.signaled.wait()
+            self.signaled.clear()
             was_reported = was_reported and is_stopped(pid)
             if not was_reported and await _stays_stopped(pid):
                 was_reported = True
@@ -153,7 +153,7 @@ class ProcessSupervisor:
 
     def _wake_watchers(self) -> None:
         for child in self.children:
-            child.signalled.set()
+            child.signaled.set()
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled() or self._failure.done():

@@ -2,7 +2,7 @@
 
 Simulated are only the engine (it draws random tokens, so that two attempts never agree), the clients and the disasters:
 replies lost after the server applied the command, lost pub/sub messages, kills at any await, workers that sleep through
-their own reaping and then go on, repeated ACCEPTs, cancels, requests that crash their worker. `run_world` raises
+their own reaping and then go on, repeated ACCEPT calls, cancels, requests that crash their worker. `run_world` raises
 Violation if a client did not get exactly what the journal holds, or if anything stays behind in the store.
 """
 
