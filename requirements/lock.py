@@ -10,8 +10,8 @@
 
 Every pin has hashes, so `pip install --require-hashes` installs exactly these files. They are for Linux on x86-64 and
 Python 3.11, and are checked for 3.12. On a CPU torch is the build without CUDA, whose wheel pip must find in a folder
-or in PyTorch's index. Only hashes of that build are listed, because pip would prefer the one with CUDA. On a GPU torch and
-Triton are the versions of the figures in docs/benchmarks.
+or in PyTorch's index. Only hashes of that build are listed, because pip would prefer the one with CUDA. On a GPU torch
+and Triton are the versions of the figures in docs/benchmarks.
 """
 
 import re
