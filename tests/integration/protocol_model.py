@@ -149,16 +149,16 @@ class LossyClient(InferenceClient):
         super().__init__(world.connections, world.keys, gateway_id, clock=fast_clock, scripts=scripts)
         self.gateway_id = gateway_id
         self._world = world
-        self._hear = self._listening.understand
-        self._listening.understand = self._understand  # type: ignore[method-assign]
+        self._handle = self._listening.handle_message
+        self._listening.handle_message = self._handle_message  # type: ignore[method-assign]
 
-    async def _understand(self, message: Message) -> None:
+    async def _handle_message(self, message: Message) -> None:
         if message.data.startswith(CUT_OFF):
             return  # the auditor's
         if self._world.random.random() < LOST_MESSAGE_RATIO:
             self._world.tally.lost_messages += 1
         else:
-            await self._hear(message)
+            await self._handle(message)
 
 
 class GapBlindStream(ResponseStream):
