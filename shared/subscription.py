@@ -45,7 +45,7 @@ class Subscription:
         ping_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_heard = 0  # replies of any kind; while it grows, missing messages were not sent
+        self.num_replies = 0  # replies of any kind; while it grows, missing messages were not sent
         self._redis = redis
         self._channels = tuple(channels)
         self._ping_seconds = ping_seconds
@@ -100,7 +100,7 @@ class Subscription:
     def _understood(self, message: dict[str, Any] | None) -> Message | Gap | None:
         if message is None:
             return None
-        self.num_heard += 1
+        self.num_replies += 1
         self._unanswered_pings = 0
         self._next_ping = self._clock() + self._ping_seconds  # a reply makes a ping unnecessary
         if message["type"] == "message":
