@@ -62,7 +62,7 @@ def with_torch_of_each_python(lock: str) -> str:
 
     def listed(match: re.Match[str]) -> str:
         if match[1] not in TORCH_CPU_HASHES:
-            raise SystemExit(f"torch {match[1]}: add its hashes to TORCH_CPU_HASHES in {Path(__file__).name}")
+            raise SystemExit(f"torch {match[1]}: TORCH_CPU_HASHES in {Path(__file__).name} must have its hashes")
         hashes = TORCH_CPU_HASHES[match[1]].values()
         return f"torch=={match[1]} \\\n" + " \\\n".join(f"    --hash=sha256:{value}" for value in hashes) + "\n"
 

@@ -102,9 +102,9 @@ class _Slots:
             raise ValueError(f"step of {len(message)} bytes: a slot of the channel holds {self.slot_bytes}")
         header = _HEADER.pack(_MAGIC, VERSION, number, len(message))
         start = self._start(number)
-        behind = start + _PREFIX_BYTES
-        self._map[start:behind] = header + _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
-        self._map[behind : behind + len(message)] = message  # joined with the header it is copied twice
+        body = start + _PREFIX_BYTES
+        self._map[start:body] = header + _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
+        self._map[body : body + len(message)] = message  # joined with the header it is copied twice
 
     def read(self, number: int) -> bytes:
         start = self._start(number)

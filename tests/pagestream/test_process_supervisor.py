@@ -117,7 +117,7 @@ async def test_a_stop_is_not_told_again_with_the_end_of_another_child(monkeypatc
     await supervisor.stop(5.0)
 
 
-async def test_a_child_that_cannot_start_ends_the_work_with_its_last_lines() -> None:
+async def test_failed_start_ends_the_work_with_its_last_lines() -> None:
     record, supervisor = Record(), ProcessSupervisor()
     supervisor.start(record.child("worker", "print('out of memory'); raise SystemExit(3)"), stop_rank=0)
     with pytest.raises(ChildGaveUp, match="worker: not restarted: it exited twice with exit status 3") as given_up:
