@@ -131,7 +131,7 @@ def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"max_model_len": 4096}, "--max-model-len 4096"),
+        ({"max_model_len": 4096}, "--max-model-len: expected at most"),
         ({"kv_cache_memory_bytes": 100_000}, "--max-model-len"),
         ({"deterministic": True}, "--deterministic: needs --device cuda"),
     ],
