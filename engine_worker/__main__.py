@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from engine_worker.engine import Engine
 from engine_worker.execution.follower_processes import Followers
 from engine_worker.execution.group_health import ALONE
-from engine_worker.execution.start_times import StartTimes, told
+from engine_worker.execution.start_times import StartTimes, log_lines
 from engine_worker.metrics import EngineInfo
 from engine_worker.model.preflight import check_files
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -111,7 +111,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     settings = settings.for_device(device)
     runner = load_model_runner(settings.execution, report, followers)
     start = times.by_rank(runner.group)
-    for line in told(start):
+    for line in log_lines(start):
         logger.info("start of %s", line)
     engine = Engine(
         _scheduler(settings, runner),
@@ -126,7 +126,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     loaded = LoadedEngine(engine, _info(runner, device), runner.compile_grammar, note, start=start)
     if runner.group is None:
         return loaded
-    return replace(loaded, dump_others=runner.group.dump_stacks, tell_end_to=runner.group.tell_end_to)
+    return replace(loaded, dump_others=runner.group.dump_stacks, set_on_end=runner.group.set_on_end)
 
 
 def _info(runner: "ModelRunner", device: str) -> EngineInfo:

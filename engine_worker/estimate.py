@@ -151,7 +151,7 @@ def _decide_types(options: argparse.Namespace, blueprint: "Blueprint") -> str:
     options.kv_cache_dtype = choice.kv_cache_dtype
     if options.quantization in IN_GROUPS:
         options.dtype = options.dtype or "float32"
-    return f"{choice.told}\n" if choice.told else ""
+    return f"{choice.reason}\n" if choice.reason else ""
 
 
 def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
@@ -164,7 +164,7 @@ def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
     choice = chosen_quantization(settings, device, why_no_kernels=lambda: "")
     options.quantization = choice.quantization
     if device == "cpu":
-        return f"{choice.told}\n" if choice.told else ""
+        return f"{choice.reason}\n" if choice.reason else ""
     on_cpu = chosen_quantization(settings, "cpu", why_no_kernels=lambda: "").quantization
     return (
         "Use --device cpu for a CPU, which multiplies the GGUF file's blocks directly.\n"

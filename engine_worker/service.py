@@ -72,7 +72,7 @@ class LoadedEngine:
     compile_grammar: Compile | None = None
     note: str = ""  # told with its readiness
     dump_others: Callable[[], None] | None = None  # has the other processes of this worker write their stacks
-    tell_end_to: Callable[[Callable[[str], None]], None] | None = None  # of another process; called in its own thread
+    set_on_end: Callable[[Callable[[str], None]], None] | None = None  # of another process; called in its own thread
     start: dict[int, list[tuple[str, float]]] = field(default_factory=dict)  # by rank: its phases, in seconds
 
 
@@ -219,8 +219,8 @@ class WorkerService:
         self._watchdog.is_cpu = loaded.info.device == "cpu" and self._settings.execution.tensor_parallel_size == 1
         self._note = loaded.note
         self._dump_others = loaded.dump_others
-        if loaded.tell_end_to is not None:
-            loaded.tell_end_to(self._lose_process)
+        if loaded.set_on_end is not None:
+            loaded.set_on_end(self._lose_process)
         worker = Worker(
             self._engine,
             self._register,
@@ -241,7 +241,7 @@ class WorkerService:
 
     def _lose_process(self, what: str) -> None:
         """In whose thread it may. Ends this process: in order, or at once should its event loop not turn."""
-        logger.critical("%s; the group ends whole", what)
+        logger.critical("group: %s; all ranks end", what)
         self._loop.call_soon_threadsafe(self._lost.set_exception, LostProcess(what))
         threading.Event().wait(LAST_SECONDS)
         os._exit(EXIT_LOST)

@@ -1,11 +1,10 @@
-"""`pagestream serve`: a store, gateways and workers as child processes, from the first phase to an orderly end.
+"""`pagestream serve`: a store, gateways, and workers as child processes, from start to an orderly stop.
 
-    start   store -> gateway (so that /ready tells what follows) -> model -> workers -> the first READY -> the banner
-    watch   a child that dies is started again; what a dead worker held is requeued before its successor begins
-    stop    gateway (open streams end) -> workers -> store, on Ctrl-C, SIGTERM, or when a child is given up
+    start   store -> gateways (so that /ready reports the progress) -> models -> workers -> the first READY -> banner
+    watch   a dead child is restarted; the requests of a dead worker are requeued before its successor starts
+    stop    gateways (open streams end) -> workers -> store, on Ctrl-C, SIGTERM, or if a child cannot be kept alive
 
-Holds the order only: lives are crew.py, the store embedded_store.py, the models served_models.py.
-Every walk crosses what it starts; a takeover begins where it hears of a worker's end. It knows no request.
+Only the order is here: process_supervisor.py runs children, embedded_store.py the store, served_models.py the models.
 """
 
 import asyncio
@@ -27,7 +26,6 @@ from pagestream import banner
 from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
 from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, fleet_prefix, usable_cores, worker_base_id
 from pagestream.child_process import ChildCommand
-from pagestream.crew import ChildGaveUp, Crew, SupervisedChild
 from pagestream.directories import state_directory
 from pagestream.embedded_store import EmbeddedStore, StoreError
 from pagestream.fleet_link import FleetLink
@@ -37,6 +35,7 @@ from pagestream.gguf_model import ModelUnavailable
 from pagestream.gpus import check_gpus, visible_gpus
 from pagestream.installation import foreign_packages
 from pagestream.phases import PhaseConsole
+from pagestream.process_supervisor import ChildGaveUp, ProcessSupervisor, SupervisedChild
 from pagestream.restart_policy import CANNOT_START, GiveUp, RestartPolicy
 from pagestream.serve_settings import PassedFlags, ServeSettings
 from pagestream.served_models import ServedModel, served_models
@@ -49,14 +48,18 @@ from shared.settings import SettingsError
 STOP_MARGIN_SECONDS = 5.0  # beyond the children's own drain time: closing connections, ending threads
 GATEWAY_POLL_SECONDS, READY_POLL_SECONDS = 0.1, 0.02
 HTTP_OK = 200
-PROBES_A_GATEWAY = 6  # e^-6: one in 400 is not met
+PROBES_A_GATEWAY = 6  # e^-6: a gateway is missed once in 400 starts
 _GATEWAY_RANK, _WORKER_RANK = 0, 1
 _IS_INFO = re.compile(r"[\d:]+ INFO ")  # a line of shared/logs.py
 
 
 def serve(settings: ServeSettings, flags: PassedFlags, config_path: Path | None) -> int:
-    """The exit status: 0 after Ctrl-C or SIGTERM, 1 when something could not be started or kept alive, 2 when it cannot
-    start with these settings on this store."""
+    """Serve until Ctrl-C or SIGTERM.
+
+    Returns:
+        The exit status: 0 after a signal, 1 if a part could not be started or kept alive, 2 if the settings do not fit
+        the store.
+    """
     console = PhaseConsole(sys.stdout)
     try:
         asyncio.run(_until_signal(settings, flags, config_path, console))
@@ -72,14 +75,14 @@ def serve(settings: ServeSettings, flags: PassedFlags, config_path: Path | None)
 async def _until_signal(
     settings: ServeSettings, flags: PassedFlags, config_path: Path | None, console: PhaseConsole
 ) -> None:
-    """Serve; the first signal asks for an orderly stop, a second one kills the children that are still stopping."""
+    """Serve; the first signal starts an orderly stop, a second one kills the remaining children."""
     all_in_one = _AllInOne(settings, flags, config_path, console)
     serving = asyncio.create_task(all_in_one.run())
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         if serving.cancelling():
-            all_in_one.crew.kill()
+            all_in_one.supervisor.kill()
         else:
             serving.cancel()
 
@@ -95,12 +98,12 @@ class _AllInOne:
     flags: PassedFlags
     config_path: Path | None
     console: PhaseConsole
-    crew: Crew = field(default_factory=Crew)
+    supervisor: ProcessSupervisor = field(default_factory=ProcessSupervisor)
     fleet_id: str = field(default_factory=lambda: token_hex(4))
-    workers: dict[str, SupervisedChild] = field(default_factory=dict)  # by the id of the current life
+    workers: dict[str, SupervisedChild] = field(default_factory=dict)  # by the id of the current process
     teams: list[list[SupervisedChild]] = field(default_factory=list)  # the workers of each model
-    gateway_begins: asyncio.Event = field(default_factory=asyncio.Event)  # another life of one
-    worker_is_ready: asyncio.Event = field(default_factory=asyncio.Event)  # one more
+    gateway_starts: asyncio.Event = field(default_factory=asyncio.Event)  # a gateway was started or restarted
+    worker_is_ready: asyncio.Event = field(default_factory=asyncio.Event)  # another worker is ready
 
     async def run(self) -> None:
         started_at = time.monotonic()
@@ -114,27 +117,29 @@ class _AllInOne:
         settings = self.settings = replace(settings, gateways=gateways.number)
         self.console.print(banner.opening([model.name for model in models], gateways, num_workers))
         async with (
-            self._told_of_foreign_packages(),
+            self._foreign_packages_reported(),
             self._store() as (url, is_fresh),
             self._links(url, models) as links,
-            self._crew_stopped_at_the_end(),
+            self._children_stopped_at_the_end(),
         ):
             if is_fresh:
                 for link in links:
-                    await link.reap(WORKER_ID_PREFIX)  # whoever worked on this store before died with it
+                    await link.reap(WORKER_ID_PREFIX)  # workers of the previous store died with it
             for link, model in zip(links, models, strict=True):
                 await self._refuse_other_model(link, model)
             with _models_file(models if settings.models_file else ()) as path:
                 commands = ChildCommands(settings, self.flags, self.config_path, models, url, path)
                 await self._start(models, links, commands)
-                await self.crew.while_all_live(self._until_ready())
+                await self.supervisor.while_all_live(self._until_ready())
                 address = base_url(settings.host, settings.port)
                 self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at))
-                await self.crew.while_all_live(asyncio.Event().wait())
+                await self.supervisor.while_all_live(asyncio.Event().wait())
 
     async def _refuse_other_model(self, link: FleetLink, model: ServedModel) -> None:
-        """Raise ModelDiffers before a gateway of ours answers for workers of another model. A model that is not here
-        yet is compared by its workers."""
+        """Raise ModelDiffers before one of our gateways uses workers of another model.
+
+        A model that is not downloaded yet is compared by its workers.
+        """
         load_format = self.flags.load_format(os.environ, self.config_path)
         try:
             identity = await asyncio.to_thread(files_identity, model.source.directory, load_format)
@@ -152,21 +157,21 @@ class _AllInOne:
         )
 
     @asynccontextmanager
-    async def _told_of_foreign_packages(self) -> AsyncIterator[None]:
-        """Beside the start, which takes no longer for it; also where the start fails, for they may be why."""
-        telling = asyncio.create_task(self._tell_of_foreign_packages())
+    async def _foreign_packages_reported(self) -> AsyncIterator[None]:
+        """Report them beside the start, and also if the start fails, because they may be the cause."""
+        report = asyncio.create_task(self._report_foreign_packages())
         try:
             yield
         finally:
-            await telling
+            await report
 
-    async def _tell_of_foreign_packages(self) -> None:
+    async def _report_foreign_packages(self) -> None:
         for foreign in await asyncio.to_thread(foreign_packages):
             self.console.print(f"  warning   {foreign.message}\n            -> {foreign.hint}")
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[tuple[str, bool]]:
-        """The URL of the store, and whether we have just started it: an embedded one is kept alive from now on."""
+        """Yield the URL of the store, and whether it was just started. An embedded one is kept alive."""
         if self.settings.redis_url:
             yield self.settings.redis_url, False
             return
@@ -175,20 +180,20 @@ class _AllInOne:
         is_fresh = await store.start()
         verb = "started" if is_fresh else "found running"
         self.console.print(f"  store     {verb} in {time.monotonic() - started_at:.1f} s: {store.url}")
-        self.crew.watch(self._keep_alive(store), name="store")
+        self.supervisor.watch(self._keep_alive(store), name="store")
         try:
             yield store.url, is_fresh
         finally:
             await store.stop()
 
     async def _keep_alive(self, store: EmbeddedStore) -> None:
-        """Children reconnect by themselves and find everything again that reached the append-only file."""
+        """Restart the store when it dies. Children reconnect and find all data of the append-only file."""
         deaths = RestartPolicy()
         while True:
             last_lines = await store.wait_until_gone()
             answer = deaths.after_death(time.monotonic(), exit_status=0, was_ready=True)
             if isinstance(answer, GiveUp):
-                raise StoreError(f"the embedded store is given up: {answer.reason}\n{last_lines}")
+                raise StoreError(f"embedded store: not restarted: {answer.reason}\n{last_lines}")
             self.console.print("  store     died")
             await asyncio.sleep(answer.delay_seconds)
             await store.start()
@@ -204,8 +209,8 @@ class _AllInOne:
         link = FleetLink(url, name, self._on_heartbeat)
         try:
             if problem := await link.store_answers():
-                raise StoreError(f"the store at {url} does not answer: {problem}")
-            self.crew.watch(link.run(), name="link to the store")
+                raise StoreError(f"--redis-url: the store at {url} does not answer: {problem}")
+            self.supervisor.watch(link.run(), name="link to the store")
             files = FleetFiles(state_directory() / "fleets", url, name)
             await _reap_former_fleets(link, files)
             with files.hold(self.fleet_id):
@@ -214,25 +219,25 @@ class _AllInOne:
             await link.aclose()
 
     @asynccontextmanager
-    async def _crew_stopped_at_the_end(self) -> AsyncIterator[None]:
+    async def _children_stopped_at_the_end(self) -> AsyncIterator[None]:
         try:
             yield
         finally:
             self.console.print("stopping the gateway, then the workers")
-            await self.crew.stop(self.settings.drain_seconds + STOP_MARGIN_SECONDS)
+            await self.supervisor.stop(self.settings.drain_seconds + STOP_MARGIN_SECONDS)
 
     async def _start(self, models: Sequence[ServedModel], links: Sequence[FleetLink], commands: ChildCommands) -> None:
         gateways = [self._gateway(number, commands) for number in range(self.settings.num_gateways)]
         for gateway in gateways:
-            self.crew.start(gateway, stop_rank=_GATEWAY_RANK)
-        self.crew.watch(self._watch_gateways(gateways), name="watch over the gateways")
+            self.supervisor.start(gateway, stop_rank=_GATEWAY_RANK)
+        self.supervisor.watch(self._watch_gateways(gateways), name="watch over the gateways")
         numbers = itertools.count()  # of all workers
         for model, link in zip(models, links, strict=True):
-            await self.crew.while_all_live(self._prepare(link, model))
+            await self.supervisor.while_all_live(self._prepare(link, model))
             team = [self._worker(next(numbers), model, commands, link) for _ in range(model.num_workers)]
             self.teams.append(team)
             for worker in team:
-                self.crew.start(worker, stop_rank=_WORKER_RANK)
+                self.supervisor.start(worker, stop_rank=_WORKER_RANK)
 
     async def _prepare(self, link: FleetLink, model: ServedModel) -> None:
         def report(phase: str, progress: float, detail: str) -> None:
@@ -241,7 +246,7 @@ class _AllInOne:
 
         await model.source.prepare(report)
         self.console.end("model")
-        link.fall_silent()
+        link.stop_announcing()
 
     def _gateway(self, number: int, commands: ChildCommands) -> SupervisedChild:
         name = "gateway" if self.settings.num_gateways == 1 else f"gateway-{number}"
@@ -250,7 +255,7 @@ class _AllInOne:
             self.console.print(f"  {name:<9} died ({how})")
 
         def command(_life: int) -> ChildCommand:
-            self.gateway_begins.set()
+            self.gateway_starts.set()
             return commands.gateway(name)
 
         return SupervisedChild(name, command, self._on_line, after_death)
@@ -269,20 +274,20 @@ class _AllInOne:
             self.console.print(f"  {child.name:<9} died ({how}); {requeued} requests requeued")
 
         async def when_stopped(life: int) -> None:
-            requeued = await link.reap(worker_base_id(self.fleet_id, number, life))  # on waking it finds itself fenced
+            requeued = await link.reap(worker_base_id(self.fleet_id, number, life))  # if it continues, it is fenced
             self.console.print(f"  {child.name:<9} is stopped by a signal; {requeued} requests requeued")
 
         child = SupervisedChild(f"worker-{number}", command, self._on_line, after_death, when_stopped)
         return child
 
     async def _watch_gateways(self, gateways: list[SupervisedChild]) -> None:
-        """One is up when it answers, whatever it says: it is there to tell of the others' start.
+        """Mark gateways as ready when one answers with any status: a gateway reports the start of the other parts.
 
-        Of several behind one port nobody knows which one answered; they start alike, so one speaks for all.
+        Several gateways share one port, and they start alike, so one answer counts for all.
         """
         while True:
-            await self.gateway_begins.wait()
-            self.gateway_begins.clear()
+            await self.gateway_starts.wait()
+            self.gateway_starts.clear()
             while not all(gateway.is_ready for gateway in gateways):
                 answers = await ready_status(self.settings.host, self.settings.port) is not None
                 for gateway in gateways:
@@ -293,7 +298,7 @@ class _AllInOne:
         while not all(any(worker.is_ready for worker in team) for team in self.teams):
             self.worker_is_ready.clear()
             await self.worker_is_ready.wait()
-        # Behind a shared port each probe meets any of the gateways: so many good answers in a row miss none but rarely.
+        # On a shared port a probe reaches any gateway, so require enough good answers in a row to reach all of them.
         wanted = 1 if self.settings.num_gateways == 1 else PROBES_A_GATEWAY * self.settings.num_gateways
         num_good = 0
         while num_good < wanted:
@@ -304,7 +309,7 @@ class _AllInOne:
                 await asyncio.sleep(READY_POLL_SECONDS)
 
     def _on_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
-        # A worker that is still loading has no incarnation yet and beats under its base id.
+        # A loading worker has no incarnation yet and sends heartbeats with its base id.
         base_id, _, _incarnation = heartbeat.worker_id.rpartition(".")
         worker = self.workers.get(base_id) or self.workers.get(heartbeat.worker_id)
         if worker is None or worker.is_ready:
@@ -319,11 +324,11 @@ class _AllInOne:
             self.console.update(worker.name, heartbeat.phase, heartbeat.progress, heartbeat.detail)
 
     def _on_line(self, name: str, line: str) -> None:
-        if not _IS_INFO.match(line) or self._is_ready(name):  # until then the phases tell the same
+        if not _IS_INFO.match(line) or self._is_ready(name):  # before that the phases show the same
             self.console.print(f"{name} | {line}")
 
     def _is_ready(self, name: str) -> bool:
-        return any(child.is_ready for child in self.crew.children if child.name == name)
+        return any(child.is_ready for child in self.supervisor.children if child.name == name)
 
 
 async def _reap_former_fleets(link: FleetLink, files: FleetFiles) -> None:
@@ -334,7 +339,7 @@ async def _reap_former_fleets(link: FleetLink, files: FleetFiles) -> None:
 
 @contextmanager
 def _models_file(models: Sequence[ServedModel]) -> Iterator[Path | None]:
-    """For the gateways, with what `models` resolved to; none for one that flags name."""
+    """Yield the path of a file with the resolved models for the gateways, or None without --models-file."""
     if not models:
         yield None
         return

@@ -1,8 +1,4 @@
-"""The command lines of the gateway and the workers that `pagestream serve` runs, with their environment.
-
-It is used at a start and after each death, for all_in_one.py. It starts nothing, and knows options by their names
-alone.
-"""
+"""The command lines and environments of the gateways and workers that `pagestream serve` runs."""
 
 import os
 import sys
@@ -16,18 +12,18 @@ from pagestream.nvlink import nvlinks
 from pagestream.serve_settings import PassedFlags, ServeSettings
 from pagestream.served_models import ServedModel, files_folder
 
-# Every worker that any `serve` runs is called so: what one of them left in the embedded store is known to be orphaned.
+# Prefix of the ids of all workers of any `serve`. With a new embedded store all their old requests are orphaned.
 WORKER_ID_PREFIX = "serve"
 
-# Threads of a product that wait for each other spin for some 10 us and then sleep, unless the user's environment says
-# how. Asleep at once they cost half of a stream's tokens on an idle machine (19 a second of 45 on 2 cores); spinning
-# for as long as OpenMP does by itself, half of them on a busy one (14 where this gives 23).
+# Threads of a linear layer that wait for each other spin for some 10 us and then sleep, unless the user's environment
+# sets it. Without spinning a stream has half the tokens on an idle machine (19 instead of 45 per second on 2 cores);
+# with OpenMP's default it has half of them on a busy one (14 instead of 23).
 _SPINS = {"GOMP_SPINCOUNT": "5000"}
-_SAYS_HOW = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+_SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
 def worker_base_id(fleet_id: str, number: int, life: int) -> str:
-    """The id of one life of one worker; its incarnations append `.0`, `.1`, ..."""
+    """Return the id of one process of a worker; its incarnations append `.0`, `.1`, ..."""
     return f"{fleet_prefix(fleet_id)}.{number}-{life}"
 
 
@@ -37,7 +33,7 @@ def fleet_prefix(fleet_id: str) -> str:
 
 
 def usable_cores() -> int:
-    """CPUs that this process may run on; 1 where the system does not say."""
+    """Return the number of CPUs that this process may use; 1 if it is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
@@ -51,7 +47,16 @@ class ChildCommands:
         url: str,
         models_file: Path | None = None,
     ) -> None:
-        """`models_file`: where a gateway finds them, if there are several."""
+        """Prepare the commands.
+
+        Args:
+            settings: Settings of `serve`.
+            flags: Further flags for gateways and workers.
+            config_path: The file of --config.
+            models: The served models.
+            url: URL of the store.
+            models_file: File of the models for the gateways, if there are several.
+        """
         self._settings = settings
         self._flags = flags
         self._url = url
@@ -70,7 +75,7 @@ class ChildCommands:
         settings = self._settings
         address = ["--host", settings.host, "--port", str(settings.port)]
         if settings.num_gateways > 1:
-            address += ["--reuse-port", "--own-port", "0"]  # a scrape of the shared one meets now this, now that one
+            address += ["--reuse-port", "--own-port", "0"]  # a scrape of the shared port reaches any gateway
         if self._models_file is not None:
             models = ["--models-file", str(self._models_file), *_max_model_len(settings.max_model_len)]
         else:
@@ -80,37 +85,37 @@ class ChildCommands:
         return self._command(name, "gateway", [*models, *self._common, *address, *files, *self._flags.gateway])
 
     def worker(self, model: ServedModel, number: int, base_id: str) -> ChildCommand:
-        """`number`: among the workers of all models."""
-        told = PassedFlags((), (*self._flags.worker, *model.worker_flags))  # what is said of one model wins
+        """Return the command of a worker. `number` counts the workers of all models."""
+        flags = PassedFlags((), (*self._flags.worker, *model.worker_flags))  # the flags of one model come last and win
         max_model_len = model.entry.max_model_len or self._settings.max_model_len
         argv = [*_model(model, [model.name]), *_max_model_len(max_model_len), *self._common, "--worker-id", base_id]
-        if not told.worker_has("--metrics-port"):
-            argv += ["--metrics-port", "0"]  # several workers share this machine: each takes a free one and prints it
+        if not flags.worker_has("--metrics-port"):
+            argv += ["--metrics-port", "0"]  # workers share this machine, so each takes a free port and prints it
         size, num_ranks = model.tensor_parallel_size, sum(other.num_ranks for other in self._models)
         if size > 1:
             argv += ["--tensor-parallel-size", str(size)]
-        if num_ranks > 1 and not told.worker_has("--num-threads"):
+        if num_ranks > 1 and not flags.worker_has("--num-threads"):
             argv += ["--num-threads", str(max(1, usable_cores() // num_ranks))]
         environ = self._environ(number)
-        return self._command(f"worker-{number}", "engine_worker", [*argv, *told.worker], environ)
+        return self._command(f"worker-{number}", "engine_worker", [*argv, *flags.worker], environ)
 
     def _environ(self, number: int) -> dict[str, str]:
-        """Return that of a worker, with the GPUs that are its own."""
+        """Return the environment of a worker, with its GPUs."""
         sizes = [model.tensor_parallel_size for model in self._models for _ in range(model.num_workers)]
         gpus = visible_gpus(os.environ)
         links = nvlinks(gpus) if max(sizes) > 1 else ()
-        spins = {} if any(name in os.environ for name in _SAYS_HOW) else _SPINS
+        spins = {} if any(name in os.environ for name in _SPIN_VARIABLES) else _SPINS
         return spins | environ_of_worker(groups_of_gpus(sizes, gpus, links)[number], os.environ, gpus)
 
     def _command(
         self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
     ) -> ChildCommand:
-        # By its environment: the URL may hold a password, and every user of this machine can read a command line.
+        # In the environment, because the URL may contain a password, and all users of the machine can read arguments.
         return _python(name, module, arguments, {**environ, "PAGESTREAM_REDIS_URL": self._url})
 
 
 def _python(name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> ChildCommand:
-    # -P: a folder called `gateway` or `shared` in the user's current directory must not stand in for ours.
+    # -P: a folder `gateway` or `shared` in the current directory must not be imported instead of ours.
     argv = [sys.executable, "-P", "-m", module, *arguments]
     return ChildCommand(name=name, argv=argv, environ={**environ, "PYTHONUNBUFFERED": "1"})
 

@@ -1,9 +1,6 @@
-"""The command `pagestream`: finds the command and hands the rest over. Imports nothing heavy, so --help is quick.
+"""The command `pagestream`: select a command and pass on its arguments. Imports nothing heavy, so --help is fast.
 
-`gateway`, `worker` and `bench` are programs of their own: this process becomes them. Only `serve`, `doctor` and
-`config` live in this package, and `new-key`.
-
-It runs before any walk. It knows the commands by their names, and none of their options.
+`gateway`, `worker`, `chat`, `run-batch`, `estimate`, and `bench` are separate programs, which replace this process.
 """
 
 import argparse
@@ -28,26 +25,26 @@ MODULES = {
     "run-batch": "pagestream.run_batch",
     "estimate": "engine_worker.estimate",
 }
-EXTRAS = {"gateway": "gateway", "worker": "engine", "run-batch": "gateway"}  # what each cannot do without
-CLONE = Path(__file__).parents[1]  # if this is one
-_KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as gateway/auth/api_keys.py allows
+EXTRAS = {"gateway": "gateway", "worker": "engine", "run-batch": "gateway"}  # extras that each requires
+CLONE = Path(__file__).parents[1]  # root of the repository, if this is a clone
+_KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # the names that gateway/auth/api_keys.py allows
 CONFIGURED = ("serve", "gateway", "worker")
 _COMMANDS = """commands:
   serve [MODEL]   store, gateway and workers on this machine; MODEL: directory, .gguf file, ORG/NAME or `demo` (default)
-  gateway         the HTTP gateway alone
-  worker          one engine worker alone
+  gateway         the HTTP gateway
+  worker          one engine worker
   chat            talk to a running server in the terminal
-  run-batch       a file of requests through a running server, behind all others
-  bench           measure an OpenAI-compatible server, or the engine alone (in a clone only)
-  estimate MODEL  what a model takes of a device's memory, and how many sequences fit beside it
-  new-key NAME    make an API key of the gateway and its entry for --api-keys-file
-  dlq             requests that kept killing their workers: list, show, retry, drop
-  queue           end the requests that wait for a model: clear MODEL
-  top [URL]       the KV blocks of a running server, live in this terminal
+  run-batch       send a file of requests to a running server, at batch priority
+  bench           measure an OpenAI-compatible server, or the engine (in a clone only)
+  estimate MODEL  estimate the memory that a model needs, and how many sequences fit
+  new-key NAME    create an API key and its entry for --api-keys-file
+  dlq             requests that repeatedly crashed their workers: list, show, retry, drop
+  queue           end the waiting requests of a model: clear MODEL
+  top [URL]       show the KV blocks of a running server, live
   doctor          check this machine: Python, packages, torch, driver, Triton compiler, store, clock, port, model, disk
-  config show     every setting of serve, gateway and worker with its value and origin
+  config show     show every setting of serve, gateway and worker with its value and origin
 
-`pagestream COMMAND --help` tells a command's options."""
+`pagestream COMMAND --help` shows a command's options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _program(command: str, arguments: Sequence[str]) -> int:
     if command in EXTRAS:
-        from pagestream.installation import missing_message  # noqa: PLC0415  reads the metadata of what is installed
+        from pagestream.installation import missing_message  # noqa: PLC0415  reads the metadata of installed packages
 
         if lack := missing_message(EXTRAS[command]):
             return _refused(command, lack)
@@ -81,9 +78,9 @@ def _program(command: str, arguments: Sequence[str]) -> int:
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    """The benchmarks are not in the wheel; a clone has them beside this package."""
+    """Run the benchmarks, which are in a clone but not in the wheel."""
     if not (CLONE / "bench" / "__main__.py").is_file():
-        return _refused("bench", "the benchmarks are part of the repository, not of the package: run it in a clone")
+        return _refused("bench", "benchmarks are not part of the package; run it in a clone of the repository")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
     return _become("bench", arguments)
 
@@ -101,7 +98,7 @@ def _serve(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(_serve_help())
         return 0
-    # The model comes first, as in vLLM; anywhere else a word could be the value of a flag that only a child knows.
+    # The model comes first, as in vLLM. Elsewhere a word could be the value of a child's flag.
     model = ["--model", arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
     rest: list[str] = []
     try:
@@ -109,11 +106,11 @@ def _serve(arguments: list[str]) -> int:
         flags = split_flags(rest)
     except SettingsError as error:
         return _refused("serve", str(error))
-    from pagestream.installation import missing_message  # noqa: PLC0415  reads the metadata of what is installed
+    from pagestream.installation import missing_message  # noqa: PLC0415  reads the metadata of installed packages
 
-    if lack := missing_message("serve", "gateway", "engine"):  # a store can be elsewhere
+    if lack := missing_message("serve", "gateway", "engine"):  # not [embedded], because the store may be remote
         return _refused("serve", lack)
-    from pagestream.all_in_one import serve  # noqa: PLC0415  asyncio and redis cost 0.2 s, which --help does not need
+    from pagestream.all_in_one import serve  # noqa: PLC0415  asyncio and redis take 0.2 s, which --help does not need
 
     return serve(loaded.settings, flags, loaded.config_path)
 
@@ -122,21 +119,21 @@ def _serve_help() -> str:
     parser = build_parser(ServeSettings, "pagestream serve [MODEL]")
     parser.epilog = (
         f"MODEL is the same as --model (default: {DEMO}). "
-        "Every option of `pagestream gateway` and `pagestream worker` can be given too."
+        "Every option of `pagestream gateway` and `pagestream worker` is accepted too."
     )
     return parser.format_help()
 
 
 def _new_key(arguments: Sequence[str]) -> int:
-    """A random API key for the eyes, and its entry for the file of --api-keys-file.
+    """Create a random API key and its entry for --api-keys-file.
 
-    `pagestream new-key team-a >> keys.toml`: the key itself goes to the terminal (stderr), once and nowhere else.
+    `pagestream new-key team-a >> keys.toml`: the key is shown once, on stderr, and not stored.
     """
-    parser = argparse.ArgumentParser(prog="pagestream new-key", description="Make an API key of the gateway.")
-    parser.add_argument("name", help="whose it is: shown in logs, and the tenant whose prompts share cached KV")
+    parser = argparse.ArgumentParser(prog="pagestream new-key", description="Create an API key of the gateway.")
+    parser.add_argument("name", help="name of the owner, shown in logs; its prompts share cached KV")
     name = parser.parse_args(arguments).name
     if not _KEY_NAME.fullmatch(name):
-        parser.error(f"name {name!r}: expected 1 to 64 of letters, digits, '.', '_' and '-'")
+        parser.error(f"name: expected 1 to 64 letters, digits, '.', '_' or '-'; got {name!r}")
     key = f"ps-{secrets.token_urlsafe(32)}"
     sys.stderr.write(f"{key}\n")
     sys.stdout.write(f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n\n')
@@ -174,7 +171,7 @@ def _config(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     args, flags = parser.parse_known_args(arguments)
     if flags and args.program is None:
-        parser.error(f"name the program that {flags[0]} belongs to: config show {{{','.join(CONFIGURED)}}} ...")
+        parser.error(f"{flags[0]}: name its program first: config show {{{','.join(CONFIGURED)}}} ...")
     show = [*flags, "--show-config", "json" if args.json else "text"]
     shown = {program: _show(program, show) for program in ([args.program] if args.program else CONFIGURED)}
     if args.json:
@@ -185,7 +182,7 @@ def _config(arguments: Sequence[str]) -> int:
 
 
 def _show(program: str, arguments: Sequence[str]) -> str:
-    """Return the program's own account of its settings; empty if it refused them, which it then has said on stderr."""
+    """Return the output of the program's --show-config; empty if the program refused its settings on stderr."""
     command = [MODULES[program]] if program in MODULES else ["pagestream", program]
     argv = [sys.executable, "-P", "-m", *command, *arguments]
     return subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True).stdout

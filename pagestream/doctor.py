@@ -1,9 +1,7 @@
-"""`pagestream doctor`: is everything here that serving needs? One line a check: ok, warn or fail, and what would help.
+"""`pagestream doctor`: check that this machine can serve. One line per check: ok, warn, or fail, and a fix.
 
-torch is asked in a process of its own (its import takes seconds, and a broken one must not take the doctor along).
-Changes nothing, starts no server, downloads nothing.
-
-It is used before any start; no request comes by. It knows no setting of the engine.
+torch is examined in a separate process, because its import takes seconds, and a broken one must not end the doctor.
+It changes nothing, starts no server, and downloads nothing.
 """
 
 import argparse
@@ -36,19 +34,19 @@ from pagestream.served_models import find_model
 from pagestream.store_checks import Finding, check_embedded_store, check_redis
 
 PYTHON_MINIMUM, PYTHON_BELOW = (3, 11), (3, 13)
-DISK_FREE_BYTES = 2**30  # the demo's weights as a file and converted, with room for the append-only file
+DISK_FREE_BYTES = 2**30  # the demo model's weights as a file and converted, and the append-only file
 TORCH_PROBE_SECONDS = 60.0
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's module is loaded, in containers too
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the kernel module is loaded, also in containers
 _TORCH_PROBE = """
 import json, sys, torch
 from pathlib import Path
-from engine_worker.execution.kv_dtype_choice import told_formats
+from engine_worker.execution.kv_dtype_choice import describe_formats
 from engine_worker.execution.settings import ExecutionSettings
 from kernels.cpu.__main__ import look
 cuda = torch.cuda.is_available()
 kernels = look()
 settings = ExecutionSettings(model=Path(sys.argv[1]))
-formats = told_formats(settings, "cuda" if cuda else "cpu", lambda: "" if kernels[0] else kernels[1])
+formats = describe_formats(settings, "cuda" if cuda else "cpu", lambda: "" if kernels[0] else kernels[1])
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": [
     {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0],
      "total_bytes": torch.cuda.mem_get_info(i)[1], "capability": torch.cuda.get_device_capability(i)}
@@ -62,13 +60,15 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0 if nothing failed, else 1."""
+    """Run all checks. Returns 0 if none failed, else 1."""
     parser = argparse.ArgumentParser(prog="pagestream doctor", description="Check this machine.")
-    parser.add_argument("--model", default=DEMO, help="a model directory, a .gguf file, ORG/NAME, or the word demo")
-    parser.add_argument("--redis-url", default="", help="a Redis or Valkey to examine; default: the embedded one")
+    parser.add_argument("--model", default=DEMO, help="model directory, .gguf file, ORG/NAME, or demo")
+    parser.add_argument(
+        "--redis-url", default="", help="URL of the Redis or Valkey to check; default: the embedded one"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--tensor-parallel-size", type=_size, default=1, help="GPUs that are to share the model")
+    parser.add_argument("--tensor-parallel-size", type=_size, default=1, help="number of GPUs that share the model")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     findings = examine(args.model, args.redis_url, args.host, args.port, args.tensor_parallel_size)
@@ -96,12 +96,12 @@ def examine(model: str, redis_url: str, host: str, port: int, tensor_parallel_si
 
 def _size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"1 or more; got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}")
     return int(text)
 
 
 def check_packages() -> list[Finding]:
-    """One warning for each of our names that somebody else's package has, else that they are ours."""
+    """Warn of each of our package names that another distribution has installed."""
     warnings = [Finding("packages", "warn", foreign.message, foreign.hint) for foreign in foreign_packages()]
     return warnings or [Finding("packages", "ok", f"{', '.join(PACKAGES)} in {HOME}")]
 
@@ -114,7 +114,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def _directory(model: str) -> Path:
-    """Return where `model` is, or is going to be after its first start."""
+    """Return the directory of `model`, which may not exist before its first start."""
     try:
         return find_model(model).directory
     except ModelUnavailable:
@@ -122,7 +122,7 @@ def _directory(model: str) -> Path:
 
 
 def probe_torch(model: Path) -> dict[str, object] | str:
-    """Return torch's account of itself and of the device, or why it could not be asked. `model`: a directory."""
+    """Return torch's properties and devices, or the error of the probe. `model` is a directory."""
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH_PROBE, str(model)],
@@ -131,13 +131,13 @@ def probe_torch(model: Path) -> dict[str, object] | str:
     except subprocess.TimeoutExpired:
         return f"its import takes longer than {TORCH_PROBE_SECONDS:.0f} s"
     if probe.returncode != 0:
-        return (probe.stderr.strip().splitlines() or ["it died without a word"])[-1]
+        return (probe.stderr.strip().splitlines() or ["it ended without a message"])[-1]
     answer: dict[str, object] = json.loads(probe.stdout)
     return answer
 
 
 def nvidia_driver(file: Path = NVIDIA_DRIVER) -> str:
-    """The version of the kernel's NVIDIA driver, or nothing if there is none."""
+    """Return the version of the kernel's NVIDIA driver; empty without one."""
     try:
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read_text())
     except OSError:
@@ -146,9 +146,9 @@ def nvidia_driver(file: Path = NVIDIA_DRIVER) -> str:
 
 
 def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
-    """`driver` as nvidia_driver() tells."""
+    """Check torch and the device. `driver` is the result of nvidia_driver()."""
     if isinstance(answer, str):
-        hint = "pip install 'pagestream[serve]', in a clone make setup; a gateway alone needs no torch"
+        hint = "pip install 'pagestream[serve]', or make setup in a clone; a gateway needs no torch"
         return [Finding("torch", "fail", answer, hint)]
     devices, cuda = answer["devices"], answer["cuda"]
     assert isinstance(devices, list)
@@ -156,19 +156,22 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
     torch = Finding("torch", "ok", f"{answer['torch']}, {built}")
     if devices:
         names = ", ".join(map(_told_of, devices))
-        told = f"{names}, driver {driver or 'of unknown version'}"
-        return [torch, Finding("device", "ok", told), check_triton_compiler()]
-    cpu = f"no CUDA device: the CPU serves ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
+        found = f"{names}, driver {driver or 'of unknown version'}"
+        return [torch, Finding("device", "ok", found), check_triton_compiler()]
+    cpu = f"no CUDA device; serving on the CPU ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
     of_kernels = answer["cpu_kernels"]
     assert isinstance(of_kernels, list)
-    is_there, told = of_kernels
-    on_cpu = [check_cpu_kernels(is_there, told, instruction_sets()), check_number_format(str(answer["number_format"]))]
+    has_kernels, message = of_kernels
+    on_cpu = [
+        check_cpu_kernels(has_kernels, message, instruction_sets()),
+        check_number_format(str(answer["number_format"])),
+    ]
     if not driver:
         return [torch, Finding("device", "ok", cpu), *on_cpu]
     hint = (
         f"is the driver too old for CUDA {cuda}, or does CUDA_VISIBLE_DEVICES hide the device?"
         if cuda
-        else "install torch's build for CUDA; in a clone: pip install --require-hashes -r requirements/engine-gpu.txt"
+        else "install torch with CUDA; in a clone: pip install --require-hashes -r requirements/engine-gpu.txt"
     )
     return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint), *on_cpu]
 
@@ -179,7 +182,7 @@ def _told_of(device: dict[str, Any]) -> str:
 
 
 def check_triton_compiler() -> Finding:
-    """Triton compiles a launcher in C when a kernel is first run: a slim image without gcc fails in the warm-up."""
+    """Check the C compiler, with which Triton compiles kernel launchers; without it the warm-up fails."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not compiler:
@@ -202,24 +205,26 @@ def check_model(model: str) -> Finding:
         if demo_model_directory().is_dir():
             return Finding("model", "ok", f"demo, converted: {demo_model_directory()}")
         if gguf := installed_gguf():
-            return Finding("model", "ok", f"demo, to be converted at the first start: {gguf}")
-        return Finding("model", "warn", "demo, to be downloaded at the first start (93 MB)")
+            return Finding("model", "ok", f"demo, will be converted at the first start: {gguf}")
+        return Finding("model", "warn", "demo, will be downloaded at the first start (93 MB)")
     path = Path(model).expanduser()
     if later := _found_at_the_start(model, path):
         return Finding("model", "ok", later)
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
     missing += [] if any(path.glob("*.safetensors")) else ["*.safetensors"]
     if missing:
-        return Finding("model", "fail", f"{path}: no {', no '.join(missing)}", "give a Hugging Face style directory")
+        return Finding(
+            "model", "fail", f"{path}: no {', no '.join(missing)}", "use a model directory in Hugging Face format"
+        )
     return Finding("model", "ok", str(path))
 
 
 def _found_at_the_start(model: str, path: Path) -> str:
-    """Say what the first start makes of `model`; empty if it is to be a model directory already."""
+    """Return what the first start does with `model`; empty if it must be a model directory already."""
     if path.suffix == ".gguf" and path.is_file():
-        return f"{path}, to be converted at the first start"
+        return f"{path}, will be converted at the first start"
     if is_hub_name(model) and not path.exists():
-        return f"{model}, to be found in the hub's cache or downloaded at the first start"
+        return f"{model}, will be found in the hub's cache or downloaded at the first start"
     return ""
 
 
@@ -228,7 +233,7 @@ def check_disk(check: str, directory: Path) -> Finding:
     free = shutil.disk_usage(existing).free
     message = f"{free / 2**30:.1f} GiB free for {directory}"
     if not os.access(existing, os.W_OK):
-        return Finding(check, "fail", f"{existing} cannot be written")
+        return Finding(check, "fail", f"{existing} is not writable")
     if free < DISK_FREE_BYTES:
-        return Finding(check, "warn", message, f"{DISK_FREE_BYTES / 2**30:.0f} GiB is advised")
+        return Finding(check, "warn", message, f"at least {DISK_FREE_BYTES / 2**30:.0f} GiB is recommended")
     return Finding(check, "ok", message)

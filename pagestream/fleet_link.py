@@ -1,8 +1,7 @@
-"""The supervisor's line to the store: it hears the workers' heartbeats, tells its own phases, and reaps its own dead.
+"""The supervisor's connection to the store: read workers' heartbeats, publish start phases, and reap dead workers.
 
-Pub/sub is enough here: a missed heartbeat is followed by the next one a second later. The store may come and go; this
-link waits for it. In a takeover under `serve` this is the step that gives the dead worker's requests back, at once and
-not after missed beats. It decides nothing about anyone's life, and knows no requests.
+A missed heartbeat does not matter, because the next follows a second later. The requests of a dead worker are requeued
+at once, without waiting for missed heartbeats. If the store is unavailable, the link waits for it.
 """
 
 import asyncio
@@ -33,25 +32,25 @@ class FleetLink:
         self._on_heartbeat = on_heartbeat
         self._own_phase: WorkerHeartbeat | None = None
         self._changed = asyncio.Event()
-        self._heard: set[str] = set()  # ids of workers
+        self._seen_worker_ids: set[str] = set()  # workers that sent a heartbeat
 
     def announce(self, phase: WorkerPhase, progress: float, detail: str) -> None:
-        """Tell every gateway what is being prepared, from now on once a second."""
+        """Publish the current phase to all gateways, once a second."""
         self._own_phase = WorkerHeartbeat(worker_id=SUPERVISOR_ID, phase=phase, progress=progress, detail=detail)
         self._changed.set()
 
-    def fall_silent(self) -> None:
-        """The workers speak for themselves from now on."""
+    def stop_announcing(self) -> None:
+        """Stop announce(), because workers publish their own phases."""
         self._own_phase = None
 
     async def run(self) -> None:
-        """Owner task of both connections, until cancelled."""
+        """Run both directions until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen())
             tasks.create_task(self._beat())
 
     async def store_answers(self) -> str:
-        """Empty if it does, else what is wrong."""
+        """Return an empty text if the store answers, else the error."""
         try:
             await self._connections.commands.ping()
         except (RedisError, OSError) as error:
@@ -59,22 +58,26 @@ class FleetLink:
         return ""
 
     async def reap(self, worker_id_prefix: str) -> int:
-        """Requeue at once what the dead workers `PREFIX.*` held; how many requests. 0 if the store is away."""
+        """Requeue the requests of the dead workers `PREFIX.*`.
+
+        Returns:
+            The number of requests; 0 if the store is unavailable.
+        """
         try:
             reaped = await reap_workers_with_prefix(self._connections.commands, self._keys, worker_id_prefix)
             return sum(summary.requeued for summary in reaped.values())
         except (RedisError, OSError) as error:
-            # The other workers' reapers find the dead one too, only later.
-            logger.warning("could not requeue the requests of %s at once: %s", worker_id_prefix, error)
+            # The reapers of other workers requeue them later.
+            logger.warning("worker %s: requeue failed; peers will requeue: %s", worker_id_prefix, error)
             return 0
 
     async def refuse_other_model(self, identity: Mapping[str, str]) -> None:
         """Raise ModelDiffers if the queue of this model name serves another model. Needs run()."""
         scripts = RedisScripts(self._connections.commands, self._keys)
         try:
-            await refuse_other_model(partial(scripts.compare_identity, identity), self._heard)
+            await refuse_other_model(partial(scripts.compare_identity, identity), self._seen_worker_ids)
         except (RedisError, OSError) as error:
-            logger.warning("model identity: left to the workers, because the store does not answer: %s", error)
+            logger.warning("model identity: not compared; workers will compare it: %s", error)
 
     async def aclose(self) -> None:
         await self._connections.aclose()
@@ -87,18 +90,18 @@ class FleetLink:
                     while True:
                         message = await channel.get_message(ignore_subscribe_messages=True, timeout=None)
                         if message is not None:
-                            self._hear(message["data"])
+                            self._handle_heartbeat(message["data"])
             except (RedisError, OSError):
                 await asyncio.sleep(RETRY_SECONDS)
 
-    def _hear(self, data: bytes) -> None:
+    def _handle_heartbeat(self, data: bytes) -> None:
         try:
             heartbeat = decode_heartbeat(data)
         except FormatError as error:
-            logger.warning("a heartbeat that is none: %s", error)
+            logger.warning("heartbeat: invalid: %s", error)
             return
         if heartbeat.worker_id != SUPERVISOR_ID:
-            self._heard.add(heartbeat.worker_id)
+            self._seen_worker_ids.add(heartbeat.worker_id)
             self._on_heartbeat(heartbeat)
 
     async def _beat(self) -> None:
@@ -108,7 +111,7 @@ class FleetLink:
                 try:
                     await self._connections.commands.publish(self._keys.heartbeat_channel, encode(self._own_phase))
                 except (RedisError, OSError):
-                    logger.debug("the store is away; the phase is told again in a second")
+                    logger.debug("phase: not published; retrying in %s s", BEAT_SECONDS)
             try:
                 async with asyncio.timeout(BEAT_SECONDS if self._own_phase is not None else None):
                     await self._changed.wait()

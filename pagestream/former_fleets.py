@@ -1,7 +1,7 @@
-"""Find the former lives of `serve` whose workers the store still counts as alive.
+"""Find earlier processes of `serve` that were killed, and whose workers the store still counts as alive.
 
-Each `serve` locks one file per store and model while it runs, named after its fleet. The kernel drops the lock with the
-process, so a file without a lock belongs to a `serve` that was killed. Its workers died with it (exit_with_parent).
+Each `serve` locks one file per store and model, named after its fleet. The kernel releases the lock with the process,
+so an unlocked file belongs to a killed `serve`. Its workers have ended too (exit_with_parent).
 """
 
 import fcntl
@@ -23,7 +23,7 @@ class FleetFiles:
 
     @contextmanager
     def hold(self, fleet_id: str) -> Iterator[None]:
-        """Mark this fleet as alive. The file stays: a stop may kill workers, and the next fleet reaps them."""
+        """Mark this fleet as alive. The file remains, because a stop may kill workers that the next fleet must reap."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.directory / f"{self._prefix}{fleet_id}"
         with path.open("w") as file:
@@ -36,7 +36,7 @@ class FleetFiles:
         return [path.name.removeprefix(self._prefix) for path in paths if _is_unlocked(path)]
 
     def forget(self, fleet_id: str) -> None:
-        """Remove the file of a dead fleet, after its workers were reaped."""
+        """Remove the file of a dead fleet. Reap its workers first."""
         (self.directory / f"{self._prefix}{fleet_id}").unlink(missing_ok=True)
 
     @property

@@ -1,4 +1,4 @@
-"""pagestream queue clear MODEL: end the requests that wait for a model, each with an error.
+"""`pagestream queue clear MODEL`: end the waiting requests of a model, each with an error.
 
 The store is the embedded one of `pagestream serve` unless --redis-url names another.
 """
@@ -40,7 +40,9 @@ async def _clear(url: str, keys: RedisKeys) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagestream queue", description="The queues of a model.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="clear")
-    clearing = actions.add_parser("clear", help="end the requests that wait, each with an error")
+    clearing = actions.add_parser("clear", help="end all waiting requests, each with an error")
     clearing.add_argument("model", help="served model name")
-    clearing.add_argument("--redis-url", default="", help="store; default: the embedded store of `pagestream serve`")
+    clearing.add_argument(
+        "--redis-url", default="", help="URL of the store; default: the embedded store of `pagestream serve`"
+    )
     return parser

@@ -1,9 +1,7 @@
-"""The options of `pagestream serve`, and which of the further flags go to the gateway and which to the workers.
+"""The settings of `pagestream serve`, and the assignment of further flags to gateways and workers.
 
-Every flag of `pagestream gateway` and `pagestream worker` may be given to `serve`. The two programs are other packages,
-whose settings are not imported here; tests/test_architecture.py holds the names below against theirs.
-
-It is read at the start of `serve`. It knows the names of options, and not how one is used.
+Every flag of `pagestream gateway` and `pagestream worker` is accepted by `serve`. Their settings are not imported here,
+because they are other packages; tests/test_architecture.py compares the names below with theirs.
 """
 
 import tomllib
@@ -59,48 +57,56 @@ def parse_gateways(text: str) -> int | None:
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     model: str = setting(
-        "", help="a model directory, a .gguf file, ORG/NAME on the Hugging Face hub, or the word demo; default: demo"
+        "", help="model directory, .gguf file, ORG/NAME on the Hugging Face hub, or demo; default: demo"
     )
     revision: str = setting("main", help="branch, tag or commit of a model on the Hugging Face hub")
     served_model_name: tuple[str, ...] = setting(
-        (), help="name in the API, and aliases of it; default: the model's own"
+        (), help="model name in the API, and aliases; default: the name of the model"
     )
-    models_file: Path | None = setting(None, parse=Path, help="TOML file of several models, instead of --model")
+    models_file: Path | None = setting(None, parse=Path, help="TOML file of several models; replaces --model")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on")
     gateways: int | None = setting(
         None,
         parse=parse_gateways,
-        help="gateway processes that share the port, about one for 20,000 tokens/s; default, or auto: two for each "
-        "of several workers on GPUs as far as cores reach, else one",
+        help="number of gateway processes, or auto; default: two per GPU worker, limited by cores; one with a single "
+        "worker",
     )
-    workers: int = setting(1, help="engine workers to run, of each model; of several GPUs each takes one")
+    workers: int = setting(1, help="number of engine workers per model; each uses its own GPUs")
     tensor_parallel_size: int = setting(
-        1, help="GPUs of each worker, which share its model; must divide its heads and its intermediate size"
+        1, help="number of GPUs per worker, which share the model; must divide heads and intermediate size"
     )
-    redis_url: str = setting("", help="a running Redis or Valkey; default: an embedded Valkey of your own")
-    store_max_memory_bytes: int = setting(256 * 2**20, parse=parse_bytes, help="memory of the embedded store")
+    redis_url: str = setting("", help="URL of a running Redis or Valkey; default: an embedded Valkey")
+    store_max_memory_bytes: int = setting(
+        256 * 2**20, parse=parse_bytes, help="memory limit of the embedded store, in bytes"
+    )
     max_model_len: int | None = setting(
-        None, parse=parse_count, help="longest prompt + output; default: the model's own"
+        None, parse=parse_count, help="maximum of prompt and output, in tokens; default: the model's"
     )
     files_dir: Path | None = setting(
-        None, parse=Path, help="for /v1/files and /v1/batches; default: with the state of this user, one a model"
+        None,
+        parse=Path,
+        help="directory of /v1/files and /v1/batches; default: one per model in the user's state directory",
     )
-    drain_seconds: float = setting(30.0, help="time after SIGTERM for running requests to end")
-    log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
-    otlp_traces_endpoint: str = setting("", help="OpenTelemetry collector for traces: http://HOST:4318/v1/traces")
-    vllm_metric_names: bool = setting(False, help="metrics once more under vLLM's names, on /metrics")
+    drain_seconds: float = setting(30.0, help="time limit for running requests after SIGTERM, in seconds")
+    log_format: str = setting("text", choices=("text", "json"), help="format of log lines")
+    otlp_traces_endpoint: str = setting(
+        "", help="URL of an OpenTelemetry collector, for example http://HOST:4318/v1/traces"
+    )
+    vllm_metric_names: bool = setting(False, help="also export metrics under vLLM's names on /metrics")
 
     def __post_init__(self) -> None:
-        # 0 would hide from this program on which port the gateway answers.
+        # With 0 this program would not know the gateway's port.
         if not 1 <= self.port <= 65535:
             raise SettingsError(f"--port: expected 1 to 65535, got {self.port}")
         if self.models_file is not None and (self.model or self.served_model_name):
-            raise SettingsError("--models-file: has the models and their names; give no --model beside it")
+            raise SettingsError(
+                "--models-file: it contains the models and their names; remove --model and --served-model-name"
+            )
         if not 1 <= self.workers <= MAX_WORKERS:
             raise SettingsError(f"--workers: expected 1 to {MAX_WORKERS}, got {self.workers}")
         if self.tensor_parallel_size < 1:
-            raise SettingsError(f"--tensor-parallel-size: at least 1; got {self.tensor_parallel_size}")
+            raise SettingsError(f"--tensor-parallel-size: expected at least 1, got {self.tensor_parallel_size}")
         if self.gateways is not None and not 1 <= self.gateways <= MAX_GATEWAYS:
             raise SettingsError(f"--gateways: expected auto, or 1 to {MAX_GATEWAYS}, got {self.gateways}")
         if self.drain_seconds < 0:
@@ -108,7 +114,7 @@ class ServeSettings:
 
     @property
     def num_gateways(self) -> int:
-        """1 until --gateways auto is decided (gateway_count.py)."""
+        """Return the number of gateways; 1 until --gateways auto is resolved (gateway_count.py)."""
         return self.gateways or 1
 
 
@@ -125,7 +131,7 @@ class PassedFlags:
         return "--device cpu" in " ".join(self.worker).replace("--device=", "--device ")
 
     def load_format(self, environ: Mapping[str, str], config_path: Path | None) -> str:
-        """Return the workers' --load-format: of the flag, the variable or --config."""
+        """Return the workers' --load-format, from the flag, the variable, or --config."""
         words = " ".join(self.worker).replace("=", " ").split()
         if "--load-format" in words[:-1]:
             return words[words.index("--load-format") + 1]
@@ -144,7 +150,11 @@ def _is_among(flag: str, words: Sequence[str]) -> bool:
 
 
 def split_flags(words: Sequence[str]) -> PassedFlags:
-    """Who gets which of the words that are no option of `serve`: a flag takes the words after it along."""
+    """Assign words that are not options of `serve` to gateways and workers. A flag includes the words after it.
+
+    Raises:
+        SettingsError: If a flag is set by `serve`, or a word belongs to no flag.
+    """
     gateway: list[str] = []
     worker: list[str] = []
     target: list[str] | None = None
@@ -152,9 +162,11 @@ def split_flags(words: Sequence[str]) -> PassedFlags:
         if word.startswith("--"):
             name = "--" + word.partition("=")[0].removeprefix("--no-").removeprefix("--")
             if name in SET_BY_SERVE:
-                raise SettingsError(f"{name}: is set by serve itself")
+                raise SettingsError(f"{name}: set by serve; remove it")
             target = gateway if name in GATEWAY_FLAGS else worker
         if target is None:
-            raise SettingsError(f"unexpected argument {word!r}: the model comes first, as in `serve MODEL --flag ...`")
+            raise SettingsError(
+                f"unexpected argument {word!r}: the model must come first, as in `serve MODEL --flag ...`"
+            )
         target.append(word)
     return PassedFlags(tuple(gateway), tuple(worker))

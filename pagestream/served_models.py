@@ -1,7 +1,6 @@
-"""The models of one `pagestream serve`: the one of --model, or those of --models-file, with the workers of each. One is
-named as `demo`, a .gguf file, a directory, or ORG/NAME on the hub.
+"""The models of one `pagestream serve` with their workers: the model of --model, or those of --models-file.
 
-It is used at the start of `serve`, before the workers. It knows names and where files are, and nothing of networks.
+A model is `demo`, a .gguf file, a directory, or ORG/NAME on the hub.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +24,7 @@ _OWN_FLAGS = SET_BY_SERVE | {"--model", "--served-model-name"}
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`directory` is known before it exists, so that a gateway can be started to tell of the preparation."""
+    """A model and its preparation. `directory` may not exist yet, so that gateways start before the preparation."""
 
     name: str
     directory: Path
@@ -33,7 +32,15 @@ class ModelSource:
 
 
 def find_model(model: str, revision: str = DEFAULT_REVISION) -> ModelSource:
-    """Raises ModelUnavailable for what is none of them. `revision`: of a model on the hub. What is here goes first."""
+    """Find a model; local files have precedence over the hub.
+
+    Args:
+        model: A directory, a .gguf file, ORG/NAME, or `demo`.
+        revision: Branch, tag, or commit on the hub.
+
+    Raises:
+        ModelUnavailable: If `model` is none of these.
+    """
     if model == DEMO:
         return ModelSource(DEMO_MODEL_NAME, demo_model_directory(), prepare_demo_model)
     path = Path(model).expanduser().resolve()
@@ -45,8 +52,8 @@ def find_model(model: str, revision: str = DEFAULT_REVISION) -> ModelSource:
     if is_hub_name(model) and not path.exists():
         directory = hub_directory(model, revision)
         return ModelSource(model, directory, lambda report: prepare_hub_model(model, revision, report))
-    kind = "is no model directory and no .gguf file" if path.exists() else "does not exist"
-    raise ModelUnavailable(f"{model} {kind}; give a directory, a .gguf file, ORG/NAME, or the word {DEMO}")
+    kind = "is not a model directory or .gguf file" if path.exists() else "does not exist"
+    raise ModelUnavailable(f"--model: {model} {kind}; expected a directory, a .gguf file, ORG/NAME, or {DEMO}")
 
 
 async def _check_directory(path: Path) -> None:
@@ -61,7 +68,7 @@ class ServedModel:
     source: ModelSource
     entry: ModelEntry
     num_workers: int
-    worker_flags: tuple[str, ...] = ()  # of this model's workers alone
+    worker_flags: tuple[str, ...] = ()  # only for this model's workers
     tensor_parallel_size: int = 1  # ranks of each worker
 
     @property
@@ -70,17 +77,22 @@ class ServedModel:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that have a part of the model, of all workers."""
+        """Return the number of ranks of all workers."""
         return self.num_workers * self.tensor_parallel_size
 
     @property
     def resolved(self) -> ModelEntry:
-        """For a gateway, which takes directories only: those of downloads and .gguf files may come later."""
+        """Return the entry for a gateway, which accepts directories only. The directory may not exist yet."""
         return replace(self.entry, model=str(self.source.directory), names=self.names)
 
 
 def served_models(settings: ServeSettings) -> list[ServedModel]:
-    """Raises SettingsError, and ModelUnavailable for what is no model."""
+    """Return the models of the settings.
+
+    Raises:
+        SettingsError: If --models-file is invalid.
+        ModelUnavailable: If a model cannot be found.
+    """
     if settings.models_file is not None:
         entries = read_models(settings.models_file)
     else:
@@ -91,7 +103,7 @@ def served_models(settings: ServeSettings) -> list[ServedModel]:
 
 
 def files_folder(models: Sequence[ServedModel]) -> str:
-    """One a set of models: whoever serves other ones would answer the lines of its batches with 404."""
+    """Return the folder of a set of models; with other models, lines of its batches would fail with 404."""
     return quote("+".join(sorted(model.name for model in models)), safe="")
 
 
@@ -105,7 +117,7 @@ def _served(entry: ModelEntry, settings: ServeSettings) -> ServedModel:
             size = _size(value)
             continue
         if flag in _OWN_FLAGS:
-            raise SettingsError(f"--models-file: worker.{key}: is set by serve itself")
+            raise SettingsError(f"--models-file: worker.{key}: set by serve; remove it")
         if isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag.removeprefix("--"))
         else:
@@ -118,4 +130,4 @@ def _served(entry: ModelEntry, settings: ServeSettings) -> ServedModel:
 def _size(value: object) -> int:
     if isinstance(value, int) and value >= 1:
         return value
-    raise SettingsError(f"--models-file: worker.{_SIZE_FLAG.removeprefix('--')}: 1 or more; got {value!r}")
+    raise SettingsError(f"--models-file: worker.{_SIZE_FLAG.removeprefix('--')}: expected 1 or more, got {value!r}")

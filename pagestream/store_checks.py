@@ -1,9 +1,4 @@
-"""The questions of `pagestream doctor` to the store: is it there, new enough, safe for requests, its clock ours?
-
-Changes nothing in it.
-
-It serves doctor.py. It knows no key of the store.
-"""
+"""Checks of `pagestream doctor` for the store: reachable, recent, safe for requests, and its clock. Read-only."""
 
 import subprocess
 import time
@@ -18,14 +13,14 @@ from pagestream.embedded_store import StoreError
 from shared.redis_client import connect
 
 REDIS_MINIMUM = (7, 0)
-NUM_CLOCK_READINGS = 5  # the quickest one says most
-# Queue times and traces put the store's clock beside a worker's; less than this is lost in what they are read for.
+NUM_CLOCK_READINGS = 5  # the one with the fastest reply counts
+# Queue times and traces compare the store's clock with a worker's; a smaller skew does not matter there.
 CLOCK_SKEW_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `pagestream doctor`: what was looked at, how it is, and what would help."""
+    """One line of `pagestream doctor`: the check, its result, and a fix."""
 
     check: str
     status: Literal["ok", "warn", "fail"]
@@ -35,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ClockReading:
-    skew_seconds: float  # how far the store's clock is ahead of this machine's; known to half a round trip
+    skew_seconds: float  # store's clock minus this machine's; accurate to half a round trip
     round_trip_seconds: float
 
 
@@ -45,10 +40,10 @@ def check_embedded_store(find_binary: Callable[[], Path]) -> list[Finding]:
         command = [str(binary), "--version"]
         version = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (StoreError, OSError, subprocess.SubprocessError) as error:
-        return [Finding("store", "fail", str(error), "or name a running server with --redis-url")]
+        return [Finding("store", "fail", str(error), "or use a running server with --redis-url")]
     return [
         Finding("store", "ok", f"embedded: {' '.join(version.split()[:3])}, AOF each second, noeviction"),
-        Finding("clock", "ok", "the embedded store has this machine's"),
+        Finding("clock", "ok", "the embedded store uses this machine's"),
     ]
 
 
@@ -90,9 +85,9 @@ def _judge_memory(memory: dict[str, object]) -> Finding:
     limit, system = (int(str(memory.get(name) or 0)) for name in ("maxmemory", "total_system_memory"))
     if limit:
         return Finding("store memory", "ok", f"at most {limit / 2**30:.1f} GiB")
-    told = f"no limit but its machine's {system / 2**30:.1f} GiB" if system else "no limit"
-    hint = "CONFIG SET maxmemory 1gb: else its machine ends it when it is full, and accepted requests with it"
-    return Finding("store memory", "warn", told, hint)
+    found = f"no limit below the machine's {system / 2**30:.1f} GiB" if system else "no limit"
+    hint = "CONFIG SET maxmemory 1gb: otherwise the system may kill it, and accepted requests are lost"
+    return Finding("store memory", "warn", found, hint)
 
 
 async def read_clock(
@@ -100,7 +95,7 @@ async def read_clock(
     wall: Callable[[], float] = time.time,
     stopwatch: Callable[[], float] = time.perf_counter,
 ) -> ClockReading:
-    """`store_time`: TIME, seconds and microseconds since 1970. Of several readings the one with the quickest reply."""
+    """Return the reading with the fastest reply. `store_time` returns seconds and microseconds since 1970 (TIME)."""
     readings = []
     for _ in range(NUM_CLOCK_READINGS):
         here, started = wall(), stopwatch()
@@ -113,12 +108,12 @@ async def read_clock(
 
 def judge_clock(reading: ClockReading) -> Finding:
     skew = reading.skew_seconds
-    told = f"the store's is {_milliseconds(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this machine's"
-    told += f", it answers in {_milliseconds(reading.round_trip_seconds)}"
+    found = f"the store's is {_milliseconds(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this machine's"
+    found += f", it answers in {_milliseconds(reading.round_trip_seconds)}"
     if abs(skew) - reading.round_trip_seconds / 2 <= CLOCK_SKEW_SECONDS:
-        return Finding("clock", "ok", told)
+        return Finding("clock", "ok", found)
     hint = "run chrony or systemd-timesyncd on both: queue times in metrics and traces compare the two"
-    return Finding("clock", "warn", told, hint)
+    return Finding("clock", "warn", found, hint)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -1,18 +1,17 @@
-"""Writes the lock files of this folder from pyproject.toml: `make lock`, with `uv` at hand.
+"""Write the lock files of this folder from pyproject.toml: `make lock`, which needs `uv`.
 
-    gateway.txt      the gateway alone (its image): no torch
+    gateway.txt      the gateway (its image), without torch
     engine-cpu.txt   one engine worker on a CPU (its image)
-    engine-gpu.txt   the same on CUDA: torch from the package index, with the libraries that it names
+    engine-gpu.txt   the same on CUDA: torch from the package index, with its libraries
     serve.txt        `make serve`: gateway, engine on a CPU, embedded store
-    dev.txt          serve.txt and what the tests need
+    dev.txt          serve.txt and the packages of the tests
     clients.txt      the clients of tests/clients, from clients.in
-    peers/*.txt      one heavy client each (`make peers`), from peers/*.in; *.overrides beside it leaves packages out
+    peers/*.txt      one large client each (`make peers`), from peers/*.in; *.overrides leaves packages out
 
-Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files; made for Linux on
-x86-64 and Python 3.11, and held against what 3.12 needs, which is the same or less. On a CPU torch is the build without
-CUDA, whose wheel pip must be able to see (in a folder of wheels, or in PyTorch's own index). Only the hashes of that
-build are listed: given the choice, pip would take the one with CUDA. On a GPU torch and Triton are those that the
-figures of docs/benchmarks were measured with.
+Every pin has hashes, so `pip install --require-hashes` installs exactly these files. They are for Linux on x86-64 and
+Python 3.11, and are checked for 3.12. On a CPU torch is the build without CUDA, whose wheel pip must find in a folder
+or in PyTorch's index. Only hashes of that build are listed, because pip would prefer the one with CUDA. On a GPU torch
+and Triton are the versions of the figures in docs/benchmarks.
 """
 
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 PYTHON, PYTHON_TOO = "3.11", "3.12"
-# Of torch's wheels for manylinux on x86-64 without CUDA, one for each Python: a folder of wheels seldom has both.
+# Hashes of torch's manylinux x86-64 wheels without CUDA, one per Python, because a folder of wheels seldom has both.
 TORCH_CPU_HASHES = {
     "2.13.0+cpu": {
         "3.11": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
@@ -43,7 +42,7 @@ DEV = [*(word for extra in EVERY_EXTRA for word in ("--extra", extra)), "--group
 
 
 def compile_lock(options: list[str], constraints: str = "", python: str = PYTHON) -> str:
-    """The text of a lock without comments; `constraints` is another lock whose versions are kept."""
+    """Return the text of a lock without comments. `constraints` is another lock whose versions are kept."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(constraints)
         file.flush()
@@ -59,11 +58,11 @@ def cpu_lock(options: list[str], constraints: str, wheels: str) -> str:
 
 
 def with_torch_of_each_python(lock: str) -> str:
-    """The lock with every hash of TORCH_CPU_HASHES in place of those that uv could see."""
+    """Return the lock with all hashes of TORCH_CPU_HASHES instead of those that uv found."""
 
     def listed(match: re.Match[str]) -> str:
         if match[1] not in TORCH_CPU_HASHES:
-            raise SystemExit(f"torch {match[1]}: TORCH_CPU_HASHES in {Path(__file__).name} has no hashes of it")
+            raise SystemExit(f"torch {match[1]}: TORCH_CPU_HASHES in {Path(__file__).name} must have its hashes")
         hashes = TORCH_CPU_HASHES[match[1]].values()
         return f"torch=={match[1]} \\\n" + " \\\n".join(f"    --hash=sha256:{value}" for value in hashes) + "\n"
 
@@ -71,27 +70,27 @@ def with_torch_of_each_python(lock: str) -> str:
 
 
 def hold_for_the_other_python(options: list[str], lock: str) -> None:
-    """Ends the program if Python 3.12 needs what the lock has not. torch is left out: its wheel may not be at hand."""
+    """Exit if Python 3.12 needs other packages. torch is ignored, because its wheel for 3.12 may be missing."""
     pins = "\n".join(re.findall(r"^([\w.-]+==[^\s\\]+)", re.sub(r"(?m)^torch==.*$", "", lock), re.MULTILINE))
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(f"torch; python_version < '{PYTHON_TOO}'\n")
         file.flush()
         needed = compile_lock([*options, "--override", file.name], pins, PYTHON_TOO)
     if lacking := set(re.findall(r"^([\w.-]+==[^\s\\]+)", needed, re.MULTILINE)) - set(pins.splitlines()):
-        raise SystemExit(f"on Python {PYTHON_TOO} also: {', '.join(sorted(lacking))}")
+        raise SystemExit(f"Python {PYTHON_TOO} needs additional packages: {', '.join(sorted(lacking))}")
 
 
 def main() -> int:
     if len(sys.argv) != 2:
-        print("usage: python requirements/lock.py FOLDER   (a folder with torch's CPU wheel)", file=sys.stderr)
+        print("usage: python requirements/lock.py PATH   (folder with torch's CPU wheel)", file=sys.stderr)
         return 2
     wheels = sys.argv[1]
-    kept = _pins(FOLDER / "dev.txt")  # change only what pyproject.toml asks for; delete dev.txt to renew all
+    kept = _pins(FOLDER / "dev.txt")  # changes only what pyproject.toml requires; delete dev.txt to update all
     _write("dev.txt", cpu_lock(DEV, kept, wheels))
     pins = _pins(FOLDER / "dev.txt")
     for name, options in LOCKS.items():
         _write(name, cpu_lock(options, pins, wheels))
-    others = re.sub(r"^(torch|triton|setuptools)==.*$", "", pins, flags=re.MULTILINE)  # this torch wants an older one
+    others = re.sub(r"^(torch|triton|setuptools)==.*$", "", pins, flags=re.MULTILINE)  # torch needs an older one
     gpu = ["pyproject.toml", "--extra", "engine", "--python-platform", "x86_64-manylinux_2_28"]
     _write("engine-gpu.txt", compile_lock(gpu, others + "\n" + MEASURED_ON_GPU))
     _write("clients.txt", compile_lock(["requirements/clients.in"], _pins(FOLDER / "clients.txt")))

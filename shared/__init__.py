@@ -1,4 +1,4 @@
-"""The agreements of the gateway and the engine worker: messages, Redis names and scripts, settings, logs. A leaf.
+"""The contract between gateways and engine workers: messages, Redis names and scripts, settings, and logs.
 
-Both programs meet here and in the store alone. Every walk crosses it. Nothing here knows one of them, torch or HTTP.
+Both programs communicate only through the store. This package imports neither of them, nor torch, nor HTTP libraries.
 """

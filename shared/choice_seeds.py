@@ -1,9 +1,7 @@
-"""The seed of each choice of a request, derived of the request's. Pure.
+"""Derive the seed of each choice of a request from the request's seed. Pure.
 
-The first choice has the request's own seed, so that it is the same with n = 1. A seed does not depend on n, nor
-on the place of the prompt in a list.
-
-A token's way back begins with it: the sampler draws by (seed, index). It knows no request.
+Choice 0 has the request's own seed, so it does not change with n. A seed does not depend on n, or on the position of
+the prompt in a list.
 """
 
 import hashlib
@@ -12,7 +10,7 @@ SEED_BITS = 63
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """0 .. 2**63 - 1, for a `seed` in that range."""
+    """Return the seed of a choice, from 0 to 2**63 - 1, for a `seed` in that range."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()

@@ -1,9 +1,7 @@
-"""Requests that kept killing their workers: listed, looked at, tried once more, or dropped.
+"""Dead letters, the requests that repeatedly crashed their workers: list, find, retry, and drop them.
 
-REAP writes a dead letter (shared/redis_scripts/reap.lua); its client has had an error event. The letter itself names
-the request and how it died. The request's body, which holds the prompt, stays where it was for KEEP_DEAD_SECONDS.
-
-It stands behind a takeover that failed too often: REAP writes them, `pagestream dlq` reads them. It knows no worker.
+REAP writes a dead letter (shared/redis_scripts/reap.lua) after its client got an error event. It contains the request
+id and the cause. The request's body, which contains the prompt, stays in the store for KEEP_DEAD_SECONDS.
 """
 
 import secrets
@@ -19,17 +17,17 @@ from shared.new_requests import NewRequest
 from shared.redis_keys import NEWER, RedisKeys
 from shared.redis_scripts import RedisScripts
 
-LISTED_LETTERS = 1000  # all there are: REAP keeps about as many
+LISTED_LETTERS = 1000  # REAP keeps about as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    letter_id: str  # of the stream's entry: milliseconds of the server's clock, and a number
+    letter_id: str  # id of the stream entry: milliseconds of the server's clock, and a number
     request_id: str
-    worker_id: str  # the last one that died
+    worker_id: str  # the last worker that crashed
     attempts: int
-    strikes: int
-    journal_bytes: int  # 0: it never got a token
+    strikes: int  # crashes without a new token
+    journal_bytes: int  # 0: no token was generated
 
     @property
     def died_at_unix_seconds(self) -> float:
@@ -37,7 +35,7 @@ class DeadLetter:
 
 
 class NoSuchLetter(LookupError):
-    """No dead letter of this request, or its body is gone; the message says which."""
+    """The request has no dead letter, or its body is gone; the message says which."""
 
 
 class DeadLetters:
@@ -47,7 +45,7 @@ class DeadLetters:
         self._scripts = RedisScripts(redis, keys)
 
     async def list(self) -> list[DeadLetter]:
-        """Newest first."""
+        """Return all letters, newest first."""
         entries: Any = await self._redis.xrevrange(self._keys.dead_letters, count=LISTED_LETTERS)
         return [_letter(entry_id, fields) for entry_id, fields in entries]
 
@@ -58,7 +56,11 @@ class DeadLetters:
         raise NoSuchLetter(f"no dead letter of request {request_id}")
 
     async def request(self, letter: DeadLetter) -> GenerationRequest:
-        """Return the request of `letter`. Raises NoSuchLetter when it has expired or cannot be read."""
+        """Return the request of `letter`.
+
+        Raises:
+            NoSuchLetter: If it has expired, or cannot be decoded.
+        """
         body: Any = await self._redis.hget(self._keys.request(letter.request_id), "body")
         if body is None:
             raise NoSuchLetter(f"the body of request {letter.request_id} has expired")
@@ -68,8 +70,10 @@ class DeadLetters:
             raise NoSuchLetter(f"the body of request {letter.request_id} cannot be read: {error}") from error
 
     async def retry(self, letter: DeadLetter) -> str:
-        """Queue it once more from its start, as a new request with a new id, and drop the letter. Nobody streams the
-        answer: it can be read in the store for RETAINED_SECONDS after its end."""
+        """Queue the request from its start under a new id, and drop the letter. Returns the new id.
+
+        No client streams the answer; it can be read in the store for RETAINED_SECONDS after its end.
+        """
         request = msgspec.structs.replace(await self.request(letter), request_id=secrets.token_hex(16))
         new, queue_name = NewRequest.of(request), NEWER if needs_of(request) else ""
         await self._scripts.accept_all(
@@ -79,7 +83,7 @@ class DeadLetters:
         return request.request_id
 
     async def drop(self, letter: DeadLetter) -> None:
-        """Forget the letter, and the body and tokens of its request."""
+        """Delete the letter, and the body and tokens of its request."""
         await self._redis.xdel(self._keys.dead_letters, letter.letter_id)
         await self._redis.unlink(self._keys.request(letter.request_id), self._keys.journal(letter.request_id))
 

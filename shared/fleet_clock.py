@@ -1,10 +1,8 @@
-"""Seconds that mean the same to every gateway and worker of a model, and that no wall clock moves.
+"""A clock in seconds that all gateways and workers of a model share, and that no wall clock affects.
 
-Each process adds what its own monotonic clock has counted since it last saw the common value, and all agree on the
-largest of these: a lower bound of the time that has really passed, and exact to a round trip while anybody runs. The
-value itself means nothing, only differences do. Where nobody runs, it stands still.
-
-It is used in a chat's way in for its deadlines, and in every look at them. It knows no request.
+Each process adds the time of its own monotonic clock since it last read the shared value, and all agree on the largest
+result. It is a lower bound of the time passed, exact to a round trip while any process runs; it stops while none does.
+Only differences have a meaning. It is used for deadlines of requests.
 """
 
 import logging
@@ -26,17 +24,18 @@ class FleetClock:
     def __init__(self, scripts: RedisScripts, clock: Callable[[], float] = time.monotonic) -> None:
         self._scripts = scripts
         self._clock = clock
-        self._seen_seconds = 0.0  # of the common value
+        self._seen_seconds = 0.0  # shared value at the last look
         self._seen_at = clock()
-        self.is_set = False  # whether the store was heard at all: before, now() is far behind that of others
+        self.is_set = False  # whether the shared value was read; before that now() is much too low
 
     def now(self) -> float:
         return self._seen_seconds + self._clock() - self._seen_at
 
     async def run(self) -> None:
-        """Owner task. While the store is away, the own count goes on.
+        """Synchronize once a second, in a task of its own. Without the store the local clock continues.
 
-        It writes once a second, so this is where a process learns that it cannot use the store: raises StoreRefused.
+        Raises:
+            StoreRefused: If the store cannot be used as configured. This task is the first to notice it.
         """
         retry = StoreRetry(has_succeeded=self.is_set)
         while True:
@@ -45,12 +44,12 @@ class FleetClock:
                 retry.succeeded()
             except (RedisError, OSError) as error:
                 retry.delay_after(error)
-                logger.debug("no tick of the fleet's clock: %s", error)
+                logger.debug("fleet clock: tick failed: %s", error)
             await next_tick(TICK_SECONDS)
 
     async def tick(self) -> None:
-        """Raises the store's errors; may be repeated."""
+        """Synchronize once. Raises the store's errors; safe to repeat."""
         common = await self._scripts.tick(self.now())
-        if common > self.now():  # else the own count is as good, and has no round trip in it
+        if common > self.now():  # otherwise the local count is better: it includes no round trip
             self._seen_seconds, self._seen_at = common, self._clock()
         self.is_set = True

@@ -1,22 +1,20 @@
-"""How often a gateway or a worker looks for cyclic garbage: rarely, and never among what stays for good.
+"""Settings of Python's cyclic garbage collector: rare collections, and none of objects that stay forever.
 
-The events of a step are thousands of small objects, so Python's own thresholds mean several searches a step: a sixth of
-a gateway's CPU time of a token with 1,000 streams. A search of everything stops all streams for as long as it takes to
-walk a vocabulary, or torch: 50 ms every 3 s of a worker that steps with 1,000. Knows nothing of what the process does.
+A step's events are thousands of small objects, so the default thresholds cause several collections per step: a sixth of
+a gateway's CPU time per token with 1,000 streams. A full collection stops all streams while it visits the vocabulary
+or torch: 50 ms every 3 s in a worker with 1,000 streams.
 """
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG_OBJECTS = (
-    20_000  # made and not freed before the young are searched; a connection leaves five in circles, asyncio's
-)
+YOUNG_OBJECTS = 20_000  # threshold of the youngest generation; each connection leaves five cyclic objects of asyncio
 
 
 @contextmanager
 def no_searches() -> Iterator[None]:
-    """While modules are imported, of which all is kept: a seventh of the time of `import torch`."""
+    """Disable collections during imports, whose objects all stay. Saves a seventh of the time of `import torch`."""
     gc.disable()
     try:
         yield
@@ -25,7 +23,7 @@ def no_searches() -> Iterator[None]:
 
 
 def search_rarely() -> None:
-    """Call once what is kept for good has been loaded: it is left out from now on."""
+    """Exclude all current objects from collections, and make those rare. Call after loading."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)

@@ -1,10 +1,8 @@
-"""The meaning of a Grammar, for both programs: the gateway refuses a bad one with it, the worker compiles it to masks.
+"""Grammars for structured output: the gateway validates them here, the worker compiles them to masks.
 
-llguidance reads all kinds. It bounds its own work by counts, not by time, so that a grammar is refused or accepted
-alike on every machine: the worst known one takes 0.4 s of a core and 100 MB, and 20 ms a mask. Nothing
-here needs a tokenizer. Takes away: white space without end, which is valid JSON and what a small model likes to write.
-
-A chat's way in asks it before the queue, a takeover's and every first claim once more. It knows no request.
+llguidance reads all kinds. Its limits are counts instead of times, so a grammar is accepted or refused alike on every
+machine; the worst known one takes 0.4 s of a core and 100 MB, and 20 ms per mask. No tokenizer is needed. Whitespace
+in JSON is limited, because small models otherwise generate it without end.
 """
 
 import json
@@ -18,30 +16,37 @@ from llguidance import LLMatcher, LLParserLimits, grammar_from
 from shared.messages import Grammar, GrammarKind
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # a name of its stubs alone
+    from llguidance._lib import JsonCompileOptions  # exists in its stubs only
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_PROBLEM_CHARS = 300
 
-# Between tokens of JSON: nothing, a blank, or a new line with up to 16 blanks of indentation.
+# Between tokens of JSON: nothing, a space, or a new line with up to 16 spaces of indentation.
 _JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"( |\n {0,16})"}
 
 
 class GrammarError(ValueError):
-    """Not a grammar, or not one that can be followed here; the message is fit for the client."""
+    """The grammar is invalid or not supported. The message may be sent to the client."""
 
 
 def parser_limits() -> LLParserLimits:
-    """Default but for the lexer's states, each 1-2 kB, 50 MB at most for one grammar; and for its fuel, the time of
-    terminals that double (`A: B B`, `B: C C`, ...): ordinary schemas and lists of 64 KB need half of it."""
+    """Return the limits of one grammar; those not set are llguidance's defaults.
+
+    Lexer states take 1-2 kB each, so at most 50 MB. The fuel bounds the time of terminals that double (`A: B B`,
+    `B: C C`, ...); ordinary schemas and lists of 64 KB need half of it.
+    """
     return LLParserLimits(max_lexer_states=25_000, initial_lexer_fuel=200_000, verbose_errors=False)
 
 
 def guidance_text(grammar: Grammar) -> str:
-    """In llguidance's own form. Raises GrammarError for what is not even JSON, or too long."""
+    """Return the grammar in llguidance's own format.
+
+    Raises:
+        GrammarError: If it cannot be parsed, or is too long.
+    """
     size = len(grammar.text.encode())
     if size > MAX_GRAMMAR_BYTES:
-        raise GrammarError(f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are read")
+        raise GrammarError(f"expected at most {MAX_GRAMMAR_BYTES} bytes, got {size}")
     try:
         return _READERS[grammar.kind](grammar.text)
     except (ValueError, TypeError, RecursionError, msgspec.DecodeError) as error:
@@ -49,10 +54,7 @@ def guidance_text(grammar: Grammar) -> str:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise GrammarError unless it is well-formed and within the limits.
-
-    It takes 0.5 s of a core at most, without the GIL.
-    """
+    """Raise GrammarError unless the grammar is valid and within the limits. Takes up to 0.5 s without the GIL."""
     text = guidance_text(grammar)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
     if is_error:
@@ -60,12 +62,16 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def json_schema_grammar(schema: object) -> Grammar:
-    """The grammar of a schema of JSON values. The order of its properties is the order in which they are written."""
+    """Return the grammar of a JSON schema. Properties are generated in the order of the schema."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
 def lark_grammar(rules: Mapping[str, str | Grammar]) -> Grammar:
-    """The grammar of rules in Lark's notation, one of them `start`, and grammars they name. Raises GrammarError."""
+    """Return the grammar of named rules in Lark's notation or as grammars; one of them is `start`.
+
+    Raises:
+        GrammarError: If one of the grammars is invalid.
+    """
     lines = [f"{name}: {rule if isinstance(rule, str) else _rule_of(rule)}" for name, rule in rules.items()]
     return Grammar(GrammarKind.GRAMMAR, "\n".join(lines))
 
@@ -75,7 +81,7 @@ def lark_text(text: str) -> str:
 
 
 def lark_token(token_id: int) -> str:
-    """A token that no text has: one that is special to the model."""
+    """Return Lark's notation of a special token, which has no text."""
     return f"<[{token_id}]>"
 
 
@@ -136,6 +142,6 @@ _READERS: dict[GrammarKind, Callable[[str], str]] = {
 
 
 def shortened(message: str) -> str:
-    """One line of llguidance's words: it quotes whole grammars."""
+    """Return llguidance's message as one short line, because it quotes whole grammars."""
     line = " ".join(message.split())
     return line if len(line) <= MAX_PROBLEM_CHARS else line[:MAX_PROBLEM_CHARS] + " ..."

@@ -1,32 +1,30 @@
-"""A worker's account of its KV memory while somebody watches: every block, who has it, and what moved it lately.
+"""Snapshots of a worker's KV memory for live pages: every block, its requests, and recent moves.
 
-Published about once a second on channel {m}:kv, only while {m}:kvw exists; read by the gateway's live page. It tells of
-all requests whose they are, and a gateway gives each watcher only its own (`of_tenant`).
-
-It stands beside the walk of a block: from a worker to the gateways' live pages. It knows no tokens.
+A worker publishes them about once a second on channel {m}:kv, only while the key {m}:kvw exists. A snapshot covers all
+tenants; a gateway shows each viewer only its own requests (of_tenant).
 """
 
 import msgspec
 from msgspec import structs
 
-WATCH_SECONDS = 5  # {m}:kvw lives this long; each gateway with watchers renews it
+WATCH_SECONDS = 5  # time to live of {m}:kvw, which each gateway with viewers renews
 SNAPSHOT_SECONDS = 1.0
 
 
 class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence of the engine."""
 
-    id: str  # of its request, and the number of the choice: unique
+    id: str  # id of the request and index of the sequence; unique
     state: str  # running | waiting | swapped
     num_tokens: int
     num_computed_tokens: int
     blocks: list[int]  # its block table on the device
-    tenant: str = ""  # whose it is: the name of an API key, or nobody's
-    host_blocks: list[int] = []  # and in host memory, while it is swapped out
+    tenant: str = ""  # name of the API key; empty without one
+    host_blocks: list[int] = []  # blocks in host memory, while it is swapped out
 
 
 class KVMove(msgspec.Struct, frozen=True, kw_only=True):
-    """Why blocks moved, in the words of the worker's KV events."""
+    """A move of blocks and its reason; `kind` and `reason` are those of the worker's KV events."""
 
     number: int
     kind: str
@@ -35,7 +33,7 @@ class KVMove(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_bytes: int
     num_tokens: int
-    time_seconds: float = 0.0  # by the worker's clock
+    time_seconds: float = 0.0  # of the worker's clock
     milliseconds: float | None = None
     tenant: str = ""
 
@@ -43,17 +41,17 @@ class KVMove(msgspec.Struct, frozen=True, kw_only=True):
 class KVSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     block_size: int  # tokens
-    states: str  # a letter a block: p(adding) f(ree) c(ached) a(ctive) s(hared)
+    states: str  # one letter per block: p(adding) f(ree) c(ached) a(ctive) s(hared)
     requests: list[KVRequest]
-    events: list[KVMove]  # since the snapshot before
-    host_states: str = ""  # the same of the host's pool; empty if there is none
-    time_seconds: float = 0.0  # by the worker's clock, as that of the events
+    events: list[KVMove]  # since the previous snapshot
+    host_states: str = ""  # the same for the host pool; empty without one
+    time_seconds: float = 0.0  # of the worker's clock
 
 
 def of_tenant(snapshot: KVSnapshot, tenant: str) -> KVSnapshot:
-    """The part that a tenant may see: the states of all blocks, and of requests its own alone.
+    """Return the part that a tenant may see: the states of all blocks, and its own requests and moves.
 
-    Ids, lengths and block tables of others would tell how long their prompts and answers are.
+    Ids, lengths, and block tables of other tenants would reveal the lengths of their prompts and answers.
     """
     requests = [structs.replace(request, tenant="") for request in snapshot.requests if request.tenant == tenant]
     events = [

@@ -1,9 +1,7 @@
-"""Logs on stderr, as text for people or JSON for machines; every line carries the id of the request it speaks of.
+"""Logs on stderr, as text or JSON. Every line contains the id of the request that it is about.
 
-`request_id` is a context variable: set it where a request enters, and all lines of that task and its children carry it.
-Quiet by default: no third-party chatter below WARNING. Never hand prompts, outputs or keys to a logger.
-
-It stands beside every walk. It knows no setting but the form of a line.
+`request_id` is a context variable: set it at the start of a request, and its task and child tasks log it. Third-party
+loggers are limited to WARNING. Never log prompts, outputs, or keys.
 """
 
 import json
@@ -21,7 +19,7 @@ _CHATTY_LIBRARIES = ("asyncio", "aiohttp.access", "redis", "urllib3", "matplotli
 
 
 def configure_logging(log_format: str = "text", level: int | str = logging.INFO) -> None:
-    """Replace all handlers of the root logger by one on stderr. `log_format` is `text` or `json`."""
+    """Replace all handlers of the root logger with one on stderr. `log_format` is `text` or `json`."""
     formatters: dict[str, logging.Formatter] = {"text": TextFormatter(), "json": JsonFormatter()}
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatters[log_format])
@@ -31,7 +29,7 @@ def configure_logging(log_format: str = "text", level: int | str = logging.INFO)
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (RFC 3339, UTC), level, logger, message, request_id if set, then the `extra` fields."""
+    """One JSON object per line: time (RFC 3339, UTC), level, logger, message, request_id if set, `extra` fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

@@ -1,9 +1,7 @@
-"""config.json and generation_config.json of a model directory, read here alone for gateway, worker and estimate.
+"""Read config.json and generation_config.json of a model directory, for gateway, worker, and estimate.
 
-A checkpoint of several parts (text and images, say) keeps what its language model is in `text_config`. That part is all
-that is served, so it is unwrapped here and nobody else knows of it.
-
-It is read at the start of every program, before any walk. It knows no tensor and no tokenizer.
+In a checkpoint of several parts (for example text and images), the language model is in `text_config`. Only that part
+is served, so it is unwrapped here.
 """
 
 import json
@@ -14,28 +12,28 @@ from typing import Any, TypeAlias
 
 Json: TypeAlias = Mapping[str, Any]
 
-# What holds for the whole checkpoint and may stand outside of `text_config` alone.
+# Fields of the whole checkpoint, which may be missing in `text_config`.
 _OF_THE_WHOLE = (
     "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
     "torch_dtype",
 )  # fmt: skip
 
-# Published files leave out what transformers' configuration classes say by default; a gateway needs these.
+# Published files omit defaults of transformers' configuration classes; a gateway needs these.
 _DEFAULTS: Mapping[str, Json] = {"gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072}}
 
 
 class ModelFilesError(ValueError):
-    """The directory cannot be served; the message names the file and what is wrong with it."""
+    """The directory cannot be served; the message names the file and the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     config: Json  # of the language model
-    generation: Json  # empty where there is no generation_config.json
+    generation: Json  # empty without generation_config.json
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """generation_config.json's, which is the later word, else config.json's."""
+        """Return the ids of generation_config.json, which has precedence, else of config.json."""
         value = self.generation.get("eos_token_id", self.config.get("eos_token_id"))
         if value is None:
             return ()
@@ -43,26 +41,30 @@ class ModelFiles:
 
 
 def read_model_files(directory: Path) -> ModelFiles:
-    """Raises ModelFilesError."""
+    """Read the files of a model directory.
+
+    Raises:
+        ModelFilesError: If it has no valid config.json.
+    """
     config = directory / "config.json"
     if not config.is_file():
-        what = "is no directory" if directory.exists() else "does not exist"
+        what = "is not a directory" if directory.exists() else "does not exist"
         what = "has no config.json" if directory.is_dir() else what
-        raise ModelFilesError(f"{directory} {what}: --model must be a model directory, as Hugging Face writes them")
+        raise ModelFilesError(f"--model: {directory} {what}; expected a model directory in Hugging Face format")
     generation = directory / "generation_config.json"
     known = _with_modelopt(text_part(read_json(config)), directory / "hf_quant_config.json")
     return ModelFiles(known, read_json(generation) if generation.is_file() else {})
 
 
 def _with_modelopt(config: Json, beside: Path) -> Json:
-    """NVIDIA's modelopt writes a file of its own, and into config.json since 2025 only."""
+    """Add the quantization that NVIDIA's modelopt writes to a separate file; config.json has it since 2025 only."""
     if config.get("quantization_config") or not beside.is_file():
         return config
     return {**config, "quantization_config": {"quant_method": "modelopt", **read_json(beside)}}
 
 
 def text_part(config: Json) -> Json:
-    """The part of config.json about the language model."""
+    """Return the part of config.json about the language model."""
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         return _with_defaults(config)
@@ -76,7 +78,11 @@ def _with_defaults(config: Json) -> Json:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ModelFilesError for what is no JSON object."""
+    """Read a JSON object.
+
+    Raises:
+        ModelFilesError: If the file is not a JSON object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -24,7 +24,7 @@ CONFIG_FILES = (
     "tokenizer_config.json",
 )
 HEAD_BYTES = 4096  # of each tensor
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 DIGEST_BYTES = 6
 RETRY_SECONDS = 0.25
 EARLY_SECONDS = 2.5  # a live worker sends a heartbeat each second
@@ -32,12 +32,21 @@ _Result = TypeVar("_Result")
 
 
 class ModelDiffers(Exception):
-    """The queue of this model name serves another model; the message names the field and both values."""
+    """The queue of this model name serves another model. The message names the field and both values."""
 
     def __init__(
         self, model_name: str, field: str, stored: str, own: str, num_queued: int, live_worker_ids: tuple[str, ...]
     ) -> None:
-        """`num_queued`: requests in the queues; `live_worker_ids`: incarnations that are not known to be dead."""
+        """Describe the difference.
+
+        Args:
+            model_name: The served model name.
+            field: Field of the identity that differs.
+            stored: Value of the queue.
+            own: Value of this process.
+            num_queued: Requests in the queues.
+            live_worker_ids: Incarnations that are not known to be dead.
+        """
         why = f"{len(live_worker_ids)} of its workers run" if live_worker_ids else f"{num_queued} requests wait for it"
         super().__init__(
             f"the queue of {model_name!r} serves a model with {field} {stored}, and this one has {field} {own}. {why}: "
@@ -46,9 +55,9 @@ class ModelDiffers(Exception):
         )
         self._live_worker_ids = live_worker_ids
 
-    def is_certain(self, heard: Collection[str]) -> bool:
-        """Return whether requests or a worker that was heard are in the way, and not only workers that may be dead."""
-        return not self._live_worker_ids or any(id_ in heard for id_ in self._live_worker_ids)
+    def is_certain(self, seen_worker_ids: Collection[str]) -> bool:
+        """Return whether requests, or workers that sent a heartbeat, use the other model; others may be dead."""
+        return not self._live_worker_ids or any(id_ in seen_worker_ids for id_ in self._live_worker_ids)
 
 
 def files_identity(
@@ -75,29 +84,35 @@ def system_fingerprint(identity: Mapping[str, str]) -> str:
 
 
 async def wait_for_match(
-    attempt: Callable[[], Awaitable[_Result]], heard: Collection[str], patience_seconds: float
+    attempt: Callable[[], Awaitable[_Result]], seen_worker_ids: Collection[str], patience_seconds: float
 ) -> _Result:
-    """Await `attempt` until it succeeds. Raises its ModelDiffers as soon as that is certain, or after
-    `patience_seconds`: until then the worker in the way may be a former life of the caller that nobody has reaped.
+    """Await `attempt` until it succeeds.
 
-    `heard`: ids of workers that sent a heartbeat to the caller; it grows meanwhile.
+    Args:
+        attempt: Raises ModelDiffers if the queue serves another model.
+        seen_worker_ids: Ids of workers that sent a heartbeat to the caller; it grows during the call.
+        patience_seconds: Time in which a conflicting worker may prove to be dead, for example an earlier incarnation
+            of the caller that was not reaped yet.
+
+    Raises:
+        ModelDiffers: As soon as it is certain, or after `patience_seconds`.
     """
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
             return await attempt()
         except ModelDiffers as difference:
-            if difference.is_certain(heard) or time.monotonic() >= deadline:
+            if difference.is_certain(seen_worker_ids) or time.monotonic() >= deadline:
                 raise
         await asyncio.sleep(RETRY_SECONDS)
 
 
-async def refuse_other_model(compare: Callable[[], Awaitable[None]], heard: Collection[str]) -> None:
-    """Raise ModelDiffers if that is certain within some heartbeats; for those who compare again later."""
+async def refuse_other_model(compare: Callable[[], Awaitable[None]], seen_worker_ids: Collection[str]) -> None:
+    """Raise ModelDiffers if it is certain within some heartbeats. For callers that compare again later."""
     try:
-        await wait_for_match(compare, heard, EARLY_SECONDS)
+        await wait_for_match(compare, seen_worker_ids, EARLY_SECONDS)
     except ModelDiffers as difference:
-        if difference.is_certain(heard):
+        if difference.is_certain(seen_worker_ids):
             raise
 
 
@@ -111,7 +126,7 @@ def _config_digest(directory: Path, names: Sequence[str]) -> str:
 
 
 def _weights_digest(directory: Path) -> str:
-    """Of all tensors by name, however they are divided between files."""
+    """Return the digest of all tensors by name, independent of their files."""
     heads = sorted(head for path in directory.glob("*.safetensors") for head in _tensor_heads(path))
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name, described, head in heads:
@@ -127,7 +142,9 @@ def _tensor_heads(path: Path) -> Iterator[tuple[str, tuple[str, str, int], bytes
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
-            raise ModelFilesError(f"{path}: a header of {header_bytes:,} bytes is not one of safetensors")
+            raise ModelFilesError(
+                f"{path}: expected a safetensors header of at most {MAX_HEADER_BYTES:,} bytes, got {header_bytes:,}"
+            )
         try:
             header = json.loads(file.read(header_bytes))
             header.pop("__metadata__", None)
@@ -137,4 +154,4 @@ def _tensor_heads(path: Path) -> Iterator[tuple[str, tuple[str, str, int], bytes
                 described = tensor["dtype"], str(tensor["shape"]), end - start
                 yield name, described, hashlib.blake2b(head, digest_size=16).digest()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ModelFilesError(f"{path} is not a whole safetensors file: {error}") from error
+            raise ModelFilesError(f"{path} is not a complete safetensors file: {error}") from error

@@ -1,16 +1,16 @@
-"""The file of --models-file: several models behind one gateway, each with a queue and workers of its own.
+"""Read the file of --models-file: several models behind one gateway, each with its own queue and workers.
 
     [[models]]
-    model = "/models/qwen"              # as --model takes it
-    names = ["qwen", "gpt-4o-mini"]     # the first is its name, the others are aliases; default: the directory's name
-    max_model_len = 8192                # these four are as the flags, whose values hold where nothing is said
+    model = "/models/qwen"              # a value of --model
+    names = ["qwen", "gpt-4o-mini"]     # name and aliases; default: the directory's name
+    max_model_len = 8192                # this and the next three override the flags of the same name
     tool_call_parser = "hermes"
     reasoning_parser = "qwen3"
     generation_config = "none"
-    workers = 2                         # what only `pagestream serve` reads: it starts them
-    worker = { kv-cache-memory-bytes = "4G" }   # further flags of `pagestream worker`, for this model's alone
+    workers = 2                         # number of workers; only for `pagestream serve`
+    worker = { kv-cache-memory-bytes = "4G" }   # further flags of `pagestream worker` for this model
 
-Read once at the start. Knows no setting of any program: who uses a value checks it.
+The programs check the values.
 """
 
 import json
@@ -40,7 +40,11 @@ class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_models(path: Path) -> list[ModelEntry]:
-    """Raises SettingsError, which names the file and what is wrong in it."""
+    """Read the entries of a file.
+
+    Raises:
+        SettingsError: If the file cannot be read or is invalid; the message names the file and the problem.
+    """
     try:
         return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _ModelsFile).models
     except OSError as error:
@@ -50,7 +54,7 @@ def read_models(path: Path) -> list[ModelEntry]:
 
 
 def models_text(entries: Iterable[ModelEntry]) -> str:
-    """Write `entries` as the text that read_models() reads."""
+    """Return `entries` as text for read_models()."""
     tables = []
     for entry in entries:
         fields: dict[str, Any] = msgspec.to_builtins(entry)
@@ -63,18 +67,22 @@ def models_text(entries: Iterable[ModelEntry]) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check the names of all models together. Raises SettingsError."""
+    """Check the names of all models.
+
+    Raises:
+        SettingsError: If a name is invalid or duplicate.
+    """
     seen = set()
     for name in names:
         if not name or len(name) > 255 or any(character in "{}," or not character.isprintable() for character in name):
             raise SettingsError(
-                f"model name {name[:80]!r}: expected 1 to 255 printable characters, without braces and commas"
+                f"model name {name[:80]!r}: expected 1 to 255 printable characters without braces and commas"
             )
         if name in seen:
-            raise SettingsError(f"model name {name!r} is given twice")
+            raise SettingsError(f"model name {name!r}: used twice; names and aliases must be unique")
         seen.add(name)
 
 
 def _toml(value: Any) -> str:
-    # JSON writes strings, numbers, booleans and lists of them as TOML does; DEL alone TOML wants escaped.
+    # JSON's strings, numbers, booleans, and lists are valid TOML, except that TOML requires DEL to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,34 +1,34 @@
-"""The request as ACCEPT is told of it: whether and for whom it is kept, what its key may hold in the store. Pure.
-
-It is the last step of a chat's way in at the gateway. It knows no body.
-"""
+"""The arguments of ACCEPT for a request: its stored form, its retention, and the limits of its API key. Pure."""
 
 from dataclasses import dataclass
 
 from shared.capabilities import context_tokens_of, needs_of
 from shared.messages import GenerationRequest, encode_request
 
-RETAINED_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
-GRACE_SECONDS = 60  # how long a request outlives its gateway, unless it says more
-PROLONG_SECONDS = 60  # how often a gateway says that a kept answer goes on, whose parts would expire otherwise
+RETAINED_SECONDS = 600  # time to live of r and j after the end, for late readers
+GRACE_SECONDS = 60  # time that a request continues without its gateway, by default
+PROLONG_SECONDS = 60  # interval in which a gateway extends the life of a kept answer's parts
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionTerms:
-    """The mark of a request that is kept: it can be attached to, and read after its end."""
+    """The terms of a kept request, which clients can attach to and read after its end."""
 
-    record: bytes  # whatever a gateway needs to answer it again; not empty
-    holder: str  # who holds it first: a random name
-    owner_key_hash: str = ""  # who may attach to it
-    grace_seconds: int = GRACE_SECONDS  # how long it outlives the gateways of all its holders
-    name: str = ""  # the client's name for it, as RedisKeys.client_name has it
-    fingerprint: str = ""  # of what the client asked under that name
-    stale_id: str = ""  # what the name may stand for so far, as that request is gone
+    record: bytes  # data with which a gateway can answer it again; not empty
+    holder: str  # random name of its first holder
+    owner_key_hash: str = ""  # API key that may attach to it
+    grace_seconds: int = GRACE_SECONDS  # time that it continues without the gateways of all its holders
+    name: str = ""  # the client's name for it, a digest as in RedisKeys.client_name()
+    fingerprint: str = ""  # of the request that the client sent under that name
+    stale_id: str = ""  # id of a request that is gone and may be replaced under the name
 
     @property
     def name_seconds(self) -> int:
-        """How long the name is kept unless it is prolonged: that may end with the last holder's gateway, and the answer
-        then goes on for its grace and can be given for RETAINED_SECONDS. Twice PROLONG_SECONDS, as one may be late."""
+        """Return the time to live of the name, which PROLONG extends.
+
+        If the last holder's gateway dies, the answer continues for its grace time and can be read for RETAINED_SECONDS.
+        PROLONG_SECONDS count twice, because one extension may be late.
+        """
         return RETAINED_SECONDS + self.grace_seconds + 2 * PROLONG_SECONDS
 
 
@@ -36,13 +36,13 @@ class RetentionTerms:
 class NewRequest:
     request_id: str
     body: bytes
-    journal: bytes = b""  # of tokens that its client already has
+    journal: bytes = b""  # tokens that its client already has
     terms: RetentionTerms | None = None
-    reserved_bytes: int = 0  # that it may write into its journal
-    num_prompt_tokens: int = 0  # 0: nobody says
+    reserved_bytes: int = 0  # maximum of bytes in its journal
+    num_prompt_tokens: int = 0  # 0: not known
     num_choices: int = 1
     needs: int = 0  # bits of capabilities.py
-    context_tokens: int = 0  # of prompt and output; 0: not known
+    context_tokens: int = 0  # maximum of prompt and output; 0: not known
 
     @classmethod
     def of(
@@ -53,7 +53,7 @@ class NewRequest:
         terms: RetentionTerms | None = None,
         reserved_bytes: int = 0,
     ) -> "NewRequest":
-        """The stored form of a request, with what it needs of a worker."""
+        """Return the stored form of a request, with the capabilities that it needs."""
         needs = needs_of(request)
         return cls(
             request.request_id,
@@ -70,9 +70,9 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of the API key that an answer's requests belong to: turns, queue places, a part of the store."""
+    """The limits of the API key that sent the requests: order, queue places, and bytes in the store."""
 
-    owner_key_hash: str  # '': of those who have none
-    max_bytes: int | None = None  # of all its requests together; None: as much as there is
+    owner_key_hash: str  # '': without a key
+    max_bytes: int | None = None  # of all its requests together; None: no limit
     weight: float = 1.0  # relative to other keys
-    divides_queue: bool = False  # whether queue places are divided between keys (shares.py)
+    divides_queue: bool = False  # whether the queue places of keys are limited (shares.py)

@@ -1,5 +1,4 @@
-"""A child process and its parent's end, and a child that is stopped. Linux only where the kernel is asked. It is used
-at the start of a program that `serve` started and by who watches its children, and knows nothing of supervision."""
+"""Tie a child process to the life of its parent, and detect stopped children. exit_with_parent() needs Linux."""
 
 import ctypes
 import os
@@ -8,23 +7,31 @@ import sys
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Who watches a child asks is_stopped() so often, and acts on so many in a row: one that is over in a second passes.
+# Interval of is_stopped(), and number of results in a row before a watcher acts. A stop of less than 1 s is ignored.
 LOOK_SECONDS = 0.25
 STOPPED_LOOKS = 4
 
 
 class ParentGone(RuntimeError):
-    """The parent ended before the kernel could be asked to tell of it."""
+    """The parent ended before prctl() could take effect."""
 
 
 def exit_with_parent(parent_pid: int, signal_number: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process `signal_number` when the thread of `parent_pid` that started it ends.
+    """Let the kernel send this process `signal_number` when the parent's thread that started it ends.
 
-    So no orphan stays even after a `kill -9` of the parent, which can run no clean-up. `parent_pid` is what getppid()
-    said when the process began: if it says something else once the kernel knows, the parent died in between.
+    So no orphan remains even after a `kill -9` of the parent.
+
+    Args:
+        parent_pid: Result of getppid() at the start of this process; if it has changed, the parent has died.
+        signal_number: The signal.
+
+    Raises:
+        RuntimeError: If the system is not Linux.
+        OSError: If prctl() fails.
+        ParentGone: If the parent has already ended.
     """
     if sys.platform != "linux":
-        raise RuntimeError(f"exit with the parent: needs Linux's prctl, this is {sys.platform}")
+        raise RuntimeError(f"--exit-with-parent: needs Linux (prctl); this is {sys.platform}")
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
         error = ctypes.get_errno()
@@ -34,10 +41,10 @@ def exit_with_parent(parent_pid: int, signal_number: int = signal.SIGTERM) -> No
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP, SIGTSTP) has stopped a child of this process, and none has continued it.
+    """Return whether a child of this process is stopped by a signal (SIGSTOP, SIGTSTP).
 
-    By the kernel's own account, so a busy machine or a long call is never taken for it. Nothing is consumed: waiting
-    for the child's end is as it was. False where it has ended, and of who is no child.
+    The kernel's state is read, so a slow child does not count, and the child can still be waited for. Returns False if
+    it has ended, or is not a child.
     """
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None

@@ -1,6 +1,6 @@
-"""End all requests that wait in the queues of one model, each with a terminal error event.
+"""End all waiting requests of one model, each with a terminal error event.
 
-For an operator who changes the model of a queue (model_identity.py). Requests that a live worker holds go on.
+For an operator who changes the model of a queue (model_identity.py). Requests of live workers continue.
 """
 
 import secrets
@@ -14,13 +14,13 @@ from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import Ending, QueueEntry, ReapMode, RedisScripts, gateway_message, queue_entry
 
 CLEARED_MESSAGE = "an operator cleared the queue"
-BATCH_ENTRIES = 100  # of one call, so that it does not keep the store busy
+BATCH_ENTRIES = 100  # per call, so that a call does not block the store for long
 
 
 async def clear_queue(redis: Redis, keys: RedisKeys) -> int:
-    """Return the number of requests that were ended.
+    """End the requests. Returns their number.
 
-    Registers as a worker for as long as it takes, so each entry is taken, claimed and finished as any other.
+    Registers as a worker during the call, so each entry is read, claimed, and finished like any other.
     """
     scripts = RedisScripts(redis, keys)
     await _reap_fenced(scripts)
@@ -36,7 +36,7 @@ async def clear_queue(redis: Redis, keys: RedisKeys) -> int:
 
 
 async def _reap_fenced(scripts: RedisScripts) -> None:
-    """What workers held that are known to be dead waits too."""
+    """Requeue the requests of dead workers, so that they are cleared too."""
     for worker_id in await list_worker_ids(scripts.redis, scripts.keys):
         if not await scripts.redis.exists(scripts.keys.fence(worker_id)):
             await reap_worker(scripts, worker_id)

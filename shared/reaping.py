@@ -1,7 +1,7 @@
-"""Ends worker incarnations and requeues what they held; used by the reaper of every worker and by the supervisor.
+"""End worker incarnations and requeue their requests. Used by the reaper of every worker and by the supervisor.
 
-It does not know who is dead: that is decided by missed heartbeats (engine_worker/transport/reaper.py) or by the parent
-process. Safe to repeat, and safe to run in several processes at once.
+The caller decides which worker is dead: by missed heartbeats (engine_worker/transport/reaper.py), or as its parent.
+Safe to repeat, and to run in several processes at once.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shared.redis_client import is_missing_group
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import PendingEntry, ReapMode, RedisScripts
 
-REAP_BATCH_ENTRIES = 64  # bounds how long one script call keeps the server busy
+REAP_BATCH_ENTRIES = 64  # bounds the time of one script call
 DEAD_LETTER_MESSAGE = "the request crashed its worker repeatedly and was given up"
 
 
@@ -27,7 +27,7 @@ class ReapSummary:
 
 
 async def list_worker_ids(redis: Redis, keys: RedisKeys) -> list[str]:
-    """Every incarnation that has a consumer in some queue, alive or not."""
+    """Return all incarnations with a consumer in a queue, alive or dead."""
     async with redis.pipeline(transaction=False) as pipeline:  # one round trip: each worker asks once a second
         for queue in keys.queues:
             pipeline.xinfo_consumers(queue, GROUP)
@@ -42,7 +42,7 @@ async def list_worker_ids(redis: Redis, keys: RedisKeys) -> list[str]:
 
 
 async def reap_worker(scripts: RedisScripts, worker_id: str, mode: ReapMode = ReapMode.CRASH) -> ReapSummary:
-    """Delete its fence, requeue its pending entries (or send them to the dead letters), delete its consumers."""
+    """Delete a worker's fence, requeue its pending entries or write dead letters, and delete its consumers."""
     requeued = dead_letters = dropped = 0
     for queue in scripts.keys.queues:
         remaining = 1
@@ -62,9 +62,9 @@ async def reap_worker(scripts: RedisScripts, worker_id: str, mode: ReapMode = Re
 
 
 async def reap_workers_with_prefix(redis: Redis, keys: RedisKeys, base_worker_id: str) -> dict[str, ReapSummary]:
-    """For a parent that knows its child is dead: reap all incarnations `BASE.*` at once.
+    """Reap all incarnations `BASE.*` of a child that its parent knows to be dead.
 
-    Call it before the successor with the same base starts, or the successor is reaped with it.
+    Call it before a successor with the same base starts, or the successor is reaped too.
     """
     scripts = RedisScripts(redis, keys)
     worker_ids = [name for name in await list_worker_ids(redis, keys) if name.startswith(f"{base_worker_id}.")]
@@ -82,7 +82,7 @@ async def _pending_entries(scripts: RedisScripts, queue: str, worker_id: str) ->
 
 
 def _pending_entry(entry_id: Any, entries: list[Any]) -> PendingEntry:
-    # An entry that somebody deleted is still pending; nobody knows its request any more, so it is only cleared.
+    # A deleted entry is still pending, but its request is unknown, so it is only acknowledged.
     request_id = entries[0][1][b"r"].decode() if entries else ""
     event = ErrorEvent(request_id, ErrorCode.REQUEST_FAILED, DEAD_LETTER_MESSAGE)
     blob = encode(EventBatch(PROTOCOL_VERSION, "reaper", 0, [event]))

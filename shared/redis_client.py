@@ -1,10 +1,8 @@
-"""Connections to Redis or Valkey, with the client's own habits switched off.
+"""Connections to Redis or Valkey, without redis-py's retries.
 
-Measured with redis-py 8.1: its default repeats any command ten times, so one XADD with three lost replies left four
-entries; its default time-out of 5 s breaks longer blocking reads. Here nothing is repeated (only our scripts may be, by
-their callers), and blocking reads, subscriptions and commands never share a connection.
-
-It lies under every walk that crosses the store. It knows no key and no script.
+Measured with redis-py 8.1: by default it repeats any command ten times, so an XADD with three lost replies left four
+entries, and its time-out of 5 s breaks longer blocking reads. Here nothing is repeated; only callers of our scripts may
+do that. Blocking reads, subscriptions, and commands have separate connections.
 """
 
 import asyncio
@@ -33,22 +31,22 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError, Timeout
 from shared.store_errors import rule_of
 
 SOCKET_TIMEOUT_SECONDS = 5.0
-BLOCK_SECONDS = 1.0  # of a blocking read, whose end falls on a tick; far below the socket time-out
-RESET_SECONDS = 1.0  # between two resets: commands that fail together cause one
+BLOCK_SECONDS = 1.0  # maximum of a blocking read, which ends on a tick; far below the socket time-out
+RESET_SECONDS = 1.0  # minimum between two resets, because many commands fail together
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RedisConnections:
-    """Three clients of one server; close them with `aclose()`."""
+    """Three clients of one server. Close them with aclose()."""
 
-    commands: Redis  # short commands and scripts; a small pool, so concurrent callers do not wait for one another
+    commands: Redis  # short commands and scripts; a small pool, so that concurrent callers need not wait
     blocking: Redis  # XREADGROUP BLOCK of one reader
     subscriber: Redis  # pub/sub
 
     async def reset(self) -> None:
-        """Close all connections, also those in use: their commands fail, and subscribers subscribe again."""
+        """Close all connections, including those in use. Their commands fail, and subscribers reconnect."""
         for client in (self.commands, self.blocking, self.subscriber):
             with suppress(RedisError, OSError):
                 await client.connection_pool.disconnect(inuse_connections=True)
@@ -64,10 +62,13 @@ Observe = Callable[[str, float, bool], None]  # command, seconds until its reply
 def connect(
     url: str, *, max_command_connections: int = 8, observe: Observe | None = None, num_models: int = 1
 ) -> RedisConnections:
-    """Open nothing yet: each client connects on first use. `url` is redis://, rediss:// or unix://.
+    """Create the clients, which connect on first use.
 
-    `observe` hears of each command of `commands`, pipelines excepted. `num_models`: that they are for, each with
-    subscriptions and commands of its own.
+    Args:
+        url: A redis://, rediss:// or unix:// URL.
+        max_command_connections: Size of the pool for commands, per model.
+        observe: Called after each command of `commands`, except pipelines.
+        num_models: Number of models that share the connections.
     """
     max_commands = max_command_connections * num_models
     commands = _CommandRedis(
@@ -81,24 +82,27 @@ def connect(
 
 
 def is_missing_group(error: RedisError) -> bool:
-    """NOGROUP: the store lost its memory (or a model's keys were deleted)."""
+    """Return whether the error is NOGROUP: the store lost its data, or a model's keys were deleted."""
     return isinstance(error, ResponseError) and str(error).startswith("NOGROUP")
 
 
 def _pack_command(_connection: Any, *words: Any) -> list[bytes]:
-    """hiredis' packing, which redis-py has for its synchronous connections only: EMIT has three arguments a token, and
-    packing them in Python took as long as everything else in the worker's event loop together."""
+    """Pack a command with hiredis, which redis-py does in its synchronous connections only.
+
+    EMIT has three arguments per token; packing them in Python took half of the worker's event loop.
+    """
     name, *arguments = words
-    return [hiredis.pack_command((*name.split(), *arguments))]  # "SCRIPT LOAD" is two words of the protocol
+    return [hiredis.pack_command((*name.split(), *arguments))]  # "SCRIPT LOAD" is two arguments
 
 
 async def _send_packed_command(connection: Any, command: Any, check_health: bool = True) -> None:
-    """Write at once: redis-py makes a task and a timer for each command, 60 us of a request. redis-py itself opens the
-    connection, waits for what the socket did not take, and checks health, which nobody asks for here.
+    """Write a command directly, because redis-py creates a task and a timer per command (60 us of a request).
+
+    redis-py still opens the connection and waits for bytes that the socket did not take.
 
     A closed connection raises ConnectionError. A write on its transport would raise RuntimeError in uvloop
-    (MagicStack/uvloop#506) and TypeError in CPython (redis/redis-py#4287); CPython 3.12 would also watch the descriptor
-    of the closed socket, and so that of the next one.
+    (MagicStack/uvloop#506) and TypeError in CPython (redis/redis-py#4287). CPython 3.12 would also watch the closed
+    socket's descriptor, which the next socket reuses.
     """
     transport = connection._writer.transport if connection.is_connected else None
     try:
@@ -140,8 +144,10 @@ _FAST_CONNECTIONS: dict[type[Any], type[Any]] = {
 
 
 class _CommandPool(BlockingConnectionPool):
-    """A free connection is handed out at once, and those who find none wait in order, as in redis-py's own: its lock,
-    condition and timer around each command are a third of what a command costs."""
+    """A pool that returns a free connection without redis-py's lock, condition, and timer (a third of a command).
+
+    Callers that find no free connection wait in order, as in redis-py's pool.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -170,7 +176,7 @@ class _CommandPool(BlockingConnectionPool):
 
 
 class _Resets:
-    """Resets connections that lead to a server which is no primary any more, at most once in RESET_SECONDS."""
+    """Resets connections to a server that is no longer the primary, at most once in RESET_SECONDS."""
 
     def __init__(self, connections: RedisConnections) -> None:
         self._connections = connections
@@ -181,19 +187,19 @@ class _Resets:
         now = time.monotonic()
         if now >= self._not_before:
             self._not_before = now + RESET_SECONDS
-            logger.warning("the store's connections are reset: %s", error)
+            logger.warning("store: connections reset: %s", error)
             self._task = asyncio.create_task(self._connections.reset())
 
 
 class _CommandRedis(Redis):
-    on_demoted: Callable[[Exception], None]  # an error came that makes every open connection useless
+    on_demoted: Callable[[Exception], None]  # called for errors after which all open connections are useless
 
     def __init__(self, pool: ConnectionPool, observe: Observe) -> None:
         super().__init__(connection_pool=pool)
         self._observe = observe
 
     async def execute_command(self, *words: Any, **options: Any) -> Any:
-        """As redis-py does without repeats: in half its calls, for its counters and retries have no use here."""
+        """Execute a command once, with half the calls of redis-py, whose counters and retries are not used here."""
         started = time.perf_counter()
         failed = True
         try:

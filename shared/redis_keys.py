@@ -1,22 +1,21 @@
-"""Every stream, group, channel and key name in Redis.
+"""Names of all streams, groups, channels, and keys in Redis.
 
-All names of one served model share the hash tag `{model name}`, so that a script touching several of them stays legal
-in a cluster. Nothing else builds a name, but for the Lua scripts, which append an id to a prefix. Every walk that
-crosses the store uses it, from ACCEPT of a chat to REAP of a takeover (redis_scripts.py). It knows no connection, and
-not what the keys hold; docs/architecture.md has that as a table.
+All names of a served model have the hash tag `{model name}`, so that a script with several of them works in a cluster.
+No other code builds a name, except Lua scripts, which append an id to a prefix. docs/architecture.md lists what the
+keys contain.
 """
 
 from dataclasses import dataclass
 
 GROUP = "engine"
 
-# Requests of a dead worker wait here, before every other class: their clients already hold half an answer. So do those
-# that were given back, and what overtakes others of its class is read from here (order.lua).
+# Requests of a dead worker wait here. It is read first, because their clients already have a part of the answer. Also
+# for requests that a worker returned, and for requests that fair queueing reads out of order (order.lua).
 RESUMED = "resumed"
-# Requests that not every worker can serve (capabilities.py). Workers older than this queue never read it.
+# Requests that not every worker can serve (capabilities.py). Older workers do not read it.
 NEWER = "newer"
 INTERACTIVE = "interactive"
-PRIORITY_CLASSES = (INTERACTIVE, "batch")  # strict order: a later class is read only when the earlier ones are empty
+PRIORITY_CLASSES = (INTERACTIVE, "batch")  # strict priority: a class is read only if the earlier ones are empty
 QUEUE_NAMES = (RESUMED, NEWER, *PRIORITY_CLASSES)
 
 
@@ -26,22 +25,22 @@ class RedisKeys:
 
     def __post_init__(self) -> None:
         if not self.model_name or any(character in "{}" for character in self.model_name):
-            raise ValueError(f"served model name {self.model_name!r} must be non-empty and without braces")
+            raise ValueError(f"served model name: expected a non-empty name without braces, got {self.model_name!r}")
 
     def queue(self, priority_class: str) -> str:
         if priority_class not in (RESUMED, NEWER, *PRIORITY_CLASSES):
-            raise ValueError(f"unknown priority class {priority_class!r}; one of {', '.join(PRIORITY_CLASSES)}")
+            raise ValueError(f"priority class: expected one of {', '.join(PRIORITY_CLASSES)}; got {priority_class!r}")
         return self._name(f"q:{priority_class}")
 
     @property
     def queues(self) -> tuple[str, ...]:
-        """Every queue, in the order in which workers read them."""
+        """Return all queues, in the order in which workers read them."""
         return tuple(self.queue(name) for name in QUEUE_NAMES)
 
     def turns(self, priority_class: str) -> tuple[str, str]:
-        """Return the names of turns by entry (order.lua), and of turns and waiting entries by flow (waiting.lua).
+        """Return two names: start numbers by entry (order.lua), and start number and waiting entries by flow.
 
-        They begin with the name of their queue, which gateways and workers may write.
+        They begin with the name of their queue, which gateways and workers have permission to write.
         """
         queue = self.queue(priority_class)
         return f"{queue}:order", f"{queue}:times"
@@ -53,12 +52,12 @@ class RedisKeys:
         return self._name(f"j:{request_id}")
 
     def client_name(self, digest: str) -> str:
-        """A client's own name for a request; `digest` covers whose it is."""
+        """Return the key of a client's own name for a request. `digest` includes the API key."""
         return self._name(f"i:{digest}")
 
     def account(self, owner_key_hash: str) -> str:
-        """The account of one API key's requests. Beside the names, which the store's users of before may write too."""
-        digest = f"bytes:{owner_key_hash}"  # which no name's is
+        """Return the account of an API key's requests. It is a client name, which older store users may write."""
+        digest = f"bytes:{owner_key_hash}"  # differs from all digests of names
         return self.client_name(digest)
 
     def fence(self, worker_id: str) -> str:
@@ -66,14 +65,16 @@ class RedisKeys:
 
     @property
     def held(self) -> tuple[str, str]:
-        """The counts of workers with room for requests, and of those with room for the last class."""
+        """Return the sorted sets of workers with free slots, for all classes and for the last class."""
         names = [self._name(f"held:{of}") for of in ("any", PRIORITY_CLASSES[-1])]
         return names[0], names[1]
 
     @property
     def model(self) -> str:
-        """The identity of the served model (model_identity.py). Beside the queues, because a worker's store user of
-        an older release may write there too."""
+        """Return the key of the served model's identity (model_identity.py).
+
+        It has the prefix of queues, which store users of older workers may write.
+        """
         return self._name("q:") + "model"
 
     @property

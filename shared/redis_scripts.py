@@ -1,18 +1,15 @@
-"""The atomic scripts of the protocol, called with types. Each but TAKE may be repeated blindly after a lost reply.
+"""The atomic scripts of the protocol, with typed arguments and replies. All but TAKE are safe to repeat.
 
-    accept   gateway   store requests and queue them           cancel   gateway   end one, or let go of it
-    attach   gateway   hold a kept request too                 prolong  gateway   keep what a kept answer is made of
-    register worker    make an incarnation known               take     worker    read entries, highest class first
-    claim    worker    bodies and journals of read entries     level    worker    what it holds, and its peers
-    unclaim  worker    give back what it has not started
+    accept   gateway   store and queue requests                cancel   gateway   end a request, or release it
+    attach   gateway   become a holder of a kept request       prolong  gateway   extend the life of a kept answer
+    register worker    make an incarnation known               take     worker    read entries, by priority
+    claim    worker    bodies and journals of read entries     level    worker    report its load, read its peers'
+    unclaim  worker    return requests that it has not started
     emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
-    tick     anyone    the fleet's clock
-    reap     anyone    end an incarnation, requeue its requests
+    tick     both      the fleet clock
+    reap     both      end an incarnation, requeue its requests
 
-What each does is told at the top of its .lua file in the folder of the same name. This module only names keys, orders
-arguments and types replies; it decides nothing, and it repeats nothing.
-
-Each walk but a block's calls the store by it. It knows no text and no HTTP.
+The .lua file of a script documents it. This module builds key names, orders arguments, and converts replies.
 """
 
 import struct
@@ -34,7 +31,7 @@ from shared.new_requests import RETAINED_SECONDS, NewRequest, RetentionTerms, Sh
 from shared.redis_keys import GROUP, INTERACTIVE, NEWER, PRIORITY_CLASSES, RESUMED, RedisKeys
 from shared.shares import ALPHA
 
-# Put before a script.
+# Common code that precedes a script.
 BEGINNINGS: dict[str, tuple[str, ...]] = {
     "emit": ("publish",),
     "finish": ("publish",),
@@ -50,23 +47,23 @@ SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
     *("cancel", "reap", "tick"),
 )
-KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
-ACCOUNT_SECONDS = 7_200  # what a key's requests hold, counted since its last one; a few live longer, uncounted then
-BARE_REQUEST_BYTES = 1_024  # of the store beside body, record and journal: fields, names, entries of queue and account
-# For which a choice's place counts in turns: else a thousand short prompts would cost as much as one long one.
+KEEP_DEAD_SECONDS = 86_400  # of a dead letter's body: a day for an operator to examine it
+ACCOUNT_SECONDS = 7_200  # life of an account after its last request; the few requests that live longer do not count
+BARE_REQUEST_BYTES = 1_024  # of a request besides body, record and journal: fields, names, entries of queue and account
+# Tokens that each choice costs in fair queueing; otherwise a thousand short prompts would cost as much as a long one.
 PLACE_TOKENS = 128
-FLOW = "k:"  # before the beginning of a key's hash, which is empty where nobody has a key
-FLOW_DIGITS = 16  # 64 bits tell the keys of one server apart, and an entry is shorter
-MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
+FLOW = "k:"  # prefix of a flow; the beginning of the API key's hash follows, or nothing without keys
+FLOW_DIGITS = 16  # 64 bits distinguish the keys of one server, and keep entries short
+MAX_CRASHES = 2  # crashes without a new token before a request must run alone
 MAX_ATTEMPTS = 10
 
 
 class Fenced(Exception):
-    """The store no longer counts this worker incarnation as alive: drop every sequence and register anew."""
+    """The store does not count this worker incarnation as alive: drop every sequence and register again."""
 
 
 class NameTaken(Exception):
-    """The client's name for this request already names another one."""
+    """The client's name for this request already belongs to another one."""
 
     def __init__(self, request_id: str, fingerprint: str) -> None:
         super().__init__(request_id)
@@ -75,7 +72,7 @@ class NameTaken(Exception):
 
 
 class QueueShareExceeded(Exception):
-    """The key would hold more than its share of the queue places; nothing was stored."""
+    """The API key would exceed its share of the queue places. Nothing was stored."""
 
     def __init__(self, max_places: int) -> None:
         super().__init__(f"{max_places} places")
@@ -84,48 +81,48 @@ class QueueShareExceeded(Exception):
 
 class AcceptStatus(StrEnum):
     OK = "OK"
-    DUP = "DUP"  # stored already: a repeat
-    BUSY = "BUSY"  # the queue is at its cap; nothing was stored
-    FULL = "FULL"  # so is what their key may hold; nothing was stored
+    DUP = "DUP"  # already stored: a repeated call
+    BUSY = "BUSY"  # the queue is full; nothing was stored
+    FULL = "FULL"  # the API key has reached its limit of bytes; nothing was stored
 
 
 class AttachStatus(IntEnum):
-    """The outcome of ATTACH; a request goes on unless it is 0."""
+    """The result of ATTACH."""
 
-    ENDED = 0  # or unknown: there is nothing more to come of it
+    ENDED = 0  # ended or unknown
     HELD = 1
     QUEUED_AGAIN = 2
 
 
 class ReapMode(StrEnum):
-    CRASH = "crash"  # counts an attempt, and a strike where no new token was journalled
-    DRAIN = "drain"  # the worker hands its requests back
+    CRASH = "crash"  # counts an attempt, and a crash if no new token is in the journal
+    DRAIN = "drain"  # the worker returns its requests
 
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
     queue: str
     entry_id: bytes
-    request_id: str  # empty if somebody deleted the entry while it was pending
-    solo: bool
-    queued_ms: int = 0  # when it came into the queues, by the store's clock
+    request_id: str  # empty if the entry was deleted while it was pending
+    solo: bool  # whether the request must run alone
+    queued_ms: int = 0  # time of queueing, by the store's clock
     needs: int = 0  # bits of capabilities.py
     context_tokens: int = 0  # 0: not known
-    flow: str = ""  # the key that it has its turn by
+    flow: str = ""  # flow in fair queueing: the API key
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The requests that a worker wants of the queues."""
+    """The demand of a worker."""
 
-    requests: int
-    background_requests: int | None = None  # of them, the most of the last class; None: as many
-    room: int | None = None  # that it could hold more, now or soon; None: just these
+    requests: int  # maximum to read
+    background_requests: int | None = None  # maximum of these in the last class; None: no separate limit
+    room: int | None = None  # requests that it could hold in addition, now or soon; None: `requests`
     background_room: int | None = None
-    prompt_tokens: int | None = None  # of interactive prompts, that are enough for now; None: any number
-    likely_prompt_tokens: int = 0  # of one whose entry does not tell
-    others: int = 0  # beside these: the next request of each key that is not one of `waiting_tenants`
-    waiting_tenants: frozenset[str] = frozenset()  # keys by name, of which requests wait at the worker
+    prompt_tokens: int | None = None  # interactive prompt tokens after which it reads no more; None: no limit
+    likely_prompt_tokens: int = 0  # assumed for an entry without a length
+    others: int = 0  # additional requests: the next one of each API key that is not in `waiting_tenants`
+    waiting_tenants: frozenset[str] = frozenset()  # names of API keys whose requests wait at the worker
 
     @property
     def of_last(self) -> int:
@@ -141,9 +138,9 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Taken:
     entries: list[QueueEntry]
-    allowance: int  # entries that it could still have had: 0 = peers that hold less go first
+    allowance: int  # entries that it could still have read; 0 = less loaded peers go first
     batch_allowance: int
-    others_wait: bool  # that it may not have
+    others_wait: bool  # whether entries wait that it must leave to peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +153,16 @@ class ClaimReply:
 
 
 class StepFrame(msgspec.Struct, frozen=True, gc=False):
-    """The tokens that one engine step adds to a request's journal. One a token: a struct, as those are made in C."""
+    """The tokens that one engine step adds to a request's journal. A struct, because it is built in C per token."""
 
     request_id: str
-    entry_id: bytes  # that it was claimed by
+    entry_id: bytes  # of the claim
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """One request's end: its queue entry, and its terminal event (empty for an entry without a request)."""
+    """The end of a request: its queue entry, and its terminal event (empty for an entry without a request)."""
 
     request_id: str
     queue: str
@@ -175,7 +172,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class PendingEntry:
-    """An entry of a dead worker, and what its client gets if it becomes a dead letter."""
+    """An entry of a dead worker, and the error for its client if it becomes a dead letter."""
 
     request_id: str
     entry_id: bytes
@@ -187,13 +184,13 @@ class PendingEntry:
 class ReapReply:
     requeued: int
     dead_letters: int
-    dropped: int  # cancelled meanwhile
+    dropped: int  # already cancelled
     remaining: int  # still pending for the worker
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayMessage:
-    """Events for one gateway: bytes that end with their list, and of each event the request and its bytes."""
+    """Events for one gateway: bytes that end with the list of events, and the request and size of each event."""
 
     gateway_id: str
     blob: bytes
@@ -203,7 +200,15 @@ class GatewayMessage:
 def gateway_message(
     gateway_id: str, worker_id: str, step: int, events: Sequence[StreamEvent], positions: Mapping[str, int]
 ) -> GatewayMessage:
-    """An EventBatch of which the store can leave out some. `positions`: of their requests in the call, by id."""
+    """Return an EventBatch from which a script can remove events.
+
+    Args:
+        gateway_id: The receiver.
+        worker_id: The sender.
+        step: Step of the engine.
+        events: The events.
+        positions: Position of each request in the call, by id.
+    """
     encoded = list(map(encode, events))
     head = encode(EventBatch(PROTOCOL_VERSION, worker_id, step, []))[:-1]  # the last byte is an empty list's header
     blob = b"".join((head, msgpack.Packer().pack_array_header(len(events)), *encoded))
@@ -256,7 +261,7 @@ class RedisScripts:
         journal: bytes = b"",
         terms: RetentionTerms | None = None,
     ) -> AcceptStatus:
-        """accept_all() of one request."""
+        """Store and queue one request: see accept_all()."""
         new = NewRequest(request_id, body, journal, terms)
         return await self.accept_all([new], gateway_id=gateway_id, priority_class=priority_class, max_queued=max_queued)
 
@@ -270,9 +275,20 @@ class RedisScripts:
         share: Share | None = None,
         queue_name: str = "",
     ) -> AcceptStatus:
-        """All or none, in one queue: that of their class, or NEWER if `queue_name` is that. The first one's terms have
-        the name of all. Without a share they are neither counted nor given turns. Raises NameTaken or
-        QueueShareExceeded."""
+        """Store and queue all requests of one answer, or none.
+
+        Args:
+            requests: The requests; the terms of the first contain the client's name for all.
+            gateway_id: The gateway that receives their events.
+            priority_class: One of PRIORITY_CLASSES.
+            max_queued: Limit of waiting requests; -1 for no limit.
+            share: Limits of the API key; without them the requests are neither counted nor ordered by key.
+            queue_name: NEWER for requests with needs, else empty.
+
+        Raises:
+            NameTaken: If the client's name belongs to another request.
+            QueueShareExceeded: If the API key would hold too many queue places.
+        """
         queue_name = queue_name or priority_class
         first_id, first = requests[0].request_id, requests[0].terms or _NOT_KEPT
         name = self.keys.client_name(first.name) if first.name else self.keys.request(first_id)
@@ -303,7 +319,7 @@ class RedisScripts:
             arguments += [request.needs, request.context_tokens]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != first_id:
-            raise RuntimeError(f"the store answered for another request than {first_id}")
+            raise RuntimeError(f"ACCEPT: expected a reply for request {first_id}, got one for another request")
         if status == b"SAME":
             raise NameTaken(*(part.decode() for part in other))
         if status == b"SHARE":
@@ -311,21 +327,27 @@ class RedisScripts:
         return AcceptStatus(status.decode())
 
     async def prolong(self, request_ids: Sequence[str], name: str, name_seconds: int) -> None:
-        """Prolong the life of a kept answer: its requests that have ended for RETAINED_SECONDS, and its client's name
-        for it, if it has one, for `name_seconds`."""
+        """Extend the life of a kept answer: its ended requests by RETAINED_SECONDS, its name by `name_seconds`."""
         first = self.keys.client_name(name) if name else self.keys.request(request_ids[0])
         arguments = [request_ids[0], name_seconds, RETAINED_SECONDS]
         await self._call("prolong", [first, *self._pairs(request_ids)], arguments)
 
     async def attach(self, request_id: str, holder: str, gateway_id: str, *, again: bool = False) -> AttachStatus:
-        """`again`: this gateway held it before, so that it goes on if it ended only because nobody seemed to."""
+        """Become a holder of a kept request.
+
+        With `again` this gateway was a holder before: the request continues if it ended only because its holders'
+        gateways seemed to be gone.
+        """
         keys = [*self._pair(request_id), self.keys.queue(RESUMED), self.keys.queue(NEWER)]
         arguments = [request_id, holder, gateway_id, self.keys.control_channel_prefix, int(again)]
         return AttachStatus(await self._call("attach", keys, arguments))
 
     async def register(self, worker_id: str, identity: Mapping[str, str] | None = None) -> None:
-        """Make a worker incarnation known. `identity`: of its model; without one it is not compared. Raises
-        ModelDiffers."""
+        """Make a worker incarnation known, and compare the identity of its model if it is given.
+
+        Raises:
+            ModelDiffers: If the queue serves another model.
+        """
         fields = chain.from_iterable((identity or {}).items())
         keys = [self.keys.fence(worker_id), self.keys.model, *self.keys.queues]
         reply = await self._call("register", keys, [GROUP, worker_id, self.keys.fence(""), *fields])
@@ -335,7 +357,7 @@ class RedisScripts:
             raise ModelDiffers(self.keys.model_name, name, stored, (identity or {})[name], int(reply[3]), live_ids)
 
     async def compare_identity(self, identity: Mapping[str, str]) -> None:
-        """Raise ModelDiffers where register() of a worker with these fields would raise it now."""
+        """Raise ModelDiffers if register() with this identity would raise it now."""
         await self.register("", identity)
 
     async def take(
@@ -348,10 +370,20 @@ class RedisScripts:
         abilities: Abilities = ALL_ABILITIES,
         waiting_flows: Iterable[str] = (),
     ) -> Taken:
-        """Read new entries without waiting, a share that leaves peers theirs. `num_held`: requests that it has. What
-        the worker cannot serve is left to others. `waiting_flows`: those of `demand.waiting_tenants`.
+        """Read new entries without a wait, by least-loaded dispatch among the workers.
 
-        Not to be repeated: read the own pending entries instead.
+        Do not repeat it after a lost reply: read the worker's pending entries instead.
+
+        Args:
+            worker_id: The caller.
+            demand: Numbers of requests.
+            num_held: Requests that the worker has.
+            is_impatient: Whether to ignore peers that have not reported a higher load.
+            abilities: What the worker can serve; other requests are left to its peers.
+            waiting_flows: The flows of `demand.waiting_tenants`.
+
+        Raises:
+            Fenced: If the worker has no fence.
         """
         arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts(), self._prefixes[0]]
         arguments += ["" if demand.prompt_tokens is None else demand.prompt_tokens, demand.likely_prompt_tokens]
@@ -367,15 +399,19 @@ class RedisScripts:
         return Taken(entries, reply[2], reply[3], bool(reply[4]))
 
     async def level(self, worker_id: str, num_held: int, room: int) -> int | None:
-        """Return what the emptiest peer with room for more holds; None if there is none, or if something
-        waits that it can take."""
+        """Return the number of requests of the least loaded peer with room; None without one, or if requests wait."""
         keys = [self.keys.held[0], self.keys.queue(RESUMED), self.keys.queue(INTERACTIVE)]
         reply = await self._fenced_call("level", worker_id, keys, [worker_id, num_held, room])
         return None if reply[1] < 0 else int(reply[1])
 
     async def unclaim(self, worker_id: str, entries: Sequence[QueueEntry], *, queue_name: str = RESUMED) -> int:
-        """Oldest first. Returns how many requests are queued again now (a repeat finds none). `queue_name`: NEWER for
-        those that the worker cannot serve."""
+        """Return requests to a queue. Returns the number of requeued ones; a repeated call finds none.
+
+        Args:
+            worker_id: The caller.
+            entries: Entries that were not started, oldest first.
+            queue_name: NEWER for requests that the worker cannot serve.
+        """
         keys: list[str] = [self.keys.queue(queue_name), self.keys.queue(NEWER)]
         arguments: list[Any] = [worker_id, GROUP]
         for entry in entries:
@@ -384,7 +420,10 @@ class RedisScripts:
         return int((await self._fenced_call("unclaim", worker_id, keys, arguments))[1])
 
     async def claim(self, worker_id: str, entries: Sequence[QueueEntry]) -> list[ClaimReply | None]:
-        """In the order of `entries`; None = cancelled, already over, or accepted anew since with another entry."""
+        """Claim entries, and return their requests in the same order.
+
+        An element is None if its request was cancelled, has ended, or was accepted again with another entry.
+        """
         keys = self._pairs(entry.request_id for entry in entries)
         reply = await self._fenced_call("claim", worker_id, keys, [worker_id, *(entry.entry_id for entry in entries)])
         return [_claim_reply(fields) if fields else None for fields in reply[1:]]
@@ -392,8 +431,11 @@ class RedisScripts:
     async def emit(
         self, worker_id: str, step: int, frames: Sequence[StepFrame], messages: Sequence[GatewayMessage]
     ) -> list[str]:
-        """`frames`: one a request. Returns the ids of requests that are not this worker's any more: nothing of them is
-        journalled or published."""
+        """Append one step's frames, at most one per request, to journals and publish the messages.
+
+        Returns:
+            Ids of requests that no longer belong to this worker, of which nothing was written or published.
+        """
         request_ids = [frame.request_id for frame in frames]
         arguments: list[Any] = [worker_id, step]
         for frame in frames:
@@ -401,11 +443,11 @@ class RedisScripts:
         arguments += self._messages(messages)
         reply = await self._fenced_call("emit", worker_id, self._pairs(request_ids), arguments)
         if reply[0] == b"GAP":
-            raise Fenced(f"the store knows {worker_id} at step {reply[1]}, not {step - 1}: it lost steps")
+            raise Fenced(f"worker {worker_id}: the store has step {reply[1]}, expected {step - 1}; it lost steps")
         return [request_ids[position] for position in reply[1:]]
 
     async def finish(self, worker_id: str, endings: Sequence[Ending], messages: Sequence[GatewayMessage]) -> int:
-        """Returns how many of their entries went now (a repeat finds none)."""
+        """End requests and publish the messages. Returns the number of removed entries; a repeated call finds none."""
         keys: list[str] = []
         arguments: list[Any] = [worker_id, GROUP, RETAINED_SECONDS]
         for ending in endings:
@@ -418,9 +460,17 @@ class RedisScripts:
         self, request_id: str, priority_class: str, *, holder: str = "", gone_gateway_id: str = "",
         event: bytes = b"", blob: bytes = b"", only_unstarted: bool = False,
     ) -> bool:  # fmt: skip
-        """For one holder, for all of a gateway that is gone, or for all there are. `event`: the end that a kept
-        request gets, and `blob` its message to the gateways of holders. `only_unstarted`: not if a worker has it, or
-        had it and left tokens."""
+        """Cancel a request. Returns whether it ended.
+
+        Args:
+            request_id: The request.
+            priority_class: Its class.
+            holder: Release it for this holder only; empty for all.
+            gone_gateway_id: Release it for all holders of this gateway, which is gone.
+            event: Terminal event of a kept request.
+            blob: The same as a message for the gateways of its holders.
+            only_unstarted: Do nothing if a worker has the request, or has generated tokens.
+        """
         queues = [self.keys.queue(name) for name in (priority_class, RESUMED, NEWER)]
         keys = [*self._pair(request_id), *self.keys.turns(priority_class), *queues]
         arguments: list[Any] = [request_id, GROUP, self.keys.control_channel_prefix, holder, event, blob]
@@ -431,20 +481,20 @@ class RedisScripts:
         keys = [self.keys.fence(worker_id), self.keys.dead_letters, self.keys.queue(RESUMED), queue, *self.keys.held]
         keys.append(self.keys.queue(NEWER))
         keys += self._pairs([entry.request_id for entry in entries])
-        arguments: list[Any] = [worker_id, GROUP, mode, MAX_STRIKES, MAX_ATTEMPTS, KEEP_DEAD_SECONDS]
+        arguments: list[Any] = [worker_id, GROUP, mode, MAX_CRASHES, MAX_ATTEMPTS, KEEP_DEAD_SECONDS]
         arguments.append(self.keys.gateway_channel_prefix)
         for entry in entries:
             arguments += [entry.entry_id, entry.request_id, entry.error_event, entry.error_blob]
         return ReapReply(*(await self._call("reap", keys, arguments)))
 
     async def tick(self, seconds: float) -> float:
-        """The fleet's clock, in seconds, which is at least the caller's count now."""
+        """Return the fleet clock in seconds, which is at least the caller's `seconds`."""
         return float(await self._call("tick", [self.keys.clock], [round(seconds * 1000)])) / 1000
 
     async def _fenced_call(self, name: str, worker_id: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         reply = await self._call(name, [self.keys.fence(worker_id), *keys], arguments)
         if reply[0] == b"FENCED":
-            raise Fenced(f"{worker_id} has no fence in the store")
+            raise Fenced(f"worker {worker_id}: no fence in the store")
         return reply
 
     async def _call(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
@@ -454,7 +504,7 @@ class RedisScripts:
         return self.keys.request(request_id), self.keys.journal(request_id)
 
     def _pairs(self, request_ids: Iterable[str]) -> list[str]:
-        request_prefix, journal_prefix = self._prefixes  # for 1,000 requests a step a third of the time of _pair()
+        request_prefix, journal_prefix = self._prefixes  # takes a third of the time of _pair()
         return [key for id_ in request_ids for key in (request_prefix + id_, journal_prefix + id_)]
 
     def _messages(self, messages: Iterable[GatewayMessage]) -> list[str | bytes]:

@@ -1,11 +1,8 @@
-"""Results of a batch, one JSON line each in OpenAI's form, appended as they come, in any order. Blocking.
+"""A file of batch results in OpenAI's format, one JSON line each, appended in any order. Blocking.
 
     {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
 
-A writer that was cut off leaves at most half a line at the end, which the next one takes away.
-
-It is the end of a line's way back, in batches of the gateway and in `pagestream run-batch`. It does not know what a
-result says.
+An interrupted writer leaves at most one partial line at the end, which the next writer removes.
 """
 
 import os
@@ -18,7 +15,7 @@ import msgspec
 
 
 class ResultFileError(ValueError):
-    """A file that holds something else; the message names the line."""
+    """The file has other content; the message names the line."""
 
 
 class _Named(msgspec.Struct):
@@ -48,11 +45,18 @@ _encoder = msgspec.json.Encoder()
 
 
 class ResultFile:
-    """Open for more."""
+    """A result file, open for appending."""
 
     def __init__(self, path: Path, *, known_bytes: int = 0) -> None:
-        """`known_bytes`: so many at the beginning are whole results that the caller knows of; `custom_ids` are those
-        behind them. Raises ResultFileError."""
+        """Open a file and read the `custom_ids` of its results after `known_bytes`.
+
+        Args:
+            path: The file, which is created if it does not exist.
+            known_bytes: Size of complete results at the beginning that the caller already knows.
+
+        Raises:
+            ResultFileError: If a line is not a result.
+        """
         path.touch()
         self.custom_ids: set[str] = set()
         self.num_bytes = known_bytes
@@ -63,7 +67,7 @@ class ResultFile:
         self._file: BinaryIO = path.open("ab")
 
     def add(self, custom_id: str, request_id: str, status: int, body: bytes | bytearray) -> None:
-        """`body`: JSON without line breaks."""
+        """Append a result. `body` is JSON without line breaks."""
         response = _Response(status, request_id, msgspec.Raw(body))
         self._append(_Result(_new_id(), custom_id, response, None))
 
@@ -72,7 +76,7 @@ class ResultFile:
 
     def close(self) -> None:
         try:
-            self._file.flush()  # what a full disk has refused so far
+            self._file.flush()  # raises if the disk is full
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
@@ -86,7 +90,7 @@ class ResultFile:
 
 
 def _new_id() -> str:
-    """Draw the id of a result, as a line that was refused has no request whose id it could have."""
+    """Return a random id, because a refused line has no request id."""
     return f"batch_req_{secrets.token_hex(16)}"
 
 
@@ -99,4 +103,4 @@ def _whole_results(path: Path, offset: int) -> Iterator[tuple[str, int]]:
             try:
                 yield _decoder.decode(text).custom_id, len(text)
             except msgspec.DecodeError as error:
-                raise ResultFileError(f"{path}, line {number}: is no result of a batch; name another file") from error
+                raise ResultFileError(f"{path}, line {number}: not a batch result; choose another file") from error

@@ -1,21 +1,18 @@
-"""Settings: flags, environment and a TOML file become one frozen dataclass, and each value knows where it came from.
+"""Settings: flags, environment, and a TOML file become one frozen dataclass. Each value has a known origin.
 
 Precedence: flag > environment > file > default. Field `max_model_len` is the flag `--max-model-len`, the variable
-`PAGESTREAM_MAX_MODEL_LEN` (an empty one counts as unset) and the key `max_model_len` in the file named by `--config` or
-`PAGESTREAM_CONFIG`. Top-level keys of the file are those that every program knows; a table named as the program's last
-word (`[gateway]`, `[worker]`) is for it alone and wins. A wrong value stops the start with the name of what was wrong.
+`PAGESTREAM_MAX_MODEL_LEN` (empty counts as unset), and the key `max_model_len` in the file of `--config` or
+`PAGESTREAM_CONFIG`. Top-level keys of the file apply to every program; a table with the last word of the program's name
+(`[gateway]`, `[worker]`) applies to that program and has precedence. A wrong value stops the start with its name.
 
     @dataclass(frozen=True, kw_only=True)
     class WorkerSettings:
-        block_size: int = setting(16, help="tokens in a KV block", choices=(8, 16, 32, 64))
+        block_size: int = setting(16, help="size of a KV block, in tokens", choices=(8, 16, 32, 64))
 
     loaded = load_settings(WorkerSettings, sys.argv[1:], os.environ, prog="pagestream worker")
     loaded.settings.block_size, loaded.origins["block_size"]      # 16, "default"
 
-A field without `setting()` is a part: a settings class of its own, whose options are the program's too. Handed down
-whole, it makes an option one field there, and no copy on the way.
-
-Imports argparse and tomllib only, so that `--help` is quick. Knows no setting of any program.
+A field without setting() is a part: a settings class whose options belong to the program too.
 """
 
 import argparse
@@ -34,11 +31,14 @@ from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 ENVIRONMENT_PREFIX = "PAGESTREAM_"
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 _PASSWORD = re.compile(r"(://[^/@:]*:)[^/]*@")  # in a URL
+_UNITS = {name.lower(): name for name in ("SECONDS", "BYTES", "RATIO", "PORT", "URL", "HOST", "KEY")}
+_UNITS |= {"hosts": "HOST", "endpoint": "URL"}
+_TYPES: Mapping[Any, str] = {int: "N", float: "N", Path: "PATH", str: "NAME"}
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used; the message names the flag, variable or file key."""
+    """A setting is invalid; the message names the flag, variable, or file key."""
 
 
 class _SettingsClass(Protocol):
@@ -63,20 +63,36 @@ def setting(
     choices: Sequence[Any] | None = None,
     aliases: Sequence[str] = (),
     secret: bool = False,
+    metavar: str = "",
 ) -> Any:
-    """A dataclass field with what its flag needs. Without a default it must be given. `aliases` are further flags."""
+    """Return a dataclass field for an option. Without a default it is required.
+
+    Args:
+        default: The default value; must be immutable.
+        help: One phrase: what the option sets, its unit, and a computed default.
+        parse: Converts text to the value; by default chosen by the field's type.
+        choices: Allowed values.
+        aliases: Additional flags.
+        secret: Whether to hide the value in --show-config.
+        metavar: Type of the value in --help, if its name and annotation do not show it.
+    """
     metadata = {"help": help, "parse": parse, "choices": choices, "aliases": tuple(aliases), "secret": secret}
+    metadata["metavar"] = metavar
     if isinstance(default, list | dict | set):
-        raise TypeError("a setting's default is immutable")
+        raise TypeError(f"default of a setting: expected an immutable value, got {default!r}")
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def options(cls: type[_SettingsClass]) -> tuple[Field[Any], ...]:
-    """The options of a settings class and of its parts, in the order of their fields. Raises TypeError for a twin."""
+    """Return the options of a settings class and of its parts, in the order of their fields.
+
+    Raises:
+        TypeError: If a name occurs twice.
+    """
     found = [option for field in fields(cls) for option in ([field] if _is_option(field) else options(_part(field)))]
     names = [option.name for option in found]
-    if twins := sorted({name for name in names if names.count(name) > 1}):
-        raise TypeError(f"{cls.__name__} has {', '.join(twins)} twice")
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise TypeError(f"{cls.__name__} has {', '.join(duplicates)} twice")
     return tuple(found)
 
 
@@ -85,17 +101,17 @@ def _is_option(field: Field[Any]) -> bool:
 
 
 def _part(field: Field[Any]) -> type[_SettingsClass]:
-    assert isinstance(field.type, type) and dataclasses.is_dataclass(field.type), f"{field.name} is no setting()"
+    assert isinstance(field.type, type) and dataclasses.is_dataclass(field.type), f"{field.name} is not a setting()"
     return field.type
 
 
 def parse_count(text: str) -> int:
-    """`16k` is 16,000 and `16K` is 16,384, as vLLM reads them."""
+    """Parse a number with a suffix as vLLM does: `16k` is 16,000 and `16K` is 16,384."""
     return _parse_quantity(text, binary_suffix=False)
 
 
 def parse_bytes(text: str) -> int:
-    """`4G` and `4GiB` are 4 * 2**30 bytes, `4g` and `4GB` are 4 * 10**9."""
+    """Parse a number of bytes: `4G` and `4GiB` are 4 * 2**30, `4g` and `4GB` are 4 * 10**9."""
     return _parse_quantity(text, binary_suffix=True)
 
 
@@ -107,13 +123,21 @@ def load_settings(
     prog: str = "pagestream",
     unknown: list[str] | None = None,
 ) -> Loaded[_Settings]:
-    """Raises SettingsError. `--show-config [text|json]` prints every value with its origin and exits.
+    """Load the settings of a program. `--show-config [text|json]` prints every value with its origin and exits.
 
-    Arguments that are no flags of `cls` are an error, or are appended to `unknown` for the program that knows them.
+    Args:
+        cls: A settings class.
+        argv: Command-line arguments.
+        environ: Environment variables.
+        prog: Name of the program; its last word names the table of the file.
+        unknown: Receives unknown arguments, for another program; without it they are an error.
+
+    Raises:
+        SettingsError: If a value is invalid or missing.
     """
     namespace, rest = build_parser(cls, prog).parse_known_args(argv)
     if rest and unknown is None:
-        raise SettingsError(f"unknown option {' '.join(rest)}")
+        raise SettingsError(f"unknown option {' '.join(rest)}; see --help")
     if unknown is not None:
         unknown.extend(rest)
     given = vars(namespace)
@@ -142,7 +166,7 @@ def load_settings(
         raise SystemExit(0)
     missing = [_flag(field) for field in options(cls) if values[field.name] is MISSING]
     if missing:
-        raise SettingsError(f"{', '.join(missing)}: a value is needed")
+        raise SettingsError(f"{', '.join(missing)}: a value is required")
     return Loaded(_construct(cls, values), origins, config_path)
 
 
@@ -154,7 +178,7 @@ def settings_or_exit(
     prog: str,
     unknown: list[str] | None = None,
 ) -> Loaded[_Settings]:
-    """load_settings for a `main`: a SettingsError becomes one line on stderr and exit status 2."""
+    """Load settings for a `main`. A SettingsError becomes one line on stderr and exit status 2."""
     try:
         return load_settings(cls, argv, environ, prog=prog, unknown=unknown)
     except SettingsError as error:
@@ -168,8 +192,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(cls: type[_SettingsClass], prog: str) -> argparse.ArgumentParser:
-    """The flags of a settings class. Values stay text here: they are parsed by one path whatever their source is."""
-    # No prefixes: `--block` would change its meaning on the day a second option begins so.
+    """Return a parser of the flags. Values stay text, because values of all sources are parsed by the same code."""
+    # No abbreviations: `--block` would change its meaning when a second option with this prefix is added.
     parser = _Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in options(cls):
         names = [_flag(field), *field.metadata["aliases"]]
@@ -178,17 +202,24 @@ def build_parser(cls: type[_SettingsClass], prog: str) -> argparse.ArgumentParse
             parser.add_argument(*names, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
         else:
             choices = field.metadata["choices"]
-            metavar = "{" + ",".join(map(str, choices)) + "}" if choices else field.name.rsplit("_", 1)[-1].upper()
+            metavar = "{" + ",".join(map(str, choices)) + "}" if choices else _metavar(field)
             nargs = "+" if _is_list(_value_type(field)) else None
             parser.add_argument(*names, dest=field.name, metavar=metavar, help=help_text, nargs=nargs)
-    parser.add_argument("--config", metavar="FILE", help="TOML file with further settings")
-    show_help = "print each value and its origin, and exit"
+    parser.add_argument("--config", metavar="PATH", help="TOML file with further settings")
+    show_help = "print each value and its origin, then exit"
     parser.add_argument("--show-config", nargs="?", const="text", choices=("text", "json"), help=show_help)
     return parser
 
 
 def _flag(field: Field[Any]) -> str:
     return "--" + field.name.replace("_", "-")
+
+
+def _metavar(field: Field[Any]) -> str:
+    """Return the type of the value, by a unit in the name or by the annotation."""
+    units = (_UNITS[word] for word in field.name.split("_") if word in _UNITS)
+    kind = _value_type(field)
+    return field.metadata["metavar"] or next(units, _TYPES[typing.get_args(kind)[0] if _is_list(kind) else kind])
 
 
 def _default_note(field: Field[Any]) -> str:
@@ -198,7 +229,7 @@ def _default_note(field: Field[Any]) -> str:
 
 
 def _value_type(field: Field[Any]) -> Any:
-    """The annotation without `| None`."""
+    """Return the annotation without `| None`."""
     hint: Any = field.type
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
@@ -219,7 +250,7 @@ def _parse(field: Field[Any], text: Any, source: str) -> Any:
 
 
 def _is_list(kind: Any) -> bool:
-    """Given with commas, or as a flag with spaces too."""
+    """Return whether the value is a list, separated by commas, or by spaces in a flag."""
     return typing.get_origin(kind) is tuple
 
 
@@ -295,7 +326,7 @@ def _read_file(cls: type[_SettingsClass], path: Path, section: str) -> dict[str,
     if unknown:
         raise SettingsError(
             f"--config {path}: {section} has no setting {', '.join(unknown)}; "
-            "what one program alone knows goes into the table of its name"
+            "put settings of one program into the table with its name"
         )
     return values
 
@@ -311,7 +342,7 @@ def _construct(cls: type[_Settings], values: dict[str, Any]) -> _Settings:
 
 def _display(field: Field[Any], value: Any) -> str:
     if value is MISSING:
-        return "(needed)"
+        return "(required)"
     if field.metadata["secret"] and value:
         return "***"
     shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

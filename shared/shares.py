@@ -15,7 +15,7 @@ def may_take(held: float, want: float, free: float, weight: float = 1.0, alpha: 
     Args:
         held: Units that the key holds now.
         want: Units that the key asks for.
-        free: Units that nobody holds now.
+        free: Units that are free now.
         weight: Share of the key relative to others; 1 by default.
         alpha: Multiple of the free units that one key of weight 1 may hold.
 

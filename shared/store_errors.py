@@ -1,7 +1,7 @@
-"""What each error of the store means for its caller: one table, and the back-off of whoever repeats.
+"""The meaning of each error of the store for its caller: one table, and the back-off of retries.
 
-A caller repeats only what is safe to repeat: the scripts, and reads. Where no repeat can help, `StoreRetry` raises; if
-a person has to act, the error is `StoreRefused`, whose message says what to do.
+Callers retry only what is safe: scripts and reads. If no retry can help, StoreRetry raises. If an operator must act,
+the error is StoreRefused, whose message says what to do.
 """
 
 import math
@@ -13,16 +13,16 @@ from enum import Enum
 from redis import exceptions
 
 MIN_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 1.0  # so that tokens flow at most 2 s after the store takes writes again
-# A proxy may lead to the old primary until its next check; a replica's address does so for good.
+MAX_BACKOFF_SECONDS = 1.0  # tokens flow at most 2 s after the store accepts writes again
+# A proxy may route to the old primary until its next health check; the address of a replica is always wrong.
 REPLICA_AT_START_SECONDS = 5.0
-ROTATION_SECONDS = 60.0  # in which the store's password and this process's file of it may differ
+ROTATION_SECONDS = 60.0  # time in which the store's password and this process's file may differ
 
 
 class Outcome(Enum):
     REFUSED = "refused"  # nothing was applied: repeat
     UNKNOWN = "unknown"  # it may have been applied: repeat by the script's rule
-    FINAL = "final"  # a repeat cannot help
+    FINAL = "final"  # a retry cannot help
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Rule:
 
     Attributes:
         outcome: What is known about the command.
-        closes_connections: Whether the open connections lead to a server that is no primary any more.
-        seconds_at_start: How long a caller that has never succeeded repeats.
-        seconds_running: How long a caller that has succeeded before repeats.
-        advice: What a person has to do when the repeats end; empty if the error is a programming error.
+        closes_connections: Whether the open connections lead to a server that is no longer the primary.
+        seconds_at_start: Time limit of retries before the first success.
+        seconds_running: Time limit of retries after a success.
+        advice: What an operator must do when the retries end; empty for a programming error.
     """
 
     outcome: Outcome
@@ -80,7 +80,7 @@ RULES = {
     "EXECABORT": _REFUSED,
 }
 
-# redis-py cuts the first word off the messages of these classes. The most special one comes first.
+# redis-py removes the first word from the messages of these classes. Subclasses come first.
 _CODES = {
     exceptions.BusyLoadingError: "LOADING",
     exceptions.MasterDownError: "MASTERDOWN",
@@ -96,11 +96,11 @@ _CODES = {
     exceptions.ExecAbortError: "EXECABORT",
 }
 
-_OF_PIPELINE = " of pipeline caused error: "  # redis-py's words before the reply, which is a quoted tuple then
+_OF_PIPELINE = " of pipeline caused error: "  # redis-py's text before the reply, which is then a quoted tuple
 
 
 def rule_of(error: BaseException) -> Rule:
-    """Look an exception of redis-py or of the socket up in the table."""
+    """Return the rule of an exception of redis-py or of the socket."""
     code = code_of(error)
     if code == "EXECABORT":  # "Transaction discarded because of: NOPERM ..."
         cause = RULES.get(str(error).rpartition("because of: ")[2].partition(" ")[0])
@@ -113,7 +113,7 @@ def rule_of(error: BaseException) -> Rule:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the first word of the server's reply; empty if the error is no reply."""
+    """Return the first word of the server's reply; empty if the error is not a reply."""
     code = next((code for error_class, code in _CODES.items() if isinstance(error, error_class)), "")
     if not code and isinstance(error, exceptions.ResponseError):
         reply = str(error).rpartition(_OF_PIPELINE)[2].lstrip("('\"")
@@ -122,7 +122,7 @@ def code_of(error: BaseException) -> str:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a repeat may succeed."""
+    """Return whether a retry may succeed."""
     return rule_of(error).outcome is not Outcome.FINAL
 
 
@@ -147,15 +147,15 @@ class Backoff:
 
 
 class StoreRetry:
-    """The repeats of one caller of the store."""
+    """The retries of one caller of the store."""
 
     def __init__(self, *, has_succeeded: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        """`has_succeeded`: the process is past its start, as another caller of it has had a reply."""
+        """Start without errors. `has_succeeded`: another caller of this process has already succeeded."""
         self._has_succeeded = has_succeeded
         self._clock = clock
         self._backoff = Backoff()
-        self._code = ""  # of the errors in a row
-        self._first_at = 0.0  # of them
+        self._code = ""  # of the current series of equal errors
+        self._first_at = 0.0  # time of its first error
 
     def succeeded(self) -> None:
         self._has_succeeded = True
@@ -166,7 +166,7 @@ class StoreRetry:
         """Return the seconds to wait before the next attempt.
 
         Raises:
-            StoreRefused: If only a person can help.
+            StoreRefused: If an operator must act.
             Exception: `error` itself, if it is final and means a programming error.
         """
         rule, code = rule_of(error), code_of(error)

@@ -1,10 +1,8 @@
 """A pub/sub subscription that survives its connection.
 
-Store errors never leave it: it reconnects with a back-off, and tells `GAP` after every (re)subscribe, because messages
-may have been lost before it. It pings, since a dead TCP connection is otherwise silent: after two unanswered pings it
-reconnects. One task owns it; close it with `aclose()`.
-
-A token's way back enters a gateway here; heartbeats and hints come by it too. It does not know what the messages say.
+It reconnects with a back-off after store errors, and returns GAP after every (re)subscribe, because messages may have
+been lost. Otherwise a dead TCP connection is silent, so it pings, and reconnects after two unanswered pings. Use it in
+one task, and close it with aclose().
 """
 
 import asyncio
@@ -47,7 +45,7 @@ class Subscription:
         ping_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_heard = 0  # replies of any kind; who counts silence must see it move to know that it would hear
+        self.num_replies = 0  # replies of any kind; while it grows, missing messages were not sent
         self._redis = redis
         self._channels = tuple(channels)
         self._ping_seconds = ping_seconds
@@ -59,7 +57,7 @@ class Subscription:
         self._backoff = Backoff()
 
     async def get(self, timeout_seconds: float) -> Message | Gap | None:
-        """The next message or gap; None after `timeout_seconds`, or sooner."""
+        """Return the next message or gap, or None after at most `timeout_seconds`."""
         try:
             if self._pubsub is None:
                 await self._subscribe()
@@ -70,13 +68,13 @@ class Subscription:
             return self._understood(reply)
         except (RedisError, OSError) as error:
             _raise_if_cancelled()
-            logger.warning("subscription to %s lost: %s", ", ".join(self._channels), error)
+            logger.warning("subscription %s: lost: %s", ", ".join(self._channels), error)
             await self.aclose()
             await asyncio.sleep(min(self._backoff.next_delay(), timeout_seconds))
             return None
 
     def rest_until(self, moment: float) -> None:
-        """Ping nobody before that moment of the clock: for who counts periods and was heard in this one."""
+        """Send no ping before `moment` of the clock. For callers that need one reply per period and got it."""
         self._next_ping = max(self._next_ping, moment)
 
     async def aclose(self) -> None:
@@ -102,14 +100,14 @@ class Subscription:
     def _understood(self, message: dict[str, Any] | None) -> Message | Gap | None:
         if message is None:
             return None
-        self.num_heard += 1
+        self.num_replies += 1
         self._unanswered_pings = 0
-        self._next_ping = self._clock() + self._ping_seconds  # whoever is heard need not be asked
+        self._next_ping = self._clock() + self._ping_seconds  # a reply makes a ping unnecessary
         if message["type"] == "message":
             return Message(message["channel"].decode(), message["data"])
         if message["type"] == "subscribe":
             self._num_confirmed += 1
-            # More confirmations than channels: the client library reconnected on its own, which is a gap as well.
+            # More confirmations than channels: the client library has reconnected by itself, which is a gap too.
             if self._num_confirmed >= len(self._channels):
                 self._backoff.reset()
                 return GAP
@@ -117,7 +115,7 @@ class Subscription:
 
 
 def _raise_if_cancelled() -> None:
-    """The client library loses some cancellations: 9 of 300 that fell into the first 10 ms. An owner task must end."""
+    """Raise a cancellation that the client library lost (9 of 300 in the first 10 ms), so that the task ends."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,20 +1,19 @@
-"""Ending asyncio tasks for sure.
+"""Cancel asyncio tasks reliably.
 
-On Python 3.11 `asyncio.wait_for` returns its result instead of raising when a cancel arrives in the same turn of the
-loop, and the Redis client sends every command inside one. So one `cancel()` may vanish, and a wait for the task hangs.
-
-It is used at every stop. It knows no task.
+On Python 3.11 `asyncio.wait_for` returns its result instead of raising if a cancellation arrives in the same iteration
+of the event loop. The Redis client sends every command inside one. So a single cancel() may be lost, and a wait for the
+task hangs.
 """
 
 import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-CANCEL_AGAIN_SECONDS = 1.0  # long enough for a clean-up, which a second cancel would break off
+CANCEL_AGAIN_SECONDS = 1.0  # long enough for a clean-up, which a second cancellation would interrupt
 
 
 async def cancel_and_wait(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Cancel until all have ended. Their results and errors stay in them; none is raised here."""
+    """Cancel repeatedly until all tasks have ended. Does not raise their errors."""
     pending = {task for task in tasks if not task.done()}
     while pending:
         for task in pending:
@@ -23,9 +22,9 @@ async def cancel_and_wait(tasks: Iterable["asyncio.Task[Any]"]) -> None:
 
 
 async def run_until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until one returns or raises, end the others for sure, and raise what it raised.
+    """Run all until one returns or raises, end the others, and raise its error.
 
-    Of several that raised at once, the first argument counts. A TaskGroup would cancel them once only.
+    If several raise at once, the first argument's error is raised. A TaskGroup would cancel only once.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

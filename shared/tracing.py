@@ -1,9 +1,7 @@
-"""Traces by OpenTelemetry, if somebody wants them (`--otlp-traces-endpoint`): nothing of it is imported otherwise.
+"""OpenTelemetry traces, enabled by `--otlp-traces-endpoint`. Nothing is imported otherwise.
 
-A trace crosses the queue as the W3C `traceparent` of the request; the spans of the gateway and of the worker are then
-those of one trace. Spans have OpenTelemetry's names for generative AI where there are such names.
-
-It stands beside every walk, in both programs. It knows no request's content.
+The W3C `traceparent` of a request is stored with it, so the spans of gateway and worker belong to one trace. Names
+follow OpenTelemetry's conventions for generative AI. Spans contain no content of requests.
 """
 
 import re
@@ -22,7 +20,7 @@ class TracingUnavailable(Exception):
 
 
 def valid_traceparent(text: str) -> str:
-    """`text`, or nothing if it is not one of W3C's version 00."""
+    """Return `text` if it is a W3C traceparent of version 00, else an empty string."""
     return text if _TRACEPARENT.fullmatch(text) else ""
 
 
@@ -37,13 +35,13 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, name: str, parent: str) -> "Span":
-        """`parent`: a traceparent, or nothing, which begins a trace. The caller ends the span."""
+        """Start a span, which the caller ends. `parent` is a traceparent, or empty to start a trace."""
         from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
         return self._tracer.start_span(name, self._context(parent), kind=SpanKind.SERVER)
 
     def record(self, name: str, parent: str, began: float, ended: float, attributes: dict[str, Any]) -> None:
-        """A span that is over. Times in seconds since 1970."""
+        """Record a completed span. Times are in seconds since 1970."""
         span = self._tracer.start_span(name, self._context(parent), attributes=attributes, start_time=int(began * 1e9))
         span.end(int(ended * 1e9))
 
@@ -55,7 +53,7 @@ class Tracing:
         return carrier["traceparent"]
 
     def close(self) -> None:
-        """Sends what has not been sent; waits a few seconds at most."""
+        """Send remaining spans; waits a few seconds at most."""
         self._provider.shutdown()
 
     def _context(self, parent: str) -> "Context":
@@ -63,7 +61,15 @@ class Tracing:
 
 
 def open_tracing(endpoint: str, service: str) -> Tracing | None:
-    """None without an endpoint, which is one of OTLP over HTTP. Raises TracingUnavailable."""
+    """Return the tracing of a service, or None without an endpoint.
+
+    Args:
+        endpoint: URL of an OTLP collector over HTTP.
+        service: Name of the service.
+
+    Raises:
+        TracingUnavailable: If OpenTelemetry is not installed.
+    """
     if not endpoint:
         return None
     try:
@@ -72,7 +78,9 @@ def open_tracing(endpoint: str, service: str) -> Tracing | None:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError as error:
-        raise TracingUnavailable(f"--otlp-traces-endpoint needs pip install 'pagestream[tracing]': {error}") from error
+        raise TracingUnavailable(
+            f"--otlp-traces-endpoint: run pip install 'pagestream[tracing]' first: {error}"
+        ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": service}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
     return Tracing(provider)

@@ -1,3 +1,3 @@
-"""The version of the distribution; pyproject.toml reads it here. It knows nothing, and is in no walk."""
+"""The version of the distribution, which pyproject.toml reads."""
 
 VERSION = "0.1.0"

@@ -1,9 +1,7 @@
-"""Our metrics once more under the names that vLLM gives them, for tools that know only those (`--vllm-metric-names`).
+"""Metrics under vLLM's names in addition to ours, for tools that expect those (`--vllm-metric-names`).
 
-Values are ours: sums over the labels that vLLM does not have. What means something else there has no alias.
-docs/metrics.md shows the table below.
-
-Beside every walk, at a scrape. It knows families of metrics, and nothing that they count.
+Values are sums over the labels that vLLM does not have. Metrics whose meaning differs have no alias. docs/metrics.md
+contains the table below.
 """
 
 from collections import defaultdict
@@ -17,10 +15,10 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    ours: str  # without pagestream_, and as the client library has it: no _total
+    ours: str  # name in the client library: without pagestream_ and _total
     theirs: str  # without vllm:
-    only: dict[str, tuple[str, ...]] = field(default_factory=dict)  # label -> its values that count
-    labels: dict[str, str] = field(default_factory=dict)  # ours -> theirs; others are summed over
+    only: dict[str, tuple[str, ...]] = field(default_factory=dict)  # label -> values to include
+    labels: dict[str, str] = field(default_factory=dict)  # our label -> vLLM's; other labels are summed
 
 
 ALIASES = (
@@ -46,7 +44,7 @@ ALIASES = (
 
 
 def with_vllm_names(registry: CollectorRegistry, model_name: str) -> CollectorRegistry:
-    """Return a registry to expose instead of `registry`: all that is in it, now or later, and the aliases."""
+    """Return a registry that contains all current and future metrics of `registry`, and the aliases."""
     both = CollectorRegistry()
     both.register(registry)
     both.register(VllmNames(registry, model_name))
@@ -54,7 +52,7 @@ def with_vllm_names(registry: CollectorRegistry, model_name: str) -> CollectorRe
 
 
 class VllmNames(Collector):
-    """Asks `source`, of which it is no part, at each scrape."""
+    """Collector of the aliases, which reads `source` at each scrape."""
 
     def __init__(self, source: Collector, model_name: str) -> None:
         self._source = source

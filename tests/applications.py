@@ -1,16 +1,13 @@
-"""Applications that have ended are kept by aiohttp: a process of tests makes hundreds, one of the product just one.
-
-Knows no test; conftest.py forgets them behind each.
-"""
+"""Release aiohttp applications after each test. aiohttp caches them, and a test process creates hundreds."""
 
 import sys
 
 
 def forget_applications() -> None:
-    """Let go of the applications of the last 1,024 handlers that were called in this process.
+    """Release the applications of the last 1,024 handlers that were called in this process.
 
-    Each is a gateway with its model, and a large circle: 700 of them hold 600 MB, through which every search for
-    garbage goes; and the one that makes room for a new handler becomes garbage in the middle of another's test.
+    Each is a gateway with its model and has reference cycles. 700 of them hold 600 MB, which every garbage collection
+    visits, and one that is evicted from the cache would become garbage during another test.
     """
     if (web_app := sys.modules.get("aiohttp.web_app")) is not None:
         web_app._cached_build_middleware.cache_clear()

@@ -1,11 +1,10 @@
-"""The markers of a test say what it needs beside Python: found in its fixtures and in the functions that it reaches.
+"""Markers of a test for its requirements, found from its fixtures and the functions that it reaches.
 
     redis   the session's store           model   the demo model's weights
-    e2e     a process of its own          gpu     a CUDA device: a test says so itself
-    unit    at most the store             quick   nothing of these, nor torch, nor more time than a test has by itself
+    e2e     a separate process            gpu     a CUDA device; set by the test itself
+    unit    at most the store             quick   none of these, no torch, and no raised time limit
 
-What is not found here is found when it happens: a test that starts a process all the same fails (`begin`). Where it is
-right to start one, it says `e2e` itself.
+Requirements that are not found cause a failure: a test that starts a process without `e2e` fails (begin()).
 """
 
 import inspect
@@ -22,9 +21,8 @@ import pytest
 
 NEEDS = ("redis", "model", "e2e", "gpu")
 STORE_FIXTURE, WEIGHTS_FIXTURE = "valkey_server", "demo_model_dir"
-# What `quick` does not even import: folders where each test starts processes; those with torch, whose import takes
-# longer than all the tests that do without; and files whose tests are seconds of work each: bodies of 2 MiB in every
-# hostile shape, random requests and histories, batches that take turns.
+# Paths that `quick` does not import: folders whose tests all start processes; folders with torch, whose import takes
+# longer than all quick tests; and files whose tests take seconds each.
 NEVER_QUICK = (
     "tests/browser/",
     "tests/faults/",
@@ -49,7 +47,7 @@ NEVER_QUICK = (
     "tests/gateway/test_spec_bodies.py",
     "tests/shared/test_garbage_collection.py",
 )
-# A function in which one of these names stands starts processes; functions of these roots are followed to find one.
+# A function that contains one of these names starts processes. Functions of the FOLLOWED roots are searched.
 STARTERS = frozenset(("subprocess", "multiprocessing", "create_subprocess_exec", "Popen", "_fork_exec"))
 FOLLOWED = ("tests", "pagestream", "bench")
 STARTS = frozenset(("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"))  # audit events
@@ -67,19 +65,19 @@ def mark(item: pytest.Function) -> None:
 
 
 def _asks_for_time(item: pytest.Item) -> bool:
-    """More than a test gets by itself: it takes long on a slow machine."""
+    """Return whether a test raises its time limit, because it is slow."""
     limit = item.get_closest_marker("timeout")
     return limit is not None and limit.args[0] > float(item.config.getini("timeout"))
 
 
 def is_read(path: Path, selected: str, config: pytest.Config) -> bool:
-    """Whether tests that `selected`, the expression of -m, wants may be in this file or folder."""
+    """Return whether a file or folder may contain tests of `selected`, the expression of -m."""
     inside = f"{path.relative_to(config.rootpath).as_posix()}/"
     return selected != "quick" or not inside.startswith(NEVER_QUICK)
 
 
 def _functions(item: pytest.Function) -> Iterator[Callable[..., Any]]:
-    """The test, its parameters and its fixtures; the store that a session shares is a need of its own."""
+    """Yield the test, its parameters, and its fixtures, except the store, which has its own marker."""
     yield item.function
     if hasattr(item, "callspec"):
         yield from (value for value in item.callspec.params.values() if isinstance(value, FunctionType))
@@ -90,7 +88,7 @@ def _functions(item: pytest.Function) -> Iterator[Callable[..., Any]]:
 
 @cache
 def starts_a_process(function: Callable[..., Any]) -> bool:
-    """Whether it does, or anything that it names, or that those name. What it only may call counts as called."""
+    """Return whether a function, or one that it names directly or indirectly, may start a process."""
     seen, todo = set(), [function]
     while todo:
         if (one := todo.pop()) in seen:
@@ -105,7 +103,7 @@ def starts_a_process(function: Callable[..., Any]) -> bool:
 
 @cache
 def _names(function: Callable[..., Any]) -> tuple[frozenset[str], tuple[FunctionType, ...]]:
-    """The names in it, and those of them that are functions of ours."""
+    """Return the names in a function, and the functions of ours among them."""
     hypothesis = getattr(function, "hypothesis", None)
     plain = inspect.unwrap(hypothesis.inner_test if hypothesis else function)
     if not isinstance(plain, FunctionType):
@@ -125,7 +123,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _functions_of(value: object) -> Iterator[FunctionType]:
-    """A function of ours, or the methods of a class of ours, or those of a table."""
+    """Yield a function of ours, the methods of a class of ours, or those in a table."""
     if isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _functions_of(item) if callable(item) else ()
@@ -148,25 +146,25 @@ _running: list[pytest.Item] = []
 
 
 def begin(item: pytest.Item) -> None:
-    """From here on, until another test begins, a process is started on behalf of `item`."""
+    """Attribute process starts to `item` until the next test begins."""
     if not _running:
-        platform.processor()  # asks `uname`, once in a process: OpenAI's client tells it to servers
+        platform.processor()  # runs `uname` once per process; OpenAI's client sends it to servers
         sys.addaudithook(_refuse)
     _running[:] = [item]
 
 
 def _refuse(event: str, arguments: tuple[object, ...], watched: frozenset[str] = STARTS | {"socket.connect"}) -> None:
-    if event not in watched:  # a default: when the interpreter ends, the names of this module are gone before the hook
+    if event not in watched:  # a default argument, because module names are deleted before the hook at interpreter exit
         return
     item = _running[0]
     if any(item.get_closest_marker(need) for need in NEEDS):
         return
     if event in STARTS:
-        pytest.fail(f"{item.nodeid} starts a process: {arguments[:2]}; mark it e2e, or mend tests/needs.py")
+        pytest.fail(f"{item.nodeid} starts a process: {arguments[:2]}; mark it e2e, or fix tests/needs.py")
     if _is_a_store(arguments[1]):
         pytest.fail(f"{item.nodeid} uses a store at {arguments[1]!r} without its fixture")
 
 
 def _is_a_store(address: object) -> bool:
-    """The session's store, and every other one in this process, listens on a unix socket."""
+    """Return whether an address is a store's: all stores of tests listen on unix sockets."""
     return isinstance(address, str) and os.path.exists(address)

@@ -1,6 +1,6 @@
-"""How long a test waits for what must come. It comes in milliseconds; this is for a machine that does ten other things.
+"""The time limit of a test for an expected event, which takes milliseconds; the limit is for a loaded machine.
 
-A stop, never a claim: a test that asserts how long something takes says so in CPU time (tests/idle_seconds.py).
+It is never asserted: a test of a duration uses CPU time (tests/idle_seconds.py).
 """
 
 PATIENCE_SECONDS = 60.0

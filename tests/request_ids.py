@@ -1,7 +1,6 @@
-"""Ids of requests that a test does not name: r0, r1, ... whatever ran before it in the process.
+"""Ids of requests without a given one: r0, r1, ... from the start of each test.
 
-What the fake model samples follows from the id, so a test that got the ids that were left would see other tokens, and
-now and then the end of an answer, by how many tests ran before it.
+The fake model's samples depend on the id, so ids must not depend on the tests that ran before.
 """
 
 from itertools import count
@@ -14,6 +13,6 @@ def next_request_id() -> str:
 
 
 def restart() -> None:
-    """Called before each test (conftest.py)."""
+    """Start again with r0. conftest.py calls it before each test."""
     global _numbers  # noqa: PLW0603 - one counter a process, as its tests run one after another
     _numbers = count()

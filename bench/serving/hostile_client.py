@@ -1,6 +1,6 @@
-"""A client that does its worst: its requests, its held connections, and how one of its patterns is repeated.
+"""A hostile client: its requests, the connections it holds open, and the repetition of a pattern.
 
-With several keys the same load comes from as many honest keys, which each send a part of it.
+With several keys the same load comes from as many honest keys, each with a part of it.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ import aiohttp
 from bench.serving.own_fleet import MODEL
 from bench.serving.raw_stream import RawStream, open_stream
 
-ANSWER_SECONDS = 60.0  # that a turn waits
+ANSWER_SECONDS = 60.0  # time limit of a turn
 
 
 @dataclass
 class Hostile:
-    session: aiohttp.ClientSession  # has the first key
+    session: aiohttp.ClientSession  # uses the first key
     url: str
     keys: list[str]
     answers: Counter[str] = field(default_factory=Counter)
     kept: dict[str, "asyncio.Task[str]"] = field(default_factory=dict)  # ids of kept answers, by key
 
     def key(self, number: int = 0) -> str:
-        """Return the key of a turn, or of a part of one."""
+        """Return the key of a turn or of a part of it."""
         return self.keys[number % len(self.keys)]
 
     async def post(self, path: str, body: bytes | dict[str, object] | aiohttp.FormData, *, number: int = 0) -> bytes:
-        """Returns the answer's body; what fails is counted. `number`: of the key."""
+        """Return the body of the answer; failures are counted. `number` is the index of the key."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = {"Authorization": f"Bearer {self.key(number)}"}
         if not isinstance(data, aiohttp.FormData):
@@ -78,7 +78,7 @@ class Hostile:
             writer.transport.abort()
 
     async def open(self, body: dict[str, object]) -> asyncio.StreamWriter | None:
-        """A stream of which nothing is read but its head."""
+        """Open a stream of which only the head is read."""
         parts, stream = urlsplit(self.url), RawStream()
         assert parts.hostname is not None and parts.port is not None
         try:
@@ -96,17 +96,17 @@ class Hostile:
 
 @dataclass(frozen=True)
 class Pattern:
-    turn: Callable[[Hostile, int], Awaitable[object]]  # the number of the turn tells one from the next
+    turn: Callable[[Hostile, int], Awaitable[object]]  # with the number of the turn
     at_once: int
     max_turns: int = 2**31
     worker_flags: tuple[str, ...] = ()
     max_concurrent: int | None = None  # of the hostile key
-    divides: bool = False  # beside it, first tokens are compared with those beside the same load of honest keys
+    divides: bool = False  # whether the baseline is the same load of honest keys
     max_livez_seconds: float = 0.05
 
 
 async def attack(pattern: Pattern, url: str, keys: list[str], seconds: float, turns: int) -> Counter[str]:
-    """At most `turns`, for at most `seconds`."""
+    """Repeat a pattern for at most `turns` and `seconds`. Returns the number of answers by status."""
     turns = min(turns, pattern.max_turns)
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
     connector, headers = aiohttp.TCPConnector(limit=0), {"Authorization": f"Bearer {keys[0]}"}

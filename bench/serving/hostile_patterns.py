@@ -1,10 +1,8 @@
-"""python -m bench.serving.hostile_patterns NAME --url URL --key KEY: one client that does its worst, within its key.
+"""python -m bench.serving.hostile_patterns NAME --url URL --key KEY: one client that does its worst within its API key.
 
-Twelve patterns here and seven of share_patterns.py. Each repeats its turn at several places at once until --seconds are
-over or --turns are done. Prints how many answers had which status.
-
-A process of its own. It has only what the others leave of the processors, unless it needs little: a stranger's clients
-run elsewhere, and what it costs to be hostile must not be measured as a cost of being its neighbor.
+Twelve patterns are here, and seven in share_patterns.py. Each repeats its turn several times at once until --seconds
+or --turns are reached. Prints the number of answers by status. It runs in a separate process with idle priority, except
+patterns with little load: real clients run elsewhere, so their cost must not count as a cost of the server.
 """
 
 import argparse
@@ -19,7 +17,7 @@ from bench.serving.hostile_client import ANSWER_SECONDS, Hostile, Pattern, attac
 from bench.serving.own_fleet import MODEL
 from bench.serving.share_patterns import SHARE_PATTERNS
 
-BODY_BYTES = 2 * 2**20  # the most that a gateway takes
+BODY_BYTES = 2 * 2**20  # maximum that a gateway accepts
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -59,7 +57,7 @@ async def _huge_schema(hostile: Hostile, number: int) -> None:
 
 
 async def _prompt_scores(hostile: Hostile, number: int) -> None:
-    """The first kind is refused, as too large an answer; of the other two nothing larger is served."""
+    """Request prompt log-probabilities: the first kind is refused, the other two are the largest that are served."""
     rows, scores = ((32, 20), (32, 0), (2, 20))[number % 3]
     prompts = [[10 + (number + row) % 80] * 8_000 for row in range(rows)]
     await hostile.post(TEXTS, _text(prompt=prompts, max_tokens=1, prompt_logprobs=scores))
@@ -85,7 +83,7 @@ async def _kept_bodies(hostile: Hostile, number: int) -> None:
 async def _detached_streams(hostile: Hostile, number: int) -> None:
     body = _text(max_tokens=2_000, ignore_eos=True, detach_seconds=300, seed=number)
     writer = await hostile.open(body)
-    await asyncio.sleep(0.2)  # the client's patience
+    await asyncio.sleep(0.2)  # the client gives up
     if writer is not None:
         writer.transport.abort()
 
@@ -148,7 +146,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True)
     options = parser.parse_args()
     pattern = PATTERNS[options.pattern]
-    if not pattern.divides:  # those send little, and are nothing if they have no processor
+    if not pattern.divides:  # patterns with little load would have no effect with idle priority
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         _json_bodies()
     print("begun", flush=True)

@@ -1,8 +1,9 @@
-"""python -m bench key-shares --model DIR: how API keys divide a busy worker.
+"""python -m bench key-shares --model DIR: the division of a busy worker among API keys.
 
-Three keys of weights 1, 2 and 4 ask for more than 64 running slots at once, for --seconds; their tokens are told as
-parts of all. Then one key alone, and two keys of one weight, in tokens per second. A scripted worker whose steps take
-6 ms. Ends with 1 if a part differs by more than 5 % from its weight's, or two keys have less than 0.95 of one.
+Three keys with weights 1, 2, and 4 request more than 64 running slots at once for --seconds; the result is the share of
+each in the tokens. Then one key alone, and two keys with equal weights, in tokens per second. The scripted worker has
+steps of 6 ms. Exits with 1 if a share differs by more than 5 % from its weight's, or two keys have less than 0.95 of
+the tokens of one.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from bench.serving.own_fleet import MODEL, OwnFleet, own_fleet
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "other": 1.0}
 SLOTS, STEP_SECONDS = 64, 0.006
 OUTPUT_TOKENS = 32
-AT_ONCE = 96  # requests of a key: more than all slots
+AT_ONCE = 96  # concurrent requests of a key, more than all slots
 WARM_UP_SECONDS = 5.0
 MAX_DIFFERENCE, MIN_RATIO = 0.05, 0.95
 
@@ -33,9 +34,11 @@ MAX_DIFFERENCE, MIN_RATIO = 0.05, 0.95
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench key-shares", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--model", type=Path, required=True, metavar="PATH", help="model directory, for its tokenizer")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="SECONDS", help="of each load (%(default)s)")
-    parser.add_argument("--programs", type=Path, metavar="PATH", help="a checkout, with its .venv, whose gateway runs")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="SECONDS", help="duration of each load (%(default)s)"
+    )
+    parser.add_argument("--programs", type=Path, metavar="PATH", help="checkout, with a .venv, whose gateway runs")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for all figures")
     options = parser.parse_args(argv)
     result = asyncio.run(_measure(options))
     tell({**provenance(["key-shares", *argv]), **result}, options.json)
@@ -79,7 +82,7 @@ def _entry(name: str, key: str, *, has_weight: bool) -> str:
 
 
 async def _load(fleet: OwnFleet, keys: Mapping[str, str], names: tuple[str, ...], seconds: float) -> Counter[str]:
-    """Tokens of each key within `seconds`, after a warm-up."""
+    """Return the tokens of each key within `seconds`, after a warm-up."""
     tokens, body = Counter[str](), {"model": MODEL, "prompt": "x", "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
     is_counted = asyncio.Event()
 

@@ -1,14 +1,13 @@
-"""python -m bench neighbor --model DIR: what one key's hostile clients cost another key's polite ones.
+"""python -m bench neighbor --model DIR: the effect of one API key's hostile clients on another key's polite clients.
 
-For each pattern (hostile_patterns.py, share_patterns.py) a fleet of its own: store, gateway with two keys, a scripted
-worker whose steps take 6 ms, so that what is measured is the gateway and the store. Polite chats stream at a steady
-rate, first alone, then beside the hostile client. Told: the time to the first token in both, what polite chats did not
-get, the gateway's memory, the longest wait of a probe for /livez. Ends with 1 if, beside a pattern, p99 of the first
-token is more than --most-ratio times that alone, a token is missing, or a probe or the gateway's memory is over its
-limit. Beside patterns of share_patterns.py first tokens are compared with those beside the same load of honest keys.
-The hostile client has the processors only while nobody else wants them (SCHED_IDLE), as one with its own would not take
-any; the fleet, the polite client and the probe share them as equals. p99 of 240 chats is the third longest.
-`--programs DIR` measures the gateway of another checkout, with its .venv. All patterns take 30 minutes.
+Each pattern (hostile_patterns.py, share_patterns.py) gets its own fleet: store, gateway with two keys, and a scripted
+worker with steps of 6 ms, so that gateway and store are measured. Polite chats stream at a steady rate, first alone,
+then beside the hostile client. Reports time to first token, failed chats, gateway memory, and the longest /livez probe.
+Exits with 1 if p99 of the first token exceeds --max-ratio times that alone, a token is missing, or a probe or the
+memory exceeds its limit. In share_patterns.py the baseline is the same load of honest keys. The hostile client runs
+with SCHED_IDLE, because a remote client would take no processor time; all other processes share the processors
+equally. p99 of 240 chats is the third largest value. --programs DIR measures the gateway of another checkout with its
+.venv. All patterns take 30 minutes.
 """
 
 import argparse
@@ -39,20 +38,20 @@ from bench.statistics import distribution
 from bench.workload import Workload
 
 STEP_SECONDS = 0.006
-PROBE_SECONDS = 0.02  # between two
-CHAT_SECONDS = 60.0  # after which a chat has failed
+PROBE_SECONDS = 0.02  # between two probes
+CHAT_SECONDS = 60.0  # time limit of a chat
 STORE_BYTES = 2**28  # the default of `pagestream serve`
 WARM_UP_CHATS = 16
 HOSTILE_BEGINS_SECONDS = 1.0  # before the first polite chat beside it
 FILES = ["--max-files-bytes", "256M"]
 NUM_HONEST_KEYS = 16
-QUIET_SECONDS = 3.0  # for what a client has left to end, before the next one begins
+QUIET_SECONDS = 3.0  # pause after a client, in which its remaining requests end
 MAX_GROWTH_BYTES = 64 * 2**20  # of the gateway from its start, --rest-seconds after a pattern
 
 
 @dataclass
 class Watched:
-    """The gateway's gauges while chats run."""
+    """Gauges of the gateway while chats run."""
 
     livez_seconds: list[float] = field(default_factory=list)
     memory_bytes: int = 0
@@ -73,7 +72,7 @@ async def _measure_all(options: argparse.Namespace) -> dict[str, Any]:
     measured = {}
     for name in options.pattern or PATTERNS:
         measured[name] = await _measure(options, name)
-        print(table({name: measured[name]}), measured[name]["misses"] or "as it should be", file=sys.stderr, flush=True)
+        print(table({name: measured[name]}), measured[name]["misses"] or "passed", file=sys.stderr, flush=True)
     return measured
 
 
@@ -99,10 +98,10 @@ async def _measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
 async def _chats_beside(
     options: argparse.Namespace, name: str, fleet: OwnFleet, target: Target, keys: list[str]
 ) -> Phase:
-    """Chats beside a pattern, and how often its client had which answer."""
+    """Run chats beside a pattern. Also returns the number of answers of its client by status."""
     hostile = await _begin(options, name, fleet.url, keys)
     assert hostile.stdout is not None
-    await hostile.stdout.readline()  # it has begun: a process takes seconds to start on a loaded machine
+    await hostile.stdout.readline()  # it has started, which takes seconds on a loaded machine
     await asyncio.sleep(HOSTILE_BEGINS_SECONDS)
     chats = await _watched_chats(fleet, target, options)
     answers, _ = await hostile.communicate()
@@ -131,16 +130,16 @@ def _figures(
     for quantile in ("p50", "p99"):
         seconds = [figures[name]["first_token_seconds"].get(quantile) for name in (base, "beside")]
         figures[f"{quantile}_ratio"] = seconds[1] / seconds[0] if all(seconds) else None
-    figures["misses"] = misses_of(options, figures, max(options.most_livez_seconds, pattern.max_livez_seconds))
+    figures["misses"] = misses_of(options, figures, max(options.max_livez_seconds, pattern.max_livez_seconds))
     return figures
 
 
 def misses_of(options: argparse.Namespace, figures: dict[str, Any], max_livez_seconds: float) -> list[str]:
     ratio, beside = figures["p99_ratio"], figures["beside"]
     misses = {
-        "the time to the first token": ratio is None or ratio > options.most_ratio,
+        "the time to the first token": ratio is None or ratio > options.max_ratio,
         "tokens that did not come": beside["num_failed"] > 0 or figures["alone"]["num_failed"] > 0,
-        "the gateway's memory": beside["gateway_memory_bytes"] > options.most_memory_bytes,
+        "the gateway's memory": beside["gateway_memory_bytes"] > options.max_memory_bytes,
         "the gateway's memory afterwards": "spread" in figures and figures["gateway_growth_bytes"] > MAX_GROWTH_BYTES,
         "the wait for /livez": (beside["livez_worst_seconds"] or 0.0) > max_livez_seconds,
     }
@@ -208,7 +207,7 @@ async def _watched_chats(
 
 
 async def _chats(target: Target, options: argparse.Namespace, stream: str, count: int) -> list[RequestResult]:
-    """Each at its time, whatever became of those before it."""
+    """Start each chat at its time, regardless of earlier ones."""
     lengths = [(options.prompt_words, options.output_tokens)] * count
     planned = Workload(lengths=lengths, token_ids=range(0), seed=1, chat=True).requests(options.rate, stream)
     begin = asyncio.get_running_loop().time()
@@ -221,14 +220,14 @@ async def _chats(target: Target, options: argparse.Namespace, stream: str, count
 
 
 async def _probe(url: str, watched: Watched) -> None:
-    """As a kubelet does, but more often: how long anybody else waits for the simplest answer."""
+    """Probe /livez as a kubelet does, but more often, and record the longest wait."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CHAT_SECONDS)) as session:
         while True:
             started = time.perf_counter()
             try:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     await (await session.get(f"{url}/livez")).read()
-            finally:  # also the probe that waits when the chats have ended
+            finally:  # also counts the probe that is open when the chats end
                 watched.livez_seconds.append(time.perf_counter() - started)
             await asyncio.sleep(PROBE_SECONDS)
 
@@ -240,7 +239,7 @@ async def _weigh(gateway: psutil.Process, watched: Watched) -> None:
 
 
 def table(patterns: dict[str, Any]) -> str:
-    """A line for each pattern: milliseconds, megabytes."""
+    """Return one line per pattern, in milliseconds and megabytes."""
     lines = [["pattern", "TTFT p50/p99 base", "beside", "ratio", "failed", "livez base", "beside", "MB", "hostile"]]
     for name, figures in patterns.items():
         sides = [figures["spread" if "spread" in figures else "alone"], figures["beside"]]
@@ -265,22 +264,34 @@ def _milliseconds(figures: dict[str, float], *names: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition(": ")[2]
     parser = argparse.ArgumentParser(prog="python -m bench neighbor", description=summary)
-    parser.add_argument("--model", type=Path, required=True, help="model directory; for its tokenizer, unless --real")
-    parser.add_argument("--real", action="store_true", help="a worker with the model instead of a scripted one")
-    parser.add_argument("--pattern", action="append", choices=PATTERNS, help="may be repeated; default: all")
-    parser.add_argument("--rate", type=float, default=16.0, help="polite chats a second (%(default)s)")
-    parser.add_argument("--chats", type=int, default=240, help="alone, and as many beside (%(default)s)")
-    parser.add_argument("--prompt-words", type=int, default=64, help="of a chat (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=32, help="of a chat (%(default)s)")
-    parser.add_argument("--turns", type=int, default=2_000, help="of the hostile client at most (%(default)s)")
-    parser.add_argument("--hostile-seconds", type=float, help="at most; as long as the polite chats unless given")
-    parser.add_argument("--hostile-concurrent", type=int, default=16, help="its key's max_concurrent (%(default)s)")
-    parser.add_argument("--most-ratio", type=float, default=1.5, help="of p99 of the first token (%(default)s)")
-    parser.add_argument("--most-livez-seconds", type=float, default=0.05, help="of a probe (%(default)s)")
-    parser.add_argument("--most-memory-bytes", type=float, default=500e6, help="of the gateway (%(default)s)")
-    parser.add_argument("--rest-seconds", type=float, default=60.0, help="until memory is weighed again (%(default)s)")
-    parser.add_argument("--programs", type=Path, help="a checkout, with its .venv, whose gateway is measured")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="model directory; only its tokenizer is used without --real"
+    )
+    parser.add_argument("--real", action="store_true", help="use a worker with the model instead of a scripted one")
+    parser.add_argument("--pattern", action="append", choices=PATTERNS, help="pattern to run, repeatable; default: all")
+    parser.add_argument("--rate", type=float, default=16.0, help="polite chats per second (%(default)s)")
+    parser.add_argument("--chats", type=int, default=240, help="number of polite chats in each phase (%(default)s)")
+    parser.add_argument("--prompt-words", type=int, default=64, help="words of a prompt (%(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=32, help="tokens of an answer (%(default)s)")
+    parser.add_argument("--turns", type=int, default=2_000, help="maximum of hostile turns (%(default)s)")
+    parser.add_argument(
+        "--hostile-seconds", type=float, help="time limit of the hostile client; default: that of the polite chats"
+    )
+    parser.add_argument(
+        "--hostile-concurrent", type=int, default=16, help="max_concurrent of the hostile key (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-ratio", type=float, default=1.5, help="limit of the ratio of p99 to first token (%(default)s)"
+    )
+    parser.add_argument("--max-livez-seconds", type=float, default=0.05, help="limit of a probe (%(default)s)")
+    parser.add_argument(
+        "--max-memory-bytes", type=float, default=500e6, help="limit of the gateway's memory (%(default)s)"
+    )
+    parser.add_argument(
+        "--rest-seconds", type=float, default=60.0, help="pause before memory is measured again (%(default)s)"
+    )
+    parser.add_argument("--programs", type=Path, help="checkout, with a .venv, whose gateway is measured")
     parser.add_argument("--worker-flags", default="")
     parser.add_argument("--gateway-flags", default="")
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     return parser

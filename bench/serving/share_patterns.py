@@ -1,6 +1,6 @@
-"""Patterns of one key that takes more than its share: queue places, running slots, memory, connections.
+"""Patterns of one API key that takes more than its share of queue places, running slots, memory, or connections.
 
-Beside each, first tokens of another key are compared with those beside the same load spread over honest keys.
+The first tokens of another key are compared with those beside the same load of honest keys.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def _unfinished_bodies(hostile: Hostile, number: int) -> None:
 
 
 async def _slow_kept_readers(hostile: Hostile, number: int) -> None:
-    """Read a kept answer of 4 MB that the key made before."""
+    """Read a kept answer of 4 MB of the same key, slowly."""
     name = await _kept_answer(hostile, number, prompt=[[7] * 3_000], max_tokens=1, prompt_logprobs=20)
     await hostile.hold(f"GET /v1/requests/{name} HTTP/1.1", number=number)
 
@@ -42,7 +42,7 @@ async def _attaches(hostile: Hostile, number: int) -> None:
 
 
 async def _kept_answer(hostile: Hostile, number: int, **fields: object) -> str:
-    """Return the id of the key's one kept answer, which its first turn asks for."""
+    """Return the id of the key's kept answer, which its first turn requests."""
     key = hostile.key(number)
     if key not in hostile.kept:
         hostile.kept[key] = asyncio.create_task(_asked_kept(hostile, number, fields))
@@ -63,7 +63,7 @@ async def _asked_kept(hostile: Hostile, number: int, fields: dict[str, object]) 
 
 
 async def _cancelled_body(hostile: Hostile, number: int) -> None:
-    """A body of 32 prompts whose client leaves at once, then long prompts."""
+    """Send 32 prompts and disconnect at once, then send long prompts."""
     cancelled = asyncio.create_task(hostile.post_prompts(32, number, max_tokens=2_000))
     await asyncio.sleep(0.05)
     cancelled.cancel()

@@ -1,7 +1,7 @@
-"""python -m bench take-cost: the server time of TAKE and ACCEPT, by the store's own count.
+"""python -m bench take-cost: server time of TAKE and ACCEPT, as counted by the store.
 
-TAKE beside 0 and 256 peers without turns, and with turns where 20,000 requests of 100 keys wait; ACCEPT of one request
-into that queue. Each figure is the best round, because other programs on the machine only add to it.
+TAKE with 0 and 256 peers without fair queueing, and with 20,000 waiting requests of 100 keys; ACCEPT of one request
+into that queue. Each value is the minimum of the rounds, because other programs can only add to it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ STORE_BYTES = 2**30
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench take-cost", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure here")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for all figures")
     options = parser.parse_args(argv)
     tell({**provenance(["take-cost", *argv]), **asyncio.run(_measure())}, options.json)
     return 0
@@ -50,7 +50,7 @@ async def _measure() -> dict[str, dict[str, float]]:
 
 
 async def take_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
-    """Microseconds of one TAKE without turns."""
+    """Return microseconds per TAKE without fair queueing."""
     scripts, costs = RedisScripts(redis, keys), {}
     for num_peers in (0, 256):
         for num_entries in (0, 8):
@@ -71,7 +71,7 @@ async def take_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
 
 
 async def turn_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
-    """Microseconds of one TAKE of 8 and of one ACCEPT where requests of many keys wait."""
+    """Return microseconds per TAKE of 8 and per ACCEPT with waiting requests of many keys."""
     scripts = RedisScripts(redis, keys)
 
     async def accept(count: int, key: int, name: str) -> None:
@@ -100,7 +100,7 @@ async def _best_of(
         await scripts.redis.flushall()
         await scripts.register(WORKER)
         await fill()
-        await scripts.take(WORKER, Demand(0))  # the script is loaded from here on
+        await scripts.take(WORKER, Demand(0))  # loads the script
         await scripts.redis.config_resetstat()
         for number in range(CALLS):
             await call(number)

@@ -1,5 +1,4 @@
-"""Carries out a scheduled batch on the device. The only code that owns device memory.
+"""Execution of scheduled batches on the device: block moves, forward pass, and sampling.
 
-It is the middle of every step, between the scheduler's batch and the tokens that come back. Nothing here knows a
-request, the store or HTTP.
+Only this package owns device memory.
 """

@@ -1,8 +1,7 @@
-"""Logits of one step -> the best continuations of each beam search in it, selected on the device.
+"""Select the best continuations of each beam search from the logits of one step, on the device.
 
-All beams of a request stand side by side in the batch. Their scores are sums of log-probabilities in fp32, as those of
-`transformers`; the candidates of a request come best first. Knows nothing of which of them go on. It is used in a step,
-behind the forward pass, where the sampler draws for all other rows.
+The beams of a request are adjacent rows of the batch. A score is the sum of log-probabilities in float32, as in
+`transformers`. The candidates of a request are ordered best first.
 """
 
 import math
@@ -21,22 +20,22 @@ from engine_worker.scheduling.batch import BeamCandidate
 
 @dataclass(frozen=True, slots=True)
 class _Searches:
-    """Searches of one shape: beams that run now, and candidates that are wanted."""
+    """Searches with the same number of beams and of candidates."""
 
     request_ids: list[str]
-    scores: Tensor  # [R, K] fp32 on the host, valid once the device has come there
+    scores: Tensor  # [R, K] float32 on the host, valid after the device has copied it
     beams: Tensor  # [R, K]
     token_ids: Tensor  # [R, K]
 
 
 class DeviceCandidates:
-    """Perhaps not computed yet: to be collected after the step's tokens, which are copied behind it."""
+    """Candidates that may not be computed yet. The step's tokens are copied after them, so collect those first."""
 
     def __init__(self, searches: list[_Searches]) -> None:
         self._searches = searches
 
     def collect(self) -> dict[str, list[BeamCandidate]]:
-        """By request id, best first. A beam whose logits are not finite has no candidate."""
+        """Return the candidates by request id, best first. A beam whose logits are not finite has none."""
         candidates = {}
         for searches in self._searches:
             rows = zip(searches.beams.tolist(), searches.token_ids.tolist(), searches.scores.tolist(), strict=True)
@@ -50,7 +49,12 @@ class DeviceCandidates:
 
 
 def launch_beam_candidates(logits: Tensor, sequences: Sequence[SampledSequence]) -> DeviceCandidates:
-    """`logits` [N, V] in the order of `sequences`; not modified. No wait for the device."""
+    """Enqueue the selection and the copies to the host, without a wait for the device.
+
+    Args:
+        logits: [N, V], in the order of `sequences`. Not modified.
+        sequences: The sampled sequences of the step; those without beam search are skipped.
+    """
     by_shape: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     beam_rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.use_beam_search]
     for _, group in groupby(beam_rows, key=lambda row: sequences[row].request_id):
@@ -67,7 +71,7 @@ def launch_beam_candidates(logits: Tensor, sequences: Sequence[SampledSequence])
 def _launch(
     logits: Tensor, rows: list[list[int]], num_candidates: int, sequences: Sequence[SampledSequence]
 ) -> _Searches:
-    """`rows` [R][B]: the rows of the B beams of R searches."""
+    """Launch R searches of B beams each. `rows`: [R][B], rows of `logits`."""
     num_searches, num_beams, vocab_size = len(rows), len(rows[0]), logits.shape[1]
     index = torch.tensor(rows).flatten()
     so_far = torch.tensor([[sequences[row].beam_score for row in beams] for beams in rows], dtype=torch.float32)

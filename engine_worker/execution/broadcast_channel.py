@@ -1,8 +1,7 @@
-"""The step channel of a group that spans hosts: rank 0's messages, as broadcasts of a group of torch.distributed.
+"""The step channel of a group that spans hosts: messages of rank 0 as broadcasts of torch.distributed over gloo.
 
-It says what step_channel.py says of one host, over gloo: a number, a length and a CRC32, then the message. A rank whose
-peer has died gets an error with its next message. It knows no step; ranks meet in spanning_group.py. It is used at a
-start and in every step of a group that spans hosts.
+The header is the same as on one host (step_channel.py): number, length, and CRC32. A rank whose peer has died gets an
+error with its next message.
 """
 
 import time
@@ -16,7 +15,7 @@ from engine_worker.execution.step_channel import ChannelCorrupted
 
 class BroadcastSender:
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """`group`: over gloo, used by this channel alone; its rank 0 is this process."""
+        """Use `group`, a gloo group of this channel alone, in which this process is rank 0."""
         self.wait_seconds = 0.0
         self._group = group
         self._number = 0
@@ -30,9 +29,9 @@ class BroadcastSender:
         self.wait_seconds += time.perf_counter() - started
 
     def close(self) -> None:
-        """Close the connections, by which the others end."""
+        """Close the connections. The other ranks end when they notice it."""
         dist.destroy_process_group(self._group)
-        del self._group  # they are closed with its last reference
+        del self._group  # the connections close with the last reference
 
 
 class BroadcastReceiver:
@@ -41,7 +40,12 @@ class BroadcastReceiver:
         self._number = 0
 
     def receive(self) -> bytes:
-        """Wait for the next message. Raises ChannelCorrupted, and RuntimeError when rank 0 is gone."""
+        """Wait for the next message.
+
+        Raises:
+            ChannelCorrupted: If the message is not the next one, or is damaged.
+            RuntimeError: If rank 0 is gone.
+        """
         header = torch.empty(3, dtype=torch.int64)
         dist.broadcast(header, group=self._group, group_src=0)
         number, length, crc32 = header.tolist()

@@ -1,16 +1,11 @@
-"""Small steps as CUDA graphs: one launch for the whole forward pass, captured for a few numbers of tokens.
+"""CUDA graphs of small steps: one launch for a whole forward pass, captured for a few numbers of tokens.
 
-    decode   every sequence has one token: 1 to 1024 sequences
-    mixed    some have more, prompts or the ends of them (mode "full" alone): up to 512 tokens in all, or up to 1024 of
-             which more than 256 want logits
+    decode   each sequence has one token: 1 to 1024 sequences
+    mixed    some have more (only in mode "full"): up to 512 tokens, or up to 1024 with more than 256 logits
 
-A batch is padded to the next size that was captured, rows and tokens alike. Every graph reads the persistent inputs and
-writes its logits into the same buffer, which the next replay overwrites. All graphs share one memory pool: only one
-runs at a time. They are captured largest first, so that the smaller ones fit into memory that the pool has.
-
-What a graph launches is fixed at capture: kernels take lengths from the device, and grids are those of the longest
-sequence there may be. Captured at the worker's start, replayed by the model runner in the middle of a step, between
-the inputs (persistent_inputs.py) and the sampler. It knows nothing of requests, scheduling or sampling.
+A batch is padded to the next captured size, in rows and in tokens. All graphs read the persistent inputs, write their
+logits into one buffer that the next replay overwrites, and share one memory pool, because only one runs at a time.
+The launches of a graph are fixed at capture: kernels read lengths from the device, and grids fit the longest sequence.
 """
 
 from bisect import bisect_left
@@ -27,10 +22,10 @@ from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
 
-# Larger steps run for longer than their launches take: 350 of them are 10 to 20 ms of the host, with as much of Python
-# in the worker's other thread, and 1,024 rows of an 8B model in fp8 take a GPU 12 ms.
+# Larger steps take longer than their launches: 350 launches are 10 to 20 ms of the host while the worker's other thread
+# runs Python too, and 1,024 rows of an 8B model in fp8 take a GPU 12 ms.
 MAX_GRAPH_TOKENS = 1024
-# Of a mixed step with few logits: all rows of a larger head product would be computed for a few that are wanted.
+# Limit of a mixed step with few logits: a larger output layer would compute many rows that are not needed.
 MAX_MIXED_LOGITS = 256
 MAX_FEW_LOGITS_TOKENS = 512
 
@@ -47,7 +42,7 @@ class GraphKey:
 
 
 class GraphInputs(Protocol):
-    """PersistentInputs."""
+    """The interface of PersistentInputs that a capture needs."""
 
     def views(
         self, *, num_rows: int, num_tokens: int, num_logits: int, max_query_len: int, max_seq_len: int
@@ -56,24 +51,29 @@ class GraphInputs(Protocol):
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Ascending: by 8 rows up to 256, by 16 to 512, by 32 above; `max_num_seqs` is the last, or MAX_GRAPH_TOKENS."""
+    """Return the captured numbers of sequences: steps of 8 up to 256, of 16 up to 512, and of 32 above.
+
+    The last one is `max_num_seqs`, at most MAX_GRAPH_TOKENS.
+    """
     largest = min(max_num_seqs, MAX_GRAPH_TOKENS)
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, MAX_GRAPH_TOKENS + 1, 32)]
     return [*(size for size in sizes if size < largest), largest]
 
 
 def mixed_sizes(bounds: StepBounds) -> list[int]:
-    """Ascending. 64 tokens cost little more than the weights are read; from there on 32 more cost about 0.6 ms.
+    """Return the captured numbers of tokens, ascending.
 
-    Above MAX_FEW_LOGITS_TOKENS only where there may be many logits."""
-    most_tokens = MAX_GRAPH_TOKENS if bounds.max_num_seqs > MAX_MIXED_LOGITS else MAX_FEW_LOGITS_TOKENS
-    largest = min(bounds.max_num_batched_tokens, most_tokens)
+    Reading the weights dominates up to 64 tokens; after that 32 more tokens cost about 0.6 ms. Sizes over
+    MAX_FEW_LOGITS_TOKENS are used only if there may be many logits.
+    """
+    max_tokens = MAX_GRAPH_TOKENS if bounds.max_num_seqs > MAX_MIXED_LOGITS else MAX_FEW_LOGITS_TOKENS
+    largest = min(bounds.max_num_batched_tokens, max_tokens)
     sizes = [16, *range(32, MAX_FEW_LOGITS_TOKENS + 1, 32), *range(576, MAX_GRAPH_TOKENS + 1, 64)]
     return [*(size for size in sizes if size < largest), largest]
 
 
 def graph_keys(mode: str, bounds: StepBounds) -> list[GraphKey]:
-    """The graphs that a worker captures in one of settings.CUDAGRAPH_MODES."""
+    """Return the graphs that a worker captures in a mode of settings.CUDAGRAPH_MODES."""
     decodes, mixed = decode_sizes(bounds.max_num_seqs), mixed_sizes(bounds)
     keys = [GraphKey(size, mixed=False) for size in decodes] if mode != "none" else []
     return keys + [GraphKey(size, mixed=True) for size in mixed] if mode == "full" else keys
@@ -90,7 +90,10 @@ class StepGraphs:
         *,
         has_logits: bool = True,
     ) -> None:
-        """`has_logits`: False on a rank that gives its share of them to rank 0, and needs no room for them."""
+        """Prepare the capture of `keys`.
+
+        `has_logits` is False on a rank that sends its part of the logits to rank 0 and needs no buffer for them.
+        """
         self._has_logits = has_logits
         self._model = model
         self._device = device
@@ -99,10 +102,10 @@ class StepGraphs:
         self._sizes = {mixed: [key.size for key in self._keys if key.mixed == mixed] for mixed in (False, True)}
         self._max_seq_len = max_seq_len
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._logits: Tensor | None = None  # [most logits, V]; where it has none [most logits, 0]
+        self._logits: Tensor | None = None  # [max logits, V]; without logits [max logits, 0]
 
     def key_for(self, description: StepDescription) -> GraphKey | None:
-        """The graph that serves a step; None if there is none."""
+        """Return the graph that can run a step, or None."""
         num_tokens = description.num_tokens
         mixed = description.max_query_len > 1
         if mixed and description.num_logits > MAX_MIXED_LOGITS:
@@ -117,16 +120,20 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self) -> Iterator[tuple[float, str]]:
-        """Yields progress 0..1 and what was captured."""
+        """Capture all graphs, largest first, so that smaller ones reuse the pool's memory.
+
+        Yields:
+            Progress from 0 to 1, and a description of the captured graph.
+        """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-        self._logits = self._most_logits()
+        self._logits = self._logits_buffer()
         for number, key in enumerate(reversed(self._keys), start=1):
             self._capture(key, self._logits[: key.num_logits] if self._has_logits else None, pool, stream)
             yield number / len(self._keys), f"graph of {key.size} {'tokens' if key.mixed else 'sequences'}"
 
     def replay(self, key: GraphKey) -> Tensor:
-        """Logits [key.num_logits, V], or as many empty rows; overwritten by the next replay."""
+        """Run a graph. Returns logits [key.num_logits, V], or empty rows; the next replay overwrites them."""
         assert self._logits is not None
         self._graphs[key].replay()
         return self._logits[: key.num_logits]
@@ -134,7 +141,7 @@ class StepGraphs:
     def _capture(self, key: GraphKey, logits: Tensor | None, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
         model_input = self._model_input(key)
         self._inputs.fill_with_padding(key.size)
-        # Compiles and loads what the capture must find ready.
+        # Compile and load the kernels, because a capture cannot.
         self._model.forward(model_input, self._device, logits=logits)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -143,7 +150,7 @@ class StepGraphs:
             graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
             self._model.forward(model_input, self._device, logits=logits)
             graph.capture_end()
-        graph.replay()  # uploads it, which the first step of its size would wait for
+        graph.replay()  # uploads the graph; otherwise the first step of its size would wait
         self._graphs[key] = graph
 
     def _model_input(self, key: GraphKey) -> ModelInput:
@@ -155,7 +162,7 @@ class StepGraphs:
             max_seq_len=self._max_seq_len,
         )
 
-    def _most_logits(self) -> Tensor:
+    def _logits_buffer(self) -> Tensor:
         key = max(self._keys, key=lambda key: key.num_logits)
         device = self._model_input(key).token_ids.device
         vocab_size = self._model.spec.vocab_size if self._has_logits else 0

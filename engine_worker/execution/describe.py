@@ -1,10 +1,7 @@
-"""A ScheduledBatch -> StepDescription: the one place of execution that reads which tokens and blocks a sequence has.
+"""Convert a ScheduledBatch to a StepDescription: the only place of execution that reads tokens and blocks of sequences.
 
-Block tables are kept as numpy rows between the steps: a decode adds a block every block_size steps. A token that is
-still in flight is named by its place among the samples of the step before.
-
-Between the scheduler and the devices, in every step. It knows nothing of why a sequence is in the step, of weights, of
-tensors or of sampling.
+Block tables are kept as numpy rows between steps, because a decode adds a block only every block_size steps. A token
+in flight is represented by its index among the samples of the previous step.
 """
 
 from collections.abc import Iterable
@@ -18,8 +15,11 @@ from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 
 class StepDescriber:
     def __init__(self, block_size: int, *, decodes_first: bool) -> None:
-        """`decodes_first`: rows are in the order of the CPU's attention, sequences that decode by ascending length,
-        then those that prefill; else in that of the batch. Logits are in the batch's order either way."""
+        """Choose the order of rows.
+
+        With `decodes_first` the order is that of the CPU's attention: decodes by ascending length, then prefills.
+        Otherwise it is the order of the batch. Logits are always in the order of the batch.
+        """
         self._decodes_first = decodes_first
         self._tables = BlockTableRows(block_size)
         self._sample_of: dict[object, int] = {}
@@ -44,18 +44,18 @@ class StepDescriber:
         )
 
     def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
-        """The scheduled sequences with tokens, in the order in which their tokens stand in the step."""
+        """Return the scheduled sequences that have tokens, in the order of their rows in the step."""
         rows = [scheduled for scheduled in batch.sequences if scheduled.num_new_tokens]
         return sorted(rows, key=_decodes_first) if self._decodes_first else rows
 
     def keep_samples(self, sequences: Iterable[object]) -> None:
-        """The i-th sample of the step that was described last is the token in flight of `sequences[i]`."""
+        """Record that sample i of the last described step is the token in flight of `sequences[i]`."""
         self._sample_of = {sequence: index for index, sequence in enumerate(sequences)}
 
     def _logits_indices(
         self, batch: ScheduledBatch, rows: list[ScheduledSequence], query_start_loc: Int32Array
     ) -> Int32Array:
-        """A fork without tokens wants the logits of the sequence before it in the batch; it is no row."""
+        """Return the rows of logits. A fork without tokens has no row and uses the previous sequence's logits."""
         if not self._decodes_first:
             ends = np.cumsum([scheduled.num_new_tokens for scheduled in batch.sequences], dtype=np.int32)
             wanted = np.array([row for row, scheduled in enumerate(batch.sequences) if scheduled.samples], np.intp)
@@ -70,7 +70,7 @@ class StepDescriber:
         return np.array(indices, dtype=np.int32)
 
     def _token_ids(self, rows: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
-        """All token ids, 0 for one in flight; and for each row where that is among the samples, or -1."""
+        """Return all token ids, 0 for one in flight, and for each row its index among the samples, or -1."""
         token_ids: list[int] = []
         feedback = []
         for scheduled in rows:
@@ -91,21 +91,21 @@ def _decodes_first(scheduled: ScheduledSequence) -> tuple[bool, int]:
 
 @dataclass(slots=True)
 class _TableRow:
-    source: list[int]  # the table this row was read from: a sequence that comes back has another one
+    source: list[int]  # the table this row was read from: a sequence that resumes has another one
     num_preemptions: int
-    block_ids: Int32Array  # as long as the table's capacity; the first num_blocks are right
+    block_ids: Int32Array  # as long as the table's capacity; the first num_blocks are valid
     num_blocks: int = 0
 
 
 class BlockTableRows:
-    """The block tables of the last batch as arrays, so that only what has changed is converted."""
+    """The block tables of the last batch as arrays, so that only changes are converted."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._rows: dict[object, _TableRow] = {}
 
     def of(self, rows: list[ScheduledSequence], seq_lens: Int32Array) -> Int32Array:
-        """[S, B] of the blocks that hold tokens after this step; a table may already have more, for the next one."""
+        """Return [S, B], the blocks that hold tokens after this step. A table may already have more for the next."""
         used = (-(-seq_lens // self._block_size)).tolist()
         tables = np.zeros((len(rows), max(used, default=0)), dtype=np.int32)
         table_rows: dict[object, _TableRow] = {scheduled.sequence: self._row(scheduled) for scheduled in rows}
@@ -121,7 +121,7 @@ class BlockTableRows:
         if row is None or row.source is not table or row.num_preemptions != sequence.num_preemptions:
             row = _TableRow(table, sequence.num_preemptions, np.array(table, dtype=np.int32))
         else:
-            # Blocks that are written to may have been replaced (copy-on-write); what is computed before them stays.
+            # Copy-on-write may have replaced blocks that are written to; earlier blocks never change.
             first = min(scheduled.start // self._block_size, row.num_blocks)
             if len(table) > len(row.block_ids):
                 row.block_ids = np.concatenate((row.block_ids, np.zeros(len(table), dtype=np.int32)))

@@ -1,14 +1,9 @@
-"""The processes of a group's followers, from rank 0's side: started, watched, asked for their stacks.
+"""The follower processes of a group, managed by rank 0: start, watch, and collect stacks.
 
-A thread of its own starts them and sees each end at once, whatever the engine waits for: a rank that is gone never
-answers a collective, so rank 0 ends too, without a further word to the device. What the group held is taken over like
-that of any dead worker. So it is when a follower stands still, while it loads or idles too: the kernel tells
-its parent of one that a signal has stopped, and each beats once a second, for whatever else may keep it.
-The kernel ends the followers with that thread, which lives as long as this process.
-
-They are started first of all: what they import takes as long as it takes rank 0, and runs beside it.
-
-It stands beside a worker of several ranks from its start to its end. It knows no model, no step and no torch.
+A thread starts them and notices each end at once. A missing rank never answers a collective, so the whole process ends
+without using the device again, and its requests are requeued as those of any dead worker. The same holds for a
+follower that a signal has stopped, or that sends no beat for PATIENCE_BEATS seconds. The kernel ends the followers with
+the thread, which lives as long as this process. Followers start before rank 0 imports torch, so both imports overlap.
 """
 
 import logging
@@ -32,23 +27,23 @@ _ROOT = Path(__file__).parents[2]
 CANNOT_START, FAILED = 2, 1  # exit statuses of a worker
 LOOKS_PER_BEAT = 4
 BEAT_SECONDS = LOOKS_PER_BEAT * LOOK_SECONDS
-LATE_BEATS = 5  # missed in a row, and it counts as down
-PATIENCE_BEATS = 60  # a native call may keep the interpreter to itself for long, a page of a file for longer
-START_PATIENCE = 2  # times as many until the first beat: an interpreter starts in 0.1 s, from a slow disk in more
-DUMP_SECONDS = 1.0  # for stacks to be written by followers that hang
-STOPPED_DUMP_SECONDS = 0.2  # and by one that was merely stopped, for which streams wait
-STOPPED = "a signal has stopped it"
+LATE_BEATS = 5  # missed in a row; then the follower counts as down
+PATIENCE_BEATS = 60  # a native call can hold the GIL for long, and reading a page of a file even longer
+START_PATIENCE = 2  # factor until the first beat: an interpreter starts in 0.1 s, but later from a slow disk
+DUMP_SECONDS = 1.0  # time for hanging followers to write their stacks
+STOPPED_DUMP_SECONDS = 0.2  # the same for a stopped follower; shorter, because streams wait
+STOPPED = "stopped by a signal"
 
 
 @dataclass(frozen=True, slots=True)
 class FollowerEnd:
-    """A follower that has ended while it was needed, or that stands still."""
+    """A follower that ended while it was needed, or that does not respond."""
 
     rank: int
     size: int
     phase: str
-    status: int | None  # minus the signal's number if one ended it; None: it is there, and gives no sign of life
-    cause: str  # by its own account, but of one that is stopped; empty: it had no time to tell
+    status: int | None  # negative signal number if a signal ended it; None: it runs but does not respond
+    cause: str  # reported by the follower, or STOPPED; empty if unknown
 
     def __str__(self) -> str:
         rank, phase = f"rank {self.rank} of {self.size}", f"in its phase {self.phase or 'start'!r}"
@@ -56,20 +51,20 @@ class FollowerEnd:
 
     def _what(self, phase: str) -> str:
         if self.status is None:
-            return f"stands still {phase}"
+            return f"does not respond {phase}"
         how = f"by signal {-self.status}" if self.status < 0 else f"with exit status {self.status}"
         return f"ended {phase} {how}"
 
 
 def end_process(end: FollowerEnd) -> None:
-    """End this process at once: its engine may wait for the rank that is gone, and never hears of it."""
-    logger.critical("%s; the group ends whole", end)
+    """End this process at once, because its engine may wait forever for the missing rank."""
+    logger.critical("group: %s; all ranks end", end)
     sys.stderr.flush()
     os._exit(CANNOT_START if end.status == CANNOT_START else FAILED)
 
 
 class Followers:
-    on_end: Callable[[FollowerEnd], None]  # may be another one later
+    on_end: Callable[[FollowerEnd], None]  # may be replaced
 
     def __init__(
         self,
@@ -77,14 +72,20 @@ class Followers:
         on_end: Callable[[FollowerEnd], None] = end_process,
         patience_beats: int = PATIENCE_BEATS,
     ) -> None:
-        """Start ranks 1 to `size` - 1; OSError if one cannot be. `on_end` is called once, in a thread of its own.
+        """Start ranks 1 to `size` - 1.
 
-        `patience_beats`: that one may miss in a row.
+        Args:
+            size: Number of ranks, including 0.
+            on_end: Called once, in the watching thread, when a follower ends or does not respond.
+            patience_beats: Number of beats that a follower may miss in a row.
+
+        Raises:
+            OSError: If a process cannot be started.
         """
         self._signs = {rank: _Signs(patience_beats) for rank in range(1, size)}
         self.size = size
         self.channel = RingSender(size)
-        self.rendezvous_fd = os.memfd_create("pagestream-ranks", os.MFD_CLOEXEC)  # for the ranks to find each other by
+        self.rendezvous_fd = os.memfd_create("pagestream-ranks", os.MFD_CLOEXEC)  # torch's FileStore
         self.on_end = on_end
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self._started = threading.Event()
@@ -102,26 +103,26 @@ class Followers:
         return [process.pid for process in self._processes.values()]
 
     def lives(self, rank: int) -> bool:
-        """Whether a follower has beaten of late."""
+        """Return whether a follower has sent a beat recently."""
         return self._signs[rank].missed < LATE_BEATS
 
     def phases(self, rank: int) -> list[tuple[str, float]]:
-        """As the channel has them, from this process's own start of it on."""
+        """Return the phases of a follower, as (name, monotonic seconds of its beginning), from its start."""
         return [("interpreter", self._started_seconds), *self.channel.phases(rank)]
 
     def wait_for_end(self, seconds: float) -> None:
-        """Give the thread that watches so long to see an end, which in a worker is this process's end too."""
+        """Wait until the watching thread has noticed an end, at most `seconds`. In a worker this process ends too."""
         self._thread.join(seconds)
 
     def dump_stacks(self, seconds: float = DUMP_SECONDS) -> None:
-        """Have every follower write its stacks to stderr; a stopped one is woken for it. Takes `seconds`."""
+        """Let every follower write its stacks to stderr, also a stopped one. Takes `seconds`."""
         for process in self._processes.values():
             for number in (signal.SIGUSR1, signal.SIGCONT):
-                process.send_signal(number)  # to nobody where it has ended: its number may be another process's
-        threading.Event().wait(seconds)  # nobody says when a handler in C has written
+                process.send_signal(number)  # does nothing if it has ended, because the pid may be reused
+        threading.Event().wait(seconds)  # faulthandler's C handler does not report when it has finished
 
     def close(self) -> None:
-        """End the followers and the channel; nobody is told. For programs that go on without their group."""
+        """End the followers and the channel without calling `on_end`, for programs that continue without a group."""
         os.write(self._close, b"x")
         self._thread.join()
         self.channel.close()
@@ -145,14 +146,14 @@ class Followers:
         fds = self.channel.fds(rank)
         argv = [sys.executable, "-P", "-m", "engine_worker.follower", str(os.getpid()), str(rank), str(self.size)]
         argv += [str(fd) for fd in (self.rendezvous_fd, *fds)]
-        # From where this code is, whatever the current directory has: of a clone it may not be installed.
+        # Use this code's directory as path, because a clone may not be installed.
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         fds_passed = (self.rendezvous_fd, *fds)
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=fds_passed, env=environ)
 
     def _first_end(self) -> FollowerEnd | None:
-        """Wait for it; None: close() was called."""
+        """Wait for the first end. Returns None if close() was called."""
         ranks = {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
         poll = select.poll()
         for fd in (self._closing, *ranks):
@@ -175,7 +176,7 @@ class Followers:
         return FollowerEnd(rank, self.size, self.channel.phase(rank), status, cause)
 
     def _standing_still(self) -> FollowerEnd | None:
-        """To be asked once a look: time is counted in these, so a stop of this process is none of theirs."""
+        """Return a follower that does not respond. Call once per look: time is counted in looks, not by a clock."""
         for rank, signs in self._signs.items():
             signs.look(self.channel.beats(rank), is_stopped(self._processes[rank].pid))
         stopped = [rank for rank, signs in self._signs.items() if signs.stopped_looks >= STOPPED_LOOKS]
@@ -195,7 +196,7 @@ class _Signs:
     _looks: int = 0
 
     def look(self, beats: int, is_stopped: bool) -> None:
-        """`beats` is the count now; `is_stopped`: by a signal."""
+        """Record the current count of beats, and whether a signal has stopped the follower."""
         self.stopped_looks = self.stopped_looks + 1 if is_stopped else 0
         self._looks += 1
         if self._looks % LOOKS_PER_BEAT == 0:

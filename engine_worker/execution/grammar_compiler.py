@@ -1,8 +1,7 @@
-"""Grammars compiled for the model's tokenizer, kept while they are used: the least recently used ones go first.
+"""Compile grammars for the model's tokenizer and cache them, with least-recently-used eviction.
 
-The tokenizer is read when the first grammar comes (0.7 s and 60 MB for 49,152 tokens), so a worker that is never asked
-pays nothing. Used by the thread that compiles ahead and by the engine's: both may ask for the same grammar. Knows no
-sequence.
+The tokenizer is read with the first grammar (0.7 s and 60 MB for 49,152 tokens), so a worker without grammars pays
+nothing. The thread that compiles ahead and the engine's thread may ask for the same grammar.
 """
 
 import threading
@@ -16,14 +15,14 @@ from shared.grammars import GrammarError, guidance_text, parser_limits, shortene
 from shared.messages import Grammar
 
 MAX_CACHED_BYTES = 64 * 2**20
-# Measured over 500 schemas of 1 kB: 129 kB each. What compiling makes of a text does not show from outside.
+# Measured over 500 schemas of 1 kB: 129 kB each. The library does not report the size of a compiled grammar.
 _BYTES_PER_TEXT_BYTE = 128
 _BYTES_PER_GRAMMAR = 16 * 1024
 
 
 class GrammarCompiler:
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`vocab_size`: width of the logits."""
+        """Use the tokenizer in the directory `model`. `vocab_size` is the width of the logits."""
         self._tokenizer_file = model / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
@@ -34,7 +33,11 @@ class GrammarCompiler:
         self._cached_bytes = 0
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """At its beginning; to be copied, not to be advanced. Raises GrammarError."""
+        """Return a matcher at the start of the grammar. Copy it; do not advance it.
+
+        Raises:
+            GrammarError: If the grammar is invalid, or the model's tokenizer cannot be used.
+        """
         with self._cache_lock:
             compiled = self._cache.get(grammar)
             if compiled is not None:
@@ -67,7 +70,7 @@ class GrammarCompiler:
 
     def _read_tokenizer(self) -> LLTokenizer:
         if not self._eos_token_ids:
-            raise GrammarError("this model names no token that ends a text, so that no grammar could end it")
+            raise GrammarError("the model has no end-of-sequence token, so a grammar could not end the text")
         try:
             text = self._tokenizer_file.read_text(encoding="utf-8")
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)

@@ -1,19 +1,12 @@
-"""Which tokens the grammars of a batch allow next: one bit mask for each row that has a grammar.
+"""Bit masks of the tokens that grammars allow next, one mask for each row that has a grammar.
 
     masks.keep_only(sequences)                          when the batch changes
-    masks.begin(sequences, indices)                     on a CPU: filled in a thread, beside the forward pass
-    masks.of(sequences, indices, tokens_in_flight)      -> TokenMasks on the device, and the requests that cannot go on
+    masks.begin(sequences, indices)                     on a CPU: filled by a thread during the forward pass
+    masks.of(sequences, indices, tokens_in_flight)      -> TokenMasks on the device, and failed requests
 
-A matcher is advanced by the output's tokens and by nothing else. So it is a mere cache of them: a sequence that was
-preempted, was begun by another worker or forked from a prompt gets a new one, which reads the output from its start (a
-microsecond a token). The host computes masks while the device runs the forward pass; with steps ahead of the host the
-last token is still in flight when a step is submitted, and `tokens_in_flight` waits for it then. Where the host is the
-device, the forward pass holds its thread, and another fills the masks meanwhile.
-
-What goes wrong in a grammar ends its own request.
-
-It is used in a step, between the forward pass and the sampler. It knows the compiled grammars of a batch, and nothing
-of requests or schemas.
+A matcher depends only on the output tokens, so it is a cache. A preempted, resumed, or forked sequence gets a new one,
+which reads the output from its start (1 us per token). The host fills masks while a GPU runs the forward pass; only
+`tokens_in_flight` waits for the previous step. An error in a grammar ends its own request only.
 """
 
 from collections.abc import Sequence
@@ -44,7 +37,7 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    words: torch.Tensor  # int32: masks, and after them their rows
+    words: torch.Tensor  # int32: masks, then their rows
     rows: list[int]
 
 
@@ -62,13 +55,17 @@ class GrammarMasks:
         self._executor: LLExecutor | None = None
         self._num_words = -(-vocab_size // 32)
         self._device = device
-        self._buffer = torch.empty(0, dtype=torch.int32)  # pinned on CUDA: the masks, and behind them their rows
+        self._buffer = torch.empty(0, dtype=torch.int32)  # pinned on CUDA: masks, then their rows
         self._thread = ThreadPoolExecutor(1, "masks")  # no thread until one is needed
         self._begun: _Begun | None = None
         self._read = torch.cuda.Event() if device.type == "cuda" else None
 
     def compile(self, grammar: Grammar) -> None:
-        """So that a step that needs it finds it. Safe in any thread. Raises GrammarError."""
+        """Compile ahead, so that no step waits for it. Thread-safe.
+
+        Raises:
+            GrammarError: If the grammar is invalid.
+        """
         self._compiler.compile(grammar)
 
     def keep_only(self, sequences: Sequence[SampledSequence]) -> None:
@@ -77,7 +74,7 @@ class GrammarMasks:
         self._progress = {sequence: self._progress[sequence] for sequence in self._progress if sequence in kept}
 
     def begin(self, sequences: Sequence[SampledSequence], indices: list[int]) -> None:
-        """Begin the masks that are asked for next, only where all tokens are known, so that nothing is waited for."""
+        """Start filling the masks of the next of() in a thread, if no token is in flight."""
         known = (sequence.num_output_tokens for sequence in sequences)
         if self._device.type == "cpu" and all(map(ge, known, indices)):
             filling = self._thread.submit(self._filled, sequences, indices, dict[SampledSequence, int])
@@ -86,9 +83,12 @@ class GrammarMasks:
     def of(
         self, sequences: Sequence[SampledSequence], indices: list[int], tokens_in_flight: TokensInFlight
     ) -> tuple[TokenMasks | None, dict[str, str]]:
-        """The masks, if there is any grammar; and request id -> why it cannot be sampled.
+        """Return the masks, or None without grammars, and the failures: request id -> reason.
 
-        `indices[i]`: of the token that is to be sampled, in the output of `sequences[i]`.
+        Args:
+            sequences: The sequences of the step.
+            indices: Output index of the token to sample, for each sequence.
+            tokens_in_flight: Waits for the previous step and returns its tokens.
         """
         begun = self._end_of_begun()
         if begun is not None and begun.sequences == sequences and begun.indices == indices:
@@ -98,8 +98,10 @@ class GrammarMasks:
         return (self._sent(filled) if filled is not None else None), problems
 
     def _end_of_begun(self) -> _Begun | None:
-        """Return the masks that were begun last and not asked for. Their thread writes to the buffer and to matchers,
-        so even what nobody wants any more, because a forward pass failed, is waited for."""
+        """Return the masks that begin() started and of() did not collect.
+
+        The thread writes to the buffer and to matchers, so wait for it even if the forward pass failed.
+        """
         begun, self._begun = self._begun, None
         if begun is not None:
             wait([begun.filling])
@@ -118,7 +120,7 @@ class GrammarMasks:
                     if matcher is not None:
                         matchers.append(matcher)
                         rows.append(row)
-                except Exception as error:  # whatever it is, the other rows have nothing to do with it
+                except Exception as error:  # must not affect the other rows
                     problems[sequence.request_id] = f"grammar: {error}"
         if not rows:
             return None, problems
@@ -129,7 +131,7 @@ class GrammarMasks:
         return filled, problems
 
     def _advanced(self, sequence: SampledSequence, index: int, tokens_in_flight: TokensInFlight) -> LLMatcher | None:
-        """The matcher of `sequence` after `index` tokens of its output; None if the one in flight ends the sequence."""
+        """Return the matcher after `index` output tokens, or None if the token in flight ends the sequence."""
         progress = self._progress.get(sequence)
         if progress is None:
             assert sequence.sampling.grammar is not None

@@ -1,14 +1,10 @@
-"""The messages of rank 0 to its followers: MessagePack, so that reading one makes values and runs nothing.
+"""The messages of rank 0 to its followers, in MessagePack, so that decoding creates values only.
 
     GroupStart     the first message: the settings by which every rank loads its part of the model
     MoveBlocks     block moves without a step
-    RunStep        a step with all that rank 0 decided about it
+    RunStep        a step with all decisions of rank 0
 
-Followers decide nothing again: whether a step is a graph and which, or which rows' logits are computed beside the
-sampled ones, would be collectives that do not meet if two ranks came to two answers.
-
-In each step of a group it is between replica_group.py on rank 0 and follower.py on the others. It knows no channel and
-no device.
+Followers decide nothing: if two ranks chose different graphs or rows of logits, their collectives would not match.
 """
 
 from collections.abc import Sequence
@@ -32,9 +28,9 @@ class MoveBlocks(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 class RunStep(msgspec.Struct, tag=True, array_like=True, frozen=True):
     description: bytes  # StepDescription.to_bytes()
-    graph: tuple[int, bool] | None  # size, mixed; None: kernel by kernel
-    looks: Sequence[tuple[int, int]]  # of the head products beside the step's own, in order: rows from, to
-    num_samples: int  # token ids that rank 0 gives to all after the step; 0: it gives none
+    graph: tuple[int, bool] | None  # size, mixed; None: no graph
+    looks: Sequence[tuple[int, int]]  # row ranges of additional logits, in order
+    num_samples: int  # token ids that rank 0 broadcasts after the step; 0: no broadcast
 
     @property
     def step(self) -> StepDescription:
@@ -49,7 +45,11 @@ def encode(message: GroupMessage) -> bytes:
 
 
 def decode(data: bytes) -> GroupMessage:
-    """Raises msgspec.ValidationError or msgspec.DecodeError for what encode() did not write."""
+    """Decode a message of encode().
+
+    Raises:
+        msgspec.DecodeError: If `data` is not such a message (ValidationError is a subclass).
+    """
     return _DECODER.decode(data)
 
 
@@ -57,7 +57,7 @@ def start_of(data: bytes) -> GroupStart:
     """Decode the first message. Raises ValueError for another one."""
     message = decode(data)
     if not isinstance(message, GroupStart):
-        raise ValueError("a group's first message starts it")
+        raise ValueError(f"first message of a group: expected GroupStart, got {type(message).__name__}")
     return message
 
 
@@ -65,20 +65,20 @@ def work_of(data: bytes) -> MoveBlocks | RunStep:
     """Decode any later message. Raises ValueError for another start."""
     message = decode(data)
     if isinstance(message, GroupStart):
-        raise ValueError("a group starts once")
+        raise ValueError("message of a group: GroupStart must come first and only once")
     return message
 
 
 def _plain(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"{type(value)} is in no message")
+    raise NotImplementedError(f"{type(value)} cannot be encoded")
 
 
 def _of_type(wanted: type, value: Any) -> Any:
     if issubclass(wanted, Path):
         return Path(value)
-    raise NotImplementedError(f"{wanted} is in no message")
+    raise NotImplementedError(f"{wanted} cannot be decoded")
 
 
 _DECODER: msgspec.msgpack.Decoder[GroupMessage] = msgspec.msgpack.Decoder(GroupMessage, dec_hook=_of_type)

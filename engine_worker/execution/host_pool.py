@@ -1,16 +1,15 @@
 """KV blocks in host memory, and the copies between them and the device pool.
 
-    host pool [num_blocks, L, 2, Hkv, BS, D]    pinned on CUDA; the same shape as the device pool, block 0 is never used
+    host pool [num_blocks, L, 2, Hkv, BS, D]    pinned on CUDA; the shape of the device pool; block 0 is unused
 
-On CUDA the copies run beside the forward pass, on two streams, one a direction. What must wait for what:
+On CUDA two streams, one per direction, copy beside the forward pass, with these dependencies:
 
-    store   the blocks are gathered into a staging buffer on the compute stream (device to device, 1 us a MiB), so that
-            what overwrites them need not wait for the link; the copy to the host follows on its own stream
-    fetch   waits for all steps before it (one may still write to its target blocks) and for the stores of its sources;
-            the step after it waits for the fetch. So the step of the same batch overlaps with it, and must not read
-            its targets.
+    store   Blocks are gathered into a staging buffer on the compute stream (device to device, 1 us per MiB), so that
+            later writes to them need not wait for the link. The copy to the host follows on the store stream.
+    fetch   It waits for all earlier steps, because one may still write to its targets, and for the stores of its
+            sources. The next step waits for it. The same batch's step runs beside it and must not read the targets.
 
-Knows block ids only. Times of the copies are measured on their streams and given when they have ended.
+Copies are timed on their streams; the times are reported after the copies have ended.
 """
 
 import time
@@ -22,33 +21,33 @@ from torch import Tensor
 
 from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
 
-# What one step stores beyond this, waits for the link, and the step with it: 1 GiB is 18 ms of a PCIe 5 link.
+# A step that stores more waits for the link: 1 GiB takes 18 ms over PCIe 5.
 _STAGING_BYTES = 2**30
-_CHUNK_BLOCKS = 16  # of the staging buffer; each is free again when its copy to the host has ended
+_CHUNK_BLOCKS = 16  # blocks in a chunk of the staging buffer, which is free again after its copy to the host
 
 
 class HostPool(Protocol):
     blocks: Tensor
 
     def transfer(self, transfers: Transfers) -> None:
-        """Begin the swaps of a batch. Blocks of earlier fetches can be read by what the compute stream gets next."""
+        """Enqueue the swaps of a batch. Later work on the compute stream may read the blocks of earlier fetches."""
 
     def finished_transfers(self) -> list[TransferTime]:
-        """Times of transfers that have ended since the last call."""
+        """Return the times of transfers that have ended since the last call."""
 
 
 def staging_bytes(num_host_blocks: int, bytes_per_block: int) -> int:
-    """The bytes that a host pool takes on a CUDA device."""
+    """Return the bytes of device memory that a host pool needs on CUDA."""
     return _num_staging_chunks(num_host_blocks, bytes_per_block) * _CHUNK_BLOCKS * bytes_per_block
 
 
 def _num_staging_chunks(num_host_blocks: int, bytes_per_block: int) -> int:
     num_blocks = min(_STAGING_BYTES // bytes_per_block, num_host_blocks)
-    return max(2, -(-num_blocks // _CHUNK_BLOCKS))  # one is filled while another one drains
+    return max(2, -(-num_blocks // _CHUNK_BLOCKS))  # one fills while another drains
 
 
 class CpuHostPool:
-    """Plain memory beside plain memory: copies happen at once."""
+    """A pool on a CPU, where copies are synchronous."""
 
     def __init__(self, device_pool: Tensor, blocks: Tensor) -> None:
         self.blocks = blocks
@@ -72,12 +71,12 @@ class CpuHostPool:
         return finished
 
 
-_StagedCopy: TypeAlias = tuple[BlockCopy, BlockCopy]  # from the device pool to the staging buffer, on to the host
+_StagedCopy: TypeAlias = tuple[BlockCopy, BlockCopy]  # device pool to staging buffer, staging buffer to host
 
 
 class CudaHostPool:
     def __init__(self, device_pool: Tensor, blocks: Tensor) -> None:
-        from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which a CPU has not
+        from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which needs CUDA
 
         self._copy_kv_blocks = copy_kv_blocks
         self.blocks = blocks
@@ -94,12 +93,12 @@ class CudaHostPool:
 
     def transfer(self, transfers: Transfers) -> None:
         compute = torch.cuda.current_stream(self._device_pool.device)
-        compute.wait_event(self._fetched)  # of the batch before: from here on its blocks can be read
+        compute.wait_event(self._fetched)  # of the previous batch, whose blocks can be read from here on
         if not (transfers.swap_out or transfers.swap_in):
             return
         timed = _TimedTransfer(transfers.batch_number)
         if transfers.swap_in:
-            self._fetch_stream.wait_event(self._stored)  # of the batches before
+            self._fetch_stream.wait_event(self._stored)  # of previous batches
         if transfers.swap_out:
             self._store(transfers.swap_out, compute, timed.store(self._store_stream))
         if transfers.swap_in:
@@ -116,8 +115,8 @@ class CudaHostPool:
         return finished
 
     def _store(self, copies: Sequence[BlockCopy], compute: torch.cuda.Stream, timer: "_Timer") -> None:
-        self._store_stream.wait_event(self._fetched)  # which may still read host blocks that are written now
-        portion_blocks = len(self._chunk_is_free) // 2 * _CHUNK_BLOCKS  # one is gathered while another one drains
+        self._store_stream.wait_event(self._fetched)  # it may still read host blocks that are written now
+        portion_blocks = len(self._chunk_is_free) // 2 * _CHUNK_BLOCKS  # one half is gathered while the other drains
         for start in range(0, len(copies), portion_blocks):
             chunks = self._take_chunks(copies[start : start + portion_blocks])
             self._gather(chunks, compute)
@@ -132,7 +131,7 @@ class CudaHostPool:
         self._stored.record(self._store_stream)
 
     def _take_chunks(self, copies: Sequence[BlockCopy]) -> list[tuple[int, list[_StagedCopy]]]:
-        """Chunks of the staging buffer, in turn, and what goes through each."""
+        """Return the next chunks of the staging buffer, and the copies through each."""
         chunks = []
         for start in range(0, len(copies), _CHUNK_BLOCKS):
             first = self._next_chunk * _CHUNK_BLOCKS
@@ -145,7 +144,7 @@ class CudaHostPool:
         return chunks
 
     def _gather(self, chunks: list[tuple[int, list[_StagedCopy]]], compute: torch.cuda.Stream) -> None:
-        """One launch for all of them, when what they held has gone to the host."""
+        """Gather all chunks in one launch, after their previous content was copied to the host."""
         for chunk, _ in chunks:
             compute.wait_event(self._chunk_is_free[chunk])
         copies = [to_staging for _, staged in chunks for to_staging, _ in staged]
@@ -160,7 +159,7 @@ class CudaHostPool:
 
 
 class _Timer:
-    """Around work on one stream."""
+    """The time of work on one stream, measured by two events."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -205,7 +204,7 @@ class _TimedTransfer:
 
 
 def _stores_what_it_fetches(transfers: Transfers) -> bool:
-    """Whether a block goes out and comes back in one batch: evicted, and found again."""
+    """Return whether a block is evicted and found again in one batch."""
     stored = {copy.target_block_id for copy in transfers.swap_out}
     return any(copy.source_block_id in stored for copy in transfers.swap_in)
 
@@ -215,13 +214,13 @@ def _event(timed: bool = False) -> torch.cuda.Event:
 
 
 def block_pairs(copies: Sequence[BlockCopy], device: torch.device) -> Tensor:
-    """[P, 2] as kernels take them, without waiting for the device."""
+    """Return [P, 2], int32 or int64 (source, target) pairs on the device, without a wait for it."""
     pairs = torch.tensor([(copy.source_block_id, copy.target_block_id) for copy in copies], pin_memory=True)
     return pairs.to(device, non_blocking=True)
 
 
 def copy_runs(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:
-    """One copy for each run of neighbours on both sides: a call costs the host 5 us, as much as 256 KiB on the link."""
+    """Copy each run of adjacent blocks in one call, because a call costs as much as 256 KiB on the link (5 us)."""
     for run in _runs(copies):
         first, num_blocks = run[0], len(run)
         target[first.target_block_id : first.target_block_id + num_blocks].copy_(

@@ -1,8 +1,4 @@
-"""A StepDescription as the tensors of one forward pass, on a CPU; persistent_inputs.py makes those of CUDA.
-
-On a block's walk, where a step's description becomes tensors: the model runner asks for them before the forward pass.
-It knows nothing of sequences, of weights or of sampling.
-"""
+"""Convert a StepDescription to the tensors of one forward pass on a CPU. persistent_inputs.py does it on CUDA."""
 
 from typing import Protocol
 
@@ -16,24 +12,24 @@ from engine_worker.model.model_input import ModelInput
 
 
 class StepInputs(Protocol):
-    """A maker of the network's inputs of a step; PersistentInputs on CUDA."""
+    """Builder of the model's inputs of a step: HostInputs or PersistentInputs."""
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
-        """`size`: pad to as many rows and tokens."""
+        """Return the inputs of a step, padded to `size` rows and tokens if it is given."""
 
     def keep_samples(self, token_ids: Tensor) -> None:
-        """Keep what the step sampled that was unpacked last (int64, on the device): the next feedback points there."""
+        """Keep the token ids sampled by the last unpacked step (int64, on the device) for the next step's feedback."""
 
 
 class HostInputs:
-    """Inputs on a CPU, where what a step sampled is known at once."""
+    """Inputs on a CPU, where sampled tokens are known at once."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._sampled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
-        assert size is None, "nothing is padded here"
+        assert size is None, "a CPU has no graphs and needs no padding"
         return build_model_input(description, self._block_size, self._sampled)
 
     def keep_samples(self, token_ids: Tensor) -> None:
@@ -41,7 +37,13 @@ class HostInputs:
 
 
 def build_model_input(description: StepDescription, block_size: int, sampled: NDArray[np.int64]) -> ModelInput:
-    """`sampled` [N]: what the step before sampled."""
+    """Return the inputs of a step.
+
+    Args:
+        description: The step.
+        block_size: Tokens in a KV block.
+        sampled: [N], int64, the tokens sampled by the previous step.
+    """
     starts, ends = description.query_start_loc.astype(np.int64), description.seq_lens.astype(np.int64)
     row_of_token = np.repeat(np.arange(description.num_sequences), np.diff(starts))
     token_ids = description.token_ids.astype(np.int64)

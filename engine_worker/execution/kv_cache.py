@@ -1,9 +1,8 @@
-"""The KV pool: how many blocks fit, the one tensor that holds them, and the moves of blocks before a step.
+"""The KV pool: its number of blocks, its tensor, and the block moves before a step.
 
-    pool [num_blocks, L, 2, Hkv, BS, D]: all layers of a block are one contiguous run, so moving a block is one copy.
-    Block 0 is never allocated to a sequence: padded table entries point there, and it stays zero.
+    pool [num_blocks, L, 2, Hkv, BS, D]    All layers of a block are contiguous, so moving a block is one copy.
 
-A block's walk, where it is copied. It knows nothing of which sequence owns a block.
+Block 0 is never allocated to a sequence: padded table entries point to it, and it stays zero.
 """
 
 import numpy as np
@@ -22,7 +21,7 @@ _CPU_DEFAULT_LIMIT_BYTES = 2 * 2**30
 
 
 class KVCacheTooSmall(ValueError):
-    """The KV cache cannot hold one sequence of max_model_len tokens; the message names flags that would fit."""
+    """The KV cache cannot hold one sequence of max_model_len tokens. The message names flag values that fit."""
 
 
 class KVCache:
@@ -33,7 +32,14 @@ class KVCache:
         device: torch.device,
         num_host_blocks: int = 0,
     ):
-        """`num_host_blocks`: of the host pool, its unused block 0 included; 0 = there is none."""
+        """Allocate the pools.
+
+        Args:
+            layout: Shape and type of a block. Only one group of layers is supported.
+            num_blocks: Blocks of the device pool, including block 0.
+            device: Device of the pool.
+            num_host_blocks: Blocks of the host pool, including its unused block 0; 0 for no pool.
+        """
         (group,) = layout.groups
         self.layout = layout
         self.pool = _zeros(layout.pool_shape(group, num_blocks), getattr(torch, group.dtype), device)
@@ -43,7 +49,7 @@ class KVCache:
         self.host = _host_pool(self.pool, num_host_blocks) if num_host_blocks else None
 
     def apply_transfers(self, transfers: Transfers) -> None:
-        """Begin all block moves of a batch; whatever is computed after this call sees what it should."""
+        """Enqueue all block moves of a batch. Later work on the compute stream sees their results."""
         if self.host is not None:
             self.host.transfer(transfers)
         assert self.host is not None or not (transfers.swap_out or transfers.swap_in), "swaps without a host pool"
@@ -56,7 +62,7 @@ class KVCache:
         if not copies:
             return
         if self.pool.is_cuda:
-            from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which a CPU has not
+            from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which needs CUDA
 
             copy_kv_blocks(self.pool, self.pool, block_pairs(copies, self.pool.device))
         else:
@@ -71,7 +77,10 @@ def num_blocks_that_fit(
     kv_cache_memory_ratio: float | None,
     max_blocks: int,
 ) -> int:
-    """Blocks of the pool, block 0 included. More than `max_blocks` (every seat at full length) could never be used."""
+    """Return the number of blocks of the pool, including block 0.
+
+    It is at most `max_blocks` (every running slot at full length), unless kv_cache_memory_bytes is set.
+    """
     if kv_cache_memory_bytes is not None:
         return kv_cache_memory_bytes // bytes_per_block
     if memory.device.type == "cuda":
@@ -85,17 +94,23 @@ def num_blocks_that_fit(
 
 
 def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int) -> int:
-    """Blocks of the host pool, its unused block 0 included; 0 if there is to be none."""
+    """Return the number of blocks of the host pool, including its unused block 0; 0 for no pool.
+
+    Raises:
+        ValueError: If swap_space_bytes is less than two blocks, or more than the free memory.
+    """
     if swap_space_bytes == 0:
         return 0
     num_blocks = swap_space_bytes // bytes_per_block
     if num_blocks < 2:
-        raise ValueError(f"--swap-space-bytes {swap_space_bytes}: at least two blocks, {2 * bytes_per_block}, or 0")
+        raise ValueError(
+            f"--swap-space-bytes: expected 0 or at least {2 * bytes_per_block} (two blocks), got {swap_space_bytes}"
+        )
     _, free_bytes = host_memory()
     if swap_space_bytes > free_bytes:
         raise ValueError(
-            f"--swap-space-bytes {swap_space_bytes}: {_mib(free_bytes)} of memory are free on this host; "
-            "give less, or 0 for none"
+            f"--swap-space-bytes: expected at most the free memory of this host, {_mib(free_bytes)}, or 0; "
+            f"got {swap_space_bytes}"
         )
     return num_blocks
 
@@ -103,9 +118,10 @@ def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int) -> int
 def check_capacity(
     num_blocks: int, layout: KVLayout, max_model_len: int, max_new_tokens: int, memory: DeviceMemory
 ) -> None:
-    """Never shortens max_model_len by itself: a server that takes shorter prompts than it was told to is a trap.
+    """Raise KVCacheTooSmall if the pool cannot hold one sequence of `max_model_len` tokens.
 
-    `max_new_tokens`: the most of a sequence in a step, which its table holds beside a window.
+    The value is never lowered silently, because users rely on the length they have set. `max_new_tokens` is the limit
+    of a sequence's tokens in a step, which its block table holds in addition to a window.
     """
     block_size, bytes_per_block = layout.block_size, layout.block_bytes
     needed_blocks = layout.max_blocks(max_model_len, max_new_tokens) + 1
@@ -139,7 +155,7 @@ def _host_pool(device_pool: Tensor, num_blocks: int) -> HostPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy zeros by calloc: pages of blocks that are never used are never touched. torch.zeros writes them all.
+    # numpy allocates zeros with calloc, so pages of unused blocks are never touched. torch.zeros writes all of them.
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 

@@ -1,9 +1,6 @@
-"""From settings to a ModelRunner that is ready to serve: load weights, size and allocate the KV cache, warm up.
+"""Load a ModelRunner from settings: load weights, size and allocate the KV cache, and warm up.
 
-Each phase reports its progress; a pool that cannot hold max_model_len tokens is refused with the measured numbers. Of a
-group of ranks this is the first one's: it starts the others, which load beside it (rank_group.py).
-
-It is used once, at a worker's start. It knows all parts of this folder, and no request.
+Each phase reports its progress. Runs on rank 0 of a group, and starts the other ranks (rank_group.py).
 """
 
 from functools import partial
@@ -36,9 +33,15 @@ if TYPE_CHECKING:
 
 
 def load_model_runner(settings: ExecutionSettings, report: Report, followers: Followers | None = None) -> ModelRunner:
-    """Raises ValueError with what of settings, model and machine does not fit together.
+    """Load a model and return its runner, warmed up.
 
-    `followers`: of a group of one host, if they were started before torch was imported here; else they are now.
+    Args:
+        settings: What to load, and where.
+        report: Called with (phase, progress from 0 to 1, detail).
+        followers: Processes of a group on one host, if they were started before torch was imported here.
+
+    Raises:
+        ValueError: If settings, model, and machine do not fit together.
     """
     plan = load_plan(settings)
     prepare_process(plan.settings)
@@ -73,7 +76,7 @@ def _group(plan: LoadPlan, report: Report, followers: Followers | None) -> RankG
 
 
 def _grammar_masks(plan: LoadPlan) -> "GrammarMasks | None":
-    """None where llguidance is not installed: such a worker refuses grammars and serves everything else."""
+    """Return None if llguidance is not installed; the worker then refuses grammars only."""
     if find_spec("llguidance") is None:
         return None
     from engine_worker.execution.grammar_compiler import GrammarCompiler  # noqa: PLC0415 - see above

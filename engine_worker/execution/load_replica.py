@@ -1,12 +1,10 @@
-"""From settings to one rank's Replica: load its weights, size and allocate its KV cache, capture its graphs.
+"""Load one rank's Replica from settings: load weights, size and allocate the KV cache, and capture graphs.
 
-    plan = load_plan(settings, rank)                  all that can be refused before a weight is read
-    loaded = load_replica(plan, ranks, report)
+    plan = load_plan(settings, rank)                  checks everything that needs no weights
+    loaded = load_replica(plan, report, ranks)
 
-Every rank of a group runs this, in the same order, for it measures and captures with the others: the forward passes
-meet in their collectives, and the number of blocks is the least of all ranks'.
-
-It is used once, at a start, by load.py on rank 0 and by follower.py on the others. It knows no request and no sampling.
+All ranks of a group run this in the same order, because measuring and capturing run collectives, and the number of
+blocks is the minimum over the ranks.
 """
 
 import logging
@@ -47,25 +45,25 @@ from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 
 logger = logging.getLogger("worker")
 
-GRAPHS_SHARE = 0.8  # of the time of the warm-up
+GRAPHS_SHARE = 0.8  # of the warm-up's time
 _LOGIT_BYTES = 4  # float32
-_GRAPH_BYTES = 8 * 2**20  # of a graph's launches and its share of their common pool: 1.5 and 3.2 MiB of 8B, H200
+_GRAPH_BYTES = 8 * 2**20  # launches of a graph and its part of the pool: 1.5 and 3.2 MiB (8B, H200)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan:
-    """Settings and model that fit together, on this rank's device."""
+    """Settings and model that were checked against each other, on this rank's device."""
 
-    settings: ExecutionSettings  # none of them left to the device: ranks of other hosts are told them
+    settings: ExecutionSettings  # without values that depend on the device: ranks of other hosts receive them
     blueprint: Blueprint
     device: torch.device
     max_model_len: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the model computes in."""
+        """Return the type that the model computes in."""
         return _DTYPES[self.settings.dtype]
 
 
@@ -73,11 +71,15 @@ class LoadPlan:
 class LoadedReplica:
     replica: Replica
     weights_bytes: int
-    quantization: str  # none, fp8, int8 or as-stored: that of products' weights
+    quantization: str  # of the linear layers: none, fp8, int8 or as-stored
 
 
 def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
-    """Raises ValueError with what of settings, model and machine does not fit together."""
+    """Check settings, model, and machine against each other.
+
+    Raises:
+        ValueError: If they do not fit together; the message names the setting.
+    """
     device = _device(settings, rank)
     settings = _with_quantization(settings, device)
     blueprint = blueprint_from_directory(settings.model, settings.model_impl, settings.quantization)
@@ -94,18 +96,18 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
 
 
 def _with_quantization(settings: ExecutionSettings, device: torch.device) -> ExecutionSettings:
-    """`auto` is decided, and told."""
+    """Resolve `auto`, and log the reason."""
     choice = chosen_quantization(settings, device.type, why_no_kernels)
-    if choice.told:
-        logger.log(logging.WARNING if choice.lacks_kernels else logging.INFO, "%s", choice.told)
+    if choice.reason:
+        logger.log(logging.WARNING if choice.lacks_kernels else logging.INFO, "%s", choice.reason)
     return replace(settings, quantization=choice.quantization)
 
 
 def _with_dtypes(settings: ExecutionSettings, saved: str, device: torch.device) -> ExecutionSettings:
-    """`auto` is decided; that of the KV cache is told where it is not the type that the model computes in."""
+    """Resolve `auto` of both types. Logs the reason if the KV cache does not have the model's compute type."""
     choice = chosen_kv_cache_dtype(settings, saved)
-    if choice.told:
-        logger.info("%s", choice.told)
+    if choice.reason:
+        logger.info("%s", choice.reason)
     return replace(settings, kv_cache_dtype=choice.kv_cache_dtype, dtype=_name(_dtype(settings, saved, device)))
 
 
@@ -116,7 +118,7 @@ def _quantization(plan: LoadPlan) -> str:
 
 
 def prepare_process(settings: ExecutionSettings) -> None:
-    """Choose for the whole process what must be chosen before its device is used."""
+    """Apply process-wide options that must be set before the device is used."""
     if settings.deterministic:
         use_batch_invariant_products()
     if settings.num_threads is not None:
@@ -129,9 +131,16 @@ def load_replica(
     ranks: TensorParallel = SINGLE,
     sample: Callable[[Tensor, int], object] | None = None,
 ) -> LoadedReplica:
-    """`sample`: samples made-up rows of the largest step's logits, so that its memory is measured with it; on rank 0.
+    """Load this rank's part of the model.
 
-    Raises ValueError with what does not fit the machine.
+    Args:
+        plan: The checked settings.
+        report: Called with (phase, progress from 0 to 1, detail).
+        ranks: The group of this rank.
+        sample: Samples synthetic rows of the largest step's logits, to measure its memory. Rank 0 only.
+
+    Raises:
+        ValueError: If the model does not fit this machine.
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     report("load", 0.0, "weights")
@@ -141,7 +150,7 @@ def load_replica(
     weights = _weights(plan, report)
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
     loaded = f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
-    loaded += f", products from {plan.blueprint.weight_format}" if plan.blueprint.weight_format else ""
+    loaded += f", linear layers in {plan.blueprint.weight_format}" if plan.blueprint.weight_format else ""
     loaded += f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
     report("load", 1.0, f"{loaded}, {plan.blueprint.implementation} implementation")
     report("allocate_kv", 0.0, "")
@@ -158,26 +167,26 @@ def load_replica(
 
 
 def check_alike(devices: Sequence[str]) -> None:
-    """Raise ValueError where the GPUs of a group, by name, are not all of one kind: the slowest would be waited for."""
+    """Raise ValueError if the GPUs of a group have different names, because all would wait for the slowest."""
     if len(set(devices)) > 1:
         raise ValueError(
-            f"--tensor-parallel-size {len(devices)}: the GPUs of a group must be alike; {', '.join(devices)}"
+            f"--tensor-parallel-size {len(devices)}: the GPUs of a group must be alike; found {', '.join(devices)}"
         )
 
 
 def _device(settings: ExecutionSettings, rank: int) -> torch.device:
-    """That of a rank. Does not start CUDA, of which something is chosen before."""
+    """Return the device of a rank without starting CUDA, because prepare_process() must run before that."""
     size, has_cuda = settings.tensor_parallel_size, torch.cuda.is_available()
     device = chosen_device(settings.device, has_cuda=has_cuda)
     if device != "cuda" or size == 1:
         return torch.device(device)
     found = torch.cuda.device_count()
-    if settings.rendezvous_endpoint:  # hosts have as many GPUs each, and ranks in their order
+    if settings.rendezvous_endpoint:  # each host has the same number of GPUs, and ranks in their order
         return torch.device(device, rank % found)
     if size > found:
         raise ValueError(
-            f"--tensor-parallel-size {size}: GPUs that this process sees: {found}; at most {max(found, 1)}, --device "
-            "cpu, or does CUDA_VISIBLE_DEVICES hide some?"
+            f"--tensor-parallel-size: expected at most {max(found, 1)}, got {size}; this process sees {found} GPUs. "
+            "Check CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     return torch.device(device, rank)
 
@@ -185,7 +194,7 @@ def _device(settings: ExecutionSettings, rank: int) -> torch.device:
 def _replica(
     plan: LoadPlan, model: ServedModel, kv_cache: KVCache, *, has_logits: bool
 ) -> tuple[Replica, Iterator[tuple[float, str]]]:
-    """The replica, and the capture of its graphs, still to be done. `has_logits`: see StepGraphs."""
+    """Return the replica, and an iterator that captures its graphs. `has_logits`: see StepGraphs."""
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     if device.type != "cuda":
         return Replica(model, kv_cache, HostInputs(settings.block_size), max_model_len), iter(())
@@ -216,7 +225,9 @@ def _max_model_len(settings: ExecutionSettings, config: ModelShape) -> int:
     if settings.max_model_len is None:
         return longest
     if settings.max_model_len > longest:
-        raise ValueError(f"--max-model-len {settings.max_model_len} is over the model's {longest} positions")
+        raise ValueError(
+            f"--max-model-len: expected at most {longest}, the model's positions; got {settings.max_model_len}"
+        )
     return settings.max_model_len
 
 
@@ -224,18 +235,22 @@ def _dtype(settings: ExecutionSettings, saved: str, device: torch.device) -> tor
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
     if settings.quantization in IN_GROUPS:
-        # Their products are of integers: bfloat16 between them is no faster, and README's question ties in it.
+        # Their linear layers use integers: bfloat16 activations are no faster, and lead to ties between tokens.
         return torch.float32
     if saved not in _DTYPES:
-        raise ValueError(f"config.json: dtype {saved!r} is not supported; {', '.join(_DTYPES)} are")
+        raise ValueError(f"config.json: dtype: expected one of {', '.join(_DTYPES)}; got {saved!r}")
     if device.type == "cpu" and saved != "float32":
-        # Without AVX512 oneDNN has no bf16 kernels, and emulated ones are slower than float32.
+        # oneDNN has bf16 kernels only with AVX-512; emulated ones are slower than float32.
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     return _DTYPES[saved]
 
 
 def _kv_dtype(plan: LoadPlan) -> str:
-    """Raises ValueError where the device has no kernels for it. Starts CUDA, of which something is chosen before."""
+    """Return the type of the KV cache. Starts CUDA, so call it after prepare_process().
+
+    Raises:
+        ValueError: If the device has no kernels for the type.
+    """
     computed = _name(plan.dtype)
     kv_dtype = kv_cache_dtype(plan.settings.kv_cache_dtype, computed)
     on_cuda = plan.device.type == "cuda"
@@ -257,16 +272,16 @@ def _staging_bytes(settings: ExecutionSettings, layout: KVLayout, device: torch.
 
 
 def _allocate_kv_cache(plan: LoadPlan, layout: KVLayout, memory: DeviceMemory, ranks: TensorParallel) -> KVCache:
-    """Every rank has as many blocks as the one that has room for the fewest."""
+    """Allocate the same number of blocks on every rank: the minimum that fits."""
     settings, max_model_len = plan.settings, plan.max_model_len
-    if memory.device.type == "cpu":  # the ranks share the host's
+    if memory.device.type == "cpu":  # the ranks share the host's memory
         memory = replace(memory, free_bytes=memory.free_bytes // ranks.size)
     num_blocks = num_blocks_that_fit(
         memory,
         layout.block_bytes,
         settings.kv_cache_memory_bytes,
         settings.kv_cache_memory_ratio,
-        # With a window too: what sequences give back stays as prefixes.
+        # Also with a window, because freed blocks remain as cached prefixes.
         max_blocks=settings.bounds.max_num_seqs * layout.blocks_of(max_model_len) + 1,
     )
     num_blocks = ranks.minimum(num_blocks)
@@ -288,15 +303,17 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def use_batch_invariant_products() -> None:
-    """Make rows of a matrix product independent of how many rows there are, for the whole process.
+    """Make each row of a matrix product independent of the number of rows, for the whole process.
 
-    cuBLAS chooses a kernel by the number of rows. On Hopper its kernels agree bit by bit, but for those that split the
-    inputs and add the parts: with almost no workspace there is nowhere to put parts (ADR 0027). It reads the variables
-    when CUDA starts, so RuntimeError is raised after that. skinny_linear never splits.
+    cuBLAS chooses a kernel by the number of rows. On Hopper all its kernels agree bit by bit, except those that split
+    the inputs and add partial sums. Without a workspace it cannot choose these (ADR 0027). skinny_linear never splits.
+
+    Raises:
+        RuntimeError: If CUDA has started in this process, because cuBLAS reads its variables then.
     """
     chosen = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-    if torch.cuda.is_initialized() and not chosen.items() <= os.environ.items():  # a second model finds them chosen
-        raise RuntimeError("batch-invariant products must be chosen before CUDA starts in this process")
+    if torch.cuda.is_initialized() and not chosen.items() <= os.environ.items():  # already set for a second model
+        raise RuntimeError("--deterministic: must be set before CUDA starts in this process")
     os.environ.update(chosen)
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

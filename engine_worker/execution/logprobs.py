@@ -1,9 +1,8 @@
-"""Log-probabilities of the tokens of one step, for the rows that ask: the chosen token's, and the likeliest tokens' or
-those of tokens that the request names.
+"""Log-probabilities of the tokens of one step, for rows that request them.
 
-They are the log-softmax of the model's own logits: before bias, penalties, temperature and truncation, which is what
-OpenAI and vLLM report. Of equal ones the chosen token is listed first, then the one of the lower id. Knows nothing of
-how a token was chosen. It is used by the sampler on a token's way back, in steps where a row asks.
+Each row reports the chosen token's, and those of the top tokens or of tokens that the request names. They are the
+log-softmax of the model's logits before bias, penalties, temperature, and truncation, as in OpenAI's API and vLLM.
+Among equal ones the chosen token comes first, then the lower token id.
 """
 
 from dataclasses import dataclass
@@ -22,22 +21,22 @@ class DeviceLogprobs:
     rows: Tensor  # [P] int64
     token_ids: Tensor  # [P] int64, the chosen
     chosen: Tensor  # [P] float32
-    top: Tensor  # [P, K] float32, descending; K = the most that a row asks for
+    top: Tensor  # [P, K] float32, descending; K = the largest number that a row requests
     top_token_ids: Tensor  # [P, K] int64
-    named: Tensor  # [P, A] float32; A = 0 where nobody names tokens
+    named: Tensor  # [P, A] float32; A = 0 if no request names tokens
 
     def to_host(self) -> "DeviceLogprobs":
-        """Enqueues the copies; nothing waits."""
+        """Enqueue the copies to the host, without a wait."""
         tensors = (self.rows, self.token_ids, self.chosen, self.top, self.top_token_ids, self.named)
         return DeviceLogprobs(self.asked, *(tensor.to("cpu", non_blocking=True) for tensor in tensors))
 
     def per_row(self, num_rows: int) -> list[TokenLogprobs | None]:
-        """Return the answer of each row of the piece. Of a value on the host: see to_host()."""
+        """Return the log-probabilities of each row of the piece, None for rows without. Call on a to_host() value."""
         answers: list[TokenLogprobs | None] = [None] * num_rows
         top = self.top.numpy()
-        # top_scores() has equal ones in any order.
+        # top_scores() returns equal ones in any order.
         has_ties = (top[:, :-1] <= top[:, 1:]).any(axis=1)
-        # Lists by numpy: those of torch take 5 us for each row, also for an empty one.
+        # numpy builds lists faster: torch takes 5 us per row, even for an empty one.
         tensors = (self.rows, self.token_ids, self.chosen, self.top, self.top_token_ids, self.named)
         columns = (has_ties.tolist(), *(tensor.numpy().tolist() for tensor in tensors))
         values = zip(self.asked.num_top, self.asked.named, *columns, strict=True)
@@ -57,7 +56,13 @@ def _ranked(token_id: int, scores: list[float], token_ids: list[int]) -> tuple[l
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor, asked: LogprobRows) -> DeviceLogprobs:
-    """`logits` [N, V] as the model gave them, `token_ids` [N] int64 as they were chosen."""
+    """Enqueue the computation.
+
+    Args:
+        logits: [N, V], as computed by the model.
+        token_ids: [N], int64, the chosen tokens.
+        asked: The rows that report log-probabilities.
+    """
     raw = logits if len(asked.num_top) == len(logits) else logits[asked.rows]
     best, log_sums = log_normalizers(raw)
 
@@ -67,7 +72,7 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, asked: LogprobRows) -> De
     ids = token_ids[asked.rows, None]
     chosen = raw.gather(1, ids)
     top, top_token_ids = top_scores(raw, max(asked.num_top))
-    # Of equal scores at the list's end any are in it: the chosen token takes the last place then.
+    # Among equal log-probabilities at the end of the list any may be in it, so the chosen token takes the last place.
     is_left_out = (chosen >= top[:, -1:]) & (top_token_ids != ids).all(dim=1, keepdim=True)
     top_token_ids[:, -1:] = torch.where(is_left_out, ids, top_token_ids[:, -1:])
     named = raw[:, :0] if asked.named_token_ids is None else raw.gather(1, asked.named_token_ids)

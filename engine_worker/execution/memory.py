@@ -1,8 +1,4 @@
-"""How much memory the device has and has left, measured. A container's limit counts as the machine's.
-
-Who else uses the device is not known, only how much. It is used at a worker's start, where the KV pool is sized, and
-for its metrics. It knows no tensor.
-"""
+"""Measure the total and the free memory of the device. A container's limit counts as the machine's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,11 +16,11 @@ class DeviceMemory:
     total_bytes: int
     free_bytes: int
     weights_bytes: int
-    step_bytes: int = 0  # to be kept free on CUDA for what a step computes on the way, and for graphs
+    step_bytes: int = 0  # reserved on CUDA for activations of a step, and for graphs
 
 
 class MemoryUnknown(ValueError):
-    """The system does not say how much memory is free."""
+    """The free memory cannot be determined."""
 
 
 def measure_memory(device: torch.device, weights_bytes: int, step_bytes: int = 0) -> DeviceMemory:
@@ -39,13 +35,13 @@ def measure_memory(device: torch.device, weights_bytes: int, step_bytes: int = 0
 
 
 def memory_by_use(device: torch.device, weights_bytes: int, kv_bytes: int, host_kv_bytes: int) -> Mapping[str, int]:
-    """The device's bytes as they are now; on CUDA the uses add up to all of its memory.
+    """Return the device's bytes by use; on CUDA they add up to all of its memory.
 
-    weights, kv    what this worker loaded and reserved
-    kv_host        on a CPU, where it is the same memory: the pool of swapped blocks
-    workspace      on CUDA: what torch holds for activations, graphs and staging buffers
-    other          everything else, other processes too. A CPU's pools take their pages when blocks are first used,
-                   so this is short by what is untouched there
+    weights, kv    memory that this worker loaded and reserved
+    kv_host        only on a CPU: the pool of swapped blocks
+    workspace      only on CUDA: torch's memory for activations, graphs, and staging buffers
+    other          everything else, including other processes. On a CPU it is too low by the pages of unused blocks,
+                   which the system allocates at first use
     """
     if device.type != "cuda":
         total, free = host_memory()
@@ -58,7 +54,11 @@ def memory_by_use(device: torch.device, weights_bytes: int, kv_bytes: int, host_
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of the host in all, and free."""
+    """Return the total and the free memory of the host, in bytes.
+
+    Raises:
+        MemoryUnknown: If /proc/meminfo cannot be read.
+    """
     return _host_memory(_MEMINFO, _CGROUP)
 
 
@@ -66,7 +66,7 @@ def _host_memory(meminfo: Path, cgroup: Path) -> tuple[int, int]:
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     except OSError:
-        raise MemoryUnknown("cannot read /proc/meminfo; give --kv-cache-memory-bytes") from None
+        raise MemoryUnknown("cannot read /proc/meminfo; set --kv-cache-memory-bytes") from None
     total, free = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit = _cgroup_value(cgroup / "memory.max")
     used = _cgroup_value(cgroup / "memory.current")
@@ -76,7 +76,7 @@ def _host_memory(meminfo: Path, cgroup: Path) -> tuple[int, int]:
 
 
 def _cgroup_value(path: Path) -> int | None:
-    """None where there is no limit ("max") or no such group."""
+    """Return None without a limit ("max"), or without such a group."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

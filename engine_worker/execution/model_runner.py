@@ -1,9 +1,7 @@
-"""Carries out one ScheduledBatch: block moves, forward pass, sampling. The only code that drives a replica.
+"""Execute one ScheduledBatch: block moves, forward pass, and sampling. Implements engine.BatchExecutor.
 
-submit() enqueues all of it; on CUDA nothing in it waits for the device, and collect() waits for the answer. A small
-batch runs as a CUDA graph if one was captured for its size. Implements engine.BatchExecutor. Knows nothing of the
-queue, of finishing, or of which sequence comes next. It is in the middle of every step: a block's walk comes in by
-submit(), a token's way back begins at collect().
+submit() enqueues all work without a wait for a CUDA device; collect() waits for the result. A small batch runs as a
+CUDA graph if one of its size was captured. Only this class drives a replica.
 """
 
 import time
@@ -27,10 +25,10 @@ from shared.messages import EncodedLogprobs, Grammar, encoded_logprobs
 
 @dataclass(slots=True)
 class SubmittedStep:
-    """A step on its way."""
+    """A step that was submitted and not collected."""
 
     batch: ScheduledBatch
-    tokens: SampledTokens | None  # None: it samples nothing
+    tokens: SampledTokens | None  # None: the step samples nothing
     beams: DeviceCandidates | None
     scores: PromptScores | None
     ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
@@ -49,13 +47,13 @@ class SubmittedStep:
             beam_candidates=self.beams.collect() if self.beams is not None else {},
             logprobs=self._encoded(samples) if samples.logprobs else [],
             prompt_logprobs=self.scores.collect() if self.scores is not None else [],
-            # On CUDA the other two are what it takes to enqueue them, and this one has all that the host waited.
+            # On CUDA the other two times are those of enqueueing, and this one contains the host's whole wait.
             phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
             transfer_times=self.replica.finished_transfers(),
         )
 
     def _encoded(self, samples: Samples) -> list[EncodedLogprobs | None]:
-        """One for each sequence of the batch."""
+        """Return one entry for each sequence of the batch."""
         encoded = (None if one is None else encoded_logprobs(one) for one in samples.logprobs)
         return [next(encoded) if scheduled.samples else None for scheduled in self.batch.sequences]
 
@@ -74,16 +72,16 @@ class ModelRunner:
         self.device_type = replica.device_type
         self.dtype_name = replica.dtype_name
         self.weights_bytes = weights_bytes
-        self.quantization = "none"  # of products' weights; set by the loader
+        self.quantization = "none"  # of the linear layers; set by the loader
         self.kv_cache_bytes: int = kv_cache.pool.nbytes
         self.kv_cache_dtype = kv_cache.layout.groups[0].dtype  # of keys and values
         self.block_bytes = kv_cache.layout.block_bytes
-        self.window = kv_cache.layout.groups[0].window  # of every layer; 0: a layer has none
-        self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
-        self.num_host_blocks = kv_cache.num_host_blocks  # 0: there is no host pool
-        self.speeds: MeasuredSpeeds | None = None  # measured by the loader if there is a host pool
+        self.window = kv_cache.layout.groups[0].window  # attention window in tokens; 0: at least one layer has none
+        self.num_blocks = kv_cache.num_blocks  # including block 0, which is never allocated
+        self.num_host_blocks = kv_cache.num_host_blocks  # 0: no host pool
+        self.speeds: MeasuredSpeeds | None = None  # set by the loader if there is a host pool
         self.group: Group | None = None  # set by the loader if there are other ranks
-        self.compile_grammar: Callable[[Grammar], object] | None = None  # set by the loader if it can; any thread
+        self.compile_grammar: Callable[[Grammar], object] | None = None  # needs llguidance; thread-safe
         self.block_size = kv_cache.block_size
         self.max_model_len = replica.max_model_len
         self.replica = replica
@@ -96,7 +94,7 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> SubmittedStep | FinishedStep:
         started = time.perf_counter()
-        if not batch.sequences:  # all that could run waits for blocks from the host
+        if not batch.sequences:  # all runnable sequences wait for blocks from the host
             self.replica.move_blocks(batch.transfers)
             return FinishedStep(StepResult([], transfer_times=self.replica.finished_transfers()))
         scores = self._prompt_scores(batch)
@@ -110,7 +108,7 @@ class ModelRunner:
         prepared = time.perf_counter()
         logits = self.replica.run(step, scores.launch if scores is not None else None)
         forwarded = time.perf_counter()
-        beams = _launch_beams(batch, logits)  # before the tokens, whose arrival on the host says that these are there
+        beams = _launch_beams(batch, logits)  # before the tokens, whose copy to the host shows that these are complete
         tokens = self._launch_sampling(logits, sequences, indices) if sequences else None
         phase_seconds = {
             "prepare": prepared - started,
@@ -130,7 +128,7 @@ class ModelRunner:
     ) -> SampledTokens:
         inputs = self._sampler.prepare(sequences, indices)
         tokens = self._sampler.launch(logits, inputs)
-        # A sequence that failed may be in the next batch already; whatever is computed for it there is dropped.
+        # A failed sequence may already be in the next batch; its results there are dropped.
         self._describer.keep_samples(sequences)
         self.replica.keep_samples(tokens.token_ids)
         return tokens

@@ -1,12 +1,8 @@
-"""The inputs of a step on CUDA: its description in pinned memory, unpacked by one kernel into tensors that stay.
+"""Inputs of a step on CUDA: its description in pinned memory, unpacked by one kernel into persistent tensors.
 
-CUDA graphs read these tensors at fixed addresses; steps that are no graph get views of them. The kernel runs in stream
-order, after the step before has read its inputs. A token that is still in flight comes from what that step sampled.
-
-The host writes a step while the one before runs, so there are several in turn; an event says when one was read.
-
-Between the description and the forward pass, in every step of a worker on CUDA: the model runner hands a
-StepDescription in, and the model reads what lies here. It knows nothing of sequences, of weights or of sampling.
+CUDA graphs read these tensors at fixed addresses; other steps get views of them. The kernel runs in stream order, after
+the previous step has read its inputs, and takes tokens in flight from that step's samples. The host writes a step while
+the previous one runs, so there are several pinned buffers; an event tells when one was read.
 """
 
 import torch
@@ -16,14 +12,14 @@ from engine_worker.execution.step_description import EMPTY, StepDescription
 from engine_worker.model.model_input import ModelInput
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs
 
-NUM_DESCRIPTIONS = 3  # one is being written, one may wait on the device, one is spare for a step without sequences
+NUM_DESCRIPTIONS = 3  # one is written, one may wait on the device, one is spare for a step without sequences
 
 
 class PersistentInputs:
     def __init__(
         self, max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
-        """`max_num_seqs` rows and `max_num_tokens` tokens at most in a step, padding included."""
+        """Allocate tensors for at most `max_num_seqs` rows and `max_num_tokens` tokens, including padding."""
         max_num_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
         self._pinned = [
@@ -60,7 +56,7 @@ class PersistentInputs:
     def views(
         self, *, num_rows: int, num_tokens: int, num_logits: int, max_query_len: int, max_seq_len: int
     ) -> ModelInput:
-        """The first rows and tokens of the tensors, whatever they hold."""
+        """Return views of the first rows and tokens of the tensors."""
         tensors = self._tensors
         return ModelInput(
             token_ids=tensors.token_ids[:num_tokens],
@@ -102,7 +98,7 @@ class _PinnedDescription:
         self._read = torch.cuda.Event() if on_cuda else None
 
     def write(self, description: StepDescription) -> DescribedBatch:
-        """Copy a step into the host memory that the kernel reads, once it has read what was there before."""
+        """Copy a step to the pinned memory, after the kernel has read its previous content."""
         if self._read is not None:
             self._read.synchronize()
         for pinned, values in (
@@ -128,6 +124,6 @@ class _PinnedDescription:
         )
 
     def enqueued(self) -> None:
-        """The kernel that reads it is in the current stream."""
+        """Record that the kernel that reads this memory was enqueued in the current stream."""
         if self._read is not None:
             self._read.record()

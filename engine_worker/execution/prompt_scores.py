@@ -1,8 +1,7 @@
-"""Log-probabilities of prompt tokens, each given the tokens before it, for the requests of a step that ask for them.
+"""Log-probabilities of prompt tokens, given the tokens before them, for the requests of a step that ask for them.
 
-The logits of a prompt would be its length times the vocabulary (8,192 x 128,256 floats are 4 GB), so they are computed
-and reduced ROWS_AT_ONCE at a time. Knows nothing of prompts in chunks: a step scores what it computes. It is used in a
-step, beside a token's way back: behind the forward pass that computes a prompt.
+All logits of a prompt would need too much memory (8,192 x 128,256 floats are 4 GB), so ROWS_AT_ONCE rows are computed
+and reduced at a time. A step covers the prompt tokens that it computes.
 """
 
 from collections.abc import Iterator
@@ -20,12 +19,12 @@ from engine_worker.model.served_model import LogitsOf
 from engine_worker.scheduling.batch import PromptScore, ScheduledSequence
 from shared.messages import EncodedLogprobs, PromptLogprobs, encoded_logprobs
 
-ROWS_AT_ONCE = 64  # fewer than a step samples at most, whose logits are part of the measured peak
+ROWS_AT_ONCE = 64  # less than the maximum of sampled rows, whose logits are part of the measured peak
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The scores of one sequence in one step: prompt tokens `tokens`, computed in rows from `first_row` on."""
+    """The prompt tokens of one sequence in one step, and the row of the first token's logits."""
 
     scheduled: ScheduledSequence
     tokens: range
@@ -33,21 +32,21 @@ class _Part:
 
 
 class PromptScores:
-    """The prompt scores of one step: launched within its forward pass, collected after it."""
+    """The prompt log-probabilities of one step: launched in its forward pass, collected after it."""
 
     def __init__(self, rows: list[ScheduledSequence], device: torch.device) -> None:
-        """`rows`: in the order of the network's input."""
+        """Prepare the step with `rows` in the order of the model's input."""
         self._device = device
         self._parts = list(_parts(rows))
         self._launched: list[DeviceLogprobs] = []
 
     @property
     def looks(self) -> list[range]:
-        """The rows that launch() asks for, call by call."""
+        """Return the rows of each call of `logits_of` in launch()."""
         return [rows for part in self._parts for _, rows in _pieces(part)]
 
     def launch(self, logits_of: LogitsOf) -> None:
-        """Enqueues all of it, copies to the host included."""
+        """Enqueue the computation and the copies to the host."""
         for part in self._parts:
             sequence = part.scheduled.sequence
             num_top = sequence.sampling.prompt_logprobs or 0
@@ -55,7 +54,7 @@ class PromptScores:
                 self._launched.append(self._launch(logits_of, sequence, tokens, rows, num_top))
 
     def collect(self) -> list[PromptScore]:
-        """To be called when the device has done the step."""
+        """Return the results. Call after the device has completed the step."""
         scores = iter(chain.from_iterable(_tokens(launched) for launched in self._launched))
         return [
             (part.scheduled.sequence, PromptLogprobs(part.tokens.start, [next(scores) for _ in part.tokens]))
@@ -81,7 +80,7 @@ def _parts(rows: list[ScheduledSequence]) -> Iterator[_Part]:
 
 
 def _pieces(part: _Part) -> Iterator[tuple[range, range]]:
-    """Prompt tokens and the rows of their logits, as many as are reduced at once."""
+    """Yield up to ROWS_AT_ONCE prompt tokens, and the rows of their logits."""
     for start in range(0, len(part.tokens), ROWS_AT_ONCE):
         tokens = part.tokens[start : start + ROWS_AT_ONCE]
         yield tokens, range(part.first_row + start, part.first_row + start + len(tokens))

@@ -1,10 +1,9 @@
-"""A group of ranks of one host as processes: rank 0 tells the others what to load, and they find each other.
+"""A group of ranks on one host: rank 0 sends the settings to the follower processes, and the ranks meet.
 
     rank 0       group = RankGroup.start(plan, report, followers)
     follower     ranks = meet(plan, rank, rendezvous_fd), then sum_by_peers(ranks, plan) on CUDA
 
-They meet by a memfd that followers inherit, so there is no file to be left over. It is used at a worker's start;
-afterwards the group is asked how its ranks are. It knows no step.
+They meet through a memfd that followers inherit, so no file is left over.
 """
 
 import logging
@@ -23,12 +22,12 @@ from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
 logger = logging.getLogger("worker")
 
-# Beside a step's arrays: block moves, 11 bytes each at most. A slot takes memory only as far as it was written.
+# Block moves of a step, at most 11 bytes each. A slot takes memory only for pages that were written.
 _MOVES_BYTES = 64 * 2**20
 
 
-_SEEN_SECONDS = 2.0  # some ms, but on a machine that is busy
-PEERS, SERVING = "peers", "serve"  # phases: of trying sums by peers, and of a follower that has loaded
+_NOTICE_SECONDS = 2.0  # until an end is noticed: some ms on an idle machine
+PEERS, SERVING = "peers", "serve"  # phases: setup of peer memory, and a follower that has loaded
 
 
 class RankGroup:
@@ -39,7 +38,17 @@ class RankGroup:
 
     @classmethod
     def start(cls, plan: LoadPlan, report: Report, followers: Followers | None = None) -> "RankGroup":
-        """Tell the followers what to load, and wait until all have joined. `followers`: those that were started."""
+        """Send the settings to the followers, and wait until all have joined.
+
+        Args:
+            plan: The checked settings.
+            report: Called with (phase, progress, detail).
+            followers: Processes that were started before; None starts them now.
+
+        Raises:
+            ValueError: If the GPUs are not alike.
+            RuntimeError: If a rank does not join.
+        """
         size = plan.settings.tensor_parallel_size
         if plan.device.type == "cuda":
             check_alike([torch.cuda.get_device_name(rank) for rank in range(size)])
@@ -54,30 +63,30 @@ class RankGroup:
                 sum_by_peers(ranks, plan)
             return cls(ranks, followers)
         except RuntimeError:
-            followers.wait_for_end(_SEEN_SECONDS)
+            followers.wait_for_end(_NOTICE_SECONDS)
             raise
 
     @property
     def pids(self) -> list[int]:
-        """The followers' process ids."""
+        """Return the followers' process ids."""
         return self._followers.pids
 
     def phases(self) -> dict[int, list[tuple[str, float]]]:
         return {rank: self._followers.phases(rank) for rank in range(1, self.tensor_parallel.size)}
 
     def blame(self) -> None:
-        """To be called where a collective failed: a rank's end breaks it a moment before that end is seen and told."""
-        self._followers.wait_for_end(_SEEN_SECONDS)
+        """Wait for the report of a rank's end. Call when a collective has failed, which happens slightly earlier."""
+        self._followers.wait_for_end(_NOTICE_SECONDS)
 
-    def tell_end_to(self, hear: Callable[[str], None]) -> None:
-        self._followers.on_end = lambda end: hear(str(end))
+    def set_on_end(self, on_end: Callable[[str], None]) -> None:
+        self._followers.on_end = lambda end: on_end(str(end))
 
     def dump_stacks(self) -> None:
-        """Have every follower write its stacks to stderr."""
+        """Let every follower write its stacks to stderr."""
         self._followers.dump_stacks()
 
     def health(self) -> GroupHealth:
-        """From any thread; costs nothing."""
+        """Return the current health. Thread-safe and cheap."""
         return GroupHealth(
             ranks_up=(True, *map(self._is_up, range(1, self.tensor_parallel.size))),
             messages_behind=(0, *self.channel.messages_behind()),
@@ -90,32 +99,32 @@ class RankGroup:
         return self.channel.phase(rank) == SERVING and self._followers.lives(rank)
 
     def close(self) -> None:
-        """End the followers. For programs that go on without their group."""
+        """End the followers, for programs that continue without a group."""
         self._followers.close()
         self.tensor_parallel.close()
 
 
 def meet(plan: LoadPlan, rank: int, rendezvous_fd: int) -> ProcessGroup:
-    """Wait for all ranks. The store of torch.distributed opens the memfd anew each time, so it must stay open."""
+    """Wait for all ranks. torch's FileStore reopens the memfd for each operation, so it must stay open."""
     size = plan.settings.tensor_parallel_size
     return join_by(FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, plan.device)
 
 
 def sum_by_peers(ranks: ProcessGroup, plan: LoadPlan) -> None:
-    """Try sums through each other's memory, which all ranks of GPUs do together, and take what is right."""
-    from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - of GPUs alone
+    """Use all-reduces through peer memory if they pass a test. A collective call of all ranks on CUDA."""
+    from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - needs CUDA
     from engine_worker.model.peer_norm import peer_norm  # noqa: PLC0415
 
     shape = plan.blueprint.shape
-    assert isinstance(shape, ModelSpec)  # no other is shared by ranks
+    assert isinstance(shape, ModelSpec)  # the only class that ranks can share
     if not ranks.reduce_by(peer_memory(plan.device, ranks.size)):
-        logger.warning("all-reduces are NCCL's")
+        logger.warning("peer memory: not usable; NCCL runs the all-reduces")
     elif not ranks.norm_by(peer_norm(plan.device, ranks.size), shape.hidden_size):
-        logger.warning("sums over ranks and the norms behind them are launches of their own")
+        logger.warning("peer memory: fused all-reduce and norm not usable; they are separate launches")
 
 
 def _slot_bytes(plan: LoadPlan) -> int:
-    """The most that a step can take: every seat with a table as long as can be, and all tokens."""
+    """Return the size of the largest step: every running slot with the longest table, and all tokens."""
     bounds = plan.settings.bounds
     table = -(-plan.max_model_len // plan.settings.block_size)
     numbers = bounds.max_num_seqs * (table + 4) + 1 + bounds.max_num_batched_tokens

@@ -1,11 +1,9 @@
-"""One rank's part of a model: weights, KV pool, inputs and graphs. A described step in, logits out.
+"""One rank's part of a model: weights, KV pool, inputs, and graphs. It turns a described step into logits.
 
     prepared = replica.prepare(description)     begins the step's block moves, enqueues its inputs
-    logits = replica.run(prepared)              enqueues the forward pass, as a graph where one was captured
+    logits = replica.run(prepared)              enqueues the forward pass, as a graph if one was captured
 
-A rank has one; who drives it drives a group of them alike (StepReplica). It is driven by values alone, which may come
-from another process; it knows nothing of sequences, of the scheduler's batch or of sampling, but that sampled tokens
-are the next step's input. A block's walk goes through here, where its moves and then its step reach the device.
+Inputs are plain values, which may come from another process. A ReplicaGroup has the same interface (StepReplica).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +26,10 @@ from engine_worker.scheduling.batch import Transfers, TransferTime
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step whose inputs are on their way to the device."""
+    """A step whose inputs are enqueued."""
 
     model_input: ModelInput
-    graph: GraphKey | None  # None: it runs kernel by kernel
+    graph: GraphKey | None  # None: no graph
 
 
 class StepReplica(Protocol):
@@ -48,21 +46,21 @@ class StepReplica(Protocol):
     @property
     def kv_cache(self) -> KVCache: ...
     def move_blocks(self, transfers: Transfers) -> None:
-        """Begin block moves that no step comes with."""
+        """Enqueue block moves without a step."""
 
     def finished_transfers(self) -> list[TransferTime]: ...
     def prepare(self, description: StepDescription, looks: Sequence[range] = ()) -> PreparedStep:
-        """Begin the moves of a step and enqueue its inputs.
+        """Enqueue the moves and the inputs of a step.
 
-        `looks`: the rows whose logits run()'s `look` will ask for, call by call; with any the step is no graph, which
-        has the logits that are described and no others.
+        `looks` are the rows of each call of `logits_of` in run()'s `look`. A graph computes only the described logits,
+        so a step with `looks` does not run as one.
         """
 
     def run(self, prepared: PreparedStep, look: Callable[[LogitsOf], None] | None = None) -> Tensor:
-        """Logits [N, vocab_size] float32; those of a graph are overwritten by the next one. `look`: see ServedModel."""
+        """Return logits [N, vocab_size], float32; a graph overwrites those of the last one. `look`: see ServedModel."""
 
     def keep_samples(self, token_ids: Tensor) -> None:
-        """`token_ids` (int64, on the device): what was sampled of the step that was prepared last."""
+        """Keep `token_ids` (int64, on the device), the samples of the last prepared step."""
 
 
 class Replica:
@@ -81,9 +79,10 @@ class Replica:
     def capture_graphs(
         self, inputs: GraphInputs, keys: list[GraphKey], *, has_logits: bool = True
     ) -> Iterator[tuple[float, str]]:
-        """Steps that fit one of `keys` are graphs from then on. Yields progress 0..1 and what was captured.
+        """Capture the graphs `keys`; later steps use them. `has_logits`: see StepGraphs.
 
-        `has_logits`: see StepGraphs.
+        Yields:
+            Progress from 0 to 1, and a description of the captured graph.
         """
         graphs = StepGraphs(self._model, self._device, inputs, keys, self.max_model_len, has_logits=has_logits)
         yield from graphs.capture()
@@ -99,11 +98,11 @@ class Replica:
         return self.begin(description, self.graph_for(description, looks))
 
     def graph_for(self, description: StepDescription, looks: Sequence[range] = ()) -> GraphKey | None:
-        """Choose how a step runs; None: kernel by kernel. Of a group, rank 0 alone chooses."""
+        """Choose the graph of a step, or None. In a group only rank 0 chooses."""
         return self._graphs.key_for(description) if self._graphs is not None and not looks else None
 
     def begin(self, description: StepDescription, graph: GraphKey | None) -> PreparedStep:
-        """Prepare a step that runs as it was chosen."""
+        """Prepare a step for the chosen graph."""
         self.move_blocks(description.transfers)
         return PreparedStep(self._inputs.unpack(description, graph.size if graph else None), graph)
 

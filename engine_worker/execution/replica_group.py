@@ -1,12 +1,10 @@
-"""The replicas of a group of ranks, driven as one: rank 0's own, and those of followers by messages.
+"""The replicas of a group of ranks, driven as one: rank 0's own directly, those of followers by messages.
 
-    ReplicaGroup   on rank 0, with Replica's interface: who drives it does not know how many ranks there are
-    follow()       on every other rank: carries the messages out, one after another, until the process is ended
+    ReplicaGroup   on rank 0, with the interface of Replica
+    follow()       on the other ranks: carries out messages in order until the process ends
 
-The ranks meet in the collectives of the forward pass; a message says what cannot differ between them. Sampling is rank
-0's alone: the others get the sampled ids on their devices, in stream order, as the input of the step after.
-
-In every step of a group, between the model runner and the devices. It knows no process and no scheduler.
+The ranks meet in the collectives of the forward pass, and every decision is in the message. Only rank 0 samples; the
+others receive the sampled ids on their devices, in stream order, as the next step's input.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +28,14 @@ class ReplicaGroup:
     def __init__(
         self, replica: Replica, tensor_parallel: TensorParallel, channel: MessageSender, blame: Callable[[], None]
     ) -> None:
-        """`replica`: that of rank 0; `blame`: called when a collective fails, before its error is raised."""
+        """Drive a group.
+
+        Args:
+            replica: The replica of rank 0.
+            tensor_parallel: The ranks.
+            channel: Sends messages to the followers.
+            blame: Called when a collective fails, before its error is raised.
+        """
         self._blame = blame
         self._replica = replica
         self._tensor_parallel = tensor_parallel
@@ -54,7 +59,7 @@ class ReplicaGroup:
 
     @property
     def kv_cache(self) -> KVCache:
-        """Rank 0's part: those of all ranks have the same blocks, each with its own heads."""
+        """Return rank 0's part. All ranks have the same blocks, each with its own heads."""
         return self._replica.kv_cache
 
     def move_blocks(self, transfers: Transfers) -> None:
@@ -65,7 +70,7 @@ class ReplicaGroup:
         return self._replica.finished_transfers()
 
     def prepare(self, description: StepDescription, looks: Sequence[range] = ()) -> PreparedStep:
-        """Tell the followers of a step, then begin it here. keep_samples() must follow if it has logits."""
+        """Send a step to the followers, then begin it here. keep_samples() must follow if it has logits."""
         graph = self._replica.graph_for(description, looks)
         message = RunStep(
             description=description.to_bytes(),
@@ -92,9 +97,16 @@ class ReplicaGroup:
 
 
 def follow(replica: Replica, tensor_parallel: TensorParallel, channel: MessageReceiver, device: torch.device) -> None:
-    """Carry out what rank 0 says, for ever. Raises ChannelCorrupted before a message that is not whole is carried out.
+    """Carry out rank 0's messages forever. The process ends with rank 0.
 
-    `device`: of the replica. Never returns otherwise: rank 0's end is this process's.
+    Args:
+        replica: This rank's replica.
+        tensor_parallel: The ranks.
+        channel: Receives messages of rank 0.
+        device: Device of the replica.
+
+    Raises:
+        ChannelCorrupted: If a message is damaged; it is not carried out.
     """
     while True:
         carry_out(work_of(channel.receive()), replica, tensor_parallel, device)
@@ -108,7 +120,7 @@ def carry_out(
         replica.move_blocks(message.transfers)
     else:
         _run_step(message, replica, tensor_parallel, device)
-    replica.finished_transfers()  # rank 0 tells of its own
+    replica.finished_transfers()  # drops them: rank 0 reports its own
 
 
 def _run_step(message: RunStep, replica: Replica, tensor_parallel: TensorParallel, device: torch.device) -> None:

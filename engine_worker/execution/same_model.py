@@ -1,6 +1,6 @@
-"""Check that all ranks of a group see one model: each host of a group may have a directory of its own.
+"""Check that all ranks of a group load the same model, because each host may have its own directory.
 
-Compared before weights are loaded, by the same digests that workers of one queue compare (shared/model_identity.py).
+Runs before weights are loaded, with the digests that workers of one queue compare (shared/model_identity.py).
 """
 
 import zlib
@@ -9,15 +9,15 @@ from pathlib import Path
 from engine_worker.model.tensor_parallel import TensorParallel
 from shared.model_identity import files_identity
 
-CONFIG_FILES = ("config.json", "hf_quant_config.json")  # a host of other ranks needs no tokenizer
+CONFIG_FILES = ("config.json", "hf_quant_config.json")  # hosts without rank 0 need no tokenizer
 
 
 def check_same_model(directory: Path, load_format: str, ranks: TensorParallel) -> None:
-    """Raise ValueError on every rank where two ranks have different files."""
+    """Raise ValueError on every rank if two ranks have different files."""
     if ranks.size == 1:
         return
     own = zlib.crc32(repr(files_identity(directory, load_format, CONFIG_FILES)).encode())
     if ranks.minimum(own) != -ranks.minimum(-own):
         raise ValueError(
-            f"the ranks have different models: {directory} of rank {ranks.rank} has the checksum {own:08x}"
+            f"--model: the ranks have different files; {directory} of rank {ranks.rank} has the checksum {own:08x}"
         )

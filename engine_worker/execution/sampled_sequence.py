@@ -1,7 +1,4 @@
-"""A sequence as the sampler sees it: how it wants to be sampled, and the tokens that it has. It is itself, by identity,
-as long as it runs. Knows nothing of blocks or of schedules. It is used in every step, between the scheduler's batch
-and the sampler.
-"""
+"""The sampler's view of a sequence: its parameters and its tokens. A sequence is compared by identity while it runs."""
 
 from typing import Protocol
 

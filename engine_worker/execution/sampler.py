@@ -1,20 +1,16 @@
-"""Logits of one step -> one token for each sequence.
+"""Sample one token for each sequence from the logits of one step.
 
-    sampler.begin(sequences, indices)            before the forward pass: masks of grammars, on a CPU
-    inputs = sampler.prepare(sequences, indices) host -> device; grammars and bad words wait for the step before
-    tokens = sampler.launch(logits, inputs)      enqueues the device's work; tokens.token_ids is there for the next step
-    samples = tokens.collect()                   waits for it: token ids, failures, log-probabilities
+    sampler.begin(sequences, indices)            before the forward pass: grammar masks, on a CPU
+    inputs = sampler.prepare(sequences, indices) host to device; grammars and bad words wait for the previous step
+    tokens = sampler.launch(logits, inputs)      enqueues the work; the next step can use tokens.token_ids
+    samples = tokens.collect()                   waits: token ids, failures, log-probabilities
 
-Order of the operations (that of vLLM, so that the same parameters mean the same here):
-    min_tokens and bad words masked, logit bias, repetition + frequency + presence penalties,
-    the grammar's mask and that of allowed tokens
-    then argmax (greedy), or temperature, min-p, top-k, top-p and a draw
+The order of operations is vLLM's, so that parameters mean the same:
+    min_tokens and bad words, logit bias, repetition + frequency + presence penalties, grammar and allowed tokens,
+    then argmax (greedy), or temperature, min-p, top-k, top-p, and a draw
 
-A draw depends on the distribution and on (seed, output index) alone: not on the batch, the slot, earlier draws or the
-device. So preemption, resume and replay need no random state. docs/adr/0019, 0029 and 0171 have the reasons and costs.
-
-A row whose logits are not finite, or that has no token left, is None in the answer and named in `failures`; the other
-rows do not notice.
+A draw depends only on the distribution and on (seed, output index), so preemption, resume, and replay need no random
+state (ADR 0019, 0029, 0171). A row without finite logits, or without an allowed token, fails alone.
 """
 
 import math
@@ -43,18 +39,18 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Entry i belongs to the i-th sequence."""
+    """Samples of a step. Entry i belongs to sequence i."""
 
     token_ids: list[int | None]  # None: failed
-    failures: dict[str, str] = field(default_factory=dict)  # request id -> why
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # empty when no sequence asked
+    failures: dict[str, str] = field(default_factory=dict)  # request id -> reason
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # empty if no sequence asks for them
 
 
 class SampledTokens:
-    """The device's answer, perhaps not computed yet. On CUDA the copies to the host are enqueued with it."""
+    """Samples that may not be computed yet. On CUDA the copies to the host are enqueued."""
 
     def __init__(self, inputs: SamplingInputs, token_ids: Tensor, best: Tensor, logprobs: list[DeviceLogprobs | None]):
-        self.token_ids = token_ids  # [N] int64 on the device; some id of the vocabulary for rows that failed
+        self.token_ids = token_ids  # [N] int64 on the device; any id of the vocabulary for failed rows
         self._inputs = inputs
         self._host_token_ids = token_ids.to("cpu", non_blocking=True)
         self._host_best = best.to("cpu", non_blocking=True)
@@ -62,7 +58,7 @@ class SampledTokens:
         self._copied = _recorded_event() if token_ids.is_cuda else None
 
     def by_sequence(self) -> dict[SampledSequence, int]:
-        """Waits for the device, as collect() does, and may be called before it."""
+        """Wait for the device, and return the token of each sequence. May be called before collect()."""
         self._wait()
         return dict(zip(self._inputs.sequences, self._host_token_ids.numpy().tolist(), strict=True))
 
@@ -87,7 +83,7 @@ class SampledTokens:
         return answers
 
     def _wait(self) -> None:
-        """The only place where the host waits for the device."""
+        """Wait for the device. No other code of a step does."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -101,7 +97,15 @@ class Sampler:
         device: torch.device = _CPU,
         grammars: "GrammarMasks | None" = None,
     ) -> None:
-        """At most `max_num_seqs` sequences are sampled at once. Without `grammars` a sequence that has one fails."""
+        """Allocate the state of a sampler.
+
+        Args:
+            vocab_size: Width of the logits.
+            eos_token_ids: End-of-sequence tokens of the model.
+            max_num_seqs: Maximum of sequences in a step.
+            device: Device of the logits.
+            grammars: Masks of grammars; without them a sequence with a grammar fails.
+        """
         self._vocab_size = vocab_size
         self.device = device
         self._batch = batch_parameters([], device)
@@ -111,19 +115,23 @@ class Sampler:
         self._last_tokens: SampledTokens | None = None
 
     def sample(self, logits: Tensor, sequences: Sequence[SampledSequence], indices: list[int] | None = None) -> Samples:
-        """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
+        """Sample at once: prepare(), launch(), and collect(). `logits` [N, V] are in the order of `sequences`."""
         return self.launch(logits, self.prepare(sequences, indices)).collect()
 
     def begin(self, sequences: Sequence[SampledSequence], indices: list[int]) -> None:
-        """Do beside the forward pass what prepare() of the same sequences would do after it. May be left out."""
+        """Start work of prepare() for the same sequences beside the forward pass. Optional."""
         self._follow(sequences)
         if self._grammars is not None and self._batch.has_grammars:
             self._grammars.begin(self._batch.sequences, indices)
 
     def prepare(self, sequences: Sequence[SampledSequence], indices: list[int] | None = None) -> SamplingInputs:
-        """`indices`: of each sequence's output, the token to sample; by default the first that is not known.
+        """Return the inputs of a step on the device.
 
-        launch() of the same inputs must follow: the counts of penalized rows are those after it.
+        launch() of the same inputs must follow, because the counts of penalized rows already include its tokens.
+
+        Args:
+            sequences: The sampled sequences.
+            indices: Output index of each token to sample; by default the first unknown one.
         """
         if indices is None:
             indices = [sequence.num_output_tokens for sequence in sequences]
@@ -148,7 +156,7 @@ class Sampler:
         return SamplingInputs(self._batch.sequences, pieces, refusals=self._rules.refusals | broken)
 
     def _follow(self, sequences: Sequence[SampledSequence]) -> None:
-        if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
+        if sequences != self._batch.sequences:  # by identity; decode steps usually repeat them
             self._batch = batch_parameters(sequences, self.device)
             self._counts.follow(self._batch.sequences)
             self._rules.follow(self._batch.sequences)
@@ -156,7 +164,7 @@ class Sampler:
                 self._grammars.keep_only(sequences)
 
     def launch(self, logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
-        """`logits` [N, V] in the order of the prepared sequences; not modified."""
+        """Enqueue the sampling. `logits` [N, V] are in the order of the prepared sequences, and not modified."""
         assert logits.shape == (len(inputs.sequences), self._vocab_size)
         drawn = [_draw(logits[piece.first : piece.end], piece) for piece in inputs.pieces]
         token_ids, best, logprobs = zip(*drawn, strict=True)
@@ -166,7 +174,7 @@ class Sampler:
     def _masks(self, indices: list[int], in_flight: TokensInFlight) -> tuple[TokenMasks | None, dict[str, str]]:
         sequences = self._batch.sequences
         if self._grammars is None:
-            problem = "this worker has no llguidance to follow a grammar"
+            problem = "grammars need the package llguidance, which this worker does not have"
             return None, {sequence.request_id: problem for sequence in sequences if sequence.sampling.grammar}
         return self._grammars.of(sequences, indices, in_flight)
 
@@ -190,5 +198,5 @@ def _recorded_event() -> torch.cuda.Event:
 
 def _failure_message(best_score: float) -> str:
     if best_score == -math.inf:
-        return "no token can be sampled: every one is masked"
+        return "no token can be sampled: all are masked"
     return f"the model's logits are not finite ({best_score})"

@@ -1,8 +1,7 @@
-"""The parameters of a step's sampling, as tensors on the device; built without waiting for it.
+"""The sampling parameters of a step, as tensors on the device, built without a wait for it.
 
-A step is prepared while the one before it still samples: of a sequence this reads the parameters and how many tokens
-are out, not which. Grammars and bad words wait for the last token while the forward pass runs (grammar_masks.py,
-token_rules.py).
+A step is prepared while the previous one still samples, so only parameters and token counts of a sequence are read, not
+its last token. Grammars and bad words wait for that token during the forward pass (grammar_masks.py, token_rules.py).
 """
 
 import math
@@ -21,23 +20,23 @@ from kernels.sampling.sample_tokens import SamplingRows
 from kernels.token_bitmask import apply_token_bitmask
 from shared.messages import SamplingParams
 
-# Below this a temperature divides fp32 logits to infinity; far above it the draw already is the argmax.
+# A lower temperature overflows float32 logits. Draws at much higher ones already equal the argmax.
 _MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """The rows that report log-probabilities."""
+    """Rows that report log-probabilities."""
 
     rows: Tensor  # [P] int64
-    num_top: list[int]  # [P], how many of the likeliest tokens each reports beside the chosen one
+    num_top: list[int]  # [P], number of top tokens that each reports in addition to the chosen one
     named: list[tuple[int, ...]]  # [P], the tokens that each reports instead, if any
-    named_token_ids: Tensor | None  # [P, the longest of `named`] int64, filled up with 0; None: nobody names any
+    named_token_ids: Tensor | None  # [P, longest of `named`] int64, padded with 0; None: no row names tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PieceEdits:
-    """What changes the scores of a piece before its tokens are drawn."""
+    """Changes to the logits of a piece before its tokens are drawn."""
 
     forbidden: ForbiddenScores | None = None
     biases: ScoreBiases | None = None
@@ -63,7 +62,7 @@ class PieceEdits:
 
 @dataclass(frozen=True, slots=True)
 class PieceInputs:
-    """Rows [first, end) of a step."""
+    """Inputs of rows [first, end) of a step."""
 
     first: int
     end: int
@@ -81,7 +80,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class BatchParameters:
-    """The parameters that stay while the same sequences decode, step after step; on the device already."""
+    """Parameters that do not change while the same sequences decode, on the device."""
 
     sequences: Sequence[SampledSequence]
     pieces: list[PieceInputs]  # with the indices of another step, and without edits
@@ -101,7 +100,7 @@ class BatchParameters:
 
 
 def batch_parameters(sequences: Sequence[SampledSequence], device: torch.device) -> BatchParameters:
-    """Sort `sequences` into pieces: one of all rows if nothing copies their scores, else of ROWS_AT_ONCE rows."""
+    """Divide `sequences` into pieces: one if nothing copies their logits, else pieces of ROWS_AT_ONCE rows."""
     samplings = [sequence.sampling for sequence in sequences]
     num_rows = len(samplings)
     rows_at_once = ROWS_AT_ONCE if any(map(_copies_scores, samplings)) else max(num_rows, 1)
@@ -126,7 +125,7 @@ def _copies_scores(sampling: SamplingParams) -> bool:
 
 
 def _sampling_rows(samplings: list[SamplingParams], device: torch.device) -> SamplingRows | None:
-    """None when all are greedy: then nothing is sent to the device at all."""
+    """Return None if all rows are greedy, so that nothing is sent to the device."""
     random = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
     if not random:
         return None
@@ -134,7 +133,7 @@ def _sampling_rows(samplings: list[SamplingParams], device: torch.device) -> Sam
         row for row in random if samplings[row].top_k > 0 or samplings[row].top_p < 1.0 or samplings[row].min_p > 0.0
     ]
     num_rows = len(samplings)
-    # One copy for all: each costs the host about as much as a kernel launch.
+    # One copy for all parameters, because each costs the host about as much as a kernel launch.
     packed = np.empty(5 * num_rows + len(random) + len(truncated), dtype=np.int64)
     integers = packed[: 5 * num_rows].reshape(5, num_rows)
     numbers = integers.view(np.float64)
@@ -178,5 +177,5 @@ def _logprob_rows(samplings: list[SamplingParams], device: torch.device) -> Logp
 
 
 def _signed(seed: int) -> int:
-    """A seed counts modulo 2^64."""
+    """Return the seed modulo 2**64, as a signed number."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,6 +1,6 @@
-"""A batch is sampled ROWS_AT_ONCE rows at a time where its scores are copied, so that a copy stays small.
+"""Pieces of a batch: where logits must be copied, ROWS_AT_ONCE rows are sampled at a time, so that a copy stays small.
 
-All 1,024 rows of 151,936 tokens take 593 MiB in float32, and log-probabilities take several such tensors.
+All 1,024 rows of 151,936 tokens take 593 MiB in float32, and log-probabilities need several such tensors.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 128
 
 
 def piece_bounds(rows: "NDArray[Any] | Sequence[int]") -> dict[int, tuple[int, int]]:
-    """Return the slice of `rows` (ascending rows of a batch) that lies in each piece: by the piece's number."""
+    """Return the slice of `rows` (ascending rows of a batch) in each piece, by the piece's number."""
     if not len(rows):
         return {}
     numbers, firsts = np.unique(np.asarray(rows) // ROWS_AT_ONCE, return_index=True)
@@ -24,6 +24,6 @@ def piece_bounds(rows: "NDArray[Any] | Sequence[int]") -> dict[int, tuple[int, i
 
 
 def to_device(values: "NDArray[Any]", device: torch.device) -> Tensor:
-    """Copy without a wait for the device: a copy from memory that is not pinned would wait."""
+    """Copy to the device without a wait, through pinned memory; a copy from other memory would wait."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

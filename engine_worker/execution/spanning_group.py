@@ -1,12 +1,10 @@
-"""A group of ranks on several hosts: nobody starts the others, all meet at an address, and a cluster restarts them.
+"""A group of ranks on several hosts. Each host starts its own rank; all meet at one address; the cluster restarts them.
 
     rank 0       group = SpanningGroup.start(plan, report)     listens at --rendezvous-endpoint
     others       member = join_group(endpoint, rank, size)     engine_worker/remote_follower.py
 
-They share no file: the settings come over the store of torch.distributed, steps over a channel of its own. A dead rank
-is seen by its closed connections, with the next message; a hung one by the watchdog of steps on rank 0.
-
-It is used at a start; afterwards the group is asked how its ranks are. It knows no step.
+Settings are sent through torch.distributed's store, steps through a broadcast channel. A dead rank is noticed with the
+next message by its closed connections, a hung one by the step watchdog of rank 0.
 """
 
 from collections.abc import Callable
@@ -25,8 +23,8 @@ from engine_worker.execution.settings import ExecutionSettings, parse_endpoint
 from engine_worker.execution.start_times import Report
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
-_MEETING = timedelta(minutes=10)  # until all hosts have pulled and begun
-_IDLE = timedelta(days=365)  # between two messages
+_MEETING = timedelta(minutes=10)  # until all hosts have pulled the image and started
+_IDLE = timedelta(days=365)  # limit between two messages: an idle group must not time out
 _START = "start"
 
 
@@ -37,29 +35,29 @@ class SpanningGroup:
 
     @classmethod
     def start(cls, plan: LoadPlan, report: Report) -> "SpanningGroup":
-        """Wait until all others have joined."""
+        """Wait until all other ranks have joined."""
         settings = plan.settings
-        report("load", 0.0, f"{settings.tensor_parallel_size} ranks, met at {settings.rendezvous_endpoint}")
+        report("load", 0.0, f"{settings.tensor_parallel_size} ranks, meeting at {settings.rendezvous_endpoint}")
         store = _store(settings.rendezvous_endpoint, settings.tensor_parallel_size, is_master=True)
         store.set(_START, encode(GroupStart(settings)).hex())
         ranks = join_by(store, 0, settings.tensor_parallel_size, plan.device, interface=None)
         return cls(ranks, BroadcastSender(_channel_group()))
 
     def phases(self) -> dict[int, list[tuple[str, float]]]:
-        """None: they are in the logs of their hosts."""
+        """Return nothing; the phases are in the logs of the other hosts."""
         return {}
 
     def blame(self) -> None:
-        """Nothing: the error of the collective is all that this host hears of another one's end."""
+        """Do nothing, because this host only gets the error of the collective."""
 
-    def tell_end_to(self, hear: Callable[[str], None]) -> None:
-        """It is told nobody: see blame()."""
+    def set_on_end(self, on_end: Callable[[str], None]) -> None:
+        """Do nothing: see blame()."""
 
     def dump_stacks(self) -> None:
-        """Nothing: processes of other hosts hear no signal of this one, and write their own logs."""
+        """Do nothing, because signals do not reach other hosts."""
 
     def health(self) -> GroupHealth:
-        """All ranks that there are have loaded, for they load in step."""
+        """Return all ranks as up, because they load together and end together."""
         return GroupHealth(
             ranks_up=(True,) * self.tensor_parallel.size,
             channel_wait_seconds=self.channel.wait_seconds,
@@ -67,14 +65,14 @@ class SpanningGroup:
         )
 
     def close(self) -> None:
-        """Leave; the others end by it."""
+        """Leave the group. The other ranks end when they notice it."""
         self.channel.close()
         self.tensor_parallel.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A rank that has joined, with what it is to load and whom it hears."""
+    """A rank that has joined: its group, its settings, and its channel."""
 
     plan: LoadPlan
     tensor_parallel: ProcessGroup
@@ -82,15 +80,22 @@ class Member:
 
 
 def join_group(endpoint: str, rank: int, size: int, model: Path | None = None) -> Member:
-    """Wait for rank 0 and the others. `model`: its directory on this host, if it is another than on that of rank 0.
+    """Wait for rank 0 and the other ranks.
 
-    Raises ValueError with what does not fit.
+    Args:
+        endpoint: HOST:PORT of rank 0.
+        rank: Rank of this process.
+        size: Number of ranks.
+        model: Model directory on this host, if it differs from rank 0's.
+
+    Raises:
+        ValueError: If the settings of this rank and of rank 0 do not fit together.
     """
     store = _store(endpoint, size, is_master=False)
-    told: ExecutionSettings = start_of(bytes.fromhex(store.get(_START).decode())).settings
-    if told.tensor_parallel_size != size:
-        raise ValueError(f"--tensor-parallel-size {size}: rank 0 was told {told.tensor_parallel_size}")
-    plan = load_plan(replace(told, model=model or told.model), rank)
+    received: ExecutionSettings = start_of(bytes.fromhex(store.get(_START).decode())).settings
+    if received.tensor_parallel_size != size:
+        raise ValueError(f"--tensor-parallel-size {size}: rank 0 has {received.tensor_parallel_size}")
+    plan = load_plan(replace(received, model=model or received.model), rank)
     prepare_process(plan.settings)
     ranks = join_by(store, rank, size, plan.device, interface=None)
     return Member(plan=plan, tensor_parallel=ranks, channel=BroadcastReceiver(_channel_group()))
@@ -102,6 +107,6 @@ def _store(endpoint: str, size: int, *, is_master: bool) -> TCPStore:
 
 
 def _channel_group() -> dist.ProcessGroup:
-    """Every rank of the default group makes it."""
+    """Create the channel's group. A collective call of all ranks."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_IDLE)
     return group

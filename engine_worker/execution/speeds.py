@@ -1,10 +1,7 @@
-"""How fast KV moves and how fast it is computed here, measured once at start.
+"""Measure the speeds of KV transfers, prefill, and decode at start, with the code and shapes that serve.
 
-By the code that serves, on shapes that were warmed up: transfers of whole blocks through the host pool and one prefill,
-which a preemption's choice rests on; one decode, which tells what to expect of a CPU.
-
-It is used once, at a worker's start; the scheduler's preemption chooses by it between swap and recompute. It knows no
-sequence.
+The choice between swap and recompute at a preemption uses transfers and prefill. The decode speed is an estimate of a
+CPU's throughput for the log.
 """
 
 import time
@@ -21,7 +18,7 @@ _DECODE_TOKENS = 32
 
 
 def measure_speeds(runner: ModelRunner) -> MeasuredSpeeds:
-    """Overwrites blocks of both pools, which nobody owns yet. The second of two runs counts."""
+    """Measure transfers and prefill; the second of two runs counts. Overwrites free blocks of both pools."""
     for _ in range(2):
         store, fetch = _transfer_bytes_per_second(runner.replica)
         prefill = _prefill_tokens_per_second(runner)
@@ -33,13 +30,13 @@ def measure_speeds(runner: ModelRunner) -> MeasuredSpeeds:
 
 
 def decode_tokens_per_second(runner: ModelRunner) -> float:
-    """Measure the decoding of one sequence alone, with hardly any KV to read: the best of three steps."""
+    """Measure decode steps of one short sequence; the best of three counts."""
     batch = made_up_batch(1, min(_DECODE_TOKENS, runner.max_model_len) - 1, 1, runner.block_size)
     return 1 / min(_step_seconds(runner, batch) for _ in range(3))
 
 
 def _transfer_bytes_per_second(replica: StepReplica) -> tuple[float, float]:
-    """Out and in, one after the other; of a group, while all ranks move theirs."""
+    """Return the speeds out and in, measured one after the other. In a group all ranks transfer at once."""
     kv_cache = replica.kv_cache
     num_blocks = min(_NUM_BLOCKS, kv_cache.num_host_blocks - 1, kv_cache.num_blocks - 1)
     copies = [BlockCopy(block_id, block_id) for block_id in range(1, num_blocks + 1)]

@@ -1,10 +1,7 @@
-"""The phases of a worker's start on each of its ranks, timed: where a slow start goes.
+"""Time the phases of a worker's start on each of its ranks.
 
-    times = StartTimes(report)              to be handed on in place of `report`
-    told(times.by_rank(runner.group))       "rank 0: torch 4.1 s, 2 ranks 1.0 s, ...", and one of each follower
-
-It is used once, at a start, around load.py. It measures nothing itself but what is reported. It does not know what a
-phase does.
+times = StartTimes(report)                  passed on in place of `report`
+log_lines(times.by_rank(runner.group))      "rank 0: torch 4.1 s, 2 ranks 1.0 s, ...", one line per rank
 """
 
 import time
@@ -20,25 +17,25 @@ Report: TypeAlias = Callable[[str, float, str], None]
 
 class StartTimes:
     def __init__(self, report: Report, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: as the channel of a group has it, seconds of the machine's monotonic clock."""
+        """Wrap `report`. `clock` returns seconds of the machine's monotonic clock, as the channel of a group does."""
         self._report, self._clock = report, clock
         self._phases: list[tuple[str, float]] = []
 
     def __call__(self, phase: str, progress: float, detail: str) -> None:
-        """Report; what has made no progress begins."""
+        """Report, and start a new phase if its progress is 0."""
         if progress == 0.0:
             self._phases.append((detail or phase, self._clock()))
         self._report(phase, progress, detail)
 
     def by_rank(self, group: Group | None) -> dict[int, list[tuple[str, float]]]:
-        """Seconds of each phase until now; of a follower's until it served. To be asked when all have loaded."""
+        """Return the seconds of each phase by rank. Call when all ranks have loaded."""
         followers = group.phases() if group is not None else {}
         found = {0: list(_durations([*self._phases, ("", self._clock())]))}
         return found | {rank: list(_durations(phases)) for rank, phases in followers.items()}
 
 
-def told(start: Mapping[int, Sequence[tuple[str, float]]]) -> list[str]:
-    """Return a line of each rank, for a log."""
+def log_lines(start: Mapping[int, Sequence[tuple[str, float]]]) -> list[str]:
+    """Return one line per rank, for a log."""
     return [
         f"rank {rank}: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases)
         for rank, phases in start.items()
@@ -46,6 +43,6 @@ def told(start: Mapping[int, Sequence[tuple[str, float]]]) -> list[str]:
 
 
 def _durations(phases: Sequence[tuple[str, float]]) -> Iterator[tuple[str, float]]:
-    """Yield how long each of (phase, beginning) lasted; the last one only ends the one before."""
+    """Yield the duration of each (phase, beginning) but the last, which only ends the previous one."""
     for (phase, began), (_, ended) in pairwise(phases):
         yield phase, ended - began

@@ -1,15 +1,11 @@
-"""The step channel of a group on one host: rank 0 writes messages into a ring in a memfd, followers read them in order.
+"""The step channel of a group on one host: rank 0 writes messages to a ring in a memfd, followers read them in order.
 
-    page of each rank     what a follower tells: how many messages it has read and when, that it lives, its phases, why
-                          it ended
-    NUM_SLOTS slots       magic, version, number, length, CRC32, then the message: bytes that nobody here looks into
+    page of each rank     written by the follower: number and times of read messages, beats, phases, cause of its end
+    NUM_SLOTS slots       magic, version, number, length, CRC32, then the bytes of the message
 
-A memfd has no name: nothing is left over, whoever dies how. A follower blocks on an eventfd of its own and takes no
-processor while it waits; rank 0 waits only when a follower is NUM_SLOTS messages behind. Followers are started before
-anybody knows how large a step may be: the slots come later, before the first message.
-
-It is used at a start and in every step of a group of ranks, between replica_group.py on rank 0 and follower.py on the
-others. It knows no step and no tensor. Linux only.
+A memfd has no name, so nothing is left over after any kind of end. A follower blocks on its own eventfd; rank 0 waits
+only if a follower is NUM_SLOTS messages late. Followers start before the size of a step is known, so the slots are
+created before the first message. Linux only.
 """
 
 import mmap
@@ -29,19 +25,19 @@ _PREFIX_BYTES = _HEADER.size + _CRC32.size
 _COUNT = struct.Struct("<q")
 _TEXT = struct.Struct("<H")
 _READ_OFFSET, _BEATS_OFFSET = 0, 8
-_READ_AT_OFFSET = 16  # of the last NUM_SLOTS messages, ns of the machine's monotonic clock
-_PHASES_OFFSET, _PHASES_BYTES = 64, 448  # names with the second at which each began
+_READ_AT_OFFSET = 16  # times of the last NUM_SLOTS messages, in ns of the machine's monotonic clock
+_PHASES_OFFSET, _PHASES_BYTES = 64, 448  # names, each with the monotonic second of its beginning
 _CAUSE_OFFSET, _CAUSE_BYTES = 512, _PAGE_BYTES - 512
 
 
 class ChannelCorrupted(Exception):
-    """A slot does not hold the message that is next; the text has what was found and what should be there."""
+    """A slot does not hold the next message. The text names the found and the expected value."""
 
 
 class MessageSender(Protocol):
     """Rank 0's end of a channel."""
 
-    wait_seconds: float  # spent until followers had read what was in the way
+    wait_seconds: float  # time spent waiting for free slots
 
     def send(self, message: bytes) -> None: ...
 
@@ -50,7 +46,11 @@ class MessageReceiver(Protocol):
     """A follower's end of a channel."""
 
     def receive(self) -> bytes:
-        """Wait for the next message. Raises ChannelCorrupted."""
+        """Wait for the next message.
+
+        Raises:
+            ChannelCorrupted: If the message is not the next one, or is damaged.
+        """
 
 
 class ChannelFds(NamedTuple):
@@ -62,7 +62,7 @@ class ChannelFds(NamedTuple):
 
 
 class _Pages:
-    """The beginning of the memfd, mapped: a page of each rank. Rank 0 has none of its own to write."""
+    """The mapped beginning of the memfd: one page per rank. Rank 0 does not write to its page."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._map = mmap.mmap(fd, size * _PAGE_BYTES)
@@ -81,13 +81,13 @@ class _Pages:
         (length,) = _TEXT.unpack_from(self._map, start)
         return self._map[start + _TEXT.size : start + _TEXT.size + length].decode(errors="replace")
 
-    def set_text(self, rank: int, offset: int, text: str, most_bytes: int) -> None:
-        start, encoded = rank * _PAGE_BYTES + offset, text.encode()[: most_bytes - _TEXT.size]
+    def set_text(self, rank: int, offset: int, text: str, max_bytes: int) -> None:
+        start, encoded = rank * _PAGE_BYTES + offset, text.encode()[: max_bytes - _TEXT.size]
         self._map[start : start + _TEXT.size + len(encoded)] = _TEXT.pack(len(encoded)) + encoded
 
 
 class _Slots:
-    """The slots behind the pages, mapped: as many bytes each as the memfd's length says."""
+    """The mapped slots after the pages. Their size follows from the memfd's length."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._first_slot = size * _PAGE_BYTES
@@ -99,12 +99,12 @@ class _Slots:
 
     def write(self, number: int, message: bytes) -> None:
         if len(message) > self.slot_bytes - _PREFIX_BYTES:
-            raise ValueError(f"a step of {len(message)} bytes; the channel's slots hold {self.slot_bytes}")
+            raise ValueError(f"step of {len(message)} bytes: a slot of the channel holds {self.slot_bytes}")
         header = _HEADER.pack(_MAGIC, VERSION, number, len(message))
         start = self._start(number)
-        behind = start + _PREFIX_BYTES
-        self._map[start:behind] = header + _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
-        self._map[behind : behind + len(message)] = message  # by itself: put behind the rest first, it is copied twice
+        body = start + _PREFIX_BYTES
+        self._map[start:body] = header + _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
+        self._map[body : body + len(message)] = message  # joined with the header it is copied twice
 
     def read(self, number: int) -> bytes:
         start = self._start(number)
@@ -128,13 +128,13 @@ class RingSender:
     """Rank 0's end. Messages are numbered from 1."""
 
     def __init__(self, size: int) -> None:
-        """`size`: ranks of the group, 0 included."""
+        """Create a channel for `size` ranks, including 0."""
         self.wait_seconds = 0.0
         self._size = size
         self._followers = range(1, size)
         self._number = 0
-        self._read_by_all = 0  # messages, when it was last asked
-        self._sent_at = [0] * NUM_SLOTS  # as _READ_AT_OFFSET
+        self._read_by_all = 0  # number of messages, at the last look
+        self._sent_at = [0] * NUM_SLOTS  # in the unit of _READ_AT_OFFSET
         self._memory_fd = os.memfd_create("pagestream-steps", os.MFD_CLOEXEC)
         os.ftruncate(self._memory_fd, size * _PAGE_BYTES)
         self._wakes = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE) for _ in self._followers]
@@ -143,10 +143,10 @@ class RingSender:
         self._slots: _Slots | None = None
 
     def make_slots(self, slot_bytes: int) -> None:
-        """To be called once, before the first message, which as any later one has `slot_bytes` less a few at most."""
+        """Create the slots. Call once, before the first message. A message has less than `slot_bytes` bytes."""
         assert self._slots is None, "followers may have mapped them"
         slot_bytes = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        # Pages that nobody touches take no memory.
+        # Untouched pages take no memory.
         os.ftruncate(self._memory_fd, self._size * _PAGE_BYTES + NUM_SLOTS * slot_bytes)
         self._slots = _Slots(self._memory_fd, self._size)
 
@@ -154,7 +154,11 @@ class RingSender:
         return ChannelFds(self._memory_fd, self._wakes[rank - 1], self._acknowledge)
 
     def send(self, message: bytes) -> None:
-        """Raises ValueError for a message that no slot holds."""
+        """Write the next message; waits for a free slot.
+
+        Raises:
+            ValueError: If the message is larger than a slot.
+        """
         assert self._slots is not None, "make_slots() comes first"
         self._wait_for_slot()
         self._slots.write(self._number + 1, message)
@@ -168,28 +172,28 @@ class RingSender:
         return [self._number - self._pages.count(rank, _READ_OFFSET) for rank in self._followers]
 
     def skew_seconds(self) -> float:
-        """How long after its sending the last follower read the latest message that all have read; 0 before any."""
+        """Return the seconds from the sending of the latest fully read message to its last reading; 0 before any."""
         number = min(self._pages.count(rank, _READ_OFFSET) for rank in self._followers)
         read_at = max(self._pages.count(rank, _read_at(number)) for rank in self._followers)
         return max(0.0, 1e-9 * (read_at - self._sent_at[number % NUM_SLOTS]))
 
     def beats(self, rank: int) -> int:
-        """Count what a follower has beaten: another number than a while ago, and it lives."""
+        """Return the number of beats of a follower. It responds if the number grows."""
         return self._pages.count(rank, _BEATS_OFFSET)
 
     def phases(self, rank: int) -> list[tuple[str, float]]:
-        """The phases of a follower until now, each with the second of the machine's monotonic clock it began at."""
-        told = [entry.rpartition(" ") for entry in self._pages.text(rank, _PHASES_OFFSET).splitlines()]
-        # One that was killed while it wrote leaves half an entry.
-        return [(phase, float(seconds)) for phase, _, seconds in told if seconds.replace(".", "").isdecimal()]
+        """Return the phases of a follower, each with the monotonic second of its beginning."""
+        entries = [entry.rpartition(" ") for entry in self._pages.text(rank, _PHASES_OFFSET).splitlines()]
+        # A follower that was killed while writing leaves half an entry.
+        return [(phase, float(seconds)) for phase, _, seconds in entries if seconds.replace(".", "").isdecimal()]
 
     def phase(self, rank: int) -> str:
-        """The present one; empty before the first."""
+        """Return the current phase; empty before the first."""
         phases = self.phases(rank)
         return phases[-1][0] if phases else ""
 
     def cause(self, rank: int) -> str:
-        """Why a follower that has ended did so, by its own account; empty if it had no time to tell."""
+        """Return the reason for a follower's end as it reported it; empty if it could not."""
         return self._pages.text(rank, _CAUSE_OFFSET)
 
     def close(self) -> None:
@@ -208,7 +212,7 @@ class RingSender:
         self.wait_seconds += time.perf_counter() - started
 
     def _slot_is_free(self) -> bool:
-        """Whether the slot of the next message was read by all: asked of them only where they had not, as last seen."""
+        """Return whether all have read the next message's slot. Pages are read only if the last look was negative."""
         if self._number - self._read_by_all >= NUM_SLOTS:
             self._read_by_all = min(self._pages.count(rank, _READ_OFFSET) for rank in self._followers)
         return self._number - self._read_by_all < NUM_SLOTS
@@ -219,7 +223,7 @@ class RingReceiver:
 
     def __init__(self, fds: ChannelFds, rank: int, size: int) -> None:
         self._pages = _Pages(fds.memory, size)
-        self._slots: _Slots | None = None  # there are some when the first message has come
+        self._slots: _Slots | None = None  # they exist after the first message
         self._fds, self._rank, self._size = fds, rank, size
         self._number = 0
         self._phases: list[str] = []
@@ -237,22 +241,22 @@ class RingReceiver:
         return message
 
     def beat(self) -> None:
-        """Tell that this process lives. From one thread, whichever."""
+        """Count a beat. Call from one thread only."""
         self._pages.set_count(self._rank, _BEATS_OFFSET, self._pages.count(self._rank, _BEATS_OFFSET) + 1)
 
     def enter(self, phase: str) -> None:
-        """Tell what this follower does now; rank 0 names it should the follower end."""
+        """Report the current phase; rank 0 names it if the follower ends."""
         if not self._phases or self._phases[-1].rpartition(" ")[0] != phase:
             self._phases.append(f"{phase} {time.monotonic():.3f}")
             self._pages.set_text(self._rank, _PHASES_OFFSET, "\n".join(self._phases), _PHASES_BYTES)
 
     def tell_cause(self, cause: str) -> None:
-        """To be called right before this process ends."""
+        """Report the reason for the end of this process. Call right before it."""
         self._pages.set_text(self._rank, _CAUSE_OFFSET, cause, _CAUSE_BYTES)
 
 
 def _read_at(number: int) -> int:
-    """Return where a page has the time at which a message was read."""
+    """Return the offset in a page of the time at which a message was read."""
     return _READ_AT_OFFSET + number % NUM_SLOTS * _COUNT.size
 
 

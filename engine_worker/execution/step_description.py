@@ -1,9 +1,7 @@
-"""One step as a value: what crosses from the thread that schedules to the devices, of this process or of others.
+"""One step as a plain value that every rank turns into the same model input.
 
-Arrays of int32 and block moves, no sequence, no tensor: every rank of a group makes the same input of it. S = sequences
-with tokens, T = their tokens, N = rows of T whose logits are wanted, B = blocks of the longest table. It is written by
-describe.py and read by the makers of a ModelInput; it knows neither. It is part of a block's walk: what the scheduler
-decided, on its way to the devices.
+It has int32 arrays and block moves only. S: sequences with tokens. T: their tokens. N: rows of T with logits. B: blocks
+of the longest table.
 """
 
 from dataclasses import dataclass
@@ -19,10 +17,10 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepDescription:
-    query_start_loc: Int32Array  # [S + 1], where each sequence's tokens begin in T
+    query_start_loc: Int32Array  # [S + 1], first index in T of each sequence
     seq_lens: Int32Array  # [S], tokens in the cache after this step's are stored
-    feedback: Int32Array  # [S], -1, or which sample of the step before is the row's only token
-    token_ids: Int32Array  # [T], 0 for one that is in flight
+    feedback: Int32Array  # [S], index of the previous step's sample that is the row's only token, or -1
+    token_ids: Int32Array  # [T], 0 for a token in flight
     logits_indices: Int32Array  # [N], rows of T
     block_tables: Int32Array  # [S, B], padded with block 0
     max_query_len: int
@@ -42,7 +40,7 @@ class StepDescription:
         return len(self.logits_indices)
 
     def to_bytes(self) -> bytes:
-        """MessagePack: the arrays one behind another, how long they are, and the block moves."""
+        """Return MessagePack of the concatenated arrays, their lengths, and the block moves."""
         arrays = (self.query_start_loc, self.seq_lens, self.feedback, self.token_ids, self.logits_indices)
         slab = np.concatenate((*arrays, self.block_tables.ravel())).astype(np.int32, copy=False)
         packed = _Packed(
@@ -53,14 +51,20 @@ class StepDescription:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "StepDescription":
-        """Raises msgspec.DecodeError or ValueError for what to_bytes() did not write."""
+        """Decode the bytes of to_bytes().
+
+        Raises:
+            ValueError: If `data` is not such a description (msgspec.DecodeError is a subclass).
+        """
         packed = msgspec.msgpack.decode(data, type=_Packed)
         rows = packed.num_sequences
         lengths = (rows + 1, rows, rows, packed.num_tokens, packed.num_logits)
-        slab = np.frombuffer(bytearray(packed.slab), dtype=np.int32)  # of its own: what reads it may want to write
+        slab = np.frombuffer(bytearray(packed.slab), dtype=np.int32)  # a writable copy
         num_table_entries = len(slab) - sum(lengths)
         if num_table_entries < 0 or (num_table_entries % rows if rows else num_table_entries):
-            raise ValueError(f"{len(slab)} numbers are no step of {rows} sequences and {packed.num_tokens} tokens")
+            raise ValueError(
+                f"step of {rows} sequences and {packed.num_tokens} tokens: its {len(slab)} numbers do not fit"
+            )
         starts, lens, feedback, token_ids, logits_indices, tables = np.split(slab, np.cumsum(lengths))
         return cls(
             query_start_loc=starts,

@@ -1,7 +1,7 @@
-"""The memory of the largest step on CUDA beside weights and KV, measured by running one before the KV pool exists.
+"""Measure the memory of the largest step on CUDA, by running one before the KV pool exists.
 
-The step has as many prompt tokens as the budget allows, and samples as many sequences as there are running slots, with
-every parameter that takes memory. Its KV goes to one block over and over; nobody reads what it answers.
+The step has the maximum of prompt tokens and samples the maximum of sequences, with every parameter that needs memory.
+All its KV is written to one block, and its results are dropped.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from engine_worker.scheduling.batch import made_up_batch
 from shared.messages import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAM_WIDTH = 64  # of the API
-_MAX_NAMED_TOKENS = 128  # as many logprobs of named tokens, or more, as a request asks for
+_MAX_NAMED_TOKENS = 128  # upper bound of named tokens in a request's log-probabilities
 
 
 @torch.inference_mode()
@@ -32,9 +32,15 @@ def measure_step_bytes(
     bounds: StepBounds,
     max_model_len: int,
 ) -> int:
-    """The peak of allocated memory over what is allocated now. Leaves the allocator's cache empty.
+    """Return the peak of allocated memory over the current one, in bytes. Empties the allocator's cache.
 
-    `sample` is given the step's logits and the block size; None on a rank that samples nothing.
+    Args:
+        model: The loaded model.
+        kv_dtype: Type of the KV cache.
+        sample: Called with the step's logits and the block size; None on a rank that does not sample.
+        device: A CUDA device.
+        bounds: The limits of a step.
+        max_model_len: Maximum of prompt and output, in tokens.
     """
     block_size = 16
     layout = kv_layout(model.spec, block_size, kv_dtype)
@@ -53,9 +59,9 @@ def measure_step_bytes(
 
 
 def sample_largest(sampler: Sampler, logits: Tensor, block_size: int) -> None:
-    """Sample made-up sequences of `logits` [N, V] with all that takes memory, and search by beams in as many rows."""
+    """Sample N synthetic sequences from `logits` [N, V] with all parameters that need memory, and as N beams."""
     num_rows, vocab_size = logits.shape
-    # Those of grammars take as much again as those of allowed tokens.
+    # Masks of grammars take as much memory as those of allowed tokens.
     masks = torch.empty(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=logits.device)
     batch = made_up_batch(num_rows, 0, 1, block_size, everything(vocab_size))
     sampler.sample(logits, [scheduled.sequence for scheduled in batch.sequences])
@@ -69,7 +75,7 @@ def sample_largest(sampler: Sampler, logits: Tensor, block_size: int) -> None:
 
 
 def everything(vocab_size: int) -> SamplingParams:
-    """Return parameters that make a row take all the memory that sampling can take."""
+    """Return sampling parameters with which a row needs the maximum of memory."""
     some = tuple(range(min(_MAX_NAMED_TOKENS, vocab_size)))
     return SamplingParams(
         max_tokens=2,
@@ -90,7 +96,7 @@ def everything(vocab_size: int) -> SamplingParams:
 
 
 def _model_input(device: torch.device, bounds: StepBounds, max_model_len: int, block_size: int) -> ModelInput:
-    """Prompts as long as the model allows, and a last one with the rest."""
+    """Return prompts of the model's maximum length, and a last one with the remaining tokens."""
     num_tokens = bounds.max_num_batched_tokens
     lens = [max_model_len] * (num_tokens // max_model_len)
     lens += [rest] if (rest := num_tokens % max_model_len) else []

@@ -1,7 +1,7 @@
-"""The token counts of a batch's penalized sequences: one row of device memory for each, while it is in the batch.
+"""Token counts of the penalized sequences of a batch: one row of device memory each, while a sequence is in the batch.
 
-A row is counted from its tokens when its sequence comes, or comes back. After that the device adds each token that it
-draws, so a step can be prepared while the token before it is in flight.
+A row is counted from the tokens when its sequence joins or rejoins. Then the device adds each token that it draws, so
+a step can be prepared while the previous token is in flight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling_pieces import ROWS_AT_ONCE, piece_bounds, to_device
 from kernels.sampling.token_counts import apply_penalties, count_drawn, new_counts, recount
 
-_TOKENS_AT_ONCE = 2**18  # sent to be counted: 1 MiB, unless one sequence is longer
+_TOKENS_AT_ONCE = 2**18  # in one copy: 1 MiB, unless one sequence is longer
 
-_Stale = list[tuple[SampledSequence, int]]  # sequences, and how many tokens of their output are counted
+_Stale = list[tuple[SampledSequence, int]]  # sequences, and the number of output tokens to count
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class PenaltyRows:
         apply_penalties(scores, self.score_rows, self.counts, self.count_rows, self.penalties)
 
     def count(self, token_ids: Tensor) -> None:
-        """Add what was drawn: `token_ids` [N] int64, one for each row of the piece."""
+        """Add drawn tokens: `token_ids` [N], int64, one for each row of the piece."""
         count_drawn(self.counts, self.count_rows, self.score_rows, token_ids)
 
 
 class PenaltyCounts:
     def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
-        """Take 2 bytes for each token of the vocabulary and each of `max_num_seqs` sequences."""
+        """Allocate 2 bytes per token of the vocabulary and sequence."""
         self._counts = new_counts(max_num_seqs, vocab_size, device)
         self._device = device
         self._free_rows = list(range(max_num_seqs))
@@ -53,7 +53,7 @@ class PenaltyCounts:
         self.pieces: dict[int, PenaltyRows] = {}  # by number
 
     def follow(self, sequences: Sequence[SampledSequence]) -> None:
-        """Give each penalized sequence of a new batch a row, and take the rows of all others."""
+        """Assign a row to each penalized sequence of a new batch, and free all other rows."""
         num_counted = dict(zip(self._row_of, self._num_counted, strict=True))
         penalized = [(row, one) for row, one in enumerate(sequences) if one.sampling.has_penalties]
         staying = {sequence for _, sequence in penalized}
@@ -65,7 +65,7 @@ class PenaltyCounts:
         self.pieces = self._sent()
 
     def prepare(self, indices: list[int]) -> None:
-        """Make the counts those of the output before `indices[row]`. The token that is drawn next is counted then."""
+        """Update the counts to the output before `indices[row]`. The next drawn token is counted when it is drawn."""
         wanted = [indices[row] for row in self._batch_rows]
         if wanted != self._num_counted:
             pairs = zip(self._row_of, wanted, self._num_counted, strict=True)
@@ -74,7 +74,7 @@ class PenaltyCounts:
         self._num_counted = [index + 1 for index in wanted]
 
     def _recount(self, stale: _Stale) -> None:
-        """Send the tokens of `stale` in one copy. Choices of one request share their prompt's."""
+        """Send the tokens of `stale` in one copy. Sequences of one request share those of their prompt."""
         spans: list[tuple[int, int, int, int]] = []
         parts: list[NDArray[np.int32]] = []
         prompts: dict[int, tuple[int, int]] = {}

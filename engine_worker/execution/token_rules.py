@@ -1,11 +1,11 @@
 """Rules of requests for single tokens: allowed and forbidden ones, biases, and words that must not be completed.
 
     rules.follow(sequences)                      when the batch changes
-    rules.allowed, rules.biases                  on the device, until it changes again
+    rules.allowed, rules.biases                  on the device, until the batch changes again
     rules.forbidden(indices, tokens_in_flight)   -> tokens that are masked in this step
 
-A word is found in the output alone, not across the prompt's end (as in vLLM), so what is forbidden follows from the
-output's tokens: nothing is lost with a preemption or a takeover.
+Bad words are found in the output only, not across the end of the prompt (as in vLLM). The masks depend only on output
+tokens, so a preemption or a takeover does not change them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _ALWAYS = 2**31 - 1  # above every output index
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The tokens that some rows allow, as kernels.token_bitmask takes them."""
+    """The tokens that some rows allow, in the format of kernels.token_bitmask."""
 
     batch_rows: list[int]  # [R], ascending
     rows: Tensor  # [R] int32, the same on the device
@@ -48,28 +48,28 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class ForbiddenScores:
-    """Scores of one piece that are masked."""
+    """Masked logits of one piece."""
 
     places: Tensor  # [M] int64: row * V + token id
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreBiases:
-    """Scores of one piece that get an addition."""
+    """Biases of one piece's logits."""
 
-    places: Tensor  # [M] int64: row * V + token id, none twice
+    places: Tensor  # [M] int64: row * V + token id, unique
     values: Tensor  # [M] float32
 
 
 class TokenRules:
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], device: torch.device) -> None:
         self.allowed: dict[int, TokenMasks] = {}  # by piece
-        self.biases: dict[int, ScoreBiases] = {}  # likewise
+        self.biases: dict[int, ScoreBiases] = {}  # by piece
         self.refusals: dict[str, str] = {}  # request id -> why it cannot be sampled
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
-        # Kept while a sequence is in the batch: reading a list of 50,000 ids takes 2 ms.
+        # Cached while a sequence is in the batch, because reading a list of 50,000 ids takes 2 ms.
         self._of: dict[SampledSequence, _Rules] = {}
         self._with_words: list[tuple[int, SampledSequence, BadWordIndex]] = []
         self._forbidden = _Forbidden.of([])
@@ -87,7 +87,7 @@ class TokenRules:
         self.biases = self._sent_biases([(row, one) for row, one in rules if len(one.biased)])
 
     def forbidden(self, indices: list[int], tokens_in_flight: TokensInFlight) -> dict[int, ForbiddenScores]:
-        """Return the masked scores by piece. `indices`: of each row's token that is to be sampled, in its output."""
+        """Return the masked logits by piece. `indices` are the output indices of the tokens to sample."""
         if not self._with_words and not len(self._forbidden.rows):
             return {}
         rows, token_ids = self._forbidden.at(indices)
@@ -95,7 +95,7 @@ class TokenRules:
             ends = list(self._word_ends(indices, tokens_in_flight))
             rows = np.concatenate((rows, np.array([row for row, _ in ends], dtype=np.int64)))
             token_ids = np.concatenate((token_ids, np.array([token_id for _, token_id in ends], dtype=np.int64)))
-        if not len(rows):  # all are past their min_tokens, and nothing begins a word
+        if not len(rows):  # all rows have reached min_tokens, and no bad word is near
             return {}
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
@@ -125,7 +125,7 @@ class TokenRules:
             forbidden_until={token_id: index for token_id, index in until.items() if index},
             biased=np.fromiter(biases.keys(), dtype=np.int64, count=len(biases)),
             biases=np.fromiter(biases.values(), dtype=np.float32, count=len(biases)),
-            refusal=f"logit_bias names token {outside[0]}; the vocabulary has {vocab_size}" if outside else None,
+            refusal=f"logit_bias: expected token ids below {vocab_size}, got {outside[0]}" if outside else None,
         )
 
     def _mask(self, allowed_token_ids: tuple[int, ...]) -> NDArray[np.int32]:
@@ -176,7 +176,7 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Forbidden:
-    """The tokens of a batch that are forbidden up to an output index: those that end a sequence, and words of one."""
+    """Tokens that are forbidden up to an output index: those that end a sequence, and one-token bad words."""
 
     rows: NDArray[np.int64]
     token_ids: NDArray[np.int64]
@@ -189,13 +189,13 @@ class _Forbidden:
         return cls(table[:, 0], table[:, 1], table[:, 2])
 
     def at(self, indices: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows and token ids, where each row is to sample the token `indices[row]` of its output."""
+        """Return rows and token ids of the masked logits, where `indices[row]` is the output index to sample."""
         active = np.array(indices)[self.rows] < self.until
         return self.rows[active], self.token_ids[active]
 
 
 class BadWordIndex:
-    """An index of bad words by their beginnings: a thousand take as long as one, a look-up for each length of these."""
+    """An index of bad words by their beginnings. A look-up per length, so a thousand words cost as much as one."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:
         self._ends: dict[tuple[int, ...], list[int]] = {}

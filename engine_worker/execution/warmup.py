@@ -1,9 +1,7 @@
-"""Run the shapes of typical steps once, so that no request pays for kernels that are compiled or loaded at first use.
+"""Run the shapes of typical steps once, so that no request waits for kernels that compile or load at first use.
 
-On a CPU nothing is compiled, and a shape's first step takes as long as its second: a step of each kind shows that the
-model runs. The shapes of a GPU would be 5 of the 8 s that a worker of SmolLM2-135M takes to start on one thread.
-
-The steps are real ones on made-up sequences. Their KV lies in blocks that nobody owns yet and nobody will read.
+The steps are real ones on synthetic sequences, with KV in free blocks. Nothing compiles on a CPU, where one step of
+each kind checks that the model runs; the shapes of a GPU would take 5 of the 8 s of a start with SmolLM2-135M there.
 """
 
 from collections.abc import Iterator
@@ -17,23 +15,27 @@ from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, made_up_ba
 _PREFILL_TOKENS = {"cpu": 32, "cuda": 512}
 _DECODE_SIZES = {"cpu": (1,), "cuda": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
 _DECODE_LENGTH_TOKENS = 32
-# Decodes beside a prompt take other forms of the decode kernel, by the number of sequences (decode_shares.py).
-_MIXED_SIZES = {"cpu": (), "cuda": (2, 16, 64)}  # sequences, of which one has a piece of a prompt
+# Decodes beside a prompt use other variants of the decode kernel, by the number of sequences (decode_shares.py).
+_MIXED_SIZES = {"cpu": (), "cuda": (2, 16, 64)}  # sequences, one of which has a part of a prompt
 _MIXED_PREFILL_TOKENS = 32
-# Of steps that are no graph: cuBLAS loads another kernel for each range of rows, of all products and of the head's.
-# The largest comes first and leaves its memory in the allocator's cache.
+# Steps without a graph: cuBLAS loads another kernel for each range of rows, in all linear layers and the output layer.
+# The largest comes first, so that its memory stays in the allocator's cache.
 _BURST_TOKENS = {"cpu": (), "cuda": (8192, 4096, 2048, 1280)}
 _BURST_SAMPLES = (1024, 512, 256, 128, 32, 1)
 
 
 def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, str]]:
-    """Yields progress 0..1 and what was run."""
+    """Run the steps.
+
+    Yields:
+        Progress from 0 to 1, and a description of the step.
+    """
     longest = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
     prefill = min(bounds.max_num_batched_tokens, longest, _PREFILL_TOKENS[runner.device_type])
     batches = [made_up_batch(1, 0, prefill, runner.block_size)]
     decode_length = min(_DECODE_LENGTH_TOKENS, longest)
     first, *sizes = [size for size in _DECODE_SIZES[runner.device_type] if size <= bounds.max_num_seqs]
-    # Kernels of what few requests ask for: a copy of a block, and all parameters of sampling.
+    # Kernels for rare features: a block copy, and all sampling parameters.
     rare = made_up_batch(first, decode_length - 1, 1, runner.block_size, everything(runner.model_spec.vocab_size))
     batches.append(replace(rare, block_copies=[BlockCopy(1, runner.num_blocks - 1)]))
     batches += [made_up_batch(size, decode_length - 1, 1, runner.block_size) for size in sizes]
@@ -54,7 +56,7 @@ def _mixed_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) 
 
 
 def _burst_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) -> Iterator[ScheduledBatch]:
-    """Prompts of a full step's tokens beside decodes, as after a start whose clients have waited for it."""
+    """Yield full steps of prompts beside decodes, as after a start for which clients have waited."""
     longest = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
     sizes = [size for size in _BURST_TOKENS[runner.device_type] if size <= bounds.max_num_batched_tokens]
     samples = [count for count in _BURST_SAMPLES if count <= bounds.max_num_seqs]

@@ -112,16 +112,16 @@ class Reaper:
     async def _listen_until(self, subscription: Subscription, deadline: float) -> bool:
         """Return whether anything was heard. What was is answer enough until the middle of the tick behind this one: an
         idle worker hears its own heartbeat and pings nobody."""
-        num_heard = subscription.num_heard
+        num_replies = subscription.num_replies
         while (left := deadline - self._clock()) > 0:
             message = await subscription.get(left)
-            if subscription.num_heard > num_heard:
+            if subscription.num_replies > num_replies:
                 subscription.rest_until(deadline + self._tick_seconds / 2)
             if message is GAP:
                 self._missed.forget_all()
             elif isinstance(message, Message):
                 self.hear(message.data)
-        return subscription.num_heard > num_heard
+        return subscription.num_replies > num_replies
 
     async def _without_fence(self, worker_ids: list[str]) -> list[str]:
         async with self._scripts.redis.pipeline(transaction=False) as pipeline:

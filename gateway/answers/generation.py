@@ -138,7 +138,7 @@ class Generation:
     def listen(self, listener: Callable[[], None]) -> None:
         """`listener` is called whenever ready() may have more, by the task that heard of it: it must not raise."""
         for stream in self._streams:
-            stream.on_news = listener
+            stream.on_ready = listener
 
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
         """The updates that there are now; who stops reading goes on with the next ready(). Raises GatewayError when a

@@ -58,18 +58,18 @@ class Listening:
                 self._counts.num_gaps += 1
                 self._streams.mark_behind(self._streams)
             elif isinstance(message, Message):
-                await self.understand(message)
+                await self.handle_message(message)
                 await self._let_others()  # what has piled up does not wait for the socket, where they would have theirs
             self._seconds_left = self._turn_ends_at - time.perf_counter()
 
     async def aclose(self) -> None:
         await self._subscription.aclose()
 
-    async def understand(self, message: Message) -> None:
+    async def handle_message(self, message: Message) -> None:
         """Handle one message. An error ends the message, or the stream that it belongs to, and is counted."""
         try:
             if message.channel == self._heartbeat_channel:
-                self._fleet.heard(decode_heartbeat(message.data))
+                self._fleet.record_heartbeat(decode_heartbeat(message.data))
             else:
                 batch = decode_event_batch(message.data)
                 if batch.worker_id == self._gateway_id:
@@ -101,9 +101,9 @@ class Listening:
                 stream.last_heard = now
                 try:
                     for event in its_events:
-                        stream.offer(event)
+                        stream.add_event(event)
                     self._streams.settle(stream)
-                    stream.on_news()
+                    stream.on_ready()
                 except Exception:
                     self._counts.num_message_errors += 1
                     logger.exception("request %s failed", request_id)

@@ -152,7 +152,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         scores = request.sampling.prompt_logprobs is not None
         self._num_prompt_scores = len(request.prompt_token_ids) - 1 if scores else 0
         self._only = self._choices[0] if num_choices == 1 and not scores else None
-        self.on_news: Callable[[], None] = _nobody_listens  # something can be read; must not raise
+        self.on_ready: Callable[[], None] = _nobody_listens  # something can be read; must not raise
 
     @property
     def request_id(self) -> str:
@@ -179,8 +179,8 @@ class ResponseStream(AsyncIterator[StreamEvent]):
     def has_ended(self) -> bool:
         return self._terminal is not None
 
-    def offer(self, event: StreamEvent) -> None:
-        """An event from pub/sub: in order, repeated, or after a hole. `on_news` is the caller's to call, once for all
+    def add_event(self, event: StreamEvent) -> None:
+        """An event from pub/sub: in order, repeated, or after a hole. `on_ready` is the caller's to call, once for all
         that came together."""
         if self._terminal is not None or self.lags or self.is_torn:
             return
@@ -220,16 +220,16 @@ class ResponseStream(AsyncIterator[StreamEvent]):
                 self._take(index, 0, choice.token_ids, choice.finish_reason, choice.logprobs)
             if not self.lags:
                 break
-            self.on_news()
+            self.on_ready()
             if self.lags:
                 return
         if terminal is not None:
             self._terminal = terminal
-        self.on_news()
+        self.on_ready()
 
     def end(self, terminal: TerminalEvent) -> None:
         self._terminal = terminal
-        self.on_news()
+        self.on_ready()
 
     def read(self) -> StreamEvent | None:
         """Tokens of a choice that came since the last read, many in one event; the end once; None: nothing now."""
@@ -261,7 +261,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         while (event := self.read()) is None:
             if self._is_exhausted:
                 raise StopAsyncIteration
-            await news_of([self])
+            await wait_for_events([self])
         return event
 
     def _take(
@@ -319,10 +319,10 @@ def _nobody_listens() -> None:
 
 
 class Readable(Protocol):
-    on_news: Callable[[], None]
+    on_ready: Callable[[], None]
 
 
-async def news_of(streams: Iterable[Readable]) -> None:
+async def wait_for_events(streams: Iterable[Readable]) -> None:
     """Until one of them may have something to read."""
     waiting = asyncio.get_running_loop().create_future()
 
@@ -331,7 +331,7 @@ async def news_of(streams: Iterable[Readable]) -> None:
             waiting.set_result(None)
 
     for stream in streams:
-        stream.on_news = wake
+        stream.on_ready = wake
     await waiting
 
 

@@ -82,7 +82,7 @@ class StreamTable:
 
     def fail(self, stream: ResponseStream) -> None:
         """Its handler raised: the stream ends with an error, here and in the store, and the others go on."""
-        with suppress(Exception):  # what failed may be its reader's on_news()
+        with suppress(Exception):  # what failed may be its reader's on_ready()
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, FAILED_MESSAGE))
         self.discard(stream)
         self.on_failed(stream)

@@ -1,20 +1,19 @@
--- ACCEPT: store the requests of one answer and queue them, all or none. OK means stored; repeated after a lost reply it
--- answers DUP and changes nothing.
--- A request with a record is kept: it has holders, and its state outlives its end (cancel.lua). `i` is its client's name for
--- the answer, which is that of the first request: SAME if it already names another than `stale`, which the caller knows to be
--- over for good. The name lives as long as the answer can be given: prolong.lua sees to that.
--- With a limit, `a` is the account of their key (account.lua): FULL if it would hold more than that.
--- The cap is of requests that wait. With a flow and `multiple`, a flow holds at most `multiple` times the places that are
--- free (shared/shares.py): SHARE if it would hold more.
--- Requests with a cost get turns among those of other flows (order.lua).
+-- ACCEPT: store the requests of one answer and queue them, all or none. A repeated call replies DUP and changes nothing.
+-- A request with a record is kept: it has holders, and its state outlives its end (cancel.lua). `i` is the client's name for
+-- the answer, that of the first request: SAME if it already names another request than `stale`, which the caller knows to be
+-- gone. prolong.lua extends the life of the name.
+-- With a limit, `a` is the account of the API key (account.lua): FULL if it would exceed the limit.
+-- The cap counts waiting requests. With a flow and `multiple`, a flow may hold `multiple` times the free places
+-- (shared/shares.py): SHARE if it would hold more.
+-- Requests with a cost are ordered among those of other flows (order.lua).
 -- KEYS  q, i (or the first r again), a (or the first r), order, times, (r, j)...
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
---       limit of a in bytes (or ''), seconds to keep a, bytes of a request beside its own, prefixes of r and of j, flow
+--       limit of a in bytes (or ''), seconds to keep a, bytes of a request besides its content, prefixes of r and of j, flow
 --       (or ''), multiple (or ''), then (request id, body, journal (tokens the client already has, or ''), record or '',
---       holder, grace seconds, bytes that it may write, tokens of its prompt (0: nobody says), its cost (or ''), its needs
---       (0: none), tokens of its context (0: nobody says)) for each (r, j)
+--       holder, grace seconds, bytes that it may write, tokens of its prompt (0: unknown), its cost (or ''), its needs
+--       (0: none), tokens of its context (0: unknown)) for each (r, j)
 -- reply {OK|DUP|BUSY|FULL, first request id} | {SHARE, first request id, places that the flow may hold}
---       | {SAME, first request id, the other's id, its fingerprint}
+--       | {SAME, first request id, id of the other request, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
 local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
 local limit, account_seconds, bare_bytes, r_prefix, j_prefix, flow, multiple = unpack(ARGV, 8, 14)
@@ -30,7 +29,7 @@ if fingerprint ~= '' then
     return {'SAME', first, named[1], named[2]}
   end
 end
-local queued = redis.call('XLEN', q) -- with those that workers have read: exact only where that matters
+local queued = redis.call('XLEN', q) -- includes entries that workers have read; the exact number is computed only if needed
 local now, start, held = 0, 0, 0
 if flow ~= '' and queued > 0 then
   local known = redis.call('HMGET', times, '', flow)
@@ -38,13 +37,13 @@ if flow ~= '' and queued > 0 then
   start = math.max(now, start)
 end
 
--- The reason why there is no place for the requests, and the places that the flow may hold.
+-- Return the reason of a refusal or nil, and the places that the flow may hold.
 local function refusal()
   local free, share = tonumber(cap) - queued, math.huge
   if flow ~= '' and multiple ~= '' then
     share = math.max(0, tonumber(multiple) * free)
   end
-  -- An empty queue takes more requests than it has places, because it never would otherwise.
+  -- An empty queue accepts an answer with more requests than places; otherwise it would never fit.
   if queued > 0 and held + count > share and (held > 0 or count <= free) then
     return 'SHARE', math.floor(share)
   end
@@ -92,11 +91,11 @@ for n = 1, count do
     fields[#fields + 1], fields[#fields + 2] = 'f', flow
   end
   local entry = redis.call('XADD', q, '*', unpack(fields))
-  if queued == 0 and n == 1 then -- not earlier: in a full store only a script that has written may go on writing
+  if queued == 0 and n == 1 then -- after a write: a full store lets only scripts that have written continue to write
     redis.call('DEL', order, times)
   end
   if flow ~= '' and cost ~= '' then
-    redis.pcall('ZADD', order, start, entry) -- without permission requests are read in their order of arrival
+    redis.pcall('ZADD', order, start, entry) -- without permission, requests are read in order of arrival
     start = start + tonumber(cost)
   end
   if journal == '' then

@@ -1,11 +1,10 @@
--- Put before ACCEPT (redis_scripts.py): how many bytes the requests of one key hold in the store, all together.
--- An account is a hash: their sum (`bytes`), and a queue of entries "request id, bytes of it, bytes it may still write, bytes
--- that it counts for", by number, with the numbers of its `first` and its `next` one. Nobody tells an account that a request
--- has ended, was forgotten or has expired: of the oldest entries, which are likely to be gone, a chunk is looked at with every
--- CHUNK-th new one, and more where the sum is at the limit. So it mends itself, whatever was lost. It is forgotten when its
--- key is silent for long.
-local CHUNK = 16 -- what is gone together costs three commands, whatever their number
-local MAX_LOOKS = 160 -- at requests that are there, for one new one; a chunk that is gone counts as one
+-- Common code of ACCEPT (redis_scripts.py): the bytes that all requests of an API key hold in the store.
+-- An account is a hash: the sum (`bytes`), and a queue of entries "request id, own bytes, bytes that it may still write, bytes
+-- that count", by number from `first` to `next`. Ends and expirations are not reported to it. Instead the oldest entries, which
+-- are likely to be gone, are checked: a chunk with every CHUNK-th new entry, and more if the sum is at the limit. So lost
+-- updates are corrected. An account expires after a long silence of its key.
+local CHUNK = 16 -- checking a chunk of expired entries takes three commands
+local MAX_LOOKS = 160 -- checks of existing requests per new one; an expired chunk counts as one
 
 local function open_account(key, r_prefix, j_prefix, bare_bytes)
   local stored = redis.call('HMGET', key, 'bytes', 'first', 'next')
@@ -19,7 +18,7 @@ local function open_account(key, r_prefix, j_prefix, bare_bytes)
     bytes = bytes + counted
   end
 
-  -- Counted anew at the end of the queue, if it is there.
+  -- Count a request again, at the end of the queue, if it exists.
   local function weigh(id, own, reserved)
     local request = redis.call('HMGET', r_prefix .. id, 'state', 'owner')
     if request[1] then
@@ -30,7 +29,7 @@ local function open_account(key, r_prefix, j_prefix, bare_bytes)
     end
   end
 
-  -- The oldest entries of those that were there in the beginning; how many looks it took.
+  -- Check a chunk of the oldest entries that existed before this call. Returns the number of checks.
   local function look()
     local numbers, requests, entries = {}, {}, {}
     for number = first, math.min(first + CHUNK, last) - 1 do
@@ -55,7 +54,7 @@ local function open_account(key, r_prefix, j_prefix, bare_bytes)
     return #entries
   end
 
-  -- Whether so many bytes more stay within the limit. Who holds nothing else may be beyond it.
+  -- Return whether `new` bytes fit in the limit. A key without other requests may exceed it.
   local function has_room(new, limit)
     local looks = MAX_LOOKS
     if last % CHUNK == 0 and first < last then

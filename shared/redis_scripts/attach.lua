@@ -1,10 +1,10 @@
--- ATTACH: one more holder of a kept request. Its worker learns from the hint that this gateway listens too; a hint may be
--- lost, so a gateway that hears nothing attaches again.
--- A request that ended only because the gateways of all its holders were gone (cancel.lua marks it `orphaned`) is queued
--- again, before all others and behind its journal, for a gateway that held it: it was cut off, and its client waits.
+-- ATTACH: add a holder to a kept request. A hint tells its worker to publish to this gateway too. A hint may be lost, so a
+-- gateway that receives nothing attaches again.
+-- A request that ended only because the gateways of all its holders were gone (`orphaned`, see cancel.lua) is queued again
+-- before all others, after its journal, if this gateway was a holder: the gateway was disconnected, and its client waits.
 -- KEYS  r, j, resumed queue, queue of requests with needs
--- ARGV  request id, holder, gateway id, prefix of the control channels, 1 = this gateway held it before
--- reply 1, 2 when it is queued again, or 0 when it has ended or is unknown
+-- ARGV  request id, holder, gateway id, prefix of the control channels, 1 = this gateway was a holder before
+-- reply 1, 2 if it is queued again, or 0 if it has ended or is unknown
 local r, j, resumed, newer = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local id, holder, gateway, prefix, again = unpack(ARGV)
 

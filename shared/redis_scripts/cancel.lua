@@ -1,15 +1,15 @@
--- CANCEL: end a request that has not ended. Its worker learns of it from the hint, or from its next EMIT.
--- With a holder only that one lets go, with a gone gateway all that it had; nothing more happens while another holds the
--- request. A kept request stays, with `event` as its end; any other is forgotten. One whose gateways were all gone is marked
--- `orphaned`, as it goes on if one of them was only cut off (attach.lua), unless somebody asks for its end meanwhile. `asked` tells an end that somebody asked for
--- from that of a request whose holders are gone: who repeats the latter under its name is answered anew.
--- An entry that no worker has read is deleted here with its turn, or dead requests would fill the queue while all workers
--- are busy.
+-- CANCEL: end a request. Its worker learns it from a hint, or from its next EMIT.
+-- With a holder only this holder is released, with a gone gateway all of its holders; the request continues while it has other
+-- holders. A kept request stays, with `event` as its end; any other is deleted. `orphaned` marks a request that ended because
+-- all gateways of its holders were gone: it continues if one of them was only disconnected (attach.lua), unless a client cancels
+-- it. `asked` marks one that a client cancelled: a repeated request under its name gets this end, but one whose holders were
+-- gone is computed again.
+-- An entry that no worker has read is deleted with its place in the order, or dead requests would fill the queue while all
+-- workers are busy.
 -- KEYS  r, j, order, times, q, resumed queue, queue of requests with needs
 -- ARGV  request id, group, prefix of the control channels, holder or '', terminal event, blob of it, prefix of the gateway
---       channels, seconds to keep r and j, gone gateway or '', 1 = not if it
---       was begun
--- reply 1, or 0 when there was nothing to end
+--       channels, seconds to keep r and j, gone gateway or '', 1 = only if no worker has started it
+-- reply 1, or 0 if there was nothing to end
 local r, j = KEYS[1], KEYS[2]
 local id, group, prefix, holder, event, blob, gateway_prefix, keep_seconds, gone, unstarted = unpack(ARGV)
 
@@ -63,8 +63,8 @@ if worker then
   redis.call('PUBLISH', prefix .. worker, id)
   return 1
 end
--- Its entry is in the queue of its class or, after a worker's death, in that of resumed requests, where the same entry id
--- can be another request's: compare.
+-- The entry is in the queue of its class, or in that of resumed requests after a worker's death, where another request may
+-- have the same entry id: compare.
 for k = 5, #KEYS do
   local found = redis.call('XRANGE', KEYS[k], entry, entry)
   if #found == 1 and found[1][2][2] == id then
@@ -73,7 +73,7 @@ for k = 5, #KEYS do
       redis.call('XDEL', KEYS[k], entry)
       local flow = k == 5 and fields_of(found[1]).f
       if flow then
-        redis.pcall('ZREM', KEYS[3], entry) -- without permission TAKE drops it
+        redis.pcall('ZREM', KEYS[3], entry) -- without permission, TAKE drops it
         uncount(KEYS[4], {[flow] = 1})
       end
     end

@@ -1,8 +1,8 @@
--- CLAIM: what a worker needs to run the entries that it has just read; marks their requests as run by it, by that entry.
--- An entry that its request does not name is of an earlier acceptance of it, and worth nothing.
+-- CLAIM: return what a worker needs to run entries that it has read, and mark their requests with the worker and the entry.
+-- An entry that its request does not name belongs to an earlier acceptance and is ignored.
 -- KEYS  w, (r, j)...
 -- ARGV  worker id, entry id for each (r, j)
--- reply {FENCED} | {OK, {body, gateway id, attempt, solo, journal} or {} for a request that is cancelled or over, ...}
+-- reply {FENCED} | {OK, {body, gateway id, attempt, solo, journal} or {} for a cancelled or ended request, ...}
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end

@@ -1,11 +1,11 @@
--- EMIT: one engine step's tokens into the journals, then to the gateways. The step number makes a blind repeat harmless.
--- A request is this worker's only while `claim` names the entry that it was claimed by, which was delivered to this worker
--- alone: a cancelled one has no claim any more, and one that was accepted anew has another entry, whoever claims it. A
--- request moves to another attempt only by REAP, which deletes the fence in the same script; so these together let no token
--- of an old attempt through, to the journal or to a gateway. One field: a second one costs the store 2 us a token.
+-- EMIT: append one engine step's tokens to the journals, then publish them. The step number makes a repeated call harmless.
+-- A request belongs to this worker while its `claim` names the entry of the worker's claim, which was delivered to this worker
+-- only. A cancelled request has no claim, and one that was accepted again has another entry. Another attempt begins only by
+-- REAP, which deletes the fence in the same script. So no token of an old attempt reaches the journal or a gateway. One field is
+-- compared, because a second one costs the store 2 us per token.
 -- KEYS  w, (r, j)...
 -- ARGV  worker id, step, (entry id, journal frame) for each (r, j), then messages (publish.lua)
--- reply {FENCED} | {GAP, stored step} | {OK|DUP, positions (from 0) of requests that are no longer this worker's...}
+-- reply {FENCED} | {GAP, stored step} | {OK|DUP, positions (from 0) of requests that no longer belong to this worker...}
 local step = tonumber(ARGV[2])
 local count = (#KEYS - 1) / 2
 

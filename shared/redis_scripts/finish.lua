@@ -1,9 +1,9 @@
--- FINISH: the end of requests. Acknowledges and deletes their entries, stores the terminal event in r for gateways that lose
--- the message, publishes it. An entry that is already acknowledged is left alone, so a repeat does nothing. A request that
--- is no longer this worker's by this entry (emit.lua) does not end here: only the entry goes.
+-- FINISH: end requests. Acknowledges and deletes their entries, stores the terminal event in r for gateways that miss the
+-- message, and publishes it. An entry that is already acknowledged is skipped, so a repeated call does nothing. A request that
+-- no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted.
 -- KEYS  w, (q, r, j)...
 -- ARGV  worker id, group, seconds to keep r and j, then (entry id, terminal event) for each, then messages (publish.lua)
--- reply {FENCED} | {OK, number of entries that went now}
+-- reply {FENCED} | {OK, number of deleted entries}
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end

@@ -1,15 +1,15 @@
--- LEVEL: what a worker holds, said anew without taking anything; a blind repeat changes nothing.
--- KEYS  w, held, q... of what it could give back
+-- LEVEL: report a worker's load without reading entries. A repeated call changes nothing.
+-- KEYS  w, held, q... of entries that it could return
 -- ARGV  worker id, number of requests that it holds, requests that it has room for
--- reply {FENCED} | {OK, what the one of its peers that holds least of those that have room holds; -1 if there is none, or
---       if something waits that they can take}
+-- reply {FENCED} | {OK, number of requests of the least loaded peer with room; -1 if there is none, or if entries wait that
+--       peers can read}
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end
 local worker = ARGV[1]
-local held = math.max(0, math.min(math.floor(tonumber(ARGV[2]) or 0), 1048576)) -- as TAKE reads it
+local held = math.max(0, math.min(math.floor(tonumber(ARGV[2]) or 0), 1048576)) -- the same bounds as in TAKE
 if (tonumber(ARGV[3]) or 0) > 0 then
-  redis.call('ZADD', KEYS[2], 'XX', held, worker) -- only TAKE says that it is asking
+  redis.call('ZADD', KEYS[2], 'XX', held, worker) -- only TAKE adds a member
 else
   redis.call('ZREM', KEYS[2], worker)
 end

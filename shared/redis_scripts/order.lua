@@ -1,12 +1,12 @@
--- Put before TAKE (redis_scripts.py): whose turn it is among interactive requests that no worker has read.
--- Start-time fair queueing over the keys that ask (Goyal, Vin and Cheng, 1996; ADR 0159): ACCEPT gives an entry the number at
--- which its key's turn begins, the end of that key's last one or, if that is over, the number of the entry that was read last;
--- the lowest is read next. So a key waits for its own requests and for a fair part of others', however many those are.
--- `order` has these numbers by entry, `times` the ends by key and, under '', the number of the last one read. Both are hints:
--- which requests there are and wait the streams alone say. An entry that is not in `order` has its turn when it is the oldest.
--- A group is read in the order of its stream alone, so a turn before that of older entries is moved to the end of `ahead`, the
--- queue before this one, of which everything has been read.
-local MAX_STALE = 256 -- entries that others have read or cancelled, dropped by one call
+-- Common code of TAKE (redis_scripts.py): the order of waiting interactive requests.
+-- Start-time fair queueing over API keys (Goyal, Vin and Cheng, 1996; ADR 0159). ACCEPT gives an entry a start number: the end of
+-- its key's last entry, or the start of the last read entry if that is larger. The lowest start is read next. So a key waits for
+-- its own requests and for a fair part of others', regardless of their number.
+-- `order` contains the start by entry, `times` the end by key and, under '', the start of the last read entry. Both are hints; the
+-- streams define which requests wait. An entry that is not in `order` is read when it is the oldest.
+-- A consumer group reads a stream in its order only. An entry that is next before older entries is moved to the end of `ahead`,
+-- the queue before this one, all of whose entries have been read.
+local MAX_STALE = 256 -- maximum of entries that were read or cancelled meanwhile, and are dropped by one call
 
 local function entry_is_after(entry, other)
   local ms, number = string.match(entry, '^(%d+)-(%d+)$')
@@ -34,7 +34,7 @@ local function oldest_after(q, entry)
   return found and found[1]
 end
 
--- Remove entries that have had their turn, and let the next turns of all flows begin at `start` or later.
+-- Remove read entries, and let the next entries of all flows start at `start` or later.
 local function had_turn(turns, entries, start)
   for i = 1, #entries, 1000 do -- Lua unpacks no more than 8,000
     redis.call('ZREM', turns.order, unpack(entries, i, math.min(i + 999, #entries)))
@@ -58,27 +58,27 @@ local function move_ahead(q, ahead, entry, r_prefix)
   local list = found[2]
   local r = r_prefix .. list[2] -- 'r' is first
   list[#list + 1] = 't'
-  list[#list + 1] = string.match(entry, '^%d+') -- since when it waits
+  list[#list + 1] = string.match(entry, '^%d+') -- time of queueing
   local again = redis.call('XADD', ahead, '*', unpack(list))
-  if redis.pcall('HGET', r, 'entry') == entry then -- else it was accepted anew since, and this entry is worth nothing
+  if redis.pcall('HGET', r, 'entry') == entry then -- otherwise it was accepted again, and this entry is ignored
     redis.call('HSET', r, 'entry', again)
   end
   return fields_of(found)
 end
 
--- Read up to `most` entries in turn, until `turns.is_enough()`. `turns.read(stream, count)` reads, counts and returns entry
--- ids; `turns.read_on` does so in the stream's order until it is enough. `turns.count(fields)` counts an entry that is moved
--- ahead, and `turns.read_ahead(count)` reads those. Returns the number of entries, and whether more may wait; if not, the
--- next turns begin anew.
-local function read_in_turn(turns, q, ahead, group, most, r_prefix)
+-- Read up to `limit` entries in fair order, until `turns.is_enough()`. `turns.read(stream, count)` reads, counts, and returns
+-- entry ids; `turns.read_on` does so in the stream's order until it is enough. `turns.count(fields)` counts an entry that is
+-- moved ahead, and `turns.read_ahead(count)` reads those. Returns the number of entries, and whether more may wait; if not, the
+-- start numbers are reset.
+local function read_in_turn(turns, q, ahead, group, limit, r_prefix)
   local order, times = turns.order, turns.times
   local num_fields = redis.pcall('HLEN', times)
   if type(num_fields) ~= 'number' then
-    num_fields = 0 -- a store whose users may not
+    num_fields = 0 -- the store's user has no permission
   end
-  if num_fields <= 2 then -- at most one key: the stream has their order
-    local entries = turns.read_on(q, most)
-    local may_wait = #entries == most or turns.is_enough()
+  if num_fields <= 2 then -- at most one key: the stream's order is right
+    local entries = turns.read_on(q, limit)
+    local may_wait = #entries == limit or turns.is_enough()
     if num_fields > 0 and not may_wait then
       redis.call('DEL', order, times)
     elseif num_fields > 0 and #entries > 0 then
@@ -88,8 +88,8 @@ local function read_in_turn(turns, q, ahead, group, most, r_prefix)
     return #entries, may_wait
   end
   local last, oldest = last_read_of(q, group), nil
-  local oldest_start -- false: it has no number
-  local taken, moved, stale = 0, 0, 0 -- `moved`: of those taken, at the end of `ahead` and not read yet
+  local oldest_start -- false: it has no start number
+  local taken, moved, stale = 0, 0, 0 -- `moved`: taken entries at the end of `ahead` that are not read yet
 
   local function read_moved()
     if moved > 0 then
@@ -98,7 +98,7 @@ local function read_in_turn(turns, q, ahead, group, most, r_prefix)
     end
   end
 
-  while taken < most and not turns.is_enough() do
+  while taken < limit and not turns.is_enough() do
     if not oldest then
       oldest = oldest_after(q, last)
       if not oldest then
@@ -131,15 +131,15 @@ local function read_in_turn(turns, q, ahead, group, most, r_prefix)
   return taken, true
 end
 
-local MOST_LOOKED_AT = 64 -- entries whose turn is next
+local MAX_EXAMINED = 64 -- entries with the lowest start numbers
 
--- Read up to `most` entries of flows that are not in `unwanted`, one of each, among those whose turn is next. Returns their
--- number. `ahead` has no unread entry.
-local function read_of_others(turns, q, ahead, group, most, r_prefix, unwanted)
-  local found = redis.pcall('ZRANGE', turns.order, 0, MOST_LOOKED_AT - 1, 'WITHSCORES')
+-- Read one entry each of up to `limit` flows that are not in `unwanted`, among those with the lowest start numbers. Returns
+-- their number. `ahead` must have no unread entry.
+local function read_of_others(turns, q, ahead, group, limit, r_prefix, unwanted)
+  local found = redis.pcall('ZRANGE', turns.order, 0, MAX_EXAMINED - 1, 'WITHSCORES')
   local last, taken = last_read_of(q, group), 0
   for i = 1, found.err and 0 or #found, 2 do
-    local kept = taken < most and entry_is_after(found[i], last) and redis.call('XRANGE', q, found[i], found[i])[1]
+    local kept = taken < limit and entry_is_after(found[i], last) and redis.call('XRANGE', q, found[i], found[i])[1]
     local flow = kept and fields_of(kept).f
     if flow and not unwanted[flow] then
       unwanted[flow] = true

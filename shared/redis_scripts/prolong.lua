@@ -1,10 +1,10 @@
--- PROLONG: the life of a kept answer's parts follows the answer. Its client's name for it, and those of its requests that have
--- ended before the others, would expire while it goes on: whoever holds it says from time to time that it does, and at its end
--- once more, so that it can be given as a whole from then on for as long as any request is kept.
--- Nothing that has no end yet gets one, and nothing that is kept for longer (a dead letter) is shortened.
+-- PROLONG: extend the life of a kept answer's parts while the answer continues. The client's name, and requests that end before
+-- others of the answer, would expire otherwise. The holder calls it from time to time, and once more at the end of the answer, so
+-- that the whole answer can be read as long as any kept request.
+-- Keys without an expiry get none, and longer ones (of a dead letter) are not shortened.
 -- KEYS  i (or the first r again), (r, j)...
 -- ARGV  first request id, seconds to keep i, seconds to keep r and j
--- reply 1, or 0 when the name stands for another answer, or there is none
+-- reply 1, or 0 if the name belongs to another answer, or there is none
 local id, name_seconds, keep_seconds = unpack(ARGV)
 for n = 2, #KEYS do
   redis.call('EXPIRE', KEYS[n], keep_seconds, 'GT')

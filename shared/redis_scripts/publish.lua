@@ -1,7 +1,7 @@
--- Put before EMIT and FINISH (redis_scripts.py): messages to gateways without what is not the caller's.
--- A message is (channel, blob, layout): the blob ends with the list of its events; `layout` has for each of them the
--- position (from 0) of its request in the call, and its bytes, as two 32-bit numbers.
-local function list_header(count) -- as MessagePack has it
+-- Common code of EMIT and FINISH (redis_scripts.py): publish messages to gateways, without events of lost requests.
+-- A message is (channel, blob, layout). The blob ends with the list of its events; `layout` has for each event the position (from
+-- 0) of its request in the call, and its number of bytes, as two 32-bit numbers.
+local function list_header(count) -- MessagePack's array header
   if count < 16 then
     return string.char(0x90 + count)
   end
@@ -25,7 +25,7 @@ local function without(lost, blob, layout)
   return #kept > 0 and head .. list_header(#kept) .. table.concat(kept)
 end
 
-local function publish(first, lost) -- ARGV from `first` on; lost[position] = true for a request that is not the caller's
+local function publish(first, lost) -- ARGV from `first` on; lost[position]: the request no longer belongs to the caller
   local all = next(lost) == nil
   for i = first, #ARGV, 3 do
     local blob = all and ARGV[i + 1] or without(lost, ARGV[i + 1], ARGV[i + 2])

@@ -1,13 +1,13 @@
--- REAP: end a worker incarnation and requeue what it held. Deleting the fence comes first: from then on the zombie's CLAIM,
--- EMIT and FINISH are refused. Entries that are no longer pending for it are left alone, so a repeat does nothing.
--- A strike is a crash without a new journal token, by a worker that had really started the request (`worker` names it).
--- After `max strikes` the request runs alone; a strike while alone, or too many attempts, makes it a dead letter.
+-- REAP: end a worker incarnation and requeue its requests. It deletes the fence first, so that the worker's CLAIM, EMIT, and
+-- FINISH are refused even if it still runs. Entries that are no longer pending for it are skipped, so a repeated call does
+-- nothing. `strikes` counts crashes without a new journal token, by a worker that had started the request (`worker` names it).
+-- After `max crashes` the request runs alone; a crash while alone, or too many attempts, makes it a dead letter.
 -- KEYS  w, dlq, resumed queue, q, held, held of the last class, queue of requests with needs, (r, j)...
--- ARGV  worker id, group, crash|drain, max strikes, max attempts, seconds to keep r and j of a dead letter, prefix of
+-- ARGV  worker id, group, crash|drain, max crashes, max attempts, seconds to keep r and j of a dead letter, prefix of
 --       the gateway channels, then (entry id, request id, error event, blob of it) for each (r, j)
 -- reply {requeued, dead letters, dropped (cancelled), entries still pending for the worker}
 local fence, dlq, resumed, q = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local worker, group, mode, max_strikes, max_attempts, keep_seconds, prefix = unpack(ARGV, 1, 7)
+local worker, group, mode, max_crashes, max_attempts, keep_seconds, prefix = unpack(ARGV, 1, 7)
 local requeued, dead, dropped = 0, 0, 0
 
 redis.call('DEL', fence)
@@ -23,20 +23,20 @@ for i = 1, (#KEYS - 7) / 2 do
     local request = redis.pcall('HMGET', r, 'state', 'worker', 'attempt', 'strikes', 'jl', 'solo', 'gateway', 'body', 'entry',
       'needs', 'context')
     local length = redis.pcall('STRLEN', j)
-    -- Another entry's request was accepted anew since: it is not this worker's to give back.
+    -- If the request names another entry, it was accepted again and does not belong to this worker.
     if request.err or not request[8] or request[1] == 'done' or request[9] ~= entry or type(length) ~= 'number' then
       dropped = dropped + 1
       if not request.err and not request[8] then
         redis.call('UNLINK', j)
       end
     else
-      local attempt, strikes = tonumber(request[3]) or 1, tonumber(request[4]) or 0
+      local attempt, crashes = tonumber(request[3]) or 1, tonumber(request[4]) or 0
       local jl, solo = tonumber(request[5]) or 0, request[6]
       local is_dead = false
       if mode == 'crash' and request[2] == worker then
         attempt = attempt + 1
         if length == jl then
-          strikes = strikes + 1
+          crashes = crashes + 1
           is_dead = solo == '1'
         end
         is_dead = is_dead or attempt > tonumber(max_attempts)
@@ -44,19 +44,19 @@ for i = 1, (#KEYS - 7) / 2 do
       if is_dead then
         dead = dead + 1
         redis.call('XADD', dlq, 'MAXLEN', '~', 1000, '*', 'r', id, 'worker', worker, 'attempts', attempt - 1,
-          'strikes', strikes, 'journal_bytes', length)
-        redis.call('HSET', r, 'state', 'done', 'terminal', event, 'strikes', strikes)
+          'strikes', crashes, 'journal_bytes', length)
+        redis.call('HSET', r, 'state', 'done', 'terminal', event, 'strikes', crashes)
         redis.call('EXPIRE', r, keep_seconds)
         redis.call('EXPIRE', j, keep_seconds)
         redis.call('PUBLISH', prefix .. (request[7] or ''), blob)
       else
         requeued = requeued + 1
-        if strikes >= tonumber(max_strikes) then
+        if crashes >= tonumber(max_crashes) then
           solo = '1'
         end
         local again = requeue(resumed, KEYS[7], id, solo, request[10], request[11])
         redis.call('HDEL', r, 'worker', 'claim')
-        redis.call('HSET', r, 'state', 'queued', 'attempt', attempt, 'strikes', strikes, 'jl', length, 'solo', solo,
+        redis.call('HSET', r, 'state', 'queued', 'attempt', attempt, 'strikes', crashes, 'jl', length, 'solo', solo,
           'entry', again)
       end
     end

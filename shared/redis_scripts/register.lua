@@ -1,8 +1,8 @@
--- REGISTER: make a worker incarnation known: its fence, the groups, its consumers. Its id is fresh, so a repeat is harmless.
--- The consumers are created here and not by the first read, so that a worker that dies before it is still visible to REAP.
--- All workers of a queue serve one model: `model` has its identity (model_identity.py). It is written if it is absent, or if no
--- worker lives and no request waits; else a worker with another value of a field is refused. Without a worker id the fields
--- are only compared.
+-- REGISTER: make a worker incarnation known: its fence, the groups, and its consumers. Its id is new, so a repeated call is
+-- harmless. The consumers are created here instead of by the first read, so that REAP finds a worker that dies before it.
+-- All workers of a queue serve one model: `model` contains its identity (model_identity.py). It is written if it is absent, or if
+-- no worker lives and no request waits; otherwise a worker with another value of a field is refused. Without a worker id the
+-- fields are only compared.
 -- KEYS  w, model, q...
 -- ARGV  group, worker id or '', prefix of w, then (field, value)...
 -- reply {OK} | {DIFFERS, field, its stored value, requests in the queues, ids of workers with a fence...}
@@ -55,7 +55,7 @@ if #fields > 0 then
 end
 redis.call('SET', KEYS[1], 0, 'NX')
 for i = 3, #KEYS do
-  redis.pcall('XGROUP', 'CREATE', KEYS[i], group, '0', 'MKSTREAM') -- an error means that the group is there
+  redis.pcall('XGROUP', 'CREATE', KEYS[i], group, '0', 'MKSTREAM') -- fails if the group exists
   redis.call('XGROUP', 'CREATECONSUMER', KEYS[i], group, worker)
 end
 return {'OK'}

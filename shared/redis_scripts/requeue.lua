@@ -1,5 +1,5 @@
--- Put before ATTACH, REAP and UNCLAIM: the entry of a request that waits again. A request with needs waits in `newer`, which
--- workers older than needs never read.
+-- Common code of ATTACH, REAP, and UNCLAIM: queue a request again. A request with needs waits in `newer`, which workers without
+-- support for needs do not read.
 local function requeue(resumed, newer, id, solo, needs, context)
   local fields = {'r', id, 's', solo}
   if needs then

@@ -1,24 +1,21 @@
--- TAKE: read new entries for a worker, highest class first, without waiting. The one script that is not to be repeated
--- blindly: what a lost reply held is in the worker's own pending list.
--- It fills workers like water: none gets further than a quantum above the one that holds least of those that have room
--- (ADR 0091). These are known by what they said when they last asked; who does not ask any more is forgotten by a worker
--- that has lost its patience, so nothing here can keep work from all.
--- Of the queue before the last the entries are read in the order of order.lua; of the others in that of their streams.
--- A request that this worker cannot serve (capabilities.py) is moved to the second queue, which is read only as far as its
--- next entry fits.
+-- TAKE: read new entries for a worker, by priority, without waiting. It must not be repeated after a lost reply: the worker's
+-- pending list contains what it read.
+-- Least-loaded dispatch: no worker gets more than a quantum above the least loaded worker with room (ADR 0091). Loads are those
+-- that workers last reported. A worker that is out of patience removes lower loads, so a silent worker cannot stop others.
+-- The queue before the last is read in the order of order.lua, the others in that of their streams.
+-- A request that this worker cannot serve (capabilities.py) is moved to the second queue, which is read while its next entry fits.
 -- KEYS  w, held, held of the last class, order, times, times of the last queue, q... in order of priority: four
--- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, most entries, requests that it has room
---       for, then these two for the last queue, then the prefix of r, and so many tokens of prompts that are enough of
---       the queue before the last (or ''), what a prompt is likely to have whose entry does not tell, of this worker its
---       capabilities and its longest context in tokens (0: not known), and the entries that it takes beside these of flows
---       that are none of the rest: a worker without room sees every key's next request, and gives that key its share of the
---       running slots
--- reply {FENCED} | {OK, {{q, entries}, ...}, entries that it could still have had, those of the last queue,
---       1 = others wait that it may not have}
-local QUANTUM, QUANTUM_RATIO, MOST = 2, 8, 1048576
+-- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, maximum of entries, requests that it has room
+--       for, the same two for the last queue, prefix of r, prompt tokens of the queue before the last after which to stop (or
+--       ''), assumed prompt tokens of an entry without a length, the worker's capabilities, its longest context in tokens (0:
+--       unknown), and the number of additional entries of flows that are not among the remaining arguments. So a worker without
+--       room sees every API key's next request, and gives the key its share of the running slots.
+-- reply {FENCED} | {OK, {{q, entries}, ...}, entries that it could still have read, those of the last queue,
+--       1 = entries wait that it must leave to peers}
+local QUANTUM, QUANTUM_RATIO, MAX_COUNT = 2, 8, 1048576
 
-local function count_of(text) -- nothing that a worker says may be a number that stops others
-  return math.max(0, math.min(math.floor(tonumber(text) or 0), MOST))
+local function count_of(text) -- bounds what a worker reports, so that it cannot stop others
+  return math.max(0, math.min(math.floor(tonumber(text) or 0), MAX_COUNT))
 end
 
 local worker, group, held, impatient = ARGV[1], ARGV[2], count_of(ARGV[3]), ARGV[4] == '1'
@@ -48,7 +45,7 @@ local of_all = share(KEYS[2], wanted)
 local of_last = share(KEYS[3], math.min(wanted, wanted_of_last))
 local of_others = math.max(0, share(KEYS[2], wanted + count_of(ARGV[14] or 0)) - of_all)
 local found = {}
-local missing = tonumber(ARGV[10]) or math.huge -- tokens of prompts
+local missing = tonumber(ARGV[10]) or math.huge -- prompt tokens until it is enough
 
 local function is_enough()
   return missing <= 0
@@ -57,14 +54,14 @@ end
 local FIRST, NEWER, IN_TURN, LAST = 7, 8, 9, 10
 local lacking = bit.bnot(tonumber(ARGV[12]))
 local max_context, num_moved = tonumber(ARGV[13]), 0
-local counts, counts_of_last = {}, {} -- of entries that wait no more, by flow
+local counts, counts_of_last = {}, {} -- entries that no longer wait, by flow
 
 local function fits(fields)
   return (not fields.n or bit.band(tonumber(fields.n), lacking) == 0)
     and (max_context == 0 or count_of(fields.l) <= max_context)
 end
 
--- Let an entry that was just read wait for another worker.
+-- Leave an entry that was just read to another worker.
 local function pass_on(q, entry, fields)
   local id, all = entry[1], entry[2]
   redis.call('XACK', q, group, id)
@@ -88,9 +85,9 @@ local function count(fields, by_flow)
   end
 end
 
--- Read entries, and pass on those that this worker cannot serve. Returns the fields of all of them by position, and their ids.
-local function read_uncounted(q, most)
-  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', most, 'STREAMS', q, '>')
+-- Read entries, and pass on those that this worker cannot serve. Returns the fields and the ids of all.
+local function read_uncounted(q, limit)
+  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', limit, 'STREAMS', q, '>')
   local all, ids, kept = {}, {}, {}
   for n, entry in ipairs(reply and reply[1][2] or {}) do
     all[n], ids[n] = fields_of(entry), entry[1]
@@ -106,9 +103,9 @@ local function read_uncounted(q, most)
   return all, ids
 end
 
-local function read(q, most)
+local function read(q, limit)
   local by_flow = q == KEYS[IN_TURN] and counts or q == KEYS[LAST] and counts_of_last
-  local all, ids = read_uncounted(q, most)
+  local all, ids = read_uncounted(q, limit)
   for _, fields in ipairs(all) do
     count(fields, by_flow)
   end
@@ -123,27 +120,27 @@ local function next_fits(q)
   return next_one and fits(fields_of(next_one))
 end
 
-local function read_while_it_fits(q, most)
+local function read_while_it_fits(q, limit)
   local num_read = 0
-  while num_read < most and not is_enough() and next_fits(q) do
+  while num_read < limit and not is_enough() and next_fits(q) do
     num_read = num_read + #read(q, 1)
   end
   return num_read
 end
 
--- What an entry has is known when it is read: the first one alone, then as many as are enough if they are like those.
-local function read_on(q, most)
+-- The tokens of an entry are known after reading it: read one, then as many as suffice if they are alike.
+local function read_on(q, limit)
   local all, before, count = {}, missing, 1
   while count > 0 do
     local entries = read(q, count)
     for _, entry in ipairs(entries) do
       all[#all + 1] = entry
     end
-    if #entries < count or #all == most or is_enough() then
+    if #entries < count or #all == limit or is_enough() then
       break
     end
     local mean = (before - missing) / #all
-    count = math.min(most - #all, mean > 0 and math.max(1, math.floor(missing / mean)) or most)
+    count = math.min(limit - #all, mean > 0 and math.max(1, math.floor(missing / mean)) or limit)
   end
   return all
 end
@@ -155,25 +152,25 @@ function turns.count(fields)
   count(fields, counts)
 end
 
-function turns.read_ahead(most)
-  read_uncounted(KEYS[FIRST], most)
+function turns.read_ahead(limit)
+  read_uncounted(KEYS[FIRST], limit)
 end
 
-local may_wait = false -- of those in turn: they come before the last queue
+local may_wait = false -- in the queue in fair order, which precedes the last queue
 for i = FIRST, LAST do
   local is_last = i == LAST
-  local most = is_last and math.min(of_last, wanted) - taken or of_all - taken
+  local limit = is_last and math.min(of_last, wanted) - taken or of_all - taken
   local num_read = 0
-  if most > 0 and i == IN_TURN then
-    num_read, may_wait = read_in_turn(turns, KEYS[i], KEYS[FIRST], group, most, ARGV[9])
-  elseif most > 0 and i == NEWER then
-    num_read = read_while_it_fits(KEYS[i], most)
-  elseif most > 0 and not may_wait then
-    num_read = #(is_last and read(KEYS[i], most) or read_on(KEYS[i], most))
+  if limit > 0 and i == IN_TURN then
+    num_read, may_wait = read_in_turn(turns, KEYS[i], KEYS[FIRST], group, limit, ARGV[9])
+  elseif limit > 0 and i == NEWER then
+    num_read = read_while_it_fits(KEYS[i], limit)
+  elseif limit > 0 and not may_wait then
+    num_read = #(is_last and read(KEYS[i], limit) or read_on(KEYS[i], limit))
   end
   taken = taken + num_read
   local limited = is_last and of_last < math.min(wanted, wanted_of_last) or not is_last and of_all < wanted
-  if limited and num_read >= most and refused == 0 then
+  if limited and num_read >= limit and refused == 0 then
     local may_have_more = i == NEWER and next_fits(KEYS[i]) or i ~= NEWER and num_waiting(KEYS[i]) > 0
     refused = may_have_more and 1 or 0
   end

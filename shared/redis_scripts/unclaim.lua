@@ -1,10 +1,10 @@
--- UNCLAIM: a worker gives requests back that it has claimed and not started. They go where those of dead workers wait: they
--- are older than all that nobody has read of their class. Attempt and strikes stay as they are. An entry that is not pending
--- for this worker any more is left alone, so a repeat does nothing. So does a worker with entries that it has read, not claimed,
--- and cannot serve: they go to the queue of requests with needs, which is given in place of `resumed`.
+-- UNCLAIM: return requests that a worker has claimed and not started. They go to the queue of resumed requests, because they are
+-- older than all unread ones of their class. Attempts and crashes do not change. An entry that is no longer pending for this
+-- worker is skipped, so a repeated call does nothing. Also for entries that a worker has read, not claimed, and cannot serve: they
+-- go to the queue of requests with needs, which is passed as `resumed`.
 -- KEYS  w, resumed queue, queue of requests with needs, (q, r)...
 -- ARGV  worker id, group, (entry id, request id) for each (q, r), oldest first
--- reply {FENCED} | {OK, number of requests that are queued again now}
+-- reply {FENCED} | {OK, number of requeued requests}
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end

@@ -1,8 +1,8 @@
--- Put before ACCEPT, TAKE, CANCEL and LEVEL (redis_scripts.py): how many entries of a queue wait, in all and by flow.
--- An entry waits until a worker has read it; its field `f` is its flow, the API key. The hash `times` beside a queue has by
--- flow the number at which its next turn begins (order.lua), a space, and how many of its entries wait.
--- Blocking reads and workers of older versions do not count, so a count can be too high: ACCEPT takes it for no more than
--- all that wait, and TAKE drops all counts once nothing waits. A gateway of an older version writes no count.
+-- Common code of ACCEPT, TAKE, CANCEL, and LEVEL (redis_scripts.py): the number of waiting entries of a queue, in all and by flow.
+-- An entry waits until a worker has read it. Its field `f` is its flow, the API key. The hash `times` of a queue has for each flow
+-- the start number of its next entry (order.lua), a space, and the number of its waiting entries.
+-- Blocking reads and older workers do not update counts, so a count can be too high: ACCEPT limits it to the number of all waiting
+-- entries, and TAKE drops all counts if nothing waits. Older gateways write no counts.
 
 local function num_waiting(q)
   local groups, pending = redis.pcall('XINFO', 'GROUPS', q), 0
@@ -22,12 +22,12 @@ local function fields_of(entry)
   return fields
 end
 
-local function flow_of(value) -- start of the next turn, number of waiting entries
+local function flow_of(value) -- start number of the next entry, number of waiting entries
   local start, count = string.match(value or '', '^(%S+) ?(%d*)$')
   return tonumber(start) or 0, tonumber(count) or 0
 end
 
--- Subtract entries that wait no more. `counts`: their number by flow.
+-- Subtract entries that no longer wait. `counts` has their number by flow.
 local function uncount(times, counts)
   local flows, changed = {}, {}
   for flow in pairs(counts) do

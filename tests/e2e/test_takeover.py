@@ -20,7 +20,7 @@ PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
     "Water boils at",
-    "The three primary colours are",
+    "The three primary colors are",
     "In the year 1969,",
     "def fibonacci(n):",
     "The best thing about the mountains in winter is",

@@ -58,14 +58,14 @@ class FakeStream:
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.prompt_logprobs: dict[int, EncodedLogprobs] = {}
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[], None] = lambda: None
         self._events: deque[StreamEvent] = deque()
 
     def send(self, event: StreamEvent) -> None:
         if isinstance(event, TokenEvent):
             self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
         self._events.append(event)
-        self.on_news()
+        self.on_ready()
 
     def read_whole(self) -> TokenEvent | None:
         """As ResponseStream has it."""

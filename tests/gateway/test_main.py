@@ -96,7 +96,8 @@ def test_a_model_that_cannot_be_served(start: Start, tiny_model_dir: Path) -> No
 def test_models_that_cannot_be_told_apart(start: Start) -> None:
     process = start("--port", "0", "--model", "/m", "--served-model-name", "a", "a")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 2 and errors == "pagestream gateway: error: model name 'a' is given twice\n"
+    assert process.returncode == 2
+    assert errors == "pagestream gateway: error: model name 'a': used twice; names and aliases must be unique\n"
 
 
 def test_a_wrong_flag(start: Start) -> None:

@@ -2,7 +2,7 @@
 
 Simulated are only the engine (it draws random tokens, so that two attempts never agree), the clients and the disasters:
 replies lost after the server applied the command, lost pub/sub messages, kills at any await, workers that sleep through
-their own reaping and then go on, repeated ACCEPTs, cancels, requests that crash their worker. `run_world` raises
+their own reaping and then go on, repeated ACCEPT calls, cancels, requests that crash their worker. `run_world` raises
 Violation if a client did not get exactly what the journal holds, or if anything stays behind in the store.
 """
 
@@ -149,16 +149,16 @@ class LossyClient(InferenceClient):
         super().__init__(world.connections, world.keys, gateway_id, clock=fast_clock, scripts=scripts)
         self.gateway_id = gateway_id
         self._world = world
-        self._hear = self._listening.understand
-        self._listening.understand = self._understand  # type: ignore[method-assign]
+        self._handle = self._listening.handle_message
+        self._listening.handle_message = self._handle_message  # type: ignore[method-assign]
 
-    async def _understand(self, message: Message) -> None:
+    async def _handle_message(self, message: Message) -> None:
         if message.data.startswith(CUT_OFF):
             return  # the auditor's
         if self._world.random.random() < LOST_MESSAGE_RATIO:
             self._world.tally.lost_messages += 1
         else:
-            await self._hear(message)
+            await self._handle(message)
 
 
 class GapBlindStream(ResponseStream):

@@ -217,7 +217,7 @@ def test_no_orphan_stays_when_the_supervisor_is_killed(serve: Callable[..., Serv
 
 def test_a_worker_that_cannot_start_ends_everything_with_its_last_lines(serve: Callable[..., Serve]) -> None:
     one = serve("--fake-worker-exit", "3")
-    one.read_until("worker-0 is given up: it exited twice with exit status 3 before it was ready. Its last lines:")
+    one.read_until("worker-0: not restarted: it exited twice with exit status 3 before it was ready. Its last lines:")
     assert one.read_until("fake worker").startswith("    fake worker serve.")
     assert one.process.wait(PATIENCE_SECONDS) == 1
 
@@ -244,5 +244,5 @@ def test_a_second_serve_uses_the_live_store_and_leaves_it(serve: Callable[..., S
 
 def test_an_unreachable_named_store_is_told(serve: Callable[..., Serve]) -> None:
     one = serve("--redis-url", "unix:///nowhere/valkey.sock")
-    one.read_until("pagestream serve: the store at unix:///nowhere/valkey.sock does not answer")
+    one.read_until("pagestream serve: --redis-url: the store at unix:///nowhere/valkey.sock does not answer")
     assert one.process.wait(PATIENCE_SECONDS) == 1

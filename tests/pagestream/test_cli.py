@@ -50,9 +50,9 @@ def test_serve_help_tells_of_the_other_options(capsys: pytest.CaptureFixture[str
     ("argv", "says"),
     [
         (["serve", "--workers", "0"], "--workers: expected 1 to 64, got 0"),
-        (["serve", "--tensor-parallel-size", "0"], "--tensor-parallel-size: at least 1; got 0"),
+        (["serve", "--tensor-parallel-size", "0"], "--tensor-parallel-size: expected at least 1, got 0"),
         (["serve", "demo", "other"], "unexpected argument 'other'"),
-        (["serve", "--worker-id", "x"], "--worker-id: is set by serve itself"),
+        (["serve", "--worker-id", "x"], "--worker-id: set by serve"),
     ],
 )
 def test_serve_refuses_wrong_options_at_once(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_serve_refuses_wrong_options_at_once(argv: list[str], says: str, capsys:
 
 def test_serve_refuses_a_model_that_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "/nowhere/model"]) == 1
-    assert capsys.readouterr().out.startswith("pagestream serve: /nowhere/model does not exist; give a directory")
+    assert capsys.readouterr().out.startswith("pagestream serve: --model: /nowhere/model does not exist; expected ")
 
 
 def test_config_show_tells_value_and_origin_of_every_program(

@@ -40,7 +40,7 @@ async def test_a_phase_is_told_again_and_again_until_silence(valkey, monkeypatch
         running = asyncio.create_task(link.run())
         link.announce(WorkerPhase.CONVERT, 0.25, "half of it")
         told = [await channel.get_message(timeout=PATIENCE_SECONDS) for _ in range(3)]
-        link.fall_silent()
+        link.stop_announcing()
         while await channel.get_message(timeout=0.2) is not None:
             pass
     assert {decode_heartbeat(message["data"]) for message in told if message} == {

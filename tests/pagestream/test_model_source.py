@@ -41,7 +41,7 @@ async def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     await source.prepare(silent)
 
 
-@pytest.mark.parametrize(("name", "says"), [("absent", "does not exist"), ("weights.bin", "is no model directory")])
+@pytest.mark.parametrize(("name", "says"), [("absent", "does not exist"), ("weights.bin", "is not a model directory")])
 def test_what_is_no_model_is_refused(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ModelUnavailable, match=says):

@@ -37,7 +37,7 @@ def test_a_word_without_a_flag_is_refused() -> None:
 
 
 def test_what_serve_decides_itself_is_refused() -> None:
-    with pytest.raises(SettingsError, match="--worker-id: is set by serve itself"):
+    with pytest.raises(SettingsError, match="--worker-id: set by serve"):
         split_flags(["--worker-id=me"])
 
 
@@ -164,9 +164,9 @@ def test_several_models_reach_a_gateway_in_a_file_and_each_worker_has_its_own(tm
 @pytest.mark.parametrize(
     ("entries", "told"),
     [
-        ('[[models]]\nmodel = "."\nworker = { worker-id = "x" }', "worker.worker-id: is set by serve itself"),
-        ('[[models]]\nmodel = "."\nworker = { model = "x" }', "worker.model: is set by serve itself"),
-        ('[[models]]\nmodel = "."\n[[models]]\nmodel = "."', "is given twice"),
+        ('[[models]]\nmodel = "."\nworker = { worker-id = "x" }', "worker.worker-id: set by serve"),
+        ('[[models]]\nmodel = "."\nworker = { model = "x" }', "worker.model: set by serve"),
+        ('[[models]]\nmodel = "."\n[[models]]\nmodel = "."', "used twice"),
     ],
 )
 def test_models_that_serve_cannot_run(tmp_path: Path, entries: str, told: str) -> None:
@@ -177,6 +177,6 @@ def test_models_that_serve_cannot_run(tmp_path: Path, entries: str, told: str) -
 
 
 def test_models_are_told_in_one_way() -> None:
-    with pytest.raises(SettingsError, match="--models-file: has the models and their names"):
+    with pytest.raises(SettingsError, match="--models-file: it contains the models"):
         ServeSettings(models_file=Path("/f"), model="demo")
     assert [one.name for one in served_models(ServeSettings())] == ["SmolLM2-135M-Instruct"]

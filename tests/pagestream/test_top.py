@@ -59,7 +59,7 @@ def test_a_cell_of_many_blocks_shows_the_most_used_state() -> None:
     assert map_rows("f" * 14 + "fs" + "ca" * 2 + "c" * 12, 2) == ["ff", "ff", "ff", "fs", "aa", "cc", "cc", "cc"]
 
 
-def test_colours_only_where_they_are_asked_for() -> None:
+def test_colors_are_off_by_default() -> None:
     assert any("\x1b[34m" in line for line in frame(SNAPSHOT, [], columns=80, rows=24, use_colors=True))
     assert not any("\x1b" in line for line in frame(SNAPSHOT, [], columns=80, rows=24, use_colors=False))
 

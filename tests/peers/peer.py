@@ -14,7 +14,7 @@ from pathlib import Path
 
 RUN_SECONDS = 900.0  # the longest took 150 s on two cores that eight others used
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n]*\r(?!\n)")  # colours, and what a progress bar wrote over
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n]*\r(?!\n)")  # colors, and what a progress bar wrote over
 
 
 class PeerFailed(AssertionError):
@@ -58,7 +58,7 @@ class Environment:
         return {"PATH": path, "HOME": str(self.folder), "OPENAI_API_KEY": "unused", "COLUMNS": "120", **more}
 
     def run(self, program: str, *arguments: str, variables: Mapping[str, str] = OFFLINE) -> str:
-        """What the client printed, without colours. Raises PeerFailed if it ends with another status than 0."""
+        """What the client printed, without colors. Raises PeerFailed if it ends with another status than 0."""
         done = subprocess.run(
             [str(self.directory / "bin" / program), *arguments],
             env=self.variables(variables),

@@ -90,7 +90,7 @@ def test_a_journal_cut_anywhere_gives_its_whole_frames():
 
 @pytest.mark.parametrize("index", [0, 1, 3, 2**31 - 1])
 def test_a_journal_with_a_hole_or_an_overlap_is_refused(index):
-    with pytest.raises(FormatError, match="expected 2"):
+    with pytest.raises(FormatError, match="index 2"):
         journal_token_ids(encode(JournalFrame(0, [1, 2])) + encode(JournalFrame(index, [3])))
 
 
@@ -107,9 +107,9 @@ def test_a_journal_of_several_choices():
         StoredChoice([1, 3, 4], FinishReason.STOP),
         StoredChoice(),
     ]
-    with pytest.raises(FormatError, match="choice 1, of 1"):
+    with pytest.raises(FormatError, match="below 1, got a frame of 1"):
         journal_choices(data, 1)
-    with pytest.raises(FormatError, match="expected 3"):
+    with pytest.raises(FormatError, match="index 3"):
         journal_choices(data + encode(JournalFrame(3, [5], None, 1)), 3)
 
 
@@ -156,7 +156,7 @@ def test_what_promises_more_than_a_frame_may_have_is_no_cut_frame(end):
 
 
 def test_log_probabilities_of_other_tokens_are_refused():
-    with pytest.raises(FormatError, match="2 log-probabilities of 1 tokens"):
+    with pytest.raises(FormatError, match="2 log-probabilities for 1 tokens"):
         journal_choices(encode(JournalFrame(0, [1], JournalExtras(SCORED))), 1)
 
 

@@ -420,7 +420,7 @@ class TestEmit:
         if step == 4:
             assert await scripts.emit(WORKER, step, [frame(a, b"B")], []) == []
             return
-        with pytest.raises(Fenced, match="at step 3"):
+        with pytest.raises(Fenced, match="has step 3"):
             await scripts.emit(WORKER, step, [frame(a, b"B")], [])
         assert await redis.get(keys.journal("a")) == b"AAA"
 

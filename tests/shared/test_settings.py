@@ -72,7 +72,7 @@ def test_the_options_of_a_part_are_the_programs(tmp_path: Path) -> None:
 def test_a_wrong_value_of_a_part_is_refused_by_name() -> None:
     with pytest.raises(SettingsError, match="--ratio: expected over 0 and at most 1"):
         load_settings(Composed, ["--model", "/m", "--ratio", "2"], {}, prog="x")
-    with pytest.raises(SettingsError, match="--model: a value is needed"):
+    with pytest.raises(SettingsError, match="--model: a value is required"):
         load_settings(Composed, [], {}, prog="x")
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_value_names_its_source(argv: list[str], environ: dict[str, str]
 
 
 def test_what_is_needed_must_be_given() -> None:
-    with pytest.raises(SettingsError, match="--model: a value is needed"):
+    with pytest.raises(SettingsError, match="--model: a value is required"):
         load_settings(Example, [], {})
 
 
@@ -159,7 +159,7 @@ def test_show_config_tells_value_and_origin_and_hides_secrets(capsys: pytest.Cap
     assert stop.value.code == 0
     assert "s3cret" not in shown
     assert json.loads(shown)["api_key"] == {"value": "***", "origin": "env PAGESTREAM_API_KEY"}
-    assert json.loads(shown)["model"] == {"value": "(needed)", "origin": "default"}
+    assert json.loads(shown)["model"] == {"value": "(required)", "origin": "default"}
     with pytest.raises(SystemExit):
         load("--show-config", "--block-size", "8")
     assert "block_size    8     flag\n" in capsys.readouterr().out

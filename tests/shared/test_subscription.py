@@ -45,9 +45,9 @@ class TestOnAServer:
 
     async def test_answers_to_its_pings_count_as_heard(self, subscription):
         assert await next_of(subscription) is GAP
-        num_heard = subscription.num_heard
+        num_replies = subscription.num_replies
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while subscription.num_heard < num_heard + 3:
+            while subscription.num_replies < num_replies + 3:
                 assert await subscription.get(1.0) is None
 
     async def test_a_silent_connection_is_replaced(self, subscription, connections):
@@ -71,9 +71,9 @@ async def test_who_is_heard_is_not_asked(connections):
             await connections.commands.publish("a", b"1")
             assert await next_of(subscription) == Message("a", b"1")
         assert await pings() == before
-        clock[0], num_heard = 37.0, subscription.num_heard
+        clock[0], num_replies = 37.0, subscription.num_replies
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while subscription.num_heard == num_heard:
+            while subscription.num_replies == num_replies:
                 await subscription.get(1.0)
         assert await pings() == before + 1
     finally:
@@ -85,7 +85,7 @@ async def test_a_store_that_is_away_is_only_silence(tmp_path):
     subscription = Subscription(away.subscriber, ["a"])
     try:
         assert [await subscription.get(0.01) for _ in range(3)] == [None] * 3
-        assert subscription.num_heard == 0
+        assert subscription.num_replies == 0
     finally:
         await subscription.aclose()
         await away.aclose()

@@ -15,7 +15,7 @@ def test_polite_chats_are_whole_beside_hostile_ones(tmp_path: Path, demo_model_d
     path = tmp_path / "result.json"
     patterns = ("deep-json", "detached-streams", "slow-batches")
     asked = [flag for name in patterns for flag in ("--pattern", name)]
-    limits = ["--most-ratio", "inf", "--most-livez-seconds", "inf"]
+    limits = ["--max-ratio", "inf", "--max-livez-seconds", "inf"]
     # The hostile client has what others leave of the processors: on a busy machine nothing, for as long as chats take.
     small = ["--chats", "10", "--turns", "12", "--hostile-seconds", "100", *limits, "--json", str(path)]
     assert neighbor.main(["--model", str(demo_model_dir), *asked, *small]) == 0
@@ -33,7 +33,7 @@ def test_polite_chats_are_whole_beside_hostile_ones(tmp_path: Path, demo_model_d
 def test_chats_are_whole_beside_a_key_that_takes_its_share(tmp_path: Path, demo_model_dir: Path) -> None:
     """Both loads run: that of honest keys, and that of the one key."""
     path = tmp_path / "result.json"
-    limits = ["--most-ratio", "inf", "--most-livez-seconds", "inf", "--rest-seconds", "0"]
+    limits = ["--max-ratio", "inf", "--max-livez-seconds", "inf", "--rest-seconds", "0"]
     small = ["--chats", "10", "--hostile-seconds", "4", *limits, "--json", str(path)]
     neighbor.main(["--model", str(demo_model_dir), "--pattern", "cancelled-body", *small])
     figures = json.loads(path.read_text())["patterns"]["cancelled-body"]
@@ -67,7 +67,7 @@ def side(p99: float | None, num_failed: int, memory_bytes: int, livez: float = 0
     ],
 )
 def test_what_is_missed(ratio: float | None, beside: dict[str, object], misses: list[str]) -> None:
-    options = argparse.Namespace(most_ratio=1.5, most_memory_bytes=500, most_livez_seconds=0.05)
+    options = argparse.Namespace(max_ratio=1.5, max_memory_bytes=500, max_livez_seconds=0.05)
     figures = {"p99_ratio": ratio, "alone": side(0.1, 0, 1), "beside": beside, "hostile_answers": {"400": 2}}
     assert neighbor.misses_of(options, figures, 0.05) == misses
     shown = neighbor.table({"deep-json": figures}).splitlines()

@@ -49,7 +49,7 @@ def test_one_that_cannot_load_says_why(tmp_path: Path) -> None:
 
 def test_one_that_is_told_nonsense_says_what() -> None:
     end = Started(MoveBlocks(Transfers())).end()
-    assert end.status == 2 and "a group's first message starts it" in end.cause
+    assert end.status == 2 and "first message of a group" in end.cause
 
 
 def test_one_that_is_killed_says_nothing() -> None:
@@ -88,7 +88,7 @@ def test_one_that_stands_still_is_found_and_its_stacks_are_written(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     end = Started(patience_beats=3).end()
     assert (end.status, end.cause) == (None, "")
-    assert str(end) == f"rank 1 of 2 stands still in its phase {end.phase or 'start'!r}"
+    assert str(end) == f"rank 1 of 2 does not respond in its phase {end.phase or 'start'!r}"
     assert "follower.py" in capfd.readouterr().err
 
 
@@ -104,7 +104,7 @@ def test_one_that_never_begins_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     end = Started(patience_beats=1).end()
     assert (end.status, end.phase, end.cause) == (None, "", "")
-    assert str(end) == "rank 1 of 2 stands still in its phase 'start'"
+    assert str(end) == "rank 1 of 2 does not respond in its phase 'start'"
 
 
 def test_one_that_is_stopped_is_found_by_its_stop(capfd: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +122,8 @@ def test_one_that_is_stopped_is_found_by_its_stop(capfd: pytest.CaptureFixture[s
         threading.Event().wait(0.01)  # as above
     os.kill(pid, signal.SIGSTOP)
     end = started.end()
-    assert (end.status, end.cause) == (None, "a signal has stopped it")
-    assert str(end) == f"rank 1 of 2 stands still in its phase {end.phase or 'start'!r}: a signal has stopped it"
+    assert (end.status, end.cause) == (None, "stopped by a signal")
+    assert str(end) == f"rank 1 of 2 does not respond in its phase {end.phase or 'start'!r}: stopped by a signal"
     assert "follower.py" in capfd.readouterr().err
 
 

@@ -36,7 +36,7 @@ def load(model_dir: Path, size: int, **changes: str) -> None:
 
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_size_that_is_none(model_dir: Path, size: int) -> None:
-    with pytest.raises(SettingsError, match=rf"--tensor-parallel-size: at least 1; got {size}"):
+    with pytest.raises(SettingsError, match=rf"--tensor-parallel-size: expected at least 1, got {size}"):
         load(model_dir, size)
 
 
@@ -61,7 +61,7 @@ def has_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.parametrize("num_gpus", [1, 3])
 def test_more_ranks_than_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
     has_gpus(monkeypatch, *["H200"] * num_gpus)
-    sentence = f"--tensor-parallel-size {num_gpus + 1}: GPUs that this process sees: {num_gpus}; at most {num_gpus}, "
+    sentence = f"--tensor-parallel-size: expected at most {num_gpus}, got {num_gpus + 1}; this process sees"
     with pytest.raises(ValueError, match=sentence):
         load(model_dir, num_gpus + 1, device="cuda")
 
@@ -69,5 +69,7 @@ def test_more_ranks_than_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_gpus_of_two_kinds(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_alike(["H200", "H200"])
     has_gpus(monkeypatch, "H200", "A10")
-    with pytest.raises(ValueError, match="--tensor-parallel-size 2: the GPUs of a group must be alike; H200, A10"):
+    with pytest.raises(
+        ValueError, match="--tensor-parallel-size 2: the GPUs of a group must be alike; found H200, A10"
+    ):
         load(model_dir, 2, device="cuda", dtype="bfloat16")

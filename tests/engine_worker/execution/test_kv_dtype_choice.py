@@ -12,7 +12,7 @@ from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
 def chosen(saved: str = "bfloat16", **options: Any) -> tuple[str, bool]:
     """Return what is taken, and whether it is told."""
     choice = chosen_kv_cache_dtype(ExecutionSettings(model=Path("/none"), **options), saved)
-    return choice.kv_cache_dtype, choice.told.startswith("--kv-cache-dtype auto is bfloat16: ")
+    return choice.kv_cache_dtype, choice.reason.startswith("--kv-cache-dtype auto is bfloat16: ")
 
 
 @pytest.mark.parametrize("quantization", IN_GROUPS)

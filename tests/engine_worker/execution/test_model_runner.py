@@ -131,9 +131,9 @@ def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"max_model_len": 4096}, "--max-model-len 4096"),
+        ({"max_model_len": 4096}, "--max-model-len: expected at most"),
         ({"kv_cache_memory_bytes": 100_000}, "--max-model-len"),
-        ({"deterministic": True}, "--deterministic: only on cuda"),
+        ({"deterministic": True}, "--deterministic: needs --device cuda"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], word: str, model_dir: Path) -> None:

@@ -32,29 +32,29 @@ def chosen(model: Path, why_no_kernels: Callable[[], str] = there_are, device: s
 def test_blocks_on_a_cpu_are_multiplied_as_they_lie_there(model: Path) -> None:
     choice = chosen_quantization(ExecutionSettings(model=model), "cpu", there_are)
     assert (choice.quantization, choice.lacks_kernels) == ("as-stored", False)
-    assert choice.told.startswith("--quantization auto is as-stored: ")
+    assert choice.reason.startswith("--quantization auto is as-stored: ")
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"dtype": "float32"}, "--dtype float32 asks for products of that type"),
-        ({"dtype": "bfloat16"}, "--dtype bfloat16 asks for products of that type"),
-        ({"load_format": "dummy"}, "--load-format dummy reads no blocks"),
-        ({"model_impl": "transformers"}, "--model-impl transformers multiplies no blocks"),
-        ({"tensor_parallel_size": 2}, "blocks are not divided among ranks"),
+        ({"dtype": "float32"}, "--dtype float32 requires linear layers of that type"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16 requires linear layers of that type"),
+        ({"load_format": "dummy"}, "--load-format dummy does not read the file"),
+        ({"model_impl": "transformers"}, "--model-impl transformers does not support it"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size over 1 does not support it"),
     ],
 )
 def test_what_is_asked_for_goes_before_blocks(model: Path, options: dict[str, Any], why: str) -> None:
     choice = chosen_quantization(ExecutionSettings(model=model, **options), "cpu", not_asked)
     assert (choice.quantization, choice.lacks_kernels) == ("none", False)
-    assert choice.told == f"--quantization auto is none: {why}"
+    assert choice.reason == f"--quantization auto is none: {why}"
 
 
 def test_no_kernels_are_told_with_the_reason(model: Path) -> None:
     choice = chosen_quantization(ExecutionSettings(model=model), "cpu", lambda: "there is no C++ compiler")
     assert (choice.quantization, choice.lacks_kernels) == ("none", True)
-    assert choice.told.endswith("there is no C++ compiler") and "slower" in choice.told
+    assert choice.reason.endswith("there is no C++ compiler") and "slower" in choice.reason
 
 
 def test_a_flag_a_gpu_and_a_model_without_blocks_leave_nothing_to_choose(model: Path, tmp_path: Path) -> None:

@@ -39,5 +39,5 @@ def test_ranks_with_another_file_are_refused(tmp_path: Path, file: str) -> None:
         (tmp_path / file).write_text('{"other": 1}')
     else:
         save_file({"w": np.ones(4, np.float32)}, tmp_path / file)
-    with pytest.raises(ValueError, match="the ranks have different models"):
+    with pytest.raises(ValueError, match="the ranks have different files"):
         compared(tmp_path, other=first)

@@ -257,7 +257,7 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
         assert failures == {
             "1": "the model's logits are not finite (nan)",
             "2": "the model's logits are not finite (inf)",
-            "3": "no token can be sampled: every one is masked",
+            "3": "no token can be sampled: all are masked",
         }
 
 
@@ -274,7 +274,7 @@ def test_a_bias_outside_the_vocabulary_fails_the_row() -> None:
     sequences = [sequence("bad", logit_bias={VOCAB_SIZE: 1.0}), sequence("good", logit_bias={0: 100.0})]
     token_ids, failures = sample(random_logits(2), sequences)
     assert token_ids == [None, 0]
-    assert failures == {"bad": "logit_bias names token 300; the vocabulary has 300"}
+    assert failures == {"bad": "logit_bias: expected token ids below 300, got 300"}
 
 
 def test_a_stop_token_outside_the_vocabulary_changes_nothing() -> None:

@@ -140,10 +140,10 @@ def test_ranks_of_different_models_refuse_each_other(
     other = write_model(tmp_path / "model", num_hidden_layers=3)
     endpoint = f"127.0.0.1:{free_port()}"
     follower = start_follower(endpoint, other)
-    with pytest.raises(ValueError, match=r"the ranks have different models: .* of rank 0 has the checksum"):
+    with pytest.raises(ValueError, match=r"the ranks have different files; .* of rank 0 has the checksum"):
         load(model_dir, endpoint)
     _, log = follower.communicate(timeout=SECONDS)
-    assert follower.returncode == 2 and "rank 1 cannot start: the ranks have different models" in log
+    assert follower.returncode == 2 and "rank 1 cannot start: --model: the ranks have different files" in log
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -162,10 +162,10 @@ def test_rank_0_chooses_the_number_format_for_hosts_of_other_kinds(
 
 @pytest.mark.parametrize("endpoint", ["host", "host:0", ":1", "host:65536", "host:x"])
 def test_an_address_that_is_none(tmp_path: Path, endpoint: str) -> None:
-    with pytest.raises(SettingsError, match="--rendezvous-endpoint: HOST:PORT with a port from 1 to 65535; got"):
+    with pytest.raises(SettingsError, match="--rendezvous-endpoint: expected HOST:PORT with a port from 1 to 65535"):
         ExecutionSettings(model=tmp_path, tensor_parallel_size=2, rendezvous_endpoint=endpoint)
 
 
 def test_an_address_without_a_group(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="give --tensor-parallel-size 2 or more"):
+    with pytest.raises(SettingsError, match="needs --tensor-parallel-size 2 or more"):
         ExecutionSettings(model=tmp_path, rendezvous_endpoint="host:1")

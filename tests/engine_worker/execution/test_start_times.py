@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from engine_worker.execution.group_health import ALONE, GroupHealth
-from engine_worker.execution.start_times import StartTimes, told
+from engine_worker.execution.start_times import StartTimes, log_lines
 
 PHASES = {1: [("interpreter", 1.0), ("import", 1.5), ("join", 6.0), ("serve", 9.0)]}
 
@@ -18,7 +18,7 @@ class Group:
         return PHASES
 
     def blame(self) -> None: ...
-    def tell_end_to(self, hear: Callable[[str], None]) -> None: ...
+    def set_on_end(self, on_end: Callable[[str], None]) -> None: ...
     def dump_stacks(self) -> None: ...
     def close(self) -> None: ...
 
@@ -35,7 +35,7 @@ def test_phases_last_until_the_next_one_begins() -> None:
     times("allocate_kv", 0.0, "")
     now = 4.25
     assert len(reported) == 4
-    assert told(times.by_rank(None)) == ["rank 0: torch 2.0 s, weights 1.0 s, allocate_kv 0.2 s"]
+    assert log_lines(times.by_rank(None)) == ["rank 0: torch 2.0 s, weights 1.0 s, allocate_kv 0.2 s"]
     assert times.by_rank(Group()) == {
         0: [("torch", 2.0), ("weights", 1.0), ("allocate_kv", 0.25)],
         1: [("interpreter", 0.5), ("import", 4.5), ("join", 3.0)],

@@ -202,7 +202,7 @@ def test_a_resumed_request_goes_on_as_it_would_have(
         ({"bad_words": ((),)}, "a word without tokens"),
         ({"logprobs": 0, "logprob_token_ids": (-1,)}, "logprob_token_ids holds -1"),
         ({"bad_words": ((1,),), "use_beam_search": True, "beam_width": 2}, "bad_words: a beam search"),
-        ({"allowed_token_ids": (5,), "bad_words": ((5,),)}, "every one is masked"),
+        ({"allowed_token_ids": (5,), "bad_words": ((5,),)}, "all are masked"),
     ],
 )
 def test_what_cannot_be_followed_ends_its_request_alone(

@@ -68,7 +68,7 @@ def first(tensors: dict[str, torch.Tensor]) -> str:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config": (lambda d: (d / "config.json").unlink(), r"has no config\.json: --model must be a model directory"),
+    "no config": (lambda d: (d / "config.json").unlink(), r"has no config\.json; expected a model directory"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), r"config\.json is not JSON"),
     "config is deep": (lambda d: (d / "config.json").write_text("[" * 100_000), r"config\.json is not JSON"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), r"config\.json is not a JSON object"),

@@ -107,4 +107,4 @@ def test_worker_start_logs_the_format(model: Fp8Model) -> None:
     )  # fmt: skip
     load_replica(load_plan(settings), lambda phase, progress, detail: lines.append(detail))
     matching = [line for line in lines if "of float32 weights on cpu" in line]
-    assert len(matching) == 1 and "products from fp8, quantized while loading, native implementation" in matching[0]
+    assert len(matching) == 1 and "linear layers in fp8, quantized while loading, native implementation" in matching[0]

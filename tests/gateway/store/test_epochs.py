@@ -96,19 +96,19 @@ async def test_a_token_of_the_attempt_before_that_comes_during_the_acceptance(cl
 
 async def test_one_that_is_in_the_socket_when_the_reply_comes(client, flaky, worker, wire, connections, keys):
     stream, held = await restoring(client, flaky, wire, worker)
-    understand, socket = client._listening.understand, []
+    handle_message, socket = client._listening.handle_message, []
 
     async def keep(message: Message) -> None:
         socket.append(message)
 
-    client._listening.understand = keep
+    client._listening.handle_message = keep
     await connections.commands.publish(keys.gateway_channel("g"), late("a", 1, 6))
     held.goes_on.set()
     while not client.counts.num_restored_requests or len(socket) < 2:  # the mark is behind it
         await asyncio.sleep(0)
-    client._listening.understand = understand
+    client._listening.handle_message = handle_message
     for message in socket:
-        await understand(message)
+        await handle_message(message)
     await goes_on_as_the_journal(worker, stream)
 
 

@@ -68,7 +68,7 @@ class TestStream:
                 await asyncio.sleep(0)
 
         heard_at: list[int] = []
-        stream.on_news = lambda: heard_at.append(turns)
+        stream.on_ready = lambda: heard_at.append(turns)
         counting = asyncio.create_task(count())
         async with connections.commands.pipeline(transaction=False) as pipeline:
             for index in range(20):
@@ -98,7 +98,7 @@ class TestStream:
 
         heard_at: list[int] = []
         for stream in streams:
-            stream.on_news = lambda: heard_at.append(turns)
+            stream.on_ready = lambda: heard_at.append(turns)
         counting = asyncio.create_task(count())
         batch = EventBatch(PROTOCOL_VERSION, WORKER, 1, [TokenEvent(stream.request_id, 0, [5]) for stream in streams])
         await connections.commands.publish(keys.gateway_channel("g"), encode(batch))

@@ -59,11 +59,11 @@ async def everything(stream: ResponseStream) -> list[object]:
 
 async def test_joins_what_came_since_the_last_read():
     stream = ResponseStream(REQUEST)
-    stream.offer(token(0, 5))
-    stream.offer(token(1, 6, 7))
+    stream.add_event(token(0, 5))
+    stream.add_event(token(1, 6, 7))
     assert await anext(stream) == token(0, 5, 6, 7)
-    stream.offer(token(3, 8))
-    stream.offer(finish(4))
+    stream.add_event(token(3, 8))
+    stream.add_event(finish(4))
     assert await everything(stream) == [token(3, 8), finish(4)]
     assert await everything(stream) == []
 
@@ -72,12 +72,12 @@ async def test_an_event_of_plain_tokens_is_read_as_it_came_if_nothing_else_waits
     stream = ResponseStream(REQUEST)
     assert stream.read_whole() is None
     event = token(0, 5, 6)
-    stream.offer(event)
+    stream.add_event(event)
     assert stream.read_whole() is event and stream.read_whole() is None and stream.read() is None
     batches: list[list[StreamEvent]] = [[token(2, 7), token(3, 8)], [scored(4, 9)], [token(5, 10), finish(6)]]
     for batch in batches:
         for other in batch:
-            stream.offer(other)
+            stream.add_event(other)
         assert stream.read_whole() is None, "read() has it"
         assert stream.read() is not None
     assert stream.read() == finish(6)
@@ -85,7 +85,7 @@ async def test_an_event_of_plain_tokens_is_read_as_it_came_if_nothing_else_waits
 
 async def test_a_choice_that_was_not_asked_for_is_none() -> None:
     stream = ResponseStream(REQUEST)
-    stream.offer(TokenEvent("a", 0, [5], choice=1))
+    stream.add_event(TokenEvent("a", 0, [5], choice=1))
     assert stream.read_whole() is None and stream.read() is None and not stream.num_tokens
 
 
@@ -97,7 +97,7 @@ def scored(index: int, *token_ids: int) -> TokenEvent:
 async def test_log_probabilities_come_once_with_their_tokens_from_either_source():
     stream = ResponseStream(REQUEST, RetentionTerms(b"", "holder", "", 15))  # others may ask for what was read
     for event in (scored(0, 5), scored(0, 5, 6), scored(3, 8)):  # the last one after a hole
-        stream.offer(event)
+        stream.add_event(event)
     assert await anext(stream) == scored(0, 5, 6)
     journal = b"".join(encode(JournalFrame(e.index, e.token_ids, JournalExtras(e.logprobs))) for e in
                        (scored(0, 5, 6), scored(2, 7, 8)))  # fmt: skip
@@ -116,7 +116,7 @@ async def test_a_reader_that_lags_gets_the_rest_from_the_journal(monkeypatch: py
     stream, caught_up = ResponseStream(REQUEST), []
     stream.on_caught_up = lambda: caught_up.append(stream.is_behind)
     for event in (scored(0, 1, 2), scored(2, 3, 4), scored(4, 5), finish(5)):
-        stream.offer(event)
+        stream.add_event(event)
     assert stream.lags and not stream.is_behind and not stream.has_ended and tokens_of(stream) == [1, 2, 3]
     assert stream.read() == scored(0, 1, 2, 3)
     assert caught_up == [True] and not stream.lags
@@ -135,7 +135,7 @@ async def test_a_reader_that_keeps_up_gets_a_long_journal_at_once(monkeypatch: p
         while (event := stream.read()) is not None:
             events.append(event)
 
-    stream.on_news = read_all
+    stream.on_ready = read_all
     stream.offer_journal(scored_journal(1, 2, 3, 4, 5, 6, 7), finish(7))
     assert events == [scored(0, 1, 2, 3), scored(3, 4, 5, 6), scored(6, 7), finish(7)]
     assert not stream.lags and not stream.is_behind
@@ -148,7 +148,7 @@ async def test_scores_that_wait_do_not_hold_the_messages_that_they_came_in() -> 
     messages = [encode(EventBatch(PROTOCOL_VERSION, "w", 1, [scored(index, 5), *others])) for index in range(3)]
     num_references = [sys.getrefcount(message) for message in messages]
     for number in range(3):
-        stream.offer(decode_event_batch(messages[number]).events[0])
+        stream.add_event(decode_event_batch(messages[number]).events[0])
     assert [sys.getrefcount(message) for message in messages] == num_references
     assert await anext(stream) == scored(0, 5, 5, 5)
 
@@ -161,11 +161,11 @@ async def test_log_probabilities_are_whole_whether_they_are_read_one_by_one_or_l
     for num_late in range(len(events) + 1):
         stream, found = ResponseStream(REQUEST, terms), list[TokenEvent]()
         for number, event in enumerate(events):
-            stream.offer(event)
+            stream.add_event(event)
             assert stream.read_whole() is None, "they are no plain tokens"
             while number >= num_late and isinstance(told := stream.read(), TokenEvent):
                 found.append(told)
-        stream.offer(finish(stream.num_tokens))
+        stream.add_event(finish(stream.num_tokens))
         found += [event for event in await everything(stream) if isinstance(event, TokenEvent)]
         assert [id_ for told in found for id_ in told.token_ids] == [id_ for event in events for id_ in event.token_ids]
         assert [one for told in found for one in told.logprobs or ()] == [
@@ -175,7 +175,7 @@ async def test_log_probabilities_are_whole_whether_they_are_read_one_by_one_or_l
 
 async def test_scores_that_were_read_are_not_kept_for_nobody() -> None:
     stream = ResponseStream(REQUEST)
-    stream.offer(scored(0, 5, 6))
+    stream.add_event(scored(0, 5, 6))
     assert await anext(stream) == scored(0, 5, 6)
     assert stream.frames == [JournalFrame(0, [5, 6])]
 
@@ -190,8 +190,8 @@ def prompt_scores(start: int, stop: int) -> PromptLogprobs:
 async def test_no_token_comes_before_the_whole_prompt_is_scored():
     sampling = SamplingParams(max_tokens=9, seed=0, prompt_logprobs=0)
     stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3, 4], sampling=sampling))
-    stream.offer(TokenEvent("a", 0, [], prompt_logprobs=prompt_scores(1, 2)))
-    stream.offer(token(0, 5))  # what lies between was lost on the way
+    stream.add_event(TokenEvent("a", 0, [], prompt_logprobs=prompt_scores(1, 2)))
+    stream.add_event(token(0, 5))  # what lies between was lost on the way
     assert stream.is_behind and tokens_of(stream) == []
     frames = [JournalFrame(0, [], JournalExtras(prompt_logprobs=prompt_scores(*part))) for part in ((1, 2), (2, 4))]
     journal = b"".join(map(encode, [*frames, JournalFrame(0, [5])]))
@@ -205,7 +205,7 @@ async def test_no_token_comes_before_the_whole_prompt_is_scored():
 async def test_a_worker_that_knows_no_scores_does_not_hold_up_its_tokens():
     sampling = SamplingParams(max_tokens=9, seed=0, prompt_logprobs=0)
     stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=sampling))
-    stream.offer(token(0, 5))
+    stream.add_event(token(0, 5))
     assert stream.is_behind
     stream.offer_journal(journal_choices(encode(JournalFrame(0, [5])), 1), finish(1))
     assert await everything(stream) == [token(0, 5), finish(1)]
@@ -214,7 +214,7 @@ async def test_a_worker_that_knows_no_scores_does_not_hold_up_its_tokens():
 async def test_repeats_and_overlaps_are_dropped():
     stream = ResponseStream(REQUEST)
     for event in (token(0, 5, 6), token(0, 5, 6), token(1, 6, 7), token(0, 5), finish(3)):
-        stream.offer(event)
+        stream.add_event(event)
     assert await everything(stream) == [token(0, 5, 6, 7), finish(3)]
     assert stream.num_repeated_tokens == 4
 
@@ -230,13 +230,13 @@ async def test_choices_are_counted_apart_and_each_tells_its_own_end():
     stream = ResponseStream(request)
     stop = FinishReason.STOP
     for event in (several(0, 1, 5), several(0, 0, 6), several(1, 1, 7, reason=stop), several(1, 1, 7, reason=stop)):
-        stream.offer(event)
+        stream.add_event(event)
     assert [await anext(stream), await anext(stream)] == [several(0, 1, 5, 7, reason=stop), several(0, 0, 6)]
-    stream.offer(several(2, 0, 9))
+    stream.add_event(several(2, 0, 9))
     assert stream.is_behind  # index 1 of choice 0 is missing
     stream.offer_journal([StoredChoice([6, 8, 9], FinishReason.LENGTH), StoredChoice([5, 7], stop)], None)
-    stream.offer(several(0, 2, 5))  # of no choice that was asked for
-    stream.offer(finish(5))
+    stream.add_event(several(0, 2, 5))  # of no choice that was asked for
+    stream.add_event(finish(5))
     assert await everything(stream) == [several(1, 0, 8, 9, reason=FinishReason.LENGTH), finish(5)]
 
 
@@ -245,8 +245,8 @@ async def test_what_a_store_gets_back_holds_every_choice():
         request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0, n=3)
     )
     stream = ResponseStream(request)
-    stream.offer(several(0, 2, 5, 6, reason=FinishReason.STOP))
-    stream.offer(several(0, 0, 7))
+    stream.add_event(several(0, 2, 5, 6, reason=FinishReason.STOP))
+    stream.add_event(several(0, 0, 7))
     journal = b"".join(map(encode, stream.frames))
     stored = [StoredChoice([7]), StoredChoice(), StoredChoice([5, 6], FinishReason.STOP)]
     assert journal_choices(journal, 3) == stored
@@ -254,8 +254,8 @@ async def test_what_a_store_gets_back_holds_every_choice():
 
 async def test_a_hole_asks_for_the_journal_and_nothing_is_skipped():
     stream = ResponseStream(REQUEST)
-    stream.offer(token(0, 5))
-    stream.offer(token(2, 7))
+    stream.add_event(token(0, 5))
+    stream.add_event(token(2, 7))
     assert stream.is_behind
     assert tokens_of(stream) == [5]
     stream.offer_journal([StoredChoice([5, 6, 7])], None)
@@ -266,8 +266,8 @@ async def test_a_hole_asks_for_the_journal_and_nothing_is_skipped():
 @pytest.mark.parametrize("end", [finish(3), ERROR], ids=["more tokens were made", "an error tells no number"])
 async def test_an_end_that_may_hide_tokens_waits_for_the_journal(end):
     stream = ResponseStream(REQUEST)
-    stream.offer(token(0, 5))
-    stream.offer(end)
+    stream.add_event(token(0, 5))
+    stream.add_event(end)
     assert stream.is_behind
     assert not stream.has_ended
     stream.offer_journal([StoredChoice([5, 6, 7])], end)
@@ -276,16 +276,16 @@ async def test_an_end_that_may_hide_tokens_waits_for_the_journal(end):
 
 async def test_nothing_counts_after_the_end():
     stream = ResponseStream(REQUEST)
-    stream.offer(finish(0))
-    stream.offer(token(0, 5))
-    stream.offer(ERROR)
+    stream.add_event(finish(0))
+    stream.add_event(token(0, 5))
+    stream.add_event(ERROR)
     stream.offer_journal([StoredChoice([5])], ERROR)
     assert await everything(stream) == [finish(0)]
 
 
 async def test_an_old_or_shorter_journal_takes_nothing_back():
     stream = ResponseStream(REQUEST)
-    stream.offer(token(0, 5, 6))
+    stream.add_event(token(0, 5, 6))
     stream.offer_journal([StoredChoice([5])], None)
     assert tokens_of(stream) == [5, 6]
 
@@ -299,14 +299,14 @@ async def test_a_reader_that_waits_is_woken_and_may_be_cancelled():
         await waiting
     waiting = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
-    stream.offer(token(0, 5))
-    stream.on_news()
+    stream.add_event(token(0, 5))
+    stream.on_ready()
     assert await waiting == token(0, 5)
 
 
 async def test_a_withdrawn_stream_ends_with_what_it_had():
     stream = ResponseStream(REQUEST)
-    stream.offer(token(0, 5))
+    stream.add_event(token(0, 5))
     stream.end(cancelled_event(stream))
     tokens, end = await everything(stream)
     assert tokens == token(0, 5) and isinstance(end, FinishEvent)
@@ -323,7 +323,7 @@ async def test_any_mess_of_frames_gives_the_journal(seed):
     stream = ResponseStream(REQUEST)
     for frame in sorted(frames, key=lambda frame: frame.index + rng.randint(-8, 8)):
         if rng.random() < 0.8:
-            stream.offer(frame)
+            stream.add_event(frame)
         if rng.random() < 0.1:
             stream.offer_journal([StoredChoice(journal[: rng.randrange(61)])], None)
         assert tokens_of(stream) == journal[: stream.num_tokens]
@@ -340,7 +340,7 @@ def test_a_worker_makes_progress_when_its_steps_do_or_it_has_nothing_to_do():
     def progress_after(seconds: float, step: int, running: int) -> float:
         nonlocal now
         now += seconds
-        fleet.heard(WorkerHeartbeat(worker_id="w", phase=WorkerPhase.READY, step=step, running=running))
+        fleet.record_heartbeat(WorkerHeartbeat(worker_id="w", phase=WorkerPhase.READY, step=step, running=running))
         (status,) = fleet.snapshot()
         assert bool(ready_workers([status])) == (status.seconds_since_progress < 15)
         return status.seconds_since_progress
@@ -357,13 +357,13 @@ def test_the_fleet_remembers_for_ever_who_was_ready_last():
     now = 0.0
     fleet = Fleet(lambda: now)
     for phase in (WorkerPhase.LOAD, WorkerPhase.WARMUP):
-        fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=phase))
-    fleet.heard(WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.READY))
+        fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.a", phase=phase))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.READY))
     assert fleet.last_ready is None
-    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, max_model_len=64))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, max_model_len=64))
     now = 3600.0
-    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.DRAINING))
-    fleet.heard(WorkerHeartbeat(worker_id="w0.b", phase=WorkerPhase.LOAD))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.DRAINING))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.b", phase=WorkerPhase.LOAD))
     assert [status.heartbeat.worker_id for status in fleet.snapshot()] == ["w0.a", "w0.b"]
     assert fleet.last_ready is not None
     assert (fleet.last_ready.heartbeat.max_model_len, fleet.last_ready.seconds_since_seen) == (64, 3600.0)
@@ -373,9 +373,9 @@ def test_the_fleet_remembers_workers_for_a_minute_by_its_own_clock():
     now = 0.0
     fleet = Fleet(lambda: now)
     for worker_id in ("w1.b", "supervisor", "w0.a"):
-        fleet.heard(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY))
+        fleet.record_heartbeat(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY))
     now = 59.0
-    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, step=5))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, step=5))
     assert [(status.heartbeat.worker_id, status.seconds_since_seen) for status in fleet.snapshot()] == [
         ("supervisor", 59.0),
         ("w0.a", 0.0),

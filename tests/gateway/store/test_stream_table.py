@@ -21,7 +21,7 @@ def test_tokens_that_wait_are_counted_as_streams_come_begin_and_go() -> None:
                 table.add(ResponseStream(chance.choice(streams).request))
             case "token":
                 stream = chance.choice(streams)
-                stream.offer(TokenEvent(stream.request_id, stream.num_tokens, [5]))
+                stream.add_event(TokenEvent(stream.request_id, stream.num_tokens, [5]))
                 table.settle(stream)
             case "discard":
                 gone = chance.choice(streams)

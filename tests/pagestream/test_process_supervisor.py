@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pagestream.child_process import ChildCommand, ChildProcess
-from pagestream.crew import ChildGaveUp, Crew, SupervisedChild
+from pagestream.process_supervisor import ChildGaveUp, ProcessSupervisor, SupervisedChild
 from tests.patience import PATIENCE_SECONDS
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
@@ -43,15 +43,15 @@ class Record:
 
 
 async def test_a_killed_child_lives_again_after_its_death_was_handled() -> None:
-    record, crew = Record(), Crew()
+    record, supervisor = Record(), ProcessSupervisor()
     child = record.child("worker")
-    crew.start(child, stop_rank=0)
+    supervisor.start(child, stop_rank=0)
     await record.until(lambda events: "worker: up" in events)
     child.is_ready = True
     child.kill()
     await record.until(lambda events: events.count("worker: up") == 2)
     assert not child.is_ready
-    await crew.stop(5.0)
+    await supervisor.stop(5.0)
     assert record.events == [
         "worker life 0 begins", "worker: up", "worker life 0 ended with signal 9",
         "worker life 1 begins", "worker: up",
@@ -72,14 +72,14 @@ async def test_many_lives_leave_no_descriptor() -> None:
 
 
 async def test_a_stop_is_told_once_and_a_short_one_not_at_all() -> None:
-    record, crew = Record(), Crew()
+    record, supervisor = Record(), ProcessSupervisor()
     child = record.child("worker")
 
     async def on_stopped(life: int) -> None:
         record.add(f"worker life {life} is stopped")
 
     child.on_stopped = on_stopped
-    crew.start(child, stop_rank=0)
+    supervisor.start(child, stop_rank=0)
     await record.until(lambda events: "worker: up" in events)
     assert child.process is not None
     for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGSTOP):
@@ -88,7 +88,7 @@ async def test_a_stop_is_told_once_and_a_short_one_not_at_all() -> None:
     child.process.send_signal(signal.SIGCONT)
     child.kill()
     await record.until(lambda events: events.count("worker: up") == 2)
-    await crew.stop(5.0)
+    await supervisor.stop(5.0)
     assert record.events == [
         "worker life 0 begins", "worker: up", "worker life 0 is stopped", "worker life 0 ended with signal 9",
         "worker life 1 begins", "worker: up",
@@ -96,8 +96,8 @@ async def test_a_stop_is_told_once_and_a_short_one_not_at_all() -> None:
 
 
 async def test_a_stop_is_not_told_again_with_the_end_of_another_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagestream.crew.LOOK_SECONDS", 0.0)  # or it would be told again only after the test
-    record, crew = Record(), Crew()
+    monkeypatch.setattr("pagestream.process_supervisor.LOOK_SECONDS", 0.0)  # report it at once
+    record, supervisor = Record(), ProcessSupervisor()
     child, other = record.child("worker"), record.child("gateway")
 
     async def on_stopped(life: int) -> None:
@@ -105,7 +105,7 @@ async def test_a_stop_is_not_told_again_with_the_end_of_another_child(monkeypatc
 
     child.on_stopped = on_stopped
     for one in (child, other):
-        crew.start(one, stop_rank=0)
+        supervisor.start(one, stop_rank=0)
     await record.until(lambda events: {"worker: up", "gateway: up"} <= set(events))
     assert child.process is not None
     child.process.send_signal(signal.SIGSTOP)
@@ -114,27 +114,27 @@ async def test_a_stop_is_not_told_again_with_the_end_of_another_child(monkeypatc
     await record.until(lambda events: events.count("gateway: up") == 2)
     assert record.events.count("worker is stopped") == 1
     child.kill()
-    await crew.stop(5.0)
+    await supervisor.stop(5.0)
 
 
-async def test_a_child_that_cannot_start_ends_the_work_with_its_last_lines() -> None:
-    record, crew = Record(), Crew()
-    crew.start(record.child("worker", "print('out of memory'); raise SystemExit(3)"), stop_rank=0)
-    with pytest.raises(ChildGaveUp, match="worker is given up: it exited twice with exit status 3") as given_up:
-        await crew.while_all_live(asyncio.Event().wait())
+async def test_failed_start_ends_the_work_with_its_last_lines() -> None:
+    record, supervisor = Record(), ProcessSupervisor()
+    supervisor.start(record.child("worker", "print('out of memory'); raise SystemExit(3)"), stop_rank=0)
+    with pytest.raises(ChildGaveUp, match="worker: not restarted: it exited twice with exit status 3") as given_up:
+        await supervisor.while_all_live(asyncio.Event().wait())
     assert str(given_up.value).endswith("Its last lines:\n    out of memory")
-    await crew.stop(5.0)
+    await supervisor.stop(5.0)
 
 
 async def test_work_that_ends_gives_its_result_and_leaves_the_children() -> None:
-    record, crew = Record(), Crew()
+    record, supervisor = Record(), ProcessSupervisor()
     child = record.child("worker")
-    crew.start(child, stop_rank=0)
-    assert await crew.while_all_live(asyncio.sleep(0, "done")) == "done"
+    supervisor.start(child, stop_rank=0)
+    assert await supervisor.while_all_live(asyncio.sleep(0, "done")) == "done"
     await record.until(lambda events: "worker: up" in events)
     assert child.process is not None
     assert child.process.process.returncode is None
-    await crew.stop(5.0)
+    await supervisor.stop(5.0)
     assert child.process.process.returncode == -15
 
 
@@ -143,21 +143,21 @@ async def test_the_stop_goes_rank_by_rank() -> None:
         "import signal, sys, time; signal.signal(15, lambda *_: (print('down', flush=True), sys.exit(0)));"
         "print('up', flush=True); time.sleep(60)"
     )
-    record, crew = Record(), Crew()
-    crew.start(record.child("worker", says_its_end), stop_rank=1)
-    crew.start(record.child("gateway", says_its_end), stop_rank=0)
+    record, supervisor = Record(), ProcessSupervisor()
+    supervisor.start(record.child("worker", says_its_end), stop_rank=1)
+    supervisor.start(record.child("gateway", says_its_end), stop_rank=0)
     await record.until(lambda events: {"worker: up", "gateway: up"} <= set(events))
-    await crew.stop(5.0)
+    await supervisor.stop(5.0)
     assert record.events[-2:] == ["gateway: down", "worker: down"]
 
 
 async def test_a_duty_that_fails_ends_the_work() -> None:
-    crew = Crew()
+    supervisor = ProcessSupervisor()
 
     async def duty() -> None:
         raise OSError("no more store")
 
-    crew.watch(duty(), name="store")
+    supervisor.watch(duty(), name="store")
     with pytest.raises(OSError, match="no more store"):
-        await crew.while_all_live(asyncio.Event().wait())
-    await crew.stop(1.0)
+        await supervisor.while_all_live(asyncio.Event().wait())
+    await supervisor.stop(1.0)

@@ -1,12 +1,10 @@
-"""The children of one supervisor, each kept alive, and all together.
+"""Supervise the child processes of `serve`.
 
-    SupervisedChild   starts one, and when it dies does what its death needs, then starts it again or gives up. Each
-                      life is another command: a worker's id carries the number of the life. It is told as well of a
-                      child that a signal has stopped
-    Crew              if one is given up, all are stopped; the stop goes rank by rank
+    SupervisedChild     starts a process, and after its death runs a hook, then restarts it or gives up. Each start has
+                        its own command, because a worker's id contains the number of the start
+    ProcessSupervisor   stops all children if one gives up; children stop in the order of their ranks
 
-It stands around the children of `serve`, from their start to the stop. It knows the policy of restarts and the hooks
-that it was given, no store and no request, and not what a child is.
+A hook is also called for a child that a signal has stopped.
 """
 
 import asyncio
@@ -26,10 +24,10 @@ _T = TypeVar("_T")
 
 
 class ChildGaveUp(RuntimeError):
-    """A child that keeps dying. The message holds its last lines."""
+    """A child dies repeatedly. The message contains its last lines of output."""
 
     def __init__(self, message: str, exit_status: int = 1) -> None:
-        """`exit_status`: of the supervisor: 2 if the child said that it cannot start, else 1."""
+        """Set the supervisor's exit status: 2 if the child reported that it cannot start, else 1."""
         super().__init__(message)
         self.exit_status = exit_status
 
@@ -37,18 +35,22 @@ class ChildGaveUp(RuntimeError):
 @dataclass
 class SupervisedChild:
     name: str
-    command: Callable[[int], ChildCommand]  # number of the life, from 0
+    command: Callable[[int], ChildCommand]  # number of the start, from 0
     on_line: LineSink
-    on_death: Callable[[int, str], Awaitable[None]]  # which life ended, how; the next begins after it
-    on_stopped: Callable[[int], Awaitable[None]] | None = None  # in which life; once for each stop by a signal
-    is_ready: bool = False  # set by whoever sees it; false again with each life
+    on_death: Callable[[int, str], Awaitable[None]]  # number of the start, cause; the next start waits for it
+    on_stopped: Callable[[int], Awaitable[None]] | None = None  # number of the start; once per stop by a signal
+    is_ready: bool = False  # set by the owner; reset with each start
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     process: ChildProcess | None = None
     lives: int = 0
-    signalled: asyncio.Event = field(default_factory=asyncio.Event)  # a child has ended, was stopped or goes on
+    signaled: asyncio.Event = field(default_factory=asyncio.Event)  # a child has ended, stopped or continued
 
     async def run(self) -> NoReturn:
-        """Until cancelled, which leaves the process to `stop`. Raises ChildGaveUp."""
+        """Keep the child alive until cancelled. A cancellation leaves the process running for stop().
+
+        Raises:
+            ChildGaveUp: If the child dies repeatedly, or cannot start.
+        """
         while True:
             self.is_ready = False
             self.process = await ChildProcess.start(self.command(self.lives), self.on_line)
@@ -57,30 +59,30 @@ class SupervisedChild:
                 status = await self.process.wait()
             finally:
                 watch.cancel()
-            self.process.kill()  # what it may have started itself
+            self.process.kill()  # its own children
             self.lives += 1
             await self.on_death(self.lives - 1, describe_exit(status))
             answer = self.policy.after_death(time.monotonic(), exit_status=status, was_ready=self.is_ready)
             if isinstance(answer, GiveUp):
                 tail = "\n".join(f"    {line}" for line in self.process.last_lines)
                 exit_status = CANNOT_START if status == CANNOT_START and not self.is_ready else 1
-                raise ChildGaveUp(f"{self.name} is given up: {answer.reason}. Its last lines:\n{tail}", exit_status)
+                raise ChildGaveUp(f"{self.name}: not restarted: {answer.reason}. Its last lines:\n{tail}", exit_status)
             await asyncio.sleep(answer.delay_seconds)
 
     async def _watch_for_stops(self, pid: int, life: int) -> None:
         if self.on_stopped is None or sys.platform != "linux":
             return
-        is_told = False
+        was_reported = False
         while True:
-            await self.signalled.wait()
-            self.signalled.clear()
-            is_told = is_told and is_stopped(pid)
-            if not is_told and await _stays_stopped(pid):
-                is_told = True
+            await self.signaled.wait()
+            self.signaled.clear()
+            was_reported = was_reported and is_stopped(pid)
+            if not was_reported and await _stays_stopped(pid):
+                was_reported = True
                 await self.on_stopped(life)
 
     async def stop(self, grace_seconds: float) -> None:
-        """End the running process; `run` must have been cancelled."""
+        """End the running process. Cancel run() first."""
         if self.process is not None:
             await self.process.stop(grace_seconds)
 
@@ -97,11 +99,11 @@ async def _stays_stopped(pid: int) -> bool:
     return is_stopped(pid)
 
 
-class Crew:
+class ProcessSupervisor:
     def __init__(self) -> None:
-        """To be made in the running event loop of the main thread, to which the kernel tells of children."""
+        """Handle SIGCHLD. Create it in the running event loop of the main thread."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGCHLD, self._hear_children)
+        self._loop.add_signal_handler(signal.SIGCHLD, self._wake_watchers)
         self._children: list[tuple[int, SupervisedChild]] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._failure: asyncio.Future[None] = self._loop.create_future()
@@ -111,18 +113,18 @@ class Crew:
         return [child for _rank, child in self._children]
 
     def start(self, child: SupervisedChild, *, stop_rank: int) -> None:
-        """Keep `child` alive from now on. Lower ranks are stopped first, equal ones at the same time."""
+        """Keep `child` alive. Lower ranks are stopped first, equal ones at the same time."""
         self._children.append((stop_rank, child))
         self.watch(child.run(), name=child.name)
 
     def watch(self, duty: Coroutine[Any, Any, Any], *, name: str) -> None:
-        """Run a coroutine that is not to end; its error ends the whole."""
+        """Run a coroutine that must not end; its error ends while_all_live()."""
         task = asyncio.create_task(duty, name=name)
         task.add_done_callback(self._note_end)
         self._tasks.append(task)
 
     async def while_all_live(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Await `work`; raise the error of a child that is given up meanwhile."""
+        """Await `work`. Raises the error of a child that gives up before."""
         task = asyncio.create_task(work)
         try:
             either: set[asyncio.Future[Any]] = {task, self._failure}
@@ -149,9 +151,9 @@ class Crew:
         for _rank, child in self._children:
             child.kill()
 
-    def _hear_children(self) -> None:
+    def _wake_watchers(self) -> None:
         for child in self.children:
-            child.signalled.set()
+            child.signaled.set()
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled() or self._failure.done():
