@@ -22,7 +22,7 @@ from msgspec import structs
 
 from engine_worker.kv.sequence_kv import SequenceKV
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
-from engine_worker.scheduling.intake import Intake
+from engine_worker.scheduling.claim_budget import ClaimBudget
 from engine_worker.scheduling.prefix_cache import cache_root
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.running_slots import Tenant
@@ -96,7 +96,7 @@ class Engine:
             max_model_len=scheduler.config.max_model_len,
             capacity_blocks=scheduler.num_usable_blocks,
             block_size=scheduler.block_size,
-            most_blocks_each=scheduler.most_blocks_each,
+            max_blocks_each=scheduler.max_blocks_each,
             max_beam_width=scheduler.config.max_beam_width,
         )
         self._clock = clock
@@ -122,14 +122,14 @@ class Engine:
         return self._scheduler.config.max_num_seqs
 
     @property
-    def intake(self) -> Intake:
+    def claim_budget(self) -> ClaimBudget:
         """The claims that a worker should make of interactive requests."""
-        return self._scheduler.intake
+        return self._scheduler.claim_budget
 
     @property
-    def background_intake(self) -> Intake:
+    def background_claim_budget(self) -> ClaimBudget:
         """The claims that a worker should make of background requests, which leave room for others."""
-        return self._scheduler.background_intake
+        return self._scheduler.background_claim_budget
 
     @property
     def last_step(self) -> StepStats:
@@ -273,7 +273,7 @@ class Engine:
             sampling=_of_choice(sampling, number) if number else sampling,
             stop_token_ids=eos_token_ids.union(sampling.stop_token_ids),
             output_token_ids=choice.token_ids,
-            choice=number,
+            sequence_index=number,
             num_scored_tokens=max(choice.prompt_logprobs, default=-1) + 1,
             kv=SequenceKV(cache_root=cache_root(request.tenant, request.cache_salt)),
         )
@@ -304,7 +304,7 @@ def _prompt_events(result: StepResult) -> list[StreamEvent]:
             continue
         new = PromptLogprobs(scores.start + num_known, scores.tokens[num_known:])
         sequence.num_scored_tokens = new.start + len(new.tokens)
-        index, choice = sequence.num_output_tokens, sequence.choice
+        index, choice = sequence.num_output_tokens, sequence.sequence_index
         events.append(TokenEvent(sequence.request_id, index, [], choice, prompt_logprobs=new))
     return events
 
@@ -315,7 +315,7 @@ def _events(update: SequenceUpdate) -> list[StreamEvent]:
         return [ErrorEvent(sequence.request_id, ErrorCode.REQUEST_FAILED, update.error)]
     choice_end = update.finish_reason if sequence.sampling.n > 1 else None  # else the request's end says it
     new_token_ids, logprobs = update.new_token_ids, update.new_logprobs
-    tokens = TokenEvent(sequence.request_id, update.index, new_token_ids, sequence.choice, choice_end, logprobs)
+    tokens = TokenEvent(sequence.request_id, update.index, new_token_ids, sequence.sequence_index, choice_end, logprobs)
     events: list[StreamEvent] = [tokens]
     if update.ended_group is not None and update.finish_reason is not None:
         events.append(_finish_event(update.ended_group, update.finish_reason))

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from engine_worker.engine import Engine
 from engine_worker.grammar_gate import Compile, GrammarGate
-from engine_worker.scheduling.intake import NOTHING, Intake
+from engine_worker.scheduling.claim_budget import NO_CLAIMS, ClaimBudget
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from shared.messages import GenerationRequest, StoredChoice, StreamEvent
 from shared.redis_scripts import Demand
@@ -42,9 +42,11 @@ class Turn:
 
     step: StepStats | None
     events: Sequence[StreamEvent]
-    intake: Intake
-    background_intake: Intake
-    added_ids: Sequence[str] = ()  # requests that the engine was given since the turn before: `intake` knows of them
+    claim_budget: ClaimBudget
+    background_claim_budget: ClaimBudget
+    added_ids: Sequence[
+        str
+    ] = ()  # requests that the engine was given since the turn before: `claim_budget` knows of them
 
 
 class EngineThread:
@@ -58,7 +60,7 @@ class EngineThread:
         self._deliver: Callable[[Turn], None] = lambda turn: None
         self._gate = GrammarGate(lambda grammar: None, self._pass_on)  # until start() brings a real one
         self._on_way: dict[str, GenerationRequest] = {}  # requests that no turn knows of yet
-        self._latest_turn = Turn(None, (), NOTHING, NOTHING)
+        self._latest_turn = Turn(None, (), NO_CLAIMS, NO_CLAIMS)
         self._turned = asyncio.Event()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._stats: tuple[EngineStats, tuple[int, int]] | None = None  # as last asked for, and after what work
@@ -157,17 +159,20 @@ class EngineThread:
     def demand(self) -> Demand:
         on_way = self._on_way.values()
         num, num_tokens = len(on_way), sum(len(request.prompt_token_ids) for request in on_way)
-        intake, background_intake = self._latest_turn.intake, self._latest_turn.background_intake
-        num_requests = intake.num_most(num, num_tokens)
+        claim_budget, background_claim_budget = (
+            self._latest_turn.claim_budget,
+            self._latest_turn.background_claim_budget,
+        )
+        num_requests = claim_budget.max_requests(num, num_tokens)
         return Demand(
             requests=num_requests,
-            background_requests=background_intake.num_wanted(num, num_tokens),
-            prompt_tokens=intake.num_wanted_tokens(num_tokens),
-            likely_prompt_tokens=intake.likely_prompt_tokens,
-            room=max(0, intake.room - num),
-            background_room=max(0, background_intake.room - num),
-            others=0 if num_requests else max(0, intake.num_others - num),
-            waiting_tenants=intake.waiting_tenants.union(request.tenant for request in on_way),
+            background_requests=background_claim_budget.num_wanted(num, num_tokens),
+            prompt_tokens=claim_budget.num_wanted_tokens(num_tokens),
+            likely_prompt_tokens=claim_budget.likely_prompt_tokens,
+            room=max(0, claim_budget.room - num),
+            background_room=max(0, background_claim_budget.room - num),
+            others=0 if num_requests else max(0, claim_budget.num_others - num),
+            waiting_tenants=claim_budget.waiting_tenants.union(request.tenant for request in on_way),
         )
 
     async def withdraw_waiting(self, most: int) -> list[str]:
@@ -234,7 +239,7 @@ class EngineThread:
             self.in_step = False
             self._steps_ahead += 1
         added_ids, self._added_ids = self._added_ids, []
-        turn = Turn(step, events, engine.intake, engine.background_intake, added_ids)
+        turn = Turn(step, events, engine.claim_budget, engine.background_claim_budget, added_ids)
         self._in_loop(partial(self._take_turn, turn))
 
     def _in_loop(self, function: Callable[[], None]) -> None:

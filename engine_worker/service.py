@@ -21,9 +21,9 @@ from redis.exceptions import RedisError
 
 from engine_worker.engine import Engine
 from engine_worker.engine_thread import EngineThread
+from engine_worker.exit_reaper import ExitReaper
 from engine_worker.grammar_gate import Compile
 from engine_worker.health import HealthServer, PortUnavailable
-from engine_worker.last_will import LastWill
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.request_spans import RequestSpans
 from engine_worker.request_times import RequestClock, TimesSink
@@ -117,7 +117,7 @@ class WorkerService:
         if self._tracing is not None:
             self._sinks.append(RequestSpans(self._tracing, base_id, settings.model_name))
         is_group = settings.execution.tensor_parallel_size > 1
-        self._last_will = LastWill(settings.redis_url, settings.model_name) if is_group else None
+        self._exit_reaper = ExitReaper(settings.redis_url, settings.model_name) if is_group else None
         self._reaper = Reaper(
             self._connections,
             self._keys,
@@ -129,7 +129,7 @@ class WorkerService:
         self._worker: Worker | None = None
         self._note = ""
         self._dump_others: Callable[[], None] | None = None
-        self._told_to_stop = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[None] = self._loop.create_future()
         self._ending: asyncio.Task[None] | None = None
@@ -184,7 +184,7 @@ class WorkerService:
         if files:
             scripts = RedisScripts(self._connections.commands, self._keys)
             try:
-                await refuse_other_model(partial(scripts.compare_identity, files), self._reaper.heard)
+                await refuse_other_model(partial(scripts.compare_identity, files), self._reaper.seen_worker_ids)
             except (RedisError, OSError) as error:
                 logger.warning("model identity: not compared before loading: %s", error)
         return files
@@ -199,7 +199,7 @@ class WorkerService:
     async def _load(self, load: LoadEngine) -> LoadedEngine | None:
         """None if it was told to stop meanwhile: native code may still run in the thread then."""
         loading = asyncio.create_task(self._engine.call(partial(load, self._status.report)))
-        stopped = asyncio.create_task(self._told_to_stop.wait())
+        stopped = asyncio.create_task(self._stop_requested.wait())
         await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not loading.done():
@@ -224,14 +224,14 @@ class WorkerService:
         worker = Worker(
             self._engine,
             self._register,
-            self._hear_cancels,
+            self._listen_for_cancels,
             self._metrics,
             self._settings.drain_seconds,
             RequestClock(self._sinks),
         )
         self._engine.start(loaded.engine, worker.take_turn, loaded.compile_grammar)
         self._worker = worker
-        if self._told_to_stop.is_set():
+        if self._stop_requested.is_set():
             worker.drain()
         await worker.run()
         await self._engine.stop()
@@ -285,16 +285,18 @@ class WorkerService:
             profile=WorkerProfile(self._identity, Abilities(max_model_len=self._status.max_model_len)),
         )
         patience_seconds = self._settings.dead_after_seconds + REAP_SECONDS
-        incarnation = await wait_for_match(attempt, self._reaper.heard, patience_seconds)
+        incarnation = await wait_for_match(attempt, self._reaper.seen_worker_ids, patience_seconds)
         self._status.worker_id = incarnation.worker_id
-        if self._last_will is not None:
-            self._last_will.name(incarnation.worker_id)
+        if self._exit_reaper is not None:
+            self._exit_reaper.name(incarnation.worker_id)
         self._metrics.incarnation_began()
-        self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0, self._note)
+        self._status.report(
+            WorkerPhase.DRAINING if self._stop_requested.is_set() else WorkerPhase.READY, 1.0, self._note
+        )
         await self._beat()  # gateways that wait for a worker hear of it now, and not half a second later
         return incarnation
 
-    async def _hear_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
+    async def _listen_for_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
         hints = CancelHints(self._connections.subscriber, self._keys, on_cancel, incarnation.claims.attach)
         await hints.run(incarnation.worker_id)
 
@@ -306,7 +308,7 @@ class WorkerService:
 
     async def _beat(self) -> None:
         await self._refresh_stats()
-        self._heartbeats.offer(self._status.heartbeat(self._engine.num_steps, in_step=self._engine.in_step))
+        self._heartbeats.set_latest(self._status.heartbeat(self._engine.num_steps, in_step=self._engine.in_step))
 
     async def _refresh_stats(self) -> None:
         if self._worker is None:
@@ -325,9 +327,9 @@ class WorkerService:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
-        if self._told_to_stop.is_set():
+        if self._stop_requested.is_set():
             os._exit(128 + number)  # not sys.exit: the engine's thread may be in a step
-        self._told_to_stop.set()
+        self._stop_requested.set()
         if self._worker is not None:
             self._status.report(WorkerPhase.DRAINING, 0.0)
             self._worker.drain()

@@ -31,16 +31,18 @@ from shared.tasks import cancel_and_wait, run_until_first_ends
 from shared.ticks import next_tick
 
 SHARE_SECONDS = 0.5  # between two looks at what peers hold
-LEAST_TO_SHARE = 2  # a peer that holds nothing is given half of them
+MIN_TO_SHARE = 2  # a peer that holds nothing is given half of them
 
 logger = logging.getLogger("worker")
 
 Register = Callable[[Incarnation | None], Awaitable[Incarnation]]  # the life before -> the next; waits for the store
-HearCancels = Callable[[Incarnation, Callable[[str], None]], Coroutine[None, None, None]]  # with what to call for each
+ListenForCancels = Callable[
+    [Incarnation, Callable[[str], None]], Coroutine[None, None, None]
+]  # with what to call for each
 
 
 @dataclass(slots=True)
-class HeldRequest:
+class ClaimedRequestState:
     claimed: ClaimedRequest
     num_output_tokens: int  # emitted, of all choices, those of earlier attempts included
     is_lost: bool = False  # cancelled, or no longer this worker's: the engine is dropping it
@@ -65,18 +67,18 @@ class Worker:
         self,
         engine: EngineThread,
         register: Register,
-        hear_cancels: HearCancels,
+        listen_for_cancels: ListenForCancels,
         metrics: WorkerMetrics,
         drain_seconds: float,
         clock: RequestClock | None = None,
     ) -> None:
         self._engine = engine
         self._register = register
-        self._hear_cancels = hear_cancels
+        self._listen_for_cancels = listen_for_cancels
         self._metrics = metrics
         self._clock = clock or RequestClock([metrics])
         self._drain_seconds = drain_seconds
-        self._held: dict[str, HeldRequest] = {}
+        self._held: dict[str, ClaimedRequestState] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._holds = asyncio.Event()  # something since it was last asked
@@ -121,7 +123,7 @@ class Worker:
             await run_until_first_ends(
                 self._engine.wait_ended(),
                 self._emit_turns(incarnation.tokens),
-                self._hear_cancels(incarnation, self._on_cancel_hint),
+                self._listen_for_cancels(incarnation, self._on_cancel_hint),
                 self._claim_until_drained(incarnation.requests),
                 self._share_what_waits(incarnation.requests),
                 self._run_out_of_time(),
@@ -148,10 +150,10 @@ class Worker:
                 self._holds.clear()
                 await self._holds.wait()
             await next_tick(SHARE_SECONDS)
-            outwaited = {request_id for request_id in requests.outwaited() if self._has_no_token(request_id)}
-            if outwaited:
-                await self._give_back(requests, await self._engine.withdraw(outwaited))
-            if self._draining.is_set() or requests.num_held < LEAST_TO_SHARE:
+            timed_out_ids = {request_id for request_id in requests.queue_timed_out() if self._has_no_token(request_id)}
+            if timed_out_ids:
+                await self._give_back(requests, await self._engine.withdraw(timed_out_ids))
+            if self._draining.is_set() or requests.num_held < MIN_TO_SHARE:
                 continue
             level = await requests.peers_level(self._engine.demand.room or 0)
             surplus = 0 if level is None else (requests.num_held - level) // 2
@@ -180,7 +182,7 @@ class Worker:
         await self._outbox.join()  # what was computed until now is still stored
 
     def _take(self, claimed: ClaimedRequest) -> None:
-        self._held[claimed.request.request_id] = HeldRequest(
+        self._held[claimed.request.request_id] = ClaimedRequestState(
             claimed, sum(len(choice.token_ids) for choice in claimed.stored)
         )
         self._is_idle.clear()

@@ -8,8 +8,8 @@ the slots. Beams need all their slots at once: while they wait, every second slo
 from collections.abc import Iterable, Iterator
 
 from engine_worker.scheduling.background_share import BackgroundShare
-from engine_worker.scheduling.intake import IntakeForecast
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.claim_budget import PrefillEstimator
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.policy import FairShare
 from engine_worker.scheduling.running_slots import RunningSlots
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
@@ -23,23 +23,23 @@ _BLOCKS = "blocks"
 class Admission:
     def __init__(
         self,
-        kv_cache: KVSlots,
+        kv_cache: KVAllocator,
         policy: FairShare,
         slots: RunningSlots,
         background_share: BackgroundShare,
-        forecast: IntakeForecast,
+        estimator: PrefillEstimator,
         *,
-        most_blocks_each: int,
+        max_blocks_each: int,
     ) -> None:
-        """`most_blocks_each`: that any sequence holds at one time."""
+        """`max_blocks_each`: that any sequence holds at one time."""
         self.running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
         self.waits_for = ""  # what the first of the queue lacked in the last step
         self._kv_cache = kv_cache
         self._policy = policy
         self._slots = slots
         self._background_share = background_share
-        self._forecast = forecast
-        self._most_blocks_each = most_blocks_each
+        self._estimator = estimator
+        self._max_blocks_each = max_blocks_each
         self._lacks_blocks: SequenceGroup | None = None  # the first of the queue, if it did in the last step
         self._waiting_beams: SequenceGroup | None = None  # the first that lacked slots, since the last look
         # Of the step that is being planned:
@@ -153,7 +153,7 @@ class Admission:
             started, is_admitted = [first], self._try_admit(first, num_spare)
             if is_admitted and not group.has_started:
                 group.num_cached_tokens = first.num_cached_tokens
-                self._forecast.admitted(group)
+                self._estimator.admitted(group)
         for sequence in started if is_admitted else ():
             group.activate(sequence)
         return is_admitted
@@ -238,7 +238,7 @@ class Admission:
         """Return the blocks of `child` beside the full ones of `num_shared_tokens` of the prompt."""
         block_size = self._kv_cache.block_size
         num_own = -(-child.num_tokens // block_size) - num_shared_tokens // block_size
-        return min(num_own, self._most_blocks_each)
+        return min(num_own, self._max_blocks_each)
 
     def _fork_source(self, group: SequenceGroup) -> Sequence | None:
         """Return a running sequence that still holds the whole prompt."""

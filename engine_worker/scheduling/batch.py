@@ -152,7 +152,7 @@ class SequenceUpdate:
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 
-def made_up_batch(
+def synthetic_batch(
     num_sequences: int,
     start: int,
     num_new_tokens: int,

@@ -30,7 +30,7 @@ class BlockTables:
         self._is_shared = pool.is_shared
         self._span = span
         self._block_size = span.block_size
-        self._advanced: list[Sequence] = []  # with a window, since release_behind()
+        self._advanced: list[Sequence] = []  # with a window, since release_outside_window()
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
@@ -96,7 +96,7 @@ class BlockTables:
         if self._span.window:
             self._advanced.append(sequence)
 
-    def release_behind(self) -> None:
+    def release_outside_window(self) -> None:
         """Take from the sequences that advanced what none of their next tokens sees; between the plans of two steps.
 
         The step before may still read these blocks: who gets them writes in a later one.

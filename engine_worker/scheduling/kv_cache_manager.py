@@ -9,7 +9,7 @@ there what the device has lost, and a preempted sequence can be swapped instead 
 paper). The scheduler says who is admitted and who yields. The block moves that this takes are collected until
 take_transfers() gives them to the batch, and each is an event.
 
-It is part of a block's walk: the scheduler asks here for every token that needs a slot (KVSlots), and gives back here
+It is part of a block's walk: the scheduler asks here for every token that needs a slot (KVAllocator), and gives back here
 what a sequence leaves. It knows block ids, and no tensor.
 """
 
@@ -32,7 +32,7 @@ from engine_worker.scheduling.stored_prefixes import StoredPrefixes
 
 
 class KVCacheManager:
-    """The KVSlots of serving: blocks as they fill."""
+    """The KVAllocator of serving: blocks as they fill."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class KVCacheManager:
         # Asked for every running sequence in every step: without a call between.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
         self.allocate, self.fork, self.can_fork = self.tables.allocate, self.tables.fork, self.tables.can_fork
-        self.most_blocks, self.release_behind = self._span.max_blocks, self.tables.release_behind
+        self.max_blocks, self.release_outside_window = self._span.max_blocks, self.tables.release_outside_window
 
     @property
     def num_usable_blocks(self) -> int:
@@ -249,7 +249,9 @@ class KVCacheManager:
     def _num_new_blocks(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Return the blocks that the first step of `sequence` takes beside those of `match` on the device."""
         num_hit_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
-        return self._span.num_blocks(num_hit_tokens, sequence.num_tokens) - match.num_behind - len(match.block_ids)
+        return (
+            self._span.num_blocks(num_hit_tokens, sequence.num_tokens) - match.num_outside_window - len(match.block_ids)
+        )
 
     def _begin(self, sequence: Sequence, match: PrefixMatch, num_new: int) -> None:
         if self._prefixes:

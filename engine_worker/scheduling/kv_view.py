@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 
 
-def kv_view(kv_cache: KVSlots, sequences: Iterable[Sequence], waits_for: str) -> dict[str, Any]:
+def kv_view(kv_cache: KVAllocator, sequences: Iterable[Sequence], waits_for: str) -> dict[str, Any]:
     """`sequences`: all of the engine, those that run first; `waits_for`: why the first that waits does.
 
     states: a letter a block, by id: p(adding) f(ree) c(ached) a(ctive) s(hared). Owners follow from the block tables.
@@ -46,7 +46,7 @@ def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
     is_waiting = sequence.status is SequenceStatus.WAITING
     return {
         "request_id": sequence.request_id,
-        "choice": sequence.choice,
+        "choice": sequence.sequence_index,
         "status": str(sequence.status),
         "num_tokens": sequence.num_tokens,
         "num_computed_tokens": sequence.kv.num_computed_tokens,

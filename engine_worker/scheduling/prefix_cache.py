@@ -64,19 +64,19 @@ def parent_hash(sequence: Sequence, index: int) -> bytes:
 class PrefixMatch:
     """Blocks to share, then blocks to fetch from the host, or one to copy for its first `num_copied_tokens`.
 
-    `num_behind` blocks of the prefix are before them, which no window reaches: nobody need have those.
+    `num_outside_window` blocks of the prefix are before them, which no window reaches: nobody need have those.
     """
 
     block_ids: list[int]
     copied_block_id: int | None = None
     num_copied_tokens: int = 0
     host_block_ids: list[int] = field(default_factory=list)
-    num_behind: int = 0
+    num_outside_window: int = 0
 
     @property
     def num_blocks(self) -> int:
         """The full blocks of the prefix."""
-        return self.num_behind + len(self.block_ids) + len(self.host_block_ids)
+        return self.num_outside_window + len(self.block_ids) + len(self.host_block_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class PrefixCache:
         limit = self.num_reusable_tokens(sequence)
         num_blocks = limit // self._block_size
         extend_block_hashes(sequence, num_blocks, self._block_size)
-        num_behind, block_ids = self._span.longest_hit(sequence.kv.block_hashes[:num_blocks], self._pool.find)
-        return self._with_copy(sequence, PrefixMatch(block_ids, num_behind=num_behind), limit, step)
+        num_outside_window, block_ids = self._span.longest_hit(sequence.kv.block_hashes[:num_blocks], self._pool.find)
+        return self._with_copy(sequence, PrefixMatch(block_ids, num_outside_window=num_outside_window), limit, step)
 
     def num_reusable_tokens(self, sequence: Sequence) -> int:
         """The tokens that need not be computed.

@@ -24,7 +24,7 @@ class RequestLimits:
     max_model_len: int
     capacity_blocks: int  # of this worker's KV cache
     block_size: int
-    most_blocks_each: int  # that any sequence holds at one time
+    max_blocks_each: int  # that any sequence holds at one time
     max_beam_width: int
 
 
@@ -42,7 +42,7 @@ def _shortages(request: GenerationRequest, limits: RequestLimits) -> Iterator[st
     num_prompt = len(request.prompt_token_ids)
     shared_blocks = num_prompt // limits.block_size
     needed_blocks = shared_blocks + num_sequences * (-(-(num_prompt + 1) // limits.block_size) - shared_blocks)
-    needed_blocks = min(needed_blocks, num_sequences * limits.most_blocks_each)
+    needed_blocks = min(needed_blocks, num_sequences * limits.max_blocks_each)
     if needed_blocks > limits.capacity_blocks:
         shared, capacity = shared_blocks * limits.block_size, limits.capacity_blocks * limits.block_size
         needed = shared + num_sequences * (num_prompt + 1 - shared)

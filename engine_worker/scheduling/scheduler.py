@@ -29,10 +29,10 @@ from engine_worker.scheduling.admission import Admission
 from engine_worker.scheduling.background_share import BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
-from engine_worker.scheduling.intake import NOTHING, Intake, IntakeForecast
+from engine_worker.scheduling.claim_budget import NO_CLAIMS, ClaimBudget, PrefillEstimator
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVTotals
-from engine_worker.scheduling.kv_slots import KVSlots
 from engine_worker.scheduling.kv_view import kv_view
 from engine_worker.scheduling.policy import FairShare
 from engine_worker.scheduling.preemption import PreemptionMode
@@ -52,21 +52,21 @@ MAX_NEW_TENANTS = 4  # that wait here without a running slot: so that a share ca
 class Scheduler:
     """Decide what a step does; metrics and heartbeats read its counts between steps."""
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVSlots) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVAllocator) -> None:
         self.config = config
         self._kv_cache = kv_cache
-        self.most_blocks_each = kv_cache.most_blocks(config.max_model_len)  # that any sequence holds at one time
+        self.max_blocks_each = kv_cache.max_blocks(config.max_model_len)  # that any sequence holds at one time
         self._slots = RunningSlots(config.max_num_seqs)
         self._policy = FairShare(self._slots)
         self._background_share = BackgroundShare(config, kv_cache.num_usable_blocks)
-        self._forecast = IntakeForecast(config, kv_cache.block_size, self.most_blocks_each)
+        self._estimator = PrefillEstimator(config, kv_cache.block_size, self.max_blocks_each)
         self._admission = Admission(
             kv_cache,
             self._policy,
             self._slots,
             self._background_share,
-            self._forecast,
-            most_blocks_each=self.most_blocks_each,
+            self._estimator,
+            max_blocks_each=self.max_blocks_each,
         )
         self._running = self._admission.running
 
@@ -98,25 +98,27 @@ class Scheduler:
         return any(group.active[0].needs_last_token_on_host for group in self._running.values())
 
     @property
-    def intake(self) -> Intake:
+    def claim_budget(self) -> ClaimBudget:
         """The claims to make of interactive requests."""
         budget_tokens = self.config.prefill_budget(min(1, self.num_running))  # nobody knows how many will decode
         waiting = self._policy.ready(is_background=False)
-        intake = self._forecast.intake(waiting, self._slots.num_free, self._num_spare_blocks(), budget_tokens)
+        claim_budget = self._estimator.claim_budget(
+            waiting, self._slots.num_free, self._num_spare_blocks(), budget_tokens
+        )
         tenants = self._policy.waiting_tenants(is_background=False)
         num_new = sum(not self._slots.held(name) for name in tenants)
         num_others = max(0, MAX_NEW_TENANTS - num_new) if self._slots.has_keys else 0
-        return replace(intake, num_others=num_others, waiting_tenants=frozenset(tenants))
+        return replace(claim_budget, num_others=num_others, waiting_tenants=frozenset(tenants))
 
     @property
-    def background_intake(self) -> Intake:
+    def background_claim_budget(self) -> ClaimBudget:
         """The claims to make of background requests (class `batch`); none while others wait."""
         if self._policy.num_interactive:
-            return NOTHING
+            return NO_CLAIMS
         free_slots = min(self._slots.num_free, self._background_share.num_slots - self._slots.num_background)
         spare_blocks = self._num_spare_blocks() - (self._background_share.reserved_blocks if self._running else 0)
         budget_tokens = self._background_share.prefill_budget(self.num_running)
-        return self._forecast.intake(self._policy, free_slots, spare_blocks, budget_tokens, is_background=True)
+        return self._estimator.claim_budget(self._policy, free_slots, spare_blocks, budget_tokens, is_background=True)
 
     def max_num_tokens_of(self, num_prompt_tokens: int, num_beams: int = 1) -> int:
         """Return the longest that a sequence gets, so that it fits when it is alone, or beams when they are.
@@ -124,7 +126,7 @@ class Scheduler:
         Beams share at least the full blocks of their prompt, and may come to share nothing else. Where each can have
         what it holds at most, as it may with a window, they may get any length.
         """
-        if self.most_blocks_each * num_beams <= self._kv_cache.num_usable_blocks:
+        if self.max_blocks_each * num_beams <= self._kv_cache.num_usable_blocks:
             return self.config.max_model_len
         shared_blocks = num_prompt_tokens // self.block_size
         own_blocks = (self._kv_cache.num_usable_blocks - shared_blocks) // num_beams
@@ -143,7 +145,7 @@ class Scheduler:
         if group.sampling.use_beam_search:
             max_output_tokens = min(group.sampling.max_tokens, group.max_num_tokens - group.num_prompt_tokens)
             group.beam_search = BeamSearch(group.sampling, first.stop_token_ids, max_output_tokens)
-        self._forecast.added(group)
+        self._estimator.added(group)
         self._policy.add(group)
 
     def abort(self, request_id: str) -> None:
@@ -169,7 +171,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Decide what is computed next; from here on it counts as computed."""
-        self._kv_cache.release_behind()
+        self._kv_cache.release_outside_window()
         wanted, background = collect_demand(self._running.values(), self._kv_cache)
         yielded = self._yield_to_share(wanted, background)
         # Before anything forks: forks get no room in this step.
@@ -177,7 +179,7 @@ class Scheduler:
         incomplete = [*wanted.incomplete, *background.incomplete]
         self._admission.begin_step(incomplete, has_preempted=has_preempted, yielded=yielded)
         plan = StepPlan(self._kv_cache, self._admission.claim_fork)
-        self._forecast.scheduling((of for _, of in wanted.prefills), (of for _, of in background.prefills))
+        self._estimator.scheduling((of for _, of in wanted.prefills), (of for _, of in background.prefills))
         plan.add_decodes(wanted.decodes)
         prefills = self._prefills(wanted, is_background=False)
         has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences)))
@@ -305,7 +307,7 @@ class Scheduler:
         yield from demand.prefills
         for group, sequence in self._admission.admit(is_background=is_background):
             if not self._kv_cache.is_arriving(sequence) and group.num_prefill_tokens(sequence):
-                self._forecast.begun(sequence, is_background=is_background)
+                self._estimator.begun(sequence, is_background=is_background)
                 yield group, sequence
 
     def _preempt(self, group: SequenceGroup) -> None:
@@ -337,10 +339,10 @@ class Scheduler:
         assert group is not None
         assert token_id is not None, f"{sequence.request_id} was to sample; the executor gave neither token nor failure"
         sequence.output_token_ids.append(token_id)
-        self._forecast.advanced(sequence)
+        self._estimator.advanced(sequence)
         reason = finish_reason(sequence, group.max_num_tokens)
         if reason is not None:
-            self._forecast.ended([sequence])
+            self._estimator.ended([sequence])
             self._kv_cache.free(sequence)
             num_slots = group.num_slots
             group.end_sequence(sequence)
@@ -381,7 +383,7 @@ class Scheduler:
         give_up = give_up or self._kv_cache.free
         if self._running.pop(group.request_id, None) is None:
             self._policy.remove(group)
-        self._forecast.ended(group.sequences)
+        self._estimator.ended(group.sequences)
         self._give_back(group, group.num_slots)
         for sequence in group.sequences:
             if sequence.status is not SequenceStatus.WAITING:

@@ -35,7 +35,7 @@ class Sequence:
     # The sampler masks exactly these while fewer than sampling.min_tokens tokens are out.
     stop_token_ids: frozenset[int] = frozenset()
     output_token_ids: list[int] = field(default_factory=list)
-    choice: int = 0  # its index in the answer
+    sequence_index: int = 0  # the index of its choice in the answer
     beam_score: float = 0.0  # of a beam: the sum of its tokens' log-probabilities
     status: SequenceStatus = SequenceStatus.WAITING
     kv: SequenceKV = field(default_factory=SequenceKV)

@@ -19,7 +19,7 @@ NO_TENANT = Tenant()
 
 
 class ForkableTables(Protocol):
-    """The part of KVSlots that a beam search needs; the whole of it knows batches, which know groups."""
+    """The part of KVAllocator that a beam search needs; the whole of it knows batches, which know groups."""
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None: ...
 
@@ -144,9 +144,9 @@ class SequenceGroup:
     def end_search(self, beam: Sequence, answers: Iterable[Hypothesis]) -> list[Sequence]:
         """The answers of a search that is over, best first, as sequences like `beam`, which was one of it."""
         ended = []
-        for choice, answer in enumerate(answers):
+        for index, answer in enumerate(answers):
             sequence = _like(beam, answer.token_ids, SequenceStatus.FINISHED)
-            sequence.choice = choice
+            sequence.sequence_index = index
             self._num_ended_tokens += sequence.num_output_tokens
             ended.append(sequence)
         return ended

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.batch import ScheduledSequence
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.scheduling.sequence_group import SequenceGroup
 
 # Log-probabilities of prompts in a step: 8,000 tokens with 20 likeliest ones each are 1.4 MB which the store takes,
 # sends and keeps before the next tokens, 26 to 41 ms on two cores. With one likeliest one a step of 8,192 is whole.
-MOST_PROMPT_LOGPROBS = 32_768
+MAX_PROMPT_LOGPROBS = 32_768
 
 Place = tuple[SequenceGroup, Sequence]
 
@@ -51,7 +51,7 @@ def running_of(places: list[Place]) -> list[Place]:
     return [place for place in places if place[1].status is SequenceStatus.RUNNING]
 
 
-def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple[StepDemand, StepDemand]:
+def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVAllocator) -> tuple[StepDemand, StepDemand]:
     """Return the demand of interactive requests, and of background ones."""
     interactive, background = StepDemand(), StepDemand()
     needs_room = kv_cache.needs_room
@@ -75,7 +75,7 @@ def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple
 
 
 class StepPlan:
-    def __init__(self, kv_cache: KVSlots, claim_fork: Callable[[SequenceGroup, Sequence], bool]) -> None:
+    def __init__(self, kv_cache: KVAllocator, claim_fork: Callable[[SequenceGroup, Sequence], bool]) -> None:
         """`claim_fork`: takes a running slot for a sequence of a group, if there is one for it."""
         self._claim_fork = claim_fork
         self.sequences: list[ScheduledSequence] = []
@@ -92,7 +92,7 @@ class StepPlan:
 
         A prompt for whose log-probabilities this step has no more room waits, and those behind it do not.
         """
-        num_before, logprobs_left = len(self.sequences), MOST_PROMPT_LOGPROBS
+        num_before, logprobs_left = len(self.sequences), MAX_PROMPT_LOGPROBS
         while budget_tokens > 0 and (prefill := next(prefills, None)) is not None:
             group, sequence = prefill
             num_new_tokens = min(budget_tokens, group.num_prefill_tokens(sequence))

@@ -58,18 +58,18 @@ class StoredPrefixes:
         def find(index: int) -> int | None:
             if index >= num_here:
                 return host.find(hashes[index])
-            return match.block_ids[index - match.num_behind] if index >= match.num_behind else None
+            return match.block_ids[index - match.num_outside_window] if index >= match.num_outside_window else None
 
         limit = self._cache.num_reusable_tokens(sequence) // self._block_size
         first, ids = self._span.longest_hit(range(limit), find, num_here)
         if first + len(ids) <= num_here:
-            return PrefixMatch(match.block_ids, num_behind=match.num_behind)
+            return PrefixMatch(match.block_ids, num_outside_window=match.num_outside_window)
         num_shared = max(0, num_here - first)
-        return PrefixMatch(ids[:num_shared], host_block_ids=ids[num_shared:], num_behind=first)
+        return PrefixMatch(ids[:num_shared], host_block_ids=ids[num_shared:], num_outside_window=first)
 
     def adopt(self, sequence: Sequence, match: PrefixMatch, num_new: int, step: int) -> None:
         """Begin the table of `sequence` with `match`, and complete it with `num_new` blocks, which are available."""
-        num_shared = match.num_behind + len(match.block_ids)
+        num_shared = match.num_outside_window + len(match.block_ids)
         num_fetched = len(match.host_block_ids)
         self._pool.share(match.block_ids)
         source = match.copied_block_id
@@ -78,8 +78,10 @@ class StoredPrefixes:
             self._pool.hold(source)
         if self._host:
             self._host.share(match.host_block_ids)  # before the allocation: what it evicts goes to the host
-        sequence.kv.block_table = [NULL_BLOCK_ID] * match.num_behind + match.block_ids + self._pool.allocate(num_new)
-        sequence.kv.num_released_blocks = match.num_behind
+        sequence.kv.block_table = (
+            [NULL_BLOCK_ID] * match.num_outside_window + match.block_ids + self._pool.allocate(num_new)
+        )
+        sequence.kv.num_released_blocks = match.num_outside_window
         sequence.kv.num_computed_tokens = (num_shared + num_fetched) * self._block_size
         sequence.kv.num_published_blocks = num_shared
         if source is not None:
@@ -89,7 +91,7 @@ class StoredPrefixes:
             self._host.fetch(match.host_block_ids, sequence.kv.block_table[num_shared : num_shared + num_fetched])
             self._host.free(match.host_block_ids)
             self.publish(sequence, sequence.kv.num_computed_tokens, step)
-        self._cache.want(sequence.kv.block_table[match.num_behind : num_shared + num_fetched])
+        self._cache.want(sequence.kv.block_table[match.num_outside_window : num_shared + num_fetched])
 
     def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
         """`step` computes `sequence` to `num_computed_tokens`: others can share its blocks."""

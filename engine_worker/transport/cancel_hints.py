@@ -34,11 +34,11 @@ class CancelHints:
             while True:
                 message = await subscription.get(timeout_seconds=1.0)
                 if isinstance(message, Message):
-                    self._understand(message.data.decode(errors="replace"))
+                    self._handle_message(message.data.decode(errors="replace"))
         finally:
             await subscription.aclose()
 
-    def _understand(self, hint: str) -> None:
+    def _handle_message(self, hint: str) -> None:
         request_id, _, gateway_id = hint.partition(" ")
         if gateway_id:
             self._on_attach(request_id, gateway_id)

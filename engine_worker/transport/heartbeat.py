@@ -33,24 +33,24 @@ class HeartbeatPublisher:
     ) -> None:
         self._redis = redis
         self._channel = keys.heartbeat_channel
-        self._offered: WorkerHeartbeat | None = None
-        self._is_offered = asyncio.Event()
+        self._latest: WorkerHeartbeat | None = None
+        self._has_new = asyncio.Event()
         self.faults = faults or FaultCounts()
 
-    def offer(self, heartbeat: WorkerHeartbeat) -> None:
+    def set_latest(self, heartbeat: WorkerHeartbeat) -> None:
         """Called by the engine loop every BEAT_SECONDS, also when idle and while loading."""
-        self._offered = heartbeat
-        self._is_offered.set()
+        self._latest = heartbeat
+        self._has_new.set()
 
     async def run(self) -> None:
         """Owner task. Store errors are counted, never raised."""
         while True:
-            await self._is_offered.wait()
-            self._is_offered.clear()
+            await self._has_new.wait()
+            self._has_new.clear()
             await self.beat()
 
     async def beat(self) -> None:
-        heartbeat, self._offered = self._offered, None
+        heartbeat, self._latest = self._latest, None
         if heartbeat is None:
             return
         try:

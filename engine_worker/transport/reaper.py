@@ -37,7 +37,7 @@ class MissedTicks:
         self._limit = missed_ticks_until_dead
         self._missed: dict[str, int] = {}
 
-    def heard(self, worker_id: str) -> None:
+    def record_heartbeat(self, worker_id: str) -> None:
         self._missed[worker_id] = -1  # the tick that ends now is not missed
 
     def forget_all(self) -> None:
@@ -67,7 +67,7 @@ class Reaper:
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._missed = MissedTicks(missed_ticks_until_dead)
-        self.heard: set[str] = set()  # ids of all workers that sent a heartbeat
+        self.seen_worker_ids: set[str] = set()  # ids of all workers that sent a heartbeat
         self.faults = faults or FaultCounts()
         self._retry = StoreRetry(clock=clock)
         self._orphans = Orphans(self._scripts, tick_seconds, self.faults)
@@ -85,11 +85,11 @@ class Reaper:
         finally:
             await subscription.aclose()
 
-    def hear(self, data: bytes) -> None:
+    def on_message(self, data: bytes) -> None:
         try:
             worker_id = decode_heartbeat(data).worker_id
-            self._missed.heard(worker_id)
-            self.heard.add(worker_id)
+            self._missed.record_heartbeat(worker_id)
+            self.seen_worker_ids.add(worker_id)
         except FormatError:
             self.faults.num_bad_heartbeats += 1
 
@@ -120,7 +120,7 @@ class Reaper:
             if message is GAP:
                 self._missed.forget_all()
             elif isinstance(message, Message):
-                self.hear(message.data)
+                self.on_message(message.data)
         return subscription.num_heard > num_heard
 
     async def _without_fence(self, worker_ids: list[str]) -> list[str]:

@@ -54,7 +54,7 @@ from shared.ticks import until_tick
 REREAD_SECONDS = 5.0
 REREAD_MAX_ENTRIES = 4096  # far above what one worker holds
 UNFIT_PAUSE_SECONDS = 1.0  # or a worker would read what it has just passed on, again and again; TAKE looks meanwhile
-SEAT_MILLISECONDS = 20  # while the last class may have nothing: until it is asked again whether it may
+BATCH_RECHECK_MILLISECONDS = 20  # while the last class may have nothing: until it is asked again whether it may
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class RequestStream:
         for entry in entries:
             self._claims.remove(entry.request_id)
 
-    def outwaited(self) -> set[str]:
+    def queue_timed_out(self) -> set[str]:
         """Ids of claimed requests without a token in the store that should have begun by now."""
         timed = [claim for claim in self._claims if claim.request.queue_deadline is not None]
         return {claim.request.request_id for claim in timed if self._overdue(claim) is ErrorCode.QUEUE_TIMEOUT}
@@ -218,7 +218,7 @@ class RequestStream:
         queues = list(self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1])
         if self._clock() < self._waits_for_newer_at:
             queues.remove(self._scripts.keys.queue(NEWER))
-        block_milliseconds = ceil(until_tick(BLOCK_SECONDS) * 1000) if max_batch else SEAT_MILLISECONDS
+        block_milliseconds = ceil(until_tick(BLOCK_SECONDS) * 1000) if max_batch else BATCH_RECHECK_MILLISECONDS
         self._backlog += await self._read(">", 1, block_milliseconds, queues)
 
     async def _reread_own_pending(self) -> None:

@@ -11,7 +11,7 @@ from shared.messages import ErrorCode, StoredChoice
 from tests.builders import make_request
 
 LIMITS = RequestLimits(
-    vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, most_blocks_each=8, max_beam_width=64
+    vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, max_blocks_each=8, max_beam_width=64
 )
 
 

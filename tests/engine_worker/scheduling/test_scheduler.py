@@ -8,7 +8,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
-from engine_worker.scheduling.step_plan import MOST_PROMPT_LOGPROBS
+from engine_worker.scheduling.step_plan import MAX_PROMPT_LOGPROBS
 from shared.messages import FinishReason
 from tests.builders import EOS_TOKEN_ID, make_scheduler, make_sequence, preempted
 
@@ -73,7 +73,7 @@ def test_running_streams_get_a_token_in_every_step_of_a_long_prefill() -> None:
 
 
 def test_a_step_scores_as_many_tokens_of_prompts_as_the_store_takes_at_once_and_holds_up_nobody_else() -> None:
-    num_scored = MOST_PROMPT_LOGPROBS // 21
+    num_scored = MAX_PROMPT_LOGPROBS // 21
     scheduler = make_scheduler(num_blocks=4000, max_num_batched_tokens=8192, max_model_len=8192)
     add(scheduler, "first", 2 * num_scored + 5, prompt_logprobs=20)
     add(scheduler, "second", num_scored, prompt_logprobs=20)

@@ -14,17 +14,19 @@ from math import ceil
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from engine_worker.scheduling.step_plan import MOST_PROMPT_LOGPROBS
+from engine_worker.scheduling.step_plan import MAX_PROMPT_LOGPROBS
 
 STEPS_AHEAD = 2
-SEATS_PER_SPARE = 32  # for each of so many seats a request waits here, as nobody foresees an end by a stop token
+SLOTS_PER_SPARE_REQUEST = (
+    32  # for each of so many seats a request waits here, as nobody foresees an end by a stop token
+)
 WEIGHT = 1 / 8  # of the newest prompt in the averages
 # Of a prompt, counted as computed whatever the cache had of late: the next may not be in it, and looking takes time.
-LEAST_RATIO = 1 / 2
+MIN_COMPUTED_RATIO = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class ClaimBudget:
     """The room for requests of one class, at one moment between two steps."""
 
     room: int  # requests for which there are seats and blocks beside those that wait; below 0: not for all of those
@@ -35,7 +37,7 @@ class Intake:
     num_others: int = 0  # requests that may wait beside those, of tenants of which none waits
     waiting_tenants: frozenset[str] = frozenset()  # of which requests wait here
 
-    def num_most(self, num_added: int, num_added_prompt_tokens: int) -> int:
+    def max_requests(self, num_added: int, num_added_prompt_tokens: int) -> int:
         """Requests to claim when so many are on their way to the engine already, as far as their prompts allow: no more
         than num_wanted_tokens() in all."""
         return max(0, self.room + self.spare - num_added) if self._tokens_beside(num_added_prompt_tokens) > 0 else 0
@@ -48,30 +50,32 @@ class Intake:
 
     def num_wanted_tokens(self, num_added_prompt_tokens: int) -> int:
         """The prompt tokens that are enough to claim; the last prompt may have more."""
-        return ceil(max(0.0, self._tokens_beside(num_added_prompt_tokens)) / max(LEAST_RATIO, self.computed_ratio))
+        return ceil(
+            max(0.0, self._tokens_beside(num_added_prompt_tokens)) / max(MIN_COMPUTED_RATIO, self.computed_ratio)
+        )
 
     @property
     def likely_prompt_tokens(self) -> int:
         """The part in num_wanted_tokens() of a prompt of which the queue does not tell."""
-        return ceil(self.request_tokens / max(LEAST_RATIO, self.computed_ratio))
+        return ceil(self.request_tokens / max(MIN_COMPUTED_RATIO, self.computed_ratio))
 
     def _tokens_beside(self, num_added_prompt_tokens: int) -> float:
         return self.tokens - num_added_prompt_tokens * self.computed_ratio
 
 
-NOTHING = Intake(room=0, tokens=0.0, spare=0, request_tokens=1.0, computed_ratio=1.0)
+NO_CLAIMS = ClaimBudget(room=0, tokens=0.0, spare=0, request_tokens=1.0, computed_ratio=1.0)
 
 
-class IntakeForecast:
+class PrefillEstimator:
     """Knows the prompts of late: their mean length, and the share of their tokens that the prefix cache lacked. By
     tokens, as many short prompts that it had say nothing of a long one."""
 
-    def __init__(self, config: SchedulerConfig, block_size: int, most_blocks_each: int) -> None:
-        """`most_blocks_each`: that any sequence holds at one time."""
+    def __init__(self, config: SchedulerConfig, block_size: int, max_blocks_each: int) -> None:
+        """`max_blocks_each`: that any sequence holds at one time."""
         self._begun: dict[bool, list[Sequence]] = {False: [], True: []}  # prompts in chunks, by whether of `batch`
         self._block_size = block_size
-        self._most_blocks_each = most_blocks_each
-        self._num_spare_requests = config.max_num_seqs // SEATS_PER_SPARE
+        self._max_blocks_each = max_blocks_each
+        self._num_spare_requests = config.max_num_seqs // SLOTS_PER_SPARE_REQUEST
         self._ending: set[Sequence] = set()  # have so few tokens left that the next steps end them
         self._prompt_tokens = config.max_num_batched_tokens / 4  # until there is one
         self._has_seen_one = False
@@ -105,7 +109,7 @@ class IntakeForecast:
         num_computed = group.num_prompt_tokens - group.num_cached_tokens
         self._computed_tokens += (num_computed - self._computed_tokens) * weight
 
-    def intake(
+    def claim_budget(
         self,
         waiting: Iterable[SequenceGroup],
         free_slots: int,
@@ -113,7 +117,7 @@ class IntakeForecast:
         budget_tokens: int,
         *,
         is_background: bool = False,
-    ) -> Intake:
+    ) -> ClaimBudget:
         """`waiting`: those before a new one of the class; `budget_tokens`: of prompts, in a step."""
         ratio = self._computed_tokens / self._admitted_tokens if self._admitted_tokens else 1.0
         request_tokens = max(1.0, self._prompt_tokens * ratio)
@@ -125,7 +129,7 @@ class IntakeForecast:
         blocks = spare_blocks - len(needs) - waiting_blocks
         blocks_each = 1 + self._blocks_of(request_tokens)
         room = min(free_slots - sum(slots for slots, _ in needs), ceil(blocks / blocks_each))
-        return Intake(
+        return ClaimBudget(
             room=room,
             tokens=STEPS_AHEAD * budget_tokens - begun_tokens - waiting_tokens,
             spare=0 if is_background else self._num_spare_requests + len(self._ending),
@@ -134,7 +138,7 @@ class IntakeForecast:
         )
 
     def _blocks_of(self, num_tokens: float) -> float:
-        return min(num_tokens / self._block_size, self._most_blocks_each)
+        return min(num_tokens / self._block_size, self._max_blocks_each)
 
 
 def _num_slots(group: SequenceGroup, free_slots: int) -> int:
@@ -145,7 +149,7 @@ def _num_slots(group: SequenceGroup, free_slots: int) -> int:
 
 def _num_soon_computed(sequences: Iterable[Sequence]) -> list[int]:
     """The tokens of each that two steps compute if there is room: of prompts that are scored they may be few."""
-    found, logprobs_left = list[int](), STEPS_AHEAD * MOST_PROMPT_LOGPROBS
+    found, logprobs_left = list[int](), STEPS_AHEAD * MAX_PROMPT_LOGPROBS
     for sequence in sequences:
         num_tokens = max(0, sequence.num_uncomputed_tokens - 1)  # the last one is computed beside the output's
         if logprobs_each := sequence.num_logprobs_of_prompt_token:

@@ -17,7 +17,7 @@ from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.stats import KVCacheStats
 
 
-class KVSlots(Protocol):
+class KVAllocator(Protocol):
     """It has many members because it is asked by three: who is admitted and yields, a step's plan, what is shown."""
 
     @property
@@ -31,11 +31,11 @@ class KVSlots(Protocol):
         """Blocks that can be given out: free ones, and those of the prefix cache that no sequence uses."""
 
     @property
-    def most_blocks(self) -> Callable[[int], int]:
+    def max_blocks(self) -> Callable[[int], int]:
         """The most blocks that a sequence holds at one time while it grows to so many tokens."""
 
     @property
-    def release_behind(self) -> Callable[[], None]:
+    def release_outside_window(self) -> Callable[[], None]:
         """Get back what no window reaches any longer; asked before each step is planned."""
 
     @property

@@ -1,4 +1,4 @@
-"""`python -m engine_worker.last_will`: waits for the end of the worker that started it, then requeues what that held.
+"""`python -m engine_worker.exit_reaper`: waits for the end of the worker that started it, then requeues what that held.
 
 Its input is a pipe whose other end the worker alone has. The kernel closes that when the last thread of the worker is
 gone, however it ended, so whoever reads the end knows that nothing more will be sent: no missed heartbeats need be
@@ -28,14 +28,14 @@ PATIENCE_SECONDS = 5.0  # with the store; then others find the worker dead by it
 _ROOT = Path(__file__).parents[1]
 
 
-class LastWill:
+class ExitReaper:
     """The worker's side: who is to be requeued once this process has ended."""
 
     def __init__(self, redis_url: str, model_name: str) -> None:
         """Raises OSError where no process can be started. It hears no signal of this one's terminal."""
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine_worker.last_will"],
+            [sys.executable, "-P", "-m", "engine_worker.exit_reaper"],
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
