@@ -53,7 +53,7 @@ class Fleet:
         self._old: list[Abilities] = []  # of those that do not compare capabilities
         self._ready_until = 0.0  # by the clock, unless a heartbeat is heard
 
-    def heard(self, heartbeat: WorkerHeartbeat) -> None:
+    def record_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
         now = self._clock()
         before, _, progress_at = self._seen.get(heartbeat.worker_id, (None, now, now))
         has_work = heartbeat.running + heartbeat.waiting > 0

@@ -20,6 +20,7 @@ from gateway.admission import Load, OpenRequests, Readiness, admit, assess, unav
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
 from gateway.errors import MissingParameter, ModelNotFound, Unavailable
+from gateway.loop_scheduler import LoopScheduler
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.requests.generation_fields import Timeouts, without_worker
 from gateway.requests.openai_schema import CompletionRequest
@@ -28,7 +29,6 @@ from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TOOL_CALL_PA
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.text.served_model import ServedModel, is_complete, load_served_model
-from gateway.turns import LoopTurns
 from shared.messages import max_beam_width
 from shared.model_files import ModelFilesError
 from shared.models_file import ModelEntry, check_names, read_models
@@ -96,7 +96,7 @@ class ModelService:
         metrics: ModelMetrics,
         open_requests: OpenRequests,
         background: BackgroundWork,
-        turns: LoopTurns,
+        loop_scheduler: LoopScheduler,
         *,
         worker_wait_seconds: float,
         num_models: int = 1,
@@ -108,7 +108,7 @@ class ModelService:
         self.metrics = metrics
         self.unrecorded = ModelMetrics(CollectorRegistry())  # for answers given again: each is measured once
         self.background = background
-        self.turns = turns
+        self.loop_scheduler = loop_scheduler
         self.loaded = asyncio.Event()
         self.model: ServedModel | None = None
         self._open_requests = open_requests

@@ -25,6 +25,7 @@ from gateway.fair_pool import FairPool, TooMuchWaits, is_short
 from gateway.http.event_stream import StreamWatch
 from gateway.http.kept_bodies import KeptBodies
 from gateway.http.media_type import charset_of, check_encoding, media_type_of
+from gateway.loop_scheduler import LoopScheduler
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, ModelService, ModelTable
 from gateway.owner_tasks import OwnerTasks
@@ -33,7 +34,6 @@ from gateway.requests.planning import get_ready
 from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
-from gateway.turns import LoopTurns
 from gateway.work_process import WorkProcesses
 from shared.model_files import ModelFilesError
 
@@ -69,7 +69,7 @@ class GatewayState:
         self.started_at_unix = int(time.time())
         self.models_loaded = asyncio.Event()
         self.model_failed = asyncio.Event()  # its directory is there and cannot be served: nothing to wait for
-        turns = LoopTurns()
+        loop_scheduler = LoopScheduler()
         self.models = ModelTable(
             [
                 ModelService(
@@ -78,7 +78,7 @@ class GatewayState:
                     metrics.of_model(options.name),
                     self.open_requests,
                     self.background,
-                    turns,
+                    loop_scheduler,
                     worker_wait_seconds=settings.no_worker_wait_seconds if settings.no_worker == "wait" else 0.0,
                     num_models=len(clients),
                 )
@@ -106,7 +106,7 @@ class GatewayState:
         """The model that a request names. Raises ModelNotFound or MissingParameter."""
         return self.models.find(model_name, account)
 
-    def asked_services(self, model_name: str | None, account: Account) -> list[ModelService]:
+    def selected_services(self, model_name: str | None, account: Account) -> list[ModelService]:
         """The model that is named, or all that the account may use. Raises ModelNotFound."""
         return self.models.of(account) if model_name is None else [self.models.find(model_name, account)]
 

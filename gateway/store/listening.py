@@ -23,7 +23,7 @@ from shared.subscription import GAP, Message, Subscription
 logger = logging.getLogger(__name__)
 _request_id = attrgetter("request_id")
 
-TURN_SECONDS = 0.0015  # of the event loop for messages: in it a key's readers take their slice (gateway/turns.py)
+TURN_SECONDS = 0.0015  # of the event loop, for messages; readers run in it within their slices (loop_scheduler.py)
 
 
 class Listening:
@@ -69,7 +69,7 @@ class Listening:
         """Handle one message. An error ends the message, or the stream that it belongs to, and is counted."""
         try:
             if message.channel == self._heartbeat_channel:
-                self._fleet.heard(decode_heartbeat(message.data))
+                self._fleet.record_heartbeat(decode_heartbeat(message.data))
             else:
                 batch = decode_event_batch(message.data)
                 if batch.worker_id == self._gateway_id:

@@ -62,7 +62,9 @@ def test_the_workers_that_are_ready_are_those_of_this_moment() -> None:
     fleet = Fleet(clock=lambda: now)
 
     def beat(worker_id: str, **fields: Any) -> None:
-        fleet.heard(WorkerHeartbeat(worker_id=worker_id, **{"phase": WorkerPhase.READY, "running": 1, **fields}))
+        fleet.record_heartbeat(
+            WorkerHeartbeat(worker_id=worker_id, **{"phase": WorkerPhase.READY, "running": 1, **fields})
+        )
 
     def ready() -> list[str]:
         assert fleet.ready == ready_workers(fleet.snapshot())

@@ -84,7 +84,7 @@ async def new_worker(scripts: RedisScripts, worker: HandPlayedWorker) -> HandPla
 
 def is_ready(client: InferenceClient, *, capabilities: int, max_model_len: int = 4096) -> None:
     worker_id = f"w{capabilities}-{max_model_len}.a"
-    client.fleet.heard(
+    client.fleet.record_heartbeat(
         WorkerHeartbeat(
             worker_id=worker_id, phase=WorkerPhase.READY, capabilities=capabilities, max_model_len=max_model_len
         )

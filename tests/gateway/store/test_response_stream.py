@@ -340,7 +340,7 @@ def test_a_worker_makes_progress_when_its_steps_do_or_it_has_nothing_to_do():
     def progress_after(seconds: float, step: int, running: int) -> float:
         nonlocal now
         now += seconds
-        fleet.heard(WorkerHeartbeat(worker_id="w", phase=WorkerPhase.READY, step=step, running=running))
+        fleet.record_heartbeat(WorkerHeartbeat(worker_id="w", phase=WorkerPhase.READY, step=step, running=running))
         (status,) = fleet.snapshot()
         assert bool(ready_workers([status])) == (status.seconds_since_progress < 15)
         return status.seconds_since_progress
@@ -357,13 +357,13 @@ def test_the_fleet_remembers_for_ever_who_was_ready_last():
     now = 0.0
     fleet = Fleet(lambda: now)
     for phase in (WorkerPhase.LOAD, WorkerPhase.WARMUP):
-        fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=phase))
-    fleet.heard(WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.READY))
+        fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.a", phase=phase))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.READY))
     assert fleet.last_ready is None
-    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, max_model_len=64))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, max_model_len=64))
     now = 3600.0
-    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.DRAINING))
-    fleet.heard(WorkerHeartbeat(worker_id="w0.b", phase=WorkerPhase.LOAD))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.DRAINING))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.b", phase=WorkerPhase.LOAD))
     assert [status.heartbeat.worker_id for status in fleet.snapshot()] == ["w0.a", "w0.b"]
     assert fleet.last_ready is not None
     assert (fleet.last_ready.heartbeat.max_model_len, fleet.last_ready.seconds_since_seen) == (64, 3600.0)
@@ -373,9 +373,9 @@ def test_the_fleet_remembers_workers_for_a_minute_by_its_own_clock():
     now = 0.0
     fleet = Fleet(lambda: now)
     for worker_id in ("w1.b", "supervisor", "w0.a"):
-        fleet.heard(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY))
+        fleet.record_heartbeat(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY))
     now = 59.0
-    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, step=5))
+    fleet.record_heartbeat(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, step=5))
     assert [(status.heartbeat.worker_id, status.seconds_since_seen) for status in fleet.snapshot()] == [
         ("supervisor", 59.0),
         ("w0.a", 0.0),
