@@ -136,7 +136,7 @@ def _new_key(arguments: Sequence[str]) -> int:
     parser.add_argument("name", help="whose it is: shown in logs, and the tenant whose prompts share cached KV")
     name = parser.parse_args(arguments).name
     if not _KEY_NAME.fullmatch(name):
-        parser.error(f"name {name!r}: expected 1 to 64 of letters, digits, '.', '_' and '-'")
+        parser.error(f"name {name!r}: expected 1 to 64 letters, digits, '.', '_', and '-'")
     key = f"ps-{secrets.token_urlsafe(32)}"
     sys.stderr.write(f"{key}\n")
     sys.stdout.write(f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n\n')

@@ -164,8 +164,8 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ((), "--model: expected it or --models-file"),
-        (("--model", "/m", "--models-file", "FILE"), "--model: expected it or --models-file"),
+        ((), "Set exactly one of --model and --models-file"),
+        (("--model", "/m", "--models-file", "FILE"), "Set exactly one of --model and --models-file"),
         (("--models-file", "FILE", "--served-model-name", "a"), "--served-model-name: expected none"),
         (("--models-file", "FILE"), "tool_call_parser is 'x'; expected one of auto, hermes, llama3_json, mistral"),
     ],
