@@ -1,9 +1,7 @@
-"""The scheduler's questions to whoever gives sequences their KV slots: a Protocol, and nothing else.
+"""The interface between the scheduler and an allocator of KV memory.
 
-KVCacheManager is the one that serves, in blocks as they fill. The benchmarks of the paper run the same scheduler over
-others, which set memory aside for a whole request (bench/paper/reservation.py).
-
-It is part of a block's walk: the scheduler asks for every token that needs a slot. It knows block ids, and no tensor.
+KVCacheManager implements it for serving. The benchmarks of the paper run the same scheduler with allocators that
+reserve memory for a whole request (bench/paper/reservation.py).
 """
 
 from collections.abc import Callable, Collection
@@ -18,7 +16,7 @@ from engine_worker.scheduling.stats import KVCacheStats
 
 
 class KVAllocator(Protocol):
-    """It has many members because it is asked by three: who is admitted and yields, a step's plan, what is shown."""
+    """Allocates KV memory to sequences. Used by admission, step planning, and the debug views."""
 
     @property
     def block_size(self) -> int: ...
@@ -28,15 +26,15 @@ class KVAllocator(Protocol):
     def num_usable_blocks(self) -> int: ...
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that can be given out: free ones, and those of the prefix cache that no sequence uses."""
+        """Blocks that can be allocated: free ones, and cached ones that no sequence uses."""
 
     @property
     def max_blocks(self) -> Callable[[int], int]:
-        """The most blocks that a sequence holds at one time while it grows to so many tokens."""
+        """Returns the most blocks that a sequence holds at one time while it grows to a number of tokens."""
 
     @property
     def release_outside_window(self) -> Callable[[], None]:
-        """Get back what no window reaches any longer; asked before each step is planned."""
+        """Frees blocks that no attention window reaches; called before each step is planned."""
 
     @property
     def may_swap(self) -> bool:
@@ -44,54 +42,54 @@ class KVAllocator(Protocol):
 
     @property
     def device_pool(self) -> BlockPool | None:
-        """To look at; None where slots are no blocks of a pool."""
+        """The device's blocks, read-only; None if memory is not divided into blocks."""
 
     @property
     def host_pool(self) -> BlockPool | None:
-        """To look at; None if there is no host tier."""
+        """The host's blocks, read-only; None without a host tier."""
 
     @property
     def needs_room(self) -> Callable[[Sequence, int], bool]:
-        """Whether a sequence of so many tokens misses blocks: asked of every running one in every step."""
+        """Returns whether a sequence with a number of tokens is missing blocks; called per sequence and step."""
 
     def can_allocate(self, *sequences: Sequence) -> bool:
-        """Whether all blocks that these miss together are available."""
+        """Return whether all blocks that these sequences are missing are available together."""
 
     def allocate(self, sequence: Sequence) -> None:
-        """Give `sequence` what it misses; the caller has asked can_allocate."""
+        """Give `sequence` its missing blocks. Call can_allocate() first."""
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
-        """Give a waiting sequence all that it needs, if `headroom_blocks` would be left."""
+        """Give a waiting sequence all blocks that it needs, if `headroom_blocks` stay available. Return success."""
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Whether `sequence` can't run in the batch being planned, because that batch fetches some of its KV."""
+        """Return whether `sequence` cannot run in the batch being planned, because that batch fetches its KV."""
 
     def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
-        """Take all of these; the mode says whether they keep their KV in host memory."""
+        """Take all blocks of these sequences. Return whether they keep their KV in host memory."""
 
     def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
-        """Give swapped sequences back what they had and what they need, together."""
+        """Restore swapped sequences together, if `headroom_blocks` stay available. Return success."""
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """The step that is being planned computes `sequence` to `num_computed_tokens`."""
+        """Publish the blocks of `sequence` that the step being planned completes up to `num_computed_tokens`."""
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
-        """Whether `parent` still has all blocks of its first `num_tokens` tokens that the next token sees."""
+        """Return whether `parent` still holds all blocks that the token after `num_tokens` sees."""
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """`child` begins with `num_tokens` of the computed tokens of `parent`."""
+        """Start `child` with the first `num_tokens` computed tokens of `parent`."""
 
     def take_transfers(self) -> Transfers:
-        """The block moves planned since the last call, for one batch."""
+        """Return the block moves planned since the last call, for one batch."""
 
     def free(self, sequence: Sequence) -> None:
-        """Give up all that `sequence` has."""
+        """Free all blocks of `sequence`; computed ones stay cached."""
 
     def discard(self, sequence: Sequence) -> None:
-        """Give up all that a failed `sequence` has, and let no other sequence share it from now on."""
+        """Free all blocks of a failed `sequence`, and keep other sequences from sharing them."""
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
-        """`running`: every sequence that has blocks."""
+        """Return the counts of blocks. `running`: every sequence that has blocks."""
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
-        """Raise AssertionError unless it agrees with the tables of `sequences`, which are all there are."""
+        """Raise AssertionError unless the counts agree with the block tables of all `sequences`."""
