@@ -124,7 +124,7 @@ class BlockTables:
         return copies
 
     def num_wasted_slots(self, running: Iterable[Sequence]) -> int:
-        """Return the slots of active blocks without a computed token. A shared block counts once, by its fullest owner."""
+        """Return the slots of active blocks without a computed token; a shared block counts once, at its fullest."""
         filled: dict[int, int] = {}
         for sequence in running:
             for index in range(sequence.kv.num_computed_tokens // self._block_size, len(sequence.kv.block_table)):

@@ -101,7 +101,7 @@ class HostTier:
         self._pool.share(host_block_ids)
 
     def free(self, host_block_ids: SequenceOf[int]) -> None:
-        """Free host blocks, the last first, so that leaves are evicted before their prefixes. Hashed ones stay cached."""
+        """Free host blocks; hashed ones stay cached. The last is freed first: leaves are evicted before prefixes."""
         self._pool.free(reversed(host_block_ids))
 
     def take_transfers(self) -> Transfers:

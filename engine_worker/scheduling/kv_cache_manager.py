@@ -271,7 +271,7 @@ class KVCacheManager:
             sequence.kv.num_computed_tokens = sequence.kv.num_published_blocks = 0
 
     def _restore_table(self, sequence: Sequence, here: dict[int, int], fetched: dict[int, int]) -> None:
-        """Fill the block table with a device block per host block: shared from `here`, or new and added to `fetched`."""
+        """Fill the block table with a device block per host block: from `here`, or new and added to `fetched`."""
         sequence.kv.block_table = [NULL_BLOCK_ID] * sequence.kv.num_released_blocks
         for host_block_id in sequence.kv.host_blocks:
             block_id = here.get(host_block_id)

@@ -112,7 +112,7 @@ class SequenceGroup:
         return self.is_complete and all(sequence.num_uncomputed_tokens == 1 for sequence in self.active)
 
     def num_prefill_tokens(self, sequence: Sequence) -> int:
-        """Return the tokens that `sequence` lacks; without the last of a preempted beam, which samples with the others."""
+        """Return the tokens that `sequence` lacks, except the last of a preempted beam: all beams sample together."""
         return sequence.num_uncomputed_tokens - (self.sampling.use_beam_search and sequence.num_output_tokens > 0)
 
     def activate(self, sequence: Sequence) -> None:

@@ -158,7 +158,7 @@ async def a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_ph
     stopped.send_signal(signal.SIGSTOP)
     assert await outputs(readers) == undisturbed
     stopped.send_signal(signal.SIGCONT)
-    await world.logged(holder, "registered as", times=2)  # fenced; the group is whole
+    await world.logged(holder, ": registered", times=2)  # fenced; the group is whole
 
     assert await groups.kill_while("x0", "load", rank=0) == -signal.SIGKILL
     assert await groups.kill_while("x1", "serve", rank=1) == 1  # which it enters before rank 0's warm-up
