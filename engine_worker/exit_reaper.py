@@ -1,12 +1,9 @@
-"""`python -m engine_worker.exit_reaper`: waits for the end of the worker that started it, then requeues what that held.
+"""`python -m engine_worker.exit_reaper`: waits for the exit of the worker that started it, then requeues its requests.
 
-Its input is a pipe whose other end the worker alone has. The kernel closes that when the last thread of the worker is
-gone, however it ended, so whoever reads the end knows that nothing more will be sent: no missed heartbeats need be
-counted, and no other reader could mistake a slow worker for a dead one. It says the store's URL, the model and, with
-each life, the worker's id; an input without an id was of a worker that never served.
-
-A worker of several ranks has one: a supervisor requeues for its workers as soon, but not every group has one. It knows
-no request and no rank. It is started with a worker, and its word is the first step of a takeover.
+Its stdin is a pipe whose write end only the worker has. The kernel closes it when the worker's last thread has exited,
+so an EOF proves that the worker sends nothing more; no missed heartbeats need be counted. The pipe carries the store's
+URL, the model, and the id of each incarnation; without an id the worker never served. Each worker of several ranks
+starts one, because a group may run without a supervisor.
 """
 
 import asyncio
@@ -24,15 +21,15 @@ from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
 
-PATIENCE_SECONDS = 5.0  # with the store; then others find the worker dead by its missing heartbeats
+PATIENCE_SECONDS = 5.0  # for the store; then peers reap the worker after missed heartbeats
 _ROOT = Path(__file__).parents[1]
 
 
 class ExitReaper:
-    """The worker's side: who is to be requeued once this process has ended."""
+    """The worker's side: the process that requeues this worker's requests after its exit."""
 
     def __init__(self, redis_url: str, model_name: str) -> None:
-        """Raises OSError where no process can be started. It hears no signal of this one's terminal."""
+        """Start the process, in its own session so that Ctrl-C does not end it. Raises OSError on failure."""
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine_worker.exit_reaper"],
@@ -40,20 +37,21 @@ class ExitReaper:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
         )
-        self._tell(redis_url)  # by the pipe, as arguments are for all to read
-        self._tell(model_name)
+        self._write(redis_url)  # through the pipe, because other users can read arguments
+        self._write(model_name)
 
-    def name(self, worker_id: str) -> None:
-        """The one of `worker_id` is requeued, and none named before: that life is over."""
-        self._tell(worker_id)
+    def watch(self, worker_id: str) -> None:
+        """Set the current incarnation, whose requests are requeued; earlier ones have ended."""
+        self._write(worker_id)
 
-    def _tell(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it was killed: others find this worker by its heartbeats then
+        with suppress(BrokenPipeError):  # the process was killed; peers then reap this worker by missed heartbeats
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())
 
 
 def main() -> int:
+    """Wait for EOF, requeue, and return the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     redis_url, model_name, *worker_ids = sys.stdin.read().splitlines()
@@ -66,7 +64,7 @@ async def _requeue(redis_url: str, model_name: str, worker_id: str) -> int:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await reap_worker(RedisScripts(connections.commands, RedisKeys(model_name)), worker_id)
     except (RedisError, OSError, TimeoutError) as error:
-        sys.stderr.write(f"what {worker_id} held is requeued when its heartbeats are missed: {error}\n")
+        sys.stderr.write(f"worker {worker_id}: requeue failed; peers will requeue after missed heartbeats: {error}\n")
         return 1
     finally:
         await connections.aclose()

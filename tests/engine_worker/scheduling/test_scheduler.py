@@ -258,7 +258,7 @@ def test_a_failure_ends_one_sequence_alone_even_in_the_middle_of_its_prompt() ->
 def test_an_executor_that_forgets_a_sample_is_noticed() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 4)
-    with pytest.raises(AssertionError, match="neither token nor failure"):
+    with pytest.raises(AssertionError, match="neither a token nor a failure"):
         scheduler.apply(scheduler.schedule(), StepResult([None]))
 
 
@@ -296,10 +296,10 @@ def test_an_admission_leaves_a_block_for_each_sequence_or_half_a_one_where_they_
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"max_num_seqs": 65}, "max_num_batched_tokens is 64, below max_num_seqs = 65"),
-        ({"max_model_len": 1}, "max_model_len is 1"),
-        ({"max_prefill_tokens_with_decodes": 0}, "max_prefill_tokens_with_decodes is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected at least 1"),
+        ({"max_num_seqs": 65}, "max_num_batched_tokens: expected at least max_num_seqs, 65"),
+        ({"max_model_len": 1}, "max_model_len: expected at least 2"),
+        ({"max_prefill_tokens_with_decodes": 0}, "max_prefill_tokens_with_decodes: expected at least 1"),
     ],
 )
 def test_impossible_settings_are_named(changes: dict[str, int], named: str) -> None:
