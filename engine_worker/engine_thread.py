@@ -41,9 +41,7 @@ class Turn:
     events: Sequence[StreamEvent]
     claim_budget: ClaimBudget
     background_claim_budget: ClaimBudget
-    added_ids: Sequence[
-        str
-    ] = ()  # requests that the engine was given since the turn before: `claim_budget` knows of them
+    added_ids: Sequence[str] = ()  # requests added since the previous Turn, which `claim_budget` includes
 
 
 class EngineThread:

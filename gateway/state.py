@@ -1,4 +1,4 @@
-"""The state of one gateway process, and what a handler knows of a request: its context and its body.
+"""The state of one gateway process, and a request's context and body for its handler.
 
 app.py creates the state; handlers find it under STATE. A RequestContext holds everything about a request except its
 body. Bodies are read with limits of size and time before they are parsed.

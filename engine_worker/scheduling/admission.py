@@ -1,6 +1,6 @@
 """Which waiting sequences get a running slot and blocks in a step.
 
-The first sequence of a request goes before the others of running requests. These fork from a sequence that still holds
+The first sequence of a request goes before further sequences of running requests, which fork from one that still holds
 the prompt's blocks, or start from the prefix cache. While other requests wait, no request forks into the last eighth of
 the slots. Beams need all their slots at once: while they wait, every second slot that becomes free is kept for them.
 """
@@ -16,7 +16,7 @@ from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.step_plan import Place
 
-KEPT_RATIO = 8  # one of so many slots is not forked into while other requests wait
+KEPT_RATIO = 8  # while other requests wait, 1/8 of the slots is not used for forks
 _BLOCKS = "blocks"
 
 

@@ -1,7 +1,7 @@
 """The share of background requests (class `batch`) in a worker: what interactive requests leave, minus a reserve.
 
     alone    no interactive request for ALONE_AFTER_STEPS: a whole step's budget, 3/4 of the running slots
-    beside   1/16 of the slots, 1/128 of a step's token budget for prompts, and no prompts in a step that computes an
+    shared   1/16 of the slots, 1/128 of a step's token budget for prompts, and no prompts in a step that computes an
              interactive prompt; so a new chat waits for a short step and shares the next with no batch prompt
 
 In both cases 1/8 of the KV cache stays free of newly admitted background requests. Time is counted in steps, because

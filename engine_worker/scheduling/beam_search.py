@@ -67,7 +67,7 @@ class BeamSearch:
             else:
                 continue
             token_ids = [*outputs[candidate.beam], candidate.token_id]
-            self._ended.append(Hypothesis(self._normalised(candidate.score, length), token_ids, reason))
+            self._ended.append(Hypothesis(self._normalized(candidate.score, length), token_ids, reason))
         self._ended.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the earlier one wins a tie
         del self._ended[self._width :]
 
@@ -78,8 +78,8 @@ class BeamSearch:
             return False
         if self._early_stopping == "never" and self._length_penalty > 0.0:
             length = self._max_output_tokens
-        return self._normalised(best_running_score, length) > self._ended[-1].score
+        return self._normalized(best_running_score, length) > self._ended[-1].score
 
-    def _normalised(self, score: float, length: int) -> float:
-        normalised: float = score / length**self._length_penalty
-        return normalised
+    def _normalized(self, score: float, length: int) -> float:
+        normalized: float = score / length**self._length_penalty
+        return normalized

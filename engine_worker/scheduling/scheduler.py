@@ -3,7 +3,7 @@
     schedule() apply() schedule() apply() ...            one step at a time
     schedule() schedule() apply() schedule() apply() ... one step ahead: a sample in flight counts as a token
 
-Results are applied in order, at most one step behind. A step has one token budget and no prefill or decode phase:
+Results are applied in order, at most one step late. A step has one token budget and no prefill or decode phase:
 
     1. running sequences that lack one token (decodes): always all of them, so a prompt never delays a stream
     2. running sequences that lack more (prompts in chunks, oldest first), within the rest of the budget

@@ -53,7 +53,7 @@ from shared.ticks import until_tick
 REREAD_SECONDS = 5.0
 REREAD_MAX_ENTRIES = 4096  # far more than one worker holds
 UNFIT_PAUSE_SECONDS = 1.0  # keeps a worker from rereading entries that it passed on; TAKE continues meanwhile
-BATCH_RECHECK_MILLISECONDS = 20  # while the last class may have nothing: until it is asked again whether it may
+BATCH_RECHECK_MILLISECONDS = 20  # between checks whether class `batch` may claim, while it may not
 
 logger = logging.getLogger(__name__)
 

@@ -95,10 +95,10 @@ class Account:
         allowed = self.key.models if self.key else None
         return allowed is None or any(name in allowed for name in model_names)
 
-    def priority_class(self, asked: str = PRIORITY_CLASSES[0]) -> str:
+    def priority_class(self, requested: str = PRIORITY_CLASSES[0]) -> str:
         """Return the class that a request runs in: the requested one, or the key's highest if that is lower."""
         highest = self.key.highest_priority_class if self.key else PRIORITY_CLASSES[0]
-        return max(asked, highest, key=PRIORITY_CLASSES.index)
+        return max(requested, highest, key=PRIORITY_CLASSES.index)
 
     @property
     def owner_key_hash(self) -> str:
