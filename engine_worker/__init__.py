@@ -1,4 +1,4 @@
-"""One process a GPU group: requests in, tokens out. Owns token ids and KV blocks; knows nothing of text or HTTP.
+"""The engine worker: one process per GPU group, from claimed requests to published tokens.
 
-What runs here is half of each walk: behind a chat's way in, and before a token's way back.
+It handles token ids and KV blocks; text and HTTP belong to the gateway.
 """

@@ -1,7 +1,6 @@
-"""`python -m engine_worker`: settings -> ModelRunner -> Scheduler -> Engine -> WorkerService, wired here alone.
+"""`python -m engine_worker`: builds the worker from its settings and runs it.
 
-torch is imported in the engine's thread, after the health routes and the first heartbeat: it takes seconds. It is the
-start of a worker, before any walk: it knows which parts there are, and nothing of what they do.
+torch takes seconds to import; the engine thread imports it after the health routes and the first heartbeat started.
 """
 
 import asyncio
@@ -42,25 +41,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("worker")
 
-# A sequence whose KV is fetched takes part in the step after the one that fetches: a few ms, however little it is.
+# A sequence whose KV is fetched runs one step later: a few ms, independent of the size.
 FETCH_SECONDS = 0.002
 
 EXIT_OK, EXIT_FAILED, EXIT_CANNOT_START = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the worker. Return the exit status."""
     parent_pid = os.getppid()
     arguments = sys.argv[1:] if argv is None else argv
     settings = settings_or_exit(WorkerSettings, arguments, os.environ, prog="pagestream worker").settings
     configure_logging(settings.log_format)
     if settings.exit_with_parent:
-        # Not SIGTERM: without its supervisor there is nobody to drain for, and the journal has every token.
+        # SIGKILL instead of SIGTERM: without a supervisor no drain is needed, because the journal has every token.
         exit_with_parent(parent_pid, signal.SIGKILL)
     return run(settings, partial(load_engine, settings))
 
 
 def run(settings: WorkerSettings, load: LoadEngine) -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until a signal. Return the exit status."""
 
     def load_for_good(report: Report) -> LoadedEngine:
         loaded = load(report)
@@ -81,12 +81,13 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
         logger.error("%s", error)
         return EXIT_CANNOT_START
     except Exception:
-        logger.exception("the worker failed; its requests are taken over")
+        logger.exception("worker: failed; peers take over its requests")
         return EXIT_FAILED
     return EXIT_OK
 
 
 def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
+    """Load the model and build the engine. Raises ValueError for a model or setting that cannot be served."""
     report = times = StartTimes(report)
     report("load", 0.0, "the checkpoint's headers")
     execution = settings.execution
@@ -130,7 +131,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
 
 
 def _info(runner: "ModelRunner", device: str) -> EngineInfo:
-    """`device`: `cpu` or `cuda`."""
+    """Return the engine's constants. `device`: `cpu` or `cuda`."""
     import torch  # noqa: PLC0415 - see the module's docstring
 
     from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
@@ -174,7 +175,7 @@ def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
 
 
 def host_tier_config(runner: "ModelRunner", settings: SchedulingSettings) -> HostTierConfig | None:
-    """With the costs that the runner measured; None if it has no host pool."""
+    """Return the host tier's config with the runner's measured costs; None without a host pool."""
     if runner.speeds is None:
         return None
     costs = TransferCosts(
@@ -202,4 +203,4 @@ def _version() -> str:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # at once: the engine's thread may still be in native code if the end came while it loaded
+    os._exit(status)  # without cleanup, because the engine's thread may still be in native code

@@ -1,17 +1,14 @@
-"""Requests in, events out: the continuous-batching loop, one step at a time.
+"""The continuous-batching loop: requests in, events out, one step at a time.
 
     step():  schedule -> submit -> collect -> apply -> emit
 
-With `async_scheduling` it is one step ahead: it submits the next batch before it collects the one before, so that the
-device never waits for the host. Each step() then gives the events of the step before, and one more than there are
-batches is needed to get them all. While a sequence is running whose sampling needs its last token (penalties), steps
-follow one another as without it.
+With `async_scheduling` it submits the next batch before it collects the previous one, so that the device never waits
+for the host; step() then returns the events of the previous step, and one more call is needed at the end. It pauses
+while a running sequence needs its last token on the host (beam search).
 
-Every request that is added ends in exactly one FinishEvent or ErrorEvent; one that is aborted gives no event any more.
-A bad request, or one whose sampling fails, ends alone. An exception of the executor itself is not caught: the state of
-the device is unknown then, and the requests are resumed elsewhere from their journals.
-
-Knows nothing of Redis, text or tensors, and no clock but the one passed in. Used by one thread only: it has no locks.
+Each request ends in exactly one FinishEvent or ErrorEvent; an aborted one gives no more events. A bad request, or one
+whose sampling fails, ends alone. An exception of the executor is not caught, because the device's state is unknown;
+other workers resume the requests from their journals. Use it in one thread: it has no locks.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -22,7 +19,7 @@ from msgspec import structs
 
 from engine_worker.kv.sequence_kv import SequenceKV
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
-from engine_worker.scheduling.intake import Intake
+from engine_worker.scheduling.claim_budget import ClaimBudget
 from engine_worker.scheduling.prefix_cache import cache_root
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.running_slots import Tenant
@@ -53,21 +50,21 @@ class StepHandle(Protocol):
     """A step that was submitted."""
 
     def collect(self) -> StepResult:
-        """Wait for its end. To be called once, in the order of submission."""
+        """Wait for the step's end. Call it once, in the order of submission."""
 
 
 class BatchExecutor(Protocol):
     """ModelRunner on a device, FakeModelRunner in tests."""
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
-        """Begin a step that has sequences. At most one step is submitted and not collected at that time.
+        """Start a step that has sequences, while at most one other step is submitted and not collected.
 
-        All that it needs of sequences and block tables is read before it returns, but tokens that are in flight.
+        It reads sequences and block tables before it returns, except tokens in flight.
         """
 
 
 class DuplicateRequest(ValueError):
-    """A request of this id is already in the engine."""
+    """A request with this id is already in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +75,8 @@ class _StepInFlight:
 
 
 class Engine:
+    """A scheduler and an executor, run step by step."""
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -96,7 +95,7 @@ class Engine:
             max_model_len=scheduler.config.max_model_len,
             capacity_blocks=scheduler.num_usable_blocks,
             block_size=scheduler.block_size,
-            most_blocks_each=scheduler.most_blocks_each,
+            max_blocks_each=scheduler.max_blocks_each,
             max_beam_width=scheduler.config.max_beam_width,
         )
         self._clock = clock
@@ -104,11 +103,11 @@ class Engine:
         self._in_flight: _StepInFlight | None = None
         self._recorder = StepRecorder()
         self._request_ids: set[str] = set()
-        self._early_ends: dict[str, StreamEvent] = {}  # of requests that end without a step; emitted by the next one
+        self._early_ends: dict[str, StreamEvent] = {}  # ends of requests that need no step; the next step emits them
 
     @property
     def has_work(self) -> bool:
-        """Whether step() has something to do: requests, or a step to collect that none is left of."""
+        """Whether step() has something to do: requests, or a step in flight to collect."""
         return bool(self._request_ids) or self._in_flight is not None
 
     @property
@@ -118,28 +117,34 @@ class Engine:
 
     @property
     def max_num_seqs(self) -> int:
-        """Running slots."""
+        """The number of running slots."""
         return self._scheduler.config.max_num_seqs
 
     @property
-    def intake(self) -> Intake:
-        """The claims that a worker should make of interactive requests."""
-        return self._scheduler.intake
+    def claim_budget(self) -> ClaimBudget:
+        """The interactive requests that a worker should claim."""
+        return self._scheduler.claim_budget
 
     @property
-    def background_intake(self) -> Intake:
-        """The claims that a worker should make of background requests, which leave room for others."""
-        return self._scheduler.background_intake
+    def background_claim_budget(self) -> ClaimBudget:
+        """The background requests that a worker should claim, which leave room for interactive ones."""
+        return self._scheduler.background_claim_budget
 
     @property
     def last_step(self) -> StepStats:
-        """The counts of the last step, for the step histograms; unlike stats(), reading them costs nothing."""
+        """The counts of the last step, for histograms; cheap to read, unlike stats()."""
         return self._recorder.last_step
 
     def add_request(self, request: GenerationRequest, stored: Iterable[StoredChoice] = (), problem: str = "") -> None:
-        """Queue a request; one that was begun elsewhere continues after the choices of its journal.
+        """Queue a request.
 
-        With a `problem` that was found before, it ends with that error in the next step.
+        Args:
+            request: Its id must not be in use.
+            stored: The choices of its journal, after which it continues.
+            problem: An error found before; the request then ends with it in the next step.
+
+        Raises:
+            DuplicateRequest: If a request with this id is in the engine.
         """
         if request.request_id in self._request_ids:
             raise DuplicateRequest(request.request_id)
@@ -153,15 +158,15 @@ class Engine:
             self._early_ends[request.request_id] = ErrorEvent(request.request_id, refusal.code, str(refusal))
             return
         group = self._group(request, choices)
-        if isinstance(group, FinishEvent):  # its last owner died between the last token and the end
+        if isinstance(group, FinishEvent):  # the previous owner died between the last token and the finish event
             self._early_ends[request.request_id] = group
         else:
             self._scheduler.add_group(group)
 
     def abort_request(self, request_id: str) -> None:
-        """Drop a request and free its KV at once. No event follows. Ids that are unknown or have ended are ignored.
+        """Drop a request and free its KV at once. No event follows. Unknown and ended ids are ignored.
 
-        A step in flight still writes into its blocks: whoever gets them is computed after it.
+        A step in flight still writes to its blocks; their new owners are computed after that step.
         """
         if request_id not in self._request_ids:
             return
@@ -171,7 +176,7 @@ class Engine:
         self._recorder.record_end(FinishReason.CANCELLED)
 
     def step(self) -> list[StreamEvent]:
-        """At most one TokenEvent a choice, then its request's end if it ended; what scores a prompt comes before.
+        """Run a step, and return its events: prompt logprobs, then per choice at most one TokenEvent, then ends.
 
         Does nothing unless has_work.
         """
@@ -187,7 +192,7 @@ class Engine:
         return self._end_step(ended)
 
     def _begin_step(self) -> _StepInFlight | None:
-        """None if there is nothing to compute: nobody fits, or all have their last token in flight."""
+        """Submit a step; None if there is nothing to compute: no sequence fits, or all last tokens are in flight."""
         started = self._clock()
         batch = self._scheduler.schedule()
         schedule_seconds = self._clock() - started
@@ -196,14 +201,15 @@ class Engine:
     def _end_step(self, step: _StepInFlight) -> list[StreamEvent]:
         result = step.handle.collect()
         collected = self._clock()
-        scores = _prompt_events(result)  # before the first token joins the output
+        prompt_events = _prompt_events(result)  # before the first token is added to the output
         updates = self._scheduler.apply(step.batch, result)
         apply_seconds = self._clock() - collected
         phase_seconds = {"schedule": step.schedule_seconds, **result.phase_seconds, "apply": apply_seconds}
         self._recorder.record_step(step.batch, sum(len(update.new_token_ids) for update in updates), phase_seconds)
-        return [*scores, *self._emit(updates)]
+        return [*prompt_events, *self._emit(updates)]
 
     def stats(self) -> EngineStats:
+        """Return a snapshot of all counts."""
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -216,38 +222,41 @@ class Engine:
         )
 
     def kv_view(self) -> dict[str, Any]:
-        """Every block, every sequence and why others wait, for people who look: JSON values."""
+        """Return the state of every block and sequence, and why others wait, as JSON values."""
         return self._scheduler.kv_view()
 
     def kv_events(self, since: int) -> dict[str, Any]:
-        """Why blocks moved, after the event number `since`: JSON values."""
+        """Return the block moves after event number `since`, as JSON values."""
         return self._scheduler.kv_events(since)
 
-    def withdraw_waiting(self, most: int) -> list[str]:
-        """Drop requests of which nothing has been computed yet, the newest first; none in the background."""
-        withdrawn = self._scheduler.withdraw_waiting(most)
+    def withdraw_waiting(self, max_requests: int) -> list[str]:
+        """Drop interactive requests that have not started, the newest first. Return their ids."""
+        withdrawn = self._scheduler.withdraw_waiting(max_requests)
         self._request_ids.difference_update(withdrawn)
         return withdrawn
 
     def withdraw(self, request_ids: Collection[str]) -> list[str]:
-        """Drop those of them of which nothing has been computed yet."""
+        """Drop those of the requests that have not started. Return their ids."""
         withdrawn = self._scheduler.withdraw(request_ids)
         self._request_ids.difference_update(withdrawn)
         return withdrawn
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the KV cache's counts balance and every request has its place. Between steps."""
+        """Raise AssertionError unless the KV cache's counts balance and each request is counted once.
+
+        Call it between steps.
+        """
         self._scheduler.check_integrity()
         num_placed = self._scheduler.num_running + self._scheduler.num_waiting + len(self._early_ends)
         assert num_placed == len(self._request_ids), f"{num_placed} places for {len(self._request_ids)} requests"
 
     def _group(self, request: GenerationRequest, choices: list[StoredChoice]) -> SequenceGroup | FinishEvent:
-        """Return the group of the sequences that are left to generate, or the request's end if there are none."""
+        """Return the group of sequences left to generate, or the request's end if there are none."""
         sampling, is_background = request.sampling, request.priority_class != PRIORITY_CLASSES[0]
         tenant = Tenant(request.tenant, request.tenant_weight, request.tenant_max_running)
         sequences = [self._sequence(request, number, choice) for number, choice in enumerate(choices)]
         if sampling.use_beam_search and not choices[0].token_ids:
-            # A search begins again, or it is over.
+            # A beam search without an output starts again; one with an output has ended.
             return SequenceGroup(sequences[:1], is_background=is_background, tenant=tenant)
         longest = self._scheduler.max_num_tokens_of(
             len(request.prompt_token_ids), sampling.beam_width if sampling.use_beam_search else 1
@@ -273,7 +282,7 @@ class Engine:
             sampling=_of_choice(sampling, number) if number else sampling,
             stop_token_ids=eos_token_ids.union(sampling.stop_token_ids),
             output_token_ids=choice.token_ids,
-            choice=number,
+            sequence_index=number,
             num_scored_tokens=max(choice.prompt_logprobs, default=-1) + 1,
             kv=SequenceKV(cache_root=cache_root(request.tenant, request.cache_salt)),
         )
@@ -291,20 +300,20 @@ class Engine:
 
 
 def _of_choice(sampling: SamplingParams, number: int) -> SamplingParams:
-    """Return the parameters of a choice after the first, which scores the prompt for all."""
+    """Return the parameters of a choice after the first; only the first reports prompt logprobs."""
     return structs.replace(sampling, seed=choice_seed(sampling.seed, number), prompt_logprobs=None)
 
 
 def _prompt_events(result: StepResult) -> list[StreamEvent]:
-    """Each token once, as long as its sequence lives: one that came back may have been computed twice."""
+    """Return each prompt logprob once; a preempted sequence may have computed it twice."""
     events: list[StreamEvent] = []
-    for sequence, scores in result.prompt_logprobs:
-        num_known = max(0, sequence.num_scored_tokens - scores.start)
-        if sequence.status is SequenceStatus.FINISHED or num_known >= len(scores.tokens):
+    for sequence, logprobs in result.prompt_logprobs:
+        num_known = max(0, sequence.num_scored_tokens - logprobs.start)
+        if sequence.status is SequenceStatus.FINISHED or num_known >= len(logprobs.tokens):
             continue
-        new = PromptLogprobs(scores.start + num_known, scores.tokens[num_known:])
+        new = PromptLogprobs(logprobs.start + num_known, logprobs.tokens[num_known:])
         sequence.num_scored_tokens = new.start + len(new.tokens)
-        index, choice = sequence.num_output_tokens, sequence.choice
+        index, choice = sequence.num_output_tokens, sequence.sequence_index
         events.append(TokenEvent(sequence.request_id, index, [], choice, prompt_logprobs=new))
     return events
 
@@ -313,9 +322,9 @@ def _events(update: SequenceUpdate) -> list[StreamEvent]:
     sequence = update.sequence
     if update.error is not None:
         return [ErrorEvent(sequence.request_id, ErrorCode.REQUEST_FAILED, update.error)]
-    choice_end = update.finish_reason if sequence.sampling.n > 1 else None  # else the request's end says it
+    choice_end = update.finish_reason if sequence.sampling.n > 1 else None  # else the FinishEvent has it
     new_token_ids, logprobs = update.new_token_ids, update.new_logprobs
-    tokens = TokenEvent(sequence.request_id, update.index, new_token_ids, sequence.choice, choice_end, logprobs)
+    tokens = TokenEvent(sequence.request_id, update.index, new_token_ids, sequence.sequence_index, choice_end, logprobs)
     events: list[StreamEvent] = [tokens]
     if update.ended_group is not None and update.finish_reason is not None:
         events.append(_finish_event(update.ended_group, update.finish_reason))

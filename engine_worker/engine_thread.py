@@ -1,12 +1,9 @@
-"""The engine in a thread of its own: steps follow each other while there is work, other calls run between two steps.
+"""The engine in its own thread: steps run while there is work; calls run between two steps.
 
-Whatever touches the engine or the device runs here, loading included, so neither needs a lock. The events of each step
-go to the event loop as a Turn. It stores and publishes them while the next step computes, and then calls acknowledge().
-Steps run ahead of it by MAX_STEPS_AHEAD at most: a store that is away stops the engine instead of filling memory.
-
-A step may return the events of an earlier one: an engine that schedules ahead only keeps has_work true meanwhile. Knows
-nothing of Redis or metrics. A token's way back goes through here between two steps, and a takeover asks here how much
-the engine wants.
+Everything that uses the engine or the device runs here, including loading, so neither needs a lock. The events of each
+step go to the event loop as a Turn, which stores and publishes them while the next step computes, and then calls
+acknowledge(). Steps run at most MAX_STEPS_AHEAD of that: if the store is unavailable, the engine stops instead of
+filling memory. A step may return the events of an earlier one; has_work stays true until all are returned.
 """
 
 import asyncio
@@ -22,15 +19,15 @@ from typing import Any, TypeVar
 
 from engine_worker.engine import Engine
 from engine_worker.grammar_gate import Compile, GrammarGate
-from engine_worker.scheduling.intake import NOTHING, Intake
+from engine_worker.scheduling.claim_budget import NO_CLAIMS, ClaimBudget
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from shared.messages import GenerationRequest, StoredChoice, StreamEvent
 from shared.redis_scripts import Demand
 
-MAX_STEPS_AHEAD = 2  # one on its way to the store, one waiting behind it: hides a round trip as long as a step
+MAX_STEPS_AHEAD = 2  # one being stored and one waiting, which hides a round trip as long as a step
 
-# A worker without room looks this often for the requests of tenants of which none waits here. Each look is a script of
-# 20 to 40 us in the store.
+# How often a worker without room looks for requests of tenants that have none waiting here. Each look is a script of
+# 20-40 us in the store.
 OTHERS_SECONDS = 0.05
 
 _Result = TypeVar("_Result")
@@ -38,56 +35,61 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The work of the engine since the turn before: a step, or only calls (then `step` is None)."""
+    """The work of the engine since the previous Turn: a step, or only calls (then `step` is None)."""
 
     step: StepStats | None
     events: Sequence[StreamEvent]
-    intake: Intake
-    background_intake: Intake
-    added_ids: Sequence[str] = ()  # requests that the engine was given since the turn before: `intake` knows of them
+    claim_budget: ClaimBudget
+    background_claim_budget: ClaimBudget
+    added_ids: Sequence[str] = ()  # requests added since the previous Turn, which `claim_budget` includes
 
 
 class EngineThread:
+    """The thread, used from the event loop except where stated otherwise."""
+
     def __init__(self) -> None:
-        """To be made in the running event loop, where every method is called but those that say otherwise."""
+        """Start the thread. Requires a running event loop."""
         self.num_steps = 0  # readable from any thread
         self.in_step = False  # readable from any thread
         self._loop = asyncio.get_running_loop()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._deliver: Callable[[Turn], None] = lambda turn: None
-        self._gate = GrammarGate(lambda grammar: None, self._pass_on)  # until start() brings a real one
-        self._on_way: dict[str, GenerationRequest] = {}  # requests that no turn knows of yet
-        self._latest_turn = Turn(None, (), NOTHING, NOTHING)
+        self._gate = GrammarGate(lambda grammar: None, self._pass_on)  # start() replaces it
+        self._on_way: dict[str, GenerationRequest] = {}  # requests that no Turn reported as added yet
+        self._latest_turn = Turn(None, (), NO_CLAIMS, NO_CLAIMS)
         self._turned = asyncio.Event()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._stats: tuple[EngineStats, tuple[int, int]] | None = None  # as last asked for, and after what work
-        # The thread's own:
+        self._stats: tuple[EngineStats, tuple[int, int]] | None = None  # the last snapshot, and _work_done at its time
+        # Used only in the thread:
         self._num_calls = 0
         self._steps_ahead = 0
         self._added_ids: list[str] = []
         self._stopping = False
-        # A daemon, so that a hung step cannot keep a process alive that is told to end.
+        # A daemon, so that a hung step cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the thread, which goes on while it computes and stands still while it waits."""
+        """CPU time of the thread, which does not advance while it waits."""
         if self._thread.ident is None or not self._thread.is_alive():
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     async def call(self, function: Callable[[], _Result]) -> _Result:
-        """Run `function` between two steps; what it raises is raised here and does not end the thread."""
+        """Run `function` between two steps. Its exceptions are raised here and do not end the thread."""
         future: Future[_Result] = Future()
         self._calls.put(partial(_complete, future, function))
         return await asyncio.wrap_future(future)
 
     def start(self, engine: Engine, deliver: Callable[[Turn], None], compile_grammar: Compile | None = None) -> None:
-        """Step `engine` from now on; `deliver` gets each turn that had a step, in order, in the event loop.
+        """Start to step `engine`.
 
-        `compile_grammar` is called in another thread, for each request that has one.
+        Args:
+            engine: The engine.
+            deliver: Called in the event loop with each Turn that had a step, in order.
+            compile_grammar: Called in another thread, per request with a grammar.
         """
         self._deliver = deliver
         if compile_grammar is not None:
@@ -95,14 +97,14 @@ class EngineThread:
         self._calls.put(partial(setattr, self, "_engine", engine))
 
     def add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice]) -> None:
-        """Takes part in the next step, or when its grammar is compiled."""
+        """Add a request, which runs from the next step on, or once its grammar is compiled."""
         self._on_way[request.request_id] = request
         self._gate.add(request, stored)
 
     def abort_request(self, request_id: str, aborted: Callable[[str], None]) -> None:
-        """Takes no part in the next step, which finds its blocks free.
+        """Abort a request before the next step, and free its blocks.
 
-        `aborted` is called when every turn that may have events of it has been delivered.
+        `aborted` is called after the delivery of every Turn that may have its events.
         """
         if self._gate.drop(request_id):
             del self._on_way[request_id]
@@ -111,17 +113,17 @@ class EngineThread:
             self._calls.put(partial(self._abort_request, request_id, aborted))
 
     def acknowledge(self) -> None:
-        """The events of one more step are stored."""
+        """Report that the events of one more step are stored."""
         self._calls.put(self._acknowledge)
 
     async def drop_requests(self) -> None:
-        """Abort all requests; when this returns, every turn before it has been delivered and no step has work."""
+        """Abort all requests. On return, every earlier Turn has been delivered, and no step has work."""
         for request_id in self._gate.drop_all():
             del self._on_way[request_id]
         await self.call(self._drop_requests)
 
     async def stats(self) -> EngineStats:
-        """The engine's figures now. While it does nothing they stay as they are, and its thread is not woken."""
+        """Return the engine's counts. While the engine is idle they are cached, and its thread is not woken."""
         if self._stats is None or self._stats[1] != self._work_done or self.in_step or not self._calls.empty():
             self._stats = await self.call(lambda: (self._running_engine().stats(), self._work_done))
         return self._stats[0]
@@ -137,9 +139,9 @@ class EngineThread:
         return await self.call(lambda: self._running_engine().kv_events(since))
 
     async def wait_for_demand(self) -> Demand:
-        """Wait until at least one request is to be claimed for the next two steps; those just added are counted.
+        """Wait until at least one request should be claimed for the next two steps, and return the demand.
 
-        While there is no room for any, return every OTHERS_SECONDS a demand of requests of other tenants.
+        Without room, return every OTHERS_SECONDS a demand for requests of other tenants.
         """
         look_at = self._loop.time() + OTHERS_SECONDS
         while (demand := self.demand).requests <= 0:
@@ -155,34 +157,39 @@ class EngineThread:
 
     @property
     def demand(self) -> Demand:
+        """The requests to claim now, after those that are on their way to the engine."""
         on_way = self._on_way.values()
         num, num_tokens = len(on_way), sum(len(request.prompt_token_ids) for request in on_way)
-        intake, background_intake = self._latest_turn.intake, self._latest_turn.background_intake
-        num_requests = intake.num_most(num, num_tokens)
+        claim_budget, background_claim_budget = (
+            self._latest_turn.claim_budget,
+            self._latest_turn.background_claim_budget,
+        )
+        num_requests = claim_budget.max_requests(num, num_tokens)
         return Demand(
             requests=num_requests,
-            background_requests=background_intake.num_wanted(num, num_tokens),
-            prompt_tokens=intake.num_wanted_tokens(num_tokens),
-            likely_prompt_tokens=intake.likely_prompt_tokens,
-            room=max(0, intake.room - num),
-            background_room=max(0, background_intake.room - num),
-            others=0 if num_requests else max(0, intake.num_others - num),
-            waiting_tenants=intake.waiting_tenants.union(request.tenant for request in on_way),
+            background_requests=background_claim_budget.num_wanted(num, num_tokens),
+            prompt_tokens=claim_budget.num_wanted_tokens(num_tokens),
+            likely_prompt_tokens=claim_budget.likely_prompt_tokens,
+            room=max(0, claim_budget.room - num),
+            background_room=max(0, background_claim_budget.room - num),
+            others=0 if num_requests else max(0, claim_budget.num_others - num),
+            waiting_tenants=claim_budget.waiting_tenants.union(request.tenant for request in on_way),
         )
 
-    async def withdraw_waiting(self, most: int) -> list[str]:
-        """Take back requests of which nothing was computed; their ids. No event of them comes."""
-        return await self.call(lambda: self._running_engine().withdraw_waiting(most))
+    async def withdraw_waiting(self, max_requests: int) -> list[str]:
+        """Drop requests that have not started, without an event. Return their ids."""
+        return await self.call(lambda: self._running_engine().withdraw_waiting(max_requests))
 
     async def withdraw(self, request_ids: Collection[str]) -> list[str]:
-        """Withdraw these requests alone, as withdraw_waiting() does."""
+        """Drop those of these requests that have not started, without an event. Return their ids."""
         return await self.call(lambda: self._running_engine().withdraw(request_ids))
 
     async def wait_ended(self) -> None:
-        """Return after stop(); raise what a step raised."""
+        """Wait for stop(). Raises what a step raised."""
         await asyncio.shield(self._ended)
 
     async def stop(self) -> None:
+        """End the thread after the current step."""
         self._calls.put(partial(setattr, self, "_stopping", True))
         await self.wait_ended()
 
@@ -197,7 +204,7 @@ class EngineThread:
         if turn.step is not None:
             self._deliver(turn)
 
-    # From here on: the thread's own.
+    # The following methods run in the thread.
 
     def _run(self) -> None:
         try:
@@ -218,7 +225,7 @@ class EngineThread:
 
     def _run_next_call(self) -> None:
         call = self._calls.get()
-        self._num_calls += 1  # before it changes anything: stats() reads it in the event loop
+        self._num_calls += 1  # before the call, because stats() reads it in the event loop
         call()
 
     def _can_step(self) -> bool:
@@ -230,11 +237,11 @@ class EngineThread:
             self.in_step = True
             events = engine.step()
             step = engine.last_step
-            self.num_steps += 1  # first: stats() takes a thread that is in no step, and has taken none since, for idle
+            self.num_steps += 1  # before in_step, because stats() reads both to detect an idle thread
             self.in_step = False
             self._steps_ahead += 1
         added_ids, self._added_ids = self._added_ids, []
-        turn = Turn(step, events, engine.intake, engine.background_intake, added_ids)
+        turn = Turn(step, events, engine.claim_budget, engine.background_claim_budget, added_ids)
         self._in_loop(partial(self._take_turn, turn))
 
     def _in_loop(self, function: Callable[[], None]) -> None:

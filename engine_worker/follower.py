@@ -1,9 +1,8 @@
-"""`python -m engine_worker.follower`: a rank of a group but the first: a part of the model, and what rank 0 says.
+"""`python -m engine_worker.follower`: a rank of a group other than rank 0. A worker starts it.
 
-It has no store, no HTTP and no listening socket, and reads nothing but the channel that it inherits; whatever ends it
-ends the group (follower_processes.py). Only rank 0 ends it: it hears no SIGTERM, for rank 0 drains for all.
-
-A worker starts it; nobody else does. It knows no request and no sampling.
+It loads its part of the model and carries out the messages of rank 0. It reads only the channel that it inherits: no
+store, no HTTP, no listening socket. Its end ends the group (follower_processes.py). It ignores SIGTERM, because rank 0
+drains for all and ends it.
 """
 
 import faulthandler
@@ -27,11 +26,15 @@ EXIT_FAILED, EXIT_CANNOT_START, EXIT_CORRUPTED = 1, 2, 87
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the parent's pid, the rank, the size, and the fds of the rendezvous and of the channel."""
+    """Run the rank, and return the exit status.
+
+    Args:
+        argv: The parent's pid, the rank, the size, and the fds of the rendezvous and the channel.
+    """
     parent_pid, rank, size, rendezvous_fd, *fds = map(int, argv)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # when the watchdog of rank 0 asks what it does
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog of rank 0 requests the stacks
     exit_with_parent(parent_pid, signal.SIGKILL)
     channel = RingReceiver(ChannelFds(*fds), rank, size)
     threading.Thread(target=_beat, args=(channel,), name="beats", daemon=True).start()
@@ -40,17 +43,17 @@ def main(argv: Sequence[str]) -> int:
     except ChannelCorrupted as error:
         channel.tell_cause(str(error))
         return EXIT_CORRUPTED
-    except ValueError as error:  # what the loader raises for a model or a setting that it cannot serve
+    except ValueError as error:  # the loader raises it for a model or a setting that it cannot serve
         channel.tell_cause(str(error))
         return EXIT_CANNOT_START
-    except BaseException as error:  # MemoryError too
+    except BaseException as error:  # includes MemoryError
         channel.tell_cause(_account_of(error))
         return EXIT_FAILED
     return EXIT_FAILED
 
 
 def _account_of(error: BaseException) -> str:
-    """Return what an error says, then where it was raised."""
+    """Return the message of an error, then its traceback."""
     return f"{traceback.format_exception_only(error)[-1][:500]}{traceback.format_exc()[-2500:]}"
 
 
@@ -62,7 +65,7 @@ def _beat(channel: RingReceiver) -> None:
 
 def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
     channel.enter("import")
-    import torch  # noqa: PLC0415 - takes seconds, in which rank 0 may already end this process
+    import torch  # noqa: PLC0415 - takes seconds, during which rank 0 can already end this process
 
     from engine_worker.execution.group_messages import start_of  # noqa: PLC0415
     from engine_worker.execution.load_replica import load_plan, load_replica, prepare_process  # noqa: PLC0415
@@ -75,7 +78,7 @@ def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)
     ranks = meet(plan, rank, rendezvous_fd)
-    if plan.device.type == "cpu":  # gloo has all its connections; NCCL makes them when it first needs a path
+    if plan.device.type == "cpu":  # gloo has all its connections; NCCL opens them on first use
         stop_listening()
     else:
         channel.enter(PEERS)
@@ -87,10 +90,9 @@ def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
 
 
 def stop_listening() -> None:
-    """Give up every socket of this process that listens: the ranks have connected, and nobody else is to.
+    """Close every listening socket of this process, after the ranks have connected.
 
-    The library that opened one keeps its number, of a socket that nothing reaches; closed, the number could become
-    another file's.
+    Each descriptor is replaced with an unbound socket, because its library may still use the number.
     """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -109,4 +111,4 @@ def _stop_listening(fd: int) -> None:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(status)  # at once: threads of torch may wait for ranks that are gone
+    os._exit(status)  # without cleanup, because threads of torch may wait for ranks that are gone

@@ -1,11 +1,10 @@
-"""Requests with a grammar wait here until it is compiled, so that no step of the engine waits for it.
+"""Holds requests with a grammar until it is compiled, so that no engine step waits for it.
 
-    gate.add(request, stored)     compiles in a thread of its own, then passes the request on
-    gate.drop(request_id)         it will not be passed on
+    gate.add(request, stored)     compile in a separate thread, then pass the request on
+    gate.drop(request_id)         do not pass it on
 
-Without a grammar a request passes at once; one whose grammar cannot be compiled passes with the reason. Compiling ends
-by limits of its own (shared/grammars.py), so the thread is never stuck. Lives in the event loop. Knows no engine. A
-takeover, and every other request, passes here between its claim and the engine.
+A request without a grammar passes at once; one whose grammar cannot be compiled passes with the error. Compilation has
+its own limits (shared/grammars.py), so the thread never hangs. Use it in the event loop.
 """
 
 import asyncio
@@ -15,15 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from shared.messages import GenerationRequest, Grammar, StoredChoice
 
 Compile = Callable[[Grammar], object]
-PassOn = Callable[[GenerationRequest, Sequence[StoredChoice], str], None]  # the last: why it cannot run, or ""
+PassOn = Callable[[GenerationRequest, Sequence[StoredChoice], str], None]  # the last: an error, or ""
 
 
 class GrammarGate:
+    """The requests whose grammars are being compiled."""
+
     def __init__(self, compile_grammar: Compile, pass_on: PassOn) -> None:
-        """To be made in the running event loop."""
+        """Create the gate. Requires a running event loop."""
         self._compile = compile_grammar
         self._pass_on = pass_on
-        # One thread: what it compiles holds memory, and most grammars take a millisecond.
+        # One thread bounds the memory of compilation; most grammars take 1 ms.
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._waiting: dict[str, asyncio.Task[None]] = {}
 
@@ -39,7 +40,7 @@ class GrammarGate:
             self._waiting[request.request_id] = task
 
     def drop(self, request_id: str) -> bool:
-        """Whether it was waiting here."""
+        """Forget a request. Return whether it was waiting here."""
         task = self._waiting.pop(request_id, None)
         if task is not None:
             task.cancel()

@@ -1,10 +1,7 @@
-"""The worker's small HTTP server: /metrics, /livez, /readyz and /debug/kv. Beside all walks.
+"""The worker's HTTP server: /metrics, /livez, /readyz, and /debug/kv.
 
-/livez says only that the event loop turns; /readyz that requests are being claimed, and what is missing until then.
-/debug/kv shows every block and sequence, /debug/kv/events?since=NUMBER why blocks moved: request ids and counts, never
-tokens. Both are where the metrics are, and nowhere else.
-
-It knows the worker by its status, metrics and snapshots alone, and changes nothing.
+/livez reports that the event loop runs, /readyz whether requests are claimed, else the phase. /debug/kv returns every
+block and sequence, /debug/kv/events?since=NUMBER the block moves: request ids and counts, never tokens.
 """
 
 import asyncio
@@ -18,15 +15,15 @@ from engine_worker.metrics import WorkerMetrics
 from engine_worker.status import WorkerStatus
 from shared.messages import WorkerPhase
 
-ANSWER_SECONDS = 5.0  # between two steps the engine answers at once
+ANSWER_SECONDS = 5.0  # the engine answers between two steps
 
 
 class PortUnavailable(Exception):
-    """Somebody else listens there, or the address is not this machine's."""
+    """The address is in use, or does not belong to this machine."""
 
 
 class KVDebug(Protocol):
-    """EngineThread; to be asked only when the engine is loaded."""
+    """The debug views of EngineThread, available once the engine is loaded."""
 
     async def kv_view(self) -> dict[str, Any]: ...
 
@@ -37,7 +34,7 @@ class HealthServer:
     def __init__(
         self, status: WorkerStatus, metrics: WorkerMetrics, refresh: Callable[[], Awaitable[None]], kv: KVDebug
     ) -> None:
-        """`refresh` brings status.stats up to date before a scrape is answered."""
+        """Create the server. `refresh` updates status.stats before each scrape."""
         self._status = status
         self._metrics = metrics
         self._refresh = refresh
@@ -45,7 +42,10 @@ class HealthServer:
 
     @asynccontextmanager
     async def listen(self, host: str, port: int) -> AsyncIterator[int]:
-        """Serve while the context is open; yields the port, which is a free one if `port` is 0."""
+        """Serve while the context is open. Yields the port; `port` 0 selects a free one.
+
+        Raises PortUnavailable.
+        """
         app = web.Application()
         app.add_routes(
             [
@@ -86,7 +86,7 @@ class HealthServer:
     async def _get_kv_events(self, request: web.Request) -> web.Response:
         since = request.query.get("since", "0")
         if not (since.isascii() and since.isdecimal() and len(since) < 16):
-            return web.json_response({"error": "since: the number of an event, or 0"}, status=400)
+            return web.json_response({"error": f"since: expected an event number or 0, got {since[:20]!r}"}, status=400)
         return await self._answer_when_loaded(lambda: self._kv.kv_events(int(since)))
 
     async def _answer_when_loaded(self, ask: Callable[[], Awaitable[dict[str, Any]]]) -> web.Response:
@@ -95,4 +95,4 @@ class HealthServer:
         try:
             return web.json_response(await asyncio.wait_for(ask(), ANSWER_SECONDS))
         except TimeoutError:
-            return web.json_response({"error": "the engine is in a long step; ask again"}, status=503)
+            return web.json_response({"error": "the engine is in a long step; try again"}, status=503)

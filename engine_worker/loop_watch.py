@@ -1,8 +1,8 @@
-"""`python -I -S loop_watch.py PID SECONDS`: end a process whose event loop hangs, from outside of its interpreter.
+"""`python -I -S loop_watch.py PID SECONDS`: ends a process whose event loop hangs, from outside its interpreter.
 
-The worker writes a byte into this process's input with each tick; the end of the input ends this process. A tick counts
-as missed only while the kernel lets the worker run: one that was stopped (SIGSTOP, a frozen container) missed nothing.
-The worker gets SIGABRT, on which faulthandler writes its stacks, and later SIGKILL.
+The worker writes a byte to this process's stdin with each tick; EOF ends this process. A missed tick counts only while
+the worker can run: a stopped process (SIGSTOP, a frozen container) misses none. The worker gets SIGABRT, at which
+faulthandler writes its stacks, and SIGKILL 5 s later.
 """
 
 import os
@@ -36,7 +36,7 @@ def main(pid: int, timeout_ticks: int) -> None:
         elif not is_stopped(pid):
             num_missed += 1
             if num_missed == timeout_ticks:
-                sys.stderr.write(f"the event loop of process {pid} made no tick for {timeout_ticks} s: it ends\n")
+                sys.stderr.write(f"process {pid}: event loop made no tick for {timeout_ticks} s: ending it\n")
                 os.kill(pid, signal.SIGABRT)
     os.kill(pid, signal.SIGKILL)
 

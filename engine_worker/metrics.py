@@ -1,10 +1,8 @@
-"""The worker's Prometheus metrics: a registry of its own, rendered on demand.
+"""The worker's Prometheus metrics, in their own registry, rendered at a scrape.
 
-Gauges and counters are read from one EngineStats snapshot when somebody scrapes, never in a step; only the step
-histograms are fed by the loop, with their children bound once (`labels()` costs more than `observe()`). Names and units
-follow the Prometheus rules: base units, `_total`, ratios 0..1, and block states that add up to the capacity.
-
-It stands beside every walk: it reads frozen snapshots of the engine, and knows no request by its id.
+Gauges and counters are read from one EngineStats snapshot per scrape, never in a step. Only the step histograms are
+updated in the loop, with children bound once because `labels()` costs more than `observe()`. Names follow Prometheus:
+base units, `_total`, ratios 0-1. Block states add up to the capacity.
 """
 
 import time
@@ -42,25 +40,27 @@ REQUEST_SECONDS_BUCKETS = (
 )  # fmt: skip
 REQUESTS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024)
 
-# No `_created` series: they double what is stored and say nothing here. Process-wide, as the library has it.
+# No `_created` series, which double the storage. The library's switch is process-wide.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """The facts that do not change while the worker runs, and how to ask for those that do."""
+    """The constants of a running worker, and functions that return its variables."""
 
     device: str
-    dtype: str  # that the model computes in
+    dtype: str  # of the model's computation
     kv_cache_dtype: str  # of keys and values
     block_size_bytes: int
     max_model_len: int
-    memory_bytes: Callable[[], Mapping[str, int]]  # of the device by use, measured when called
-    quantization: str = "none"  # of products' weights: none, fp8, int8 or as-stored
-    group: Callable[[], GroupHealth] = lambda: ALONE  # of the ranks that share the model, when called
+    memory_bytes: Callable[[], Mapping[str, int]]  # returns the device's memory by use
+    quantization: str = "none"  # of the linear layers' weights: none, fp8, int8, or as-stored
+    group: Callable[[], GroupHealth] = lambda: ALONE  # returns the state of the ranks that share the model
 
 
 class WorkerMetrics:
+    """All metrics of one worker; also a TimesSink."""
+
     def __init__(
         self,
         worker: str,
@@ -71,7 +71,7 @@ class WorkerMetrics:
         *,
         vllm_names: bool = False,
     ) -> None:
-        """`faults`: those that the transport counts."""
+        """Create the registry. `faults`: the counts of the transport."""
         self.registry = CollectorRegistry()
         self._exposed = with_vllm_names(self.registry, model) if vllm_names else self.registry
         labels = {"worker": worker, "model": model}
@@ -109,15 +109,15 @@ class WorkerMetrics:
             for part, text in times
         }  # fmt: skip
         self._reclaims = Counter(
-            "pagestream_queue_reclaims_total", "Requests taken over from a worker that died", names,
+            "pagestream_queue_reclaims_total", "Requests taken over from dead workers", names,
             registry=self.registry,
         ).labels(*self._labels)  # fmt: skip
         self._given_back = Counter(
-            "pagestream_queue_given_back_total", "Requests given back before they began, for a worker that holds less",
+            "pagestream_queue_given_back_total", "Requests returned to the queue for less loaded workers",
             names, registry=self.registry,
         ).labels(*self._labels)  # fmt: skip
         self._incarnations = Counter(
-            "pagestream_worker_incarnations_total", "Lives of this worker in the store: more than one, it was fenced",
+            "pagestream_worker_incarnations_total", "Registrations of this worker; more than 1: it was fenced",
             names, registry=self.registry,
         ).labels(*self._labels)  # fmt: skip
 
@@ -175,7 +175,7 @@ class _SnapshotCollector(Collector):
             "worker_start_phase", "1 for the phase the worker is in", "phase", {p: p == now.phase for p in WorkerPhase}
         )
         timestamp = self.last_step_timestamp_seconds
-        yield self._gauge("worker_last_step_timestamp_seconds", "When the last engine step was stored", timestamp)
+        yield self._gauge("worker_last_step_timestamp_seconds", "Unix time of the last stored engine step", timestamp)
         yield self._info("build", "Version of the worker", {"version": self._version})
         yield from self._transport()
         if self.info is not None:
@@ -188,12 +188,12 @@ class _SnapshotCollector(Collector):
     def _transport(self) -> Iterator[Metric]:
         faults = self._faults
         for name, text, value in (
-            ("workers_reaped", "Workers that this one found dead, whose requests it queued again", faults.num_reaped),
+            ("workers_reaped", "Dead workers whose requests this worker requeued", faults.num_reaped),
             ("orphaned_requests", "Requests that this worker ended because their gateway was gone", faults.num_ended),
-            ("bad_heartbeats", "Heartbeats heard that were no frames", faults.num_bad_heartbeats),
+            ("bad_heartbeats", "Received heartbeats that could not be decoded", faults.num_bad_heartbeats),
             ("heartbeat_failures", "Heartbeats that could not be sent", faults.num_failures),
-            ("queue_read_failures", "Reads of the queue that failed, and were made good", faults.num_read_failures),
-            ("store_retries", "Steps and ends offered again to a store that did not take them", faults.num_retries),
+            ("queue_read_failures", "Failed reads of the queue, which were retried", faults.num_read_failures),
+            ("store_retries", "Retries of steps and finishes that the store did not take", faults.num_retries),
         ):
             yield self._counter(name, text, value)
 
@@ -211,23 +211,23 @@ class _SnapshotCollector(Collector):
         yield from self._group(info.group())
 
     def _group(self, group: GroupHealth) -> Iterator[Metric]:
-        up, behind = (
+        up, unread = (
             {str(rank): value for rank, value in enumerate(of)} for of in (group.ranks_up, group.messages_behind)
         )
-        yield self._by("rank_up", "1 for a rank that has its part of the model", "rank", up)
-        yield self._by("rank_messages_behind", "Messages of rank 0 that a rank has not read", "rank", behind)
+        yield self._by("rank_up", "1 for a rank that has loaded its part of the model", "rank", up)
+        yield self._by("rank_messages_behind", "Messages of rank 0 that a rank has not read", "rank", unread)
         skew = group.step_skew_seconds
-        yield self._gauge("step_skew_seconds", "Time until the last rank had read what rank 0 told latest", skew)
-        yield self._info("all_reduce", "What sums over the ranks", {"path": group.all_reduce_path})
+        yield self._gauge("step_skew_seconds", "Time until the last rank read the latest message of rank 0", skew)
+        yield self._info("all_reduce", "Implementation of all-reduce", {"path": group.all_reduce_path})
         waited = group.channel_wait_seconds
-        yield self._counter("channel_wait_seconds", "Time that rank 0 waited for others to read its messages", waited)
+        yield self._counter("channel_wait_seconds", "Time that rank 0 waited for ranks to read its messages", waited)
 
     def _kv_cache(self, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
         kv, device = stats.kv_cache, {"device": info.device}
         states = {"active": kv.num_active_blocks, "cached": kv.num_cached_blocks, "free": kv.num_free_blocks}
         slots = kv.num_active_blocks * kv.block_size
         yield self._by("kv_blocks", "KV blocks by state; states add up to the capacity", "state", states, device)
-        yield self._gauge("kv_capacity_blocks", "KV blocks there are", kv.num_blocks, device)
+        yield self._gauge("kv_capacity_blocks", "Number of KV blocks", kv.num_blocks, device)
         yield self._gauge("kv_block_size_tokens", "Tokens in one KV block", kv.block_size)
         yield self._gauge("kv_usage_ratio", "Active blocks / capacity", kv.usage_ratio, device)
         waste = kv.num_wasted_slots / slots if slots else 0.0
@@ -238,9 +238,9 @@ class _SnapshotCollector(Collector):
     def _kv_moves(self, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
         kv, totals, counters = stats.kv_cache, stats.kv_totals, stats.counters
         copied = totals.copied_blocks
-        yield self._counter("kv_copy_on_write_blocks", "Shared blocks copied because one owner wrote", copied)
+        yield self._counter("kv_copy_on_write_blocks", "Shared blocks copied before a write", copied)
         evicted = {info.device: totals.evicted_blocks, "host": totals.evicted_host_blocks}
-        yield self._count_by("kv_evicted_blocks", "Cached blocks given up for new content", "device", evicted)
+        yield self._count_by("kv_evicted_blocks", "Cached blocks evicted for new content", "device", evicted)
         num_used = kv.num_host_blocks - kv.num_host_cached_blocks - kv.num_host_free_blocks
         host = {"swapped": num_used, "cached": kv.num_host_cached_blocks, "free": kv.num_host_free_blocks}
         yield self._by("kv_host_blocks", "KV blocks in host memory by state", "state", host)
@@ -251,14 +251,14 @@ class _SnapshotCollector(Collector):
         hits = {info.device: totals.device_hit_tokens, "host": totals.host_hit_tokens}
         queried = totals.queried_tokens
         yield self._counter("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache", queried)
-        yield self._count_by("prefix_cache_hit_tokens", "Tokens found there, by where", "device", hits)
+        yield self._count_by("prefix_cache_hit_tokens", "Tokens found in the prefix cache", "device", hits)
 
     def _kv_durations(self, durations: KVDurations) -> Iterator[Metric]:
         of_blocks = {"active": durations.active, "cached": durations.cached}
-        text = "Time of a block in use, and of one in the cache until it is used again or evicted"
+        text = "Time that a block is in use, or is cached until its reuse or eviction"
         yield self._histograms("kv_block_lifetime_seconds", text, "state", of_blocks)
         of_swaps = {"in": durations.swap_in, "out": durations.swap_out}
-        text = "Time of one step's transfers between device and host, beside the steps"
+        text = "Time of one step's transfers between device and host, which overlap with steps"
         yield self._histograms("kv_swap_duration_seconds", text, "direction", of_swaps)
 
     def _work(self, stats: EngineStats) -> Iterator[Metric]:
@@ -266,9 +266,9 @@ class _SnapshotCollector(Collector):
         num_waiting = stats.num_waiting - stats.num_swapped
         states = {"running": stats.num_running, "waiting": num_waiting, "swapped": stats.num_swapped}
         yield self._by("requests", "Requests in the engine by state", "state", states)
-        # Blocks run short is the only reason there is so far.
+        # The only reason so far is a shortage of blocks.
         reason = {"reason": "kv_blocks"}
-        yield self._count_by("preemptions", "Sequences that gave up their blocks", "mode", counters.preemptions, reason)
+        yield self._count_by("preemptions", "Preempted sequences", "mode", counters.preemptions, reason)
         sources = {"computed": counters.prompt_tokens_computed, "cached": stats.kv_totals.cached_prompt_tokens}
         yield self._count_by("prompt_tokens", "Prompt tokens by where their KV came from", "source", sources)
         recomputed = counters.recomputed_tokens

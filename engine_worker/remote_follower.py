@@ -1,10 +1,9 @@
-"""`python -m engine_worker.remote_follower`: a rank of a group that spans hosts, beside rank 0 on another one.
+"""`python -m engine_worker.remote_follower`: a rank of a group that spans hosts, on another host than rank 0.
 
     --rendezvous-endpoint HOST:PORT --rank R --tensor-parallel-size N [--model DIRECTORY]
 
-It has no store and no HTTP; it loads what rank 0 was told to, carries out its messages, and ends when rank 0 does. A
-cluster starts all ranks of a group, and all anew when one has ended. It hears no SIGTERM: rank 0 drains for all. It
-knows no request and no sampling.
+It gets its settings from rank 0, carries out its messages, and exits when rank 0 does. The cluster manager starts all
+ranks of a group, and restarts all when one has ended. It ignores SIGTERM, because rank 0 drains for all.
 """
 
 import argparse
@@ -24,12 +23,13 @@ logger = logging.getLogger("worker")
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the rank, and return the exit status."""
     options = _parser().parse_args(argv)
     configure_logging(options.log_format)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    from engine_worker.execution.step_channel import ChannelCorrupted  # noqa: PLC0415 - beside those that take seconds
+    from engine_worker.execution.step_channel import ChannelCorrupted  # noqa: PLC0415 - after the options are checked
 
     try:
         _follow(options)
@@ -63,10 +63,10 @@ def _follow(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine_worker.remote_follower", description="One rank of a group.")
-    parser.add_argument("--rendezvous-endpoint", required=True, help="HOST:PORT of rank 0, as it was told")
-    parser.add_argument("--rank", type=int, required=True, help="1 to the size less one")
-    parser.add_argument("--tensor-parallel-size", type=int, required=True, help="as of rank 0")
-    parser.add_argument("--model", type=Path, help="model directory on this host; default: as on that of rank 0")
+    parser.add_argument("--rendezvous-endpoint", required=True, help="HOST:PORT, the same as at rank 0")
+    parser.add_argument("--rank", type=int, required=True, help="rank, 1 to tensor-parallel-size - 1")
+    parser.add_argument("--tensor-parallel-size", type=int, required=True, help="number of ranks, as at rank 0")
+    parser.add_argument("--model", type=Path, help="model directory on this host; default: the path at rank 0")
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     return parser
 
@@ -74,4 +74,4 @@ def _parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(status)  # at once: threads of torch may wait for ranks that are gone
+    os._exit(status)  # without cleanup, because threads of torch may wait for ranks that are gone

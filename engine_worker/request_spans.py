@@ -1,7 +1,4 @@
-"""The parts of a request's time as spans of its trace: queue, prefill, decode.
-
-It stands behind the end of a request, if somebody wants traces. It knows times, and no tokens.
-"""
+"""The parts of a request's time as spans of its trace: queue, prefill, decode."""
 
 from engine_worker.request_times import RequestTimes
 from shared.tracing import Tracing, valid_traceparent

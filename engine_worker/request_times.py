@@ -1,12 +1,11 @@
-"""How long each request of this worker waited, was prefilled and decoded: into histograms, and to whoever traces.
+"""Measures how long each request of this worker was queued, prefilled, and decoded; for histograms and traces.
 
-    queue     from the entry's place in the queue (by the store's clock) until this worker claimed it
-    prefill   until its first new token was stored; waiting for blocks in the engine counts here
+    queue     from entering the queue (by the store's clock) until this worker claimed it
+    prefill   until its first new token was stored, including the wait for blocks in the engine
     decode    until its end was stored
 
-Times of several machines are compared, so nothing decides by them. A request that changed its owner has a queue and a
-prefill with each. Knows neither Prometheus nor OpenTelemetry. It stands beside a token's way back: the worker tells it
-when something was stored.
+Clocks of several machines are compared, so no decision depends on these times. A request that changed its worker has a
+queue and a prefill time with each.
 """
 
 import time
@@ -30,15 +29,19 @@ class RequestTimes:
 
 
 class TimesSink(Protocol):
+    """Receives the times of requests."""
+
     def claimed(self, times: RequestTimes, *, is_resumed: bool) -> None: ...
 
     def began(self, times: RequestTimes) -> None:
-        """`first_token` is known."""
+        """Receive a request whose first token was stored."""
 
     def ended(self, times: RequestTimes, ended: float, reason: str) -> None: ...
 
 
 class RequestClock:
+    """The times of the requests that this worker holds."""
+
     def __init__(self, sinks: Iterable[TimesSink], clock: Callable[[], float] = time.time) -> None:
         self._sinks = list(sinks)
         self._clock = clock
@@ -53,7 +56,7 @@ class RequestClock:
             sink.claimed(times, is_resumed=claim.attempt > FIRST_ATTEMPT)
 
     def stored(self, request_ids: Iterable[str]) -> None:
-        """New tokens of these requests."""
+        """Record that new tokens of these requests were stored."""
         for request_id in request_ids:
             times = self._times[request_id]
             if times.first_token is None:
@@ -67,9 +70,9 @@ class RequestClock:
             sink.ended(times, now, reason)
 
     def forget(self, request_id: str) -> None:
-        """It was given back."""
+        """Drop a request that was returned to the queue."""
         self._times.pop(request_id, None)
 
     def forget_everything(self) -> None:
-        """Others have the requests now, and tell of them."""
+        """Drop all requests, because other workers have them now."""
         self._times.clear()

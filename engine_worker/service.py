@@ -1,9 +1,7 @@
-"""Everything that runs in a worker's process around the Worker itself, from the first heartbeat to the last.
+"""Runs a worker process: loading, health routes, heartbeats, reaping, and the Worker itself.
 
-The health routes, the heartbeats and the phase lines begin at once; the engine is loaded in its own thread meanwhile.
-`load` decides what the engine is: a model on a device, or a script in a test. Any part that fails ends the process.
-
-It is used from the start to the drain, around every walk. It knows the parts, and no request.
+Health routes, heartbeats, and phase lines start at once, while the engine is loaded in its thread. `load` returns the
+engine: a model on a device, or a script in a test. A failure of any part ends the process.
 """
 
 import asyncio
@@ -21,9 +19,9 @@ from redis.exceptions import RedisError
 
 from engine_worker.engine import Engine
 from engine_worker.engine_thread import EngineThread
+from engine_worker.exit_reaper import ExitReaper
 from engine_worker.grammar_gate import Compile
 from engine_worker.health import HealthServer, PortUnavailable
-from engine_worker.last_will import LastWill
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.request_spans import RequestSpans
 from engine_worker.request_times import RequestClock, TimesSink
@@ -57,12 +55,12 @@ from shared.tracing import TracingUnavailable, open_tracing
 
 logger = logging.getLogger("worker")
 
-SELF_FENCE_RATIO = 2 / 3  # of the time after which others call it dead: it must have stopped before they begin
-HAND_OVER_SECONDS = 1.0  # for a worker that failed: then its peers find it by its missing heartbeats
-EXIT_LOST = 1  # as of any worker that failed
-LAST_SECONDS = 2.0  # for its event loop to end it, once it has lost a process
-REAP_SECONDS = 2.0  # after the missed heartbeats of a dead worker, until its requests are queued again
-STATS_TIMEOUT_SECONDS = 0.5  # a long step answers later; until then the last snapshot is shown
+SELF_FENCE_RATIO = 2 / 3  # of --dead-after-seconds: the worker must have stopped before peers take its requests
+HAND_OVER_SECONDS = 1.0  # for a failed worker to requeue its requests; then peers do it after missed heartbeats
+EXIT_LOST = 1  # the same as for any failed worker
+LAST_SECONDS = 2.0  # for the event loop to end the worker after the loss of a process
+REAP_SECONDS = 2.0  # from the missed heartbeats of a dead worker until its requests are queued again
+STATS_TIMEOUT_SECONDS = 0.5  # during a long step the last snapshot is shown
 
 
 @dataclass(frozen=True)
@@ -70,18 +68,18 @@ class LoadedEngine:
     engine: Engine
     info: EngineInfo
     compile_grammar: Compile | None = None
-    note: str = ""  # told with its readiness
-    dump_others: Callable[[], None] | None = None  # has the other processes of this worker write their stacks
-    set_on_end: Callable[[Callable[[str], None]], None] | None = None  # of another process; called in its own thread
-    start: dict[int, list[tuple[str, float]]] = field(default_factory=dict)  # by rank: its phases, in seconds
+    note: str = ""  # detail of the phase `ready`
+    dump_others: Callable[[], None] | None = None  # makes the other processes of this worker write their stacks
+    set_on_end: Callable[[Callable[[str], None]], None] | None = None  # registers a callback, which runs in a thread
+    start: dict[int, list[tuple[str, float]]] = field(default_factory=dict)  # by rank: phases and their seconds
 
 
 class LostProcess(Exception):
-    """Another process of this worker has ended; the message says which and how."""
+    """Another process of this worker has ended; the message names it and the cause."""
 
 
 class CannotStart(Exception):
-    """Settings, model and machine do not fit together; the message says what would."""
+    """Settings, model, and machine do not fit together; the message names the fix."""
 
 
 Report = Callable[[str, float, str], None]  # phase, progress 0..1, detail
@@ -89,8 +87,10 @@ LoadEngine = Callable[[Report], LoadedEngine]  # runs in the engine's thread
 
 
 class WorkerService:
+    """One worker process."""
+
     def __init__(self, settings: WorkerSettings, version: str) -> None:
-        """To be made in the running event loop."""
+        """Create the parts. Requires a running event loop. Raises CannotStart."""
         base_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self._settings = settings
         self._base_id = base_id
@@ -117,26 +117,33 @@ class WorkerService:
         if self._tracing is not None:
             self._sinks.append(RequestSpans(self._tracing, base_id, settings.model_name))
         is_group = settings.execution.tensor_parallel_size > 1
-        self._last_will = LastWill(settings.redis_url, settings.model_name) if is_group else None
+        self._exit_reaper = ExitReaper(settings.redis_url, settings.model_name) if is_group else None
         self._reaper = Reaper(
             self._connections,
             self._keys,
             missed_ticks_until_dead=settings.dead_after_seconds,
             faults=self._faults,
         )
-        self._identity: dict[str, str] = {}  # of the model as it is served
+        self._identity: dict[str, str] = {}  # of the served model
         self._watchdog = StepWatchdog(self._engine, settings.step_timeout_seconds, self._end_hung)
         self._worker: Worker | None = None
         self._note = ""
         self._dump_others: Callable[[], None] | None = None
-        self._told_to_stop = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[None] = self._loop.create_future()
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self, load: LoadEngine, files_identity: Callable[[], dict[str, str]] = dict) -> None:
-        """Until told to stop by SIGTERM or SIGINT (a second one ends the process at once). `files_identity`: the
-        fields of the model's identity that are known before it is loaded; empty: nothing is compared."""
+        """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+
+        Args:
+            load: Returns the engine. It runs in the engine's thread.
+            files_identity: Returns the model identity known before loading; empty: not compared.
+
+        Raises:
+            CannotStart: If settings, model, and machine do not fit together.
+        """
         self._handle_signals()
         health = HealthServer(self._status, self._metrics, self._refresh_stats, self._engine)
         try:
@@ -176,7 +183,7 @@ class WorkerService:
             await self._serve(loaded)
 
     async def _compare_files(self, files_identity: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """Before anything is loaded. Raises ModelDiffers, and CannotStart for files that cannot be read."""
+        """Compare the model's files with the queue's model, before loading. Raises ModelDiffers and CannotStart."""
         try:
             files = await asyncio.to_thread(files_identity)
         except (ValueError, OSError) as error:
@@ -184,7 +191,7 @@ class WorkerService:
         if files:
             scripts = RedisScripts(self._connections.commands, self._keys)
             try:
-                await refuse_other_model(partial(scripts.compare_identity, files), self._reaper.heard)
+                await refuse_other_model(partial(scripts.compare_identity, files), self._reaper.seen_worker_ids)
             except (RedisError, OSError) as error:
                 logger.warning("model identity: not compared before loading: %s", error)
         return files
@@ -197,9 +204,9 @@ class WorkerService:
             self._status.fingerprint = system_fingerprint(self._identity)
 
     async def _load(self, load: LoadEngine) -> LoadedEngine | None:
-        """None if it was told to stop meanwhile: native code may still run in the thread then."""
+        """Load the engine. None: a stop was requested; native code may still run in the thread."""
         loading = asyncio.create_task(self._engine.call(partial(load, self._status.report)))
-        stopped = asyncio.create_task(self._told_to_stop.wait())
+        stopped = asyncio.create_task(self._stop_requested.wait())
         await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not loading.done():
@@ -207,7 +214,7 @@ class WorkerService:
             return None
         try:
             return loading.result()
-        except ValueError as error:  # what the loader raises for a model or a setting that it cannot serve
+        except ValueError as error:  # the loader raises it for a model or a setting that it cannot serve
             logger.debug("loading failed", exc_info=True)
             raise CannotStart(str(error)) from error
 
@@ -215,7 +222,7 @@ class WorkerService:
         self._metrics.engine_is_ready(loaded.info)
         self._status.max_model_len = loaded.info.max_model_len
         self._status.max_num_seqs = loaded.engine.max_num_seqs
-        # The thread of rank 0 of a group also waits for the others, in a loop.
+        # In a group, the thread of rank 0 also spins while it waits for other ranks.
         self._watchdog.is_cpu = loaded.info.device == "cpu" and self._settings.execution.tensor_parallel_size == 1
         self._note = loaded.note
         self._dump_others = loaded.dump_others
@@ -224,14 +231,14 @@ class WorkerService:
         worker = Worker(
             self._engine,
             self._register,
-            self._hear_cancels,
+            self._listen_for_cancels,
             self._metrics,
             self._settings.drain_seconds,
             RequestClock(self._sinks),
         )
         self._engine.start(loaded.engine, worker.take_turn, loaded.compile_grammar)
         self._worker = worker
-        if self._told_to_stop.is_set():
+        if self._stop_requested.is_set():
             worker.drain()
         await worker.run()
         await self._engine.stop()
@@ -240,32 +247,34 @@ class WorkerService:
         await self._lost
 
     def _lose_process(self, what: str) -> None:
-        """In whose thread it may. Ends this process: in order, or at once should its event loop not turn."""
+        """End this process: orderly, or at once if its event loop hangs. May be called in any thread."""
         logger.critical("group: %s; all ranks end", what)
         self._loop.call_soon_threadsafe(self._lost.set_exception, LostProcess(what))
         threading.Event().wait(LAST_SECONDS)
         os._exit(EXIT_LOST)
 
     async def _hand_over(self) -> None:
-        """After a failure: requeue what this worker holds, so that others go on at once and not after missed beats."""
+        """Requeue this worker's requests after a failure, so that peers need not wait for missed heartbeats."""
         worker_id = self._status.worker_id
         if worker_id == self._base_id:
-            return  # it never served
+            return  # this worker never served
         try:
             async with asyncio.timeout(HAND_OVER_SECONDS):
                 summary = await reap_worker(RedisScripts(self._connections.commands, self._keys), worker_id)
-            logger.warning("this worker fails, others go on: %s", summary)
+            logger.warning("worker %s: failed; requeued its requests: %s", worker_id, summary)
         except (RedisError, OSError, TimeoutError) as error:
-            logger.warning("what this worker holds is requeued when its heartbeats are missed: %s", error)
+            logger.warning(
+                "worker %s: requeue failed; peers will requeue after missed heartbeats: %s", worker_id, error
+            )
 
     def _end_hung(self) -> None:
-        """A step hangs, the event loop does not: stacks, then a hand-over, then the end."""
+        """Write the stacks, requeue the requests, and exit, because a step hangs."""
         if self._ending is None:
             dump_stacks(self._dump_others)
             self._ending = self._loop.create_task(self._hand_over_and_exit())
 
     async def _hand_over_and_exit(self) -> None:
-        """Not by returning: a hung thread would hold up the end of the interpreter."""
+        """Exit with os._exit(), because a hung thread would block the interpreter's shutdown."""
         try:
             await self._hand_over()
         finally:
@@ -285,16 +294,18 @@ class WorkerService:
             profile=WorkerProfile(self._identity, Abilities(max_model_len=self._status.max_model_len)),
         )
         patience_seconds = self._settings.dead_after_seconds + REAP_SECONDS
-        incarnation = await wait_for_match(attempt, self._reaper.heard, patience_seconds)
+        incarnation = await wait_for_match(attempt, self._reaper.seen_worker_ids, patience_seconds)
         self._status.worker_id = incarnation.worker_id
-        if self._last_will is not None:
-            self._last_will.name(incarnation.worker_id)
+        if self._exit_reaper is not None:
+            self._exit_reaper.watch(incarnation.worker_id)
         self._metrics.incarnation_began()
-        self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0, self._note)
-        await self._beat()  # gateways that wait for a worker hear of it now, and not half a second later
+        self._status.report(
+            WorkerPhase.DRAINING if self._stop_requested.is_set() else WorkerPhase.READY, 1.0, self._note
+        )
+        await self._beat()  # saves gateways that wait for a worker 0.5 s on average
         return incarnation
 
-    async def _hear_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
+    async def _listen_for_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
         hints = CancelHints(self._connections.subscriber, self._keys, on_cancel, incarnation.claims.attach)
         await hints.run(incarnation.worker_id)
 
@@ -306,7 +317,7 @@ class WorkerService:
 
     async def _beat(self) -> None:
         await self._refresh_stats()
-        self._heartbeats.offer(self._status.heartbeat(self._engine.num_steps, in_step=self._engine.in_step))
+        self._heartbeats.set_latest(self._status.heartbeat(self._engine.num_steps, in_step=self._engine.in_step))
 
     async def _refresh_stats(self) -> None:
         if self._worker is None:
@@ -314,7 +325,7 @@ class WorkerService:
         try:
             self._status.stats = await asyncio.wait_for(self._engine.stats(), STATS_TIMEOUT_SECONDS)
         except TimeoutError:
-            logger.debug("the engine is in a long step; its last figures are shown")
+            logger.debug("stats: the engine is in a long step; showing the last snapshot")
 
     def _loaded_engine(self) -> EngineThread | None:
         return None if self._status.stats is None else self._engine
@@ -325,9 +336,9 @@ class WorkerService:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
-        if self._told_to_stop.is_set():
-            os._exit(128 + number)  # not sys.exit: the engine's thread may be in a step
-        self._told_to_stop.set()
+        if self._stop_requested.is_set():
+            os._exit(128 + number)  # sys.exit would wait for a step in the engine's thread
+        self._stop_requested.set()
         if self._worker is not None:
             self._status.report(WorkerPhase.DRAINING, 0.0)
             self._worker.drain()

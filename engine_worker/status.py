@@ -1,9 +1,6 @@
-"""The worker's present state, in one place that its heartbeats, its health routes and its log lines read.
+"""The worker's current state, for heartbeats, health routes, and phase lines in the log.
 
-Loading reports from the engine's thread; everybody else reads. One assignment of one frozen value each, so no lock.
-
-Beside every walk and in none: service.py and the loader write it, health.py, metrics.py and the heartbeats read it. It
-knows no store and no HTTP.
+Loading reports from the engine's thread; all others read. Each update assigns one frozen value, so no lock is needed.
 """
 
 import logging
@@ -17,7 +14,7 @@ from shared.messages import WorkerHeartbeat, WorkerPhase
 
 logger = logging.getLogger("worker")
 
-LINE_INTERVAL_SECONDS = 10.0  # a phase that takes longer says so again and again
+LINE_INTERVAL_SECONDS = 10.0  # between two log lines of a long phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +26,12 @@ class PhaseProgress:
 
 
 class WorkerStatus:
+    """The phase, the counts, and the identity of one worker."""
+
     def __init__(self, worker_id: str, version: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.worker_id = worker_id  # the base until the first incarnation is registered, then that incarnation's
+        self.worker_id = worker_id  # the base id until the first registration, then the incarnation's
         self.max_model_len = 0
-        self.fingerprint = ""  # of the model as it is served
+        self.fingerprint = ""  # of the served model
         self.max_num_seqs = 0
         self.stats: EngineStats | None = None
         self._version = version
@@ -45,7 +44,7 @@ class WorkerStatus:
         return self._now
 
     def report(self, phase: str, progress: float, detail: str = "") -> None:
-        """Called by whoever does the phase; prints a line when it begins and ends, and every 10 s of it."""
+        """Set the phase and its progress (0-1). Logs a line when a phase starts and ends."""
         before, now_seconds = self._now, self._clock()
         is_new = phase != before.phase
         started_seconds = now_seconds if is_new else before.started_seconds
@@ -54,12 +53,15 @@ class WorkerStatus:
             self._print()
 
     def remind(self) -> None:
-        """Called every second: a line if the phase has been silent for long, also when nobody reports any progress."""
+        """Log a line if the phase has been silent for LINE_INTERVAL_SECONDS. Call it every second."""
         if self._now.phase != WorkerPhase.READY and self._clock() - self._line_seconds >= LINE_INTERVAL_SECONDS:
             self._print()
 
     def heartbeat(self, num_steps: int, *, in_step: bool = False) -> WorkerHeartbeat:
-        """While a step hangs, the figures are those of before it: that there is one is what makes the worker busy."""
+        """Return the heartbeat to publish.
+
+        A worker in a step counts as busy, because the counts may be from before a long or hung step.
+        """
         now, stats = self._now, self.stats
         return WorkerHeartbeat(
             worker_id=self.worker_id,

@@ -1,9 +1,8 @@
-"""End a process whose engine hangs: one step takes too long. The stacks are written first.
+"""Ends a process whose engine hangs in a step, after writing its stacks.
 
-Time is counted in ticks of this task: a process that was stopped and goes on has missed nothing. On a CPU a tick in
-which the engine's thread computed counts a tenth, so a slow step of a busy machine is not taken for a hung one. If the
-event loop hangs as well (a native call that keeps the interpreter's lock), a process outside ends this one later
-(loop_watch.py).
+Time is counted in ticks of this task, so a stopped process misses none. On a CPU, a tick in which the engine's thread
+computed counts as a tenth, so that a slow step on a busy machine is not taken for a hung one. If the event loop also
+hangs, because a native call keeps the interpreter's lock, an outside process ends this one later (loop_watch.py).
 """
 
 import faulthandler
@@ -22,12 +21,16 @@ logger = logging.getLogger("worker")
 
 EXIT_CODE_HUNG = 86
 TICK_SECONDS = 1.0
-BUSY_TICK = 0.1  # of a tick: 300 s for a step that computes, where one that waits has 30
-BUSY_SECONDS = 0.01  # of CPU time in a tick: one of a hundred threads on a core still gets so much
+BUSY_TICK = 0.1  # ticks: a computing step gets 300 s, a waiting one 30 s
+BUSY_SECONDS = 0.01  # of CPU time per tick, which even one of 100 threads on a core gets
 
 
 def dump_stacks(dump_others: Callable[[], None] | None = None) -> None:
-    """`dump_others` has the other processes of this worker write their stacks, into the same log."""
+    """Write the stacks of all threads to stderr.
+
+    Args:
+        dump_others: Makes the other processes of this worker write theirs.
+    """
     if dump_others is not None:
         dump_others()
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
@@ -37,8 +40,8 @@ class LoopWatch:
     """The process that ends this one if its event loop makes no tick for a while."""
 
     def __init__(self, timeout_ticks: int) -> None:
-        """Start it. Raises OSError if no process can be started."""
-        faulthandler.enable()  # it sends SIGABRT
+        """Start the process. Raises OSError on failure."""
+        faulthandler.enable()  # writes the stacks on SIGABRT, which loop_watch.py sends
         script = Path(__file__).with_name("loop_watch.py")
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(script), str(os.getpid()), str(timeout_ticks)], stdin=subprocess.PIPE
@@ -48,19 +51,21 @@ class LoopWatch:
         os.set_blocking(self._ticks, False)
 
     def tick(self) -> None:
-        """Tell it that the event loop turns."""
-        with suppress(BrokenPipeError, BlockingIOError):  # somebody killed or stopped it
+        """Report that the event loop runs."""
+        with suppress(BrokenPipeError, BlockingIOError):  # the process was killed or stopped
             os.write(self._ticks, b".")
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.communicate()
 
 
 class StepWatchdog:
+    """Counts the ticks of the running step."""
+
     def __init__(self, engine: EngineThread, timeout_ticks: int, on_hung: Callable[[], None]) -> None:
-        """`on_hung`: called with each tick from then on, until the process ends."""
-        self.is_cpu = False  # the engine's thread computes the steps itself; set when it is known
+        """Create the watchdog. `on_hung`: called with each tick of a hung step."""
+        self.is_cpu = False  # whether the engine's thread computes the steps itself; set after loading
         self._engine = engine
         self._timeout_ticks = timeout_ticks
         self._on_hung = on_hung
@@ -69,7 +74,7 @@ class StepWatchdog:
         self._cpu_seconds = 0.0
 
     async def run(self) -> None:
-        """Owner task."""
+        """Tick each second until cancelled."""
         loop_watch = LoopWatch(2 * self._timeout_ticks)
         try:
             while True:
@@ -84,12 +89,12 @@ class StepWatchdog:
         return round(self._ticks_in_step, 6) >= self._timeout_ticks
 
     def tick(self) -> None:
-        """Count a tick of the step that runs, and act on one that hangs."""
+        """Count a tick of the running step, and call on_hung if it hangs."""
         same_step = self._engine.in_step and self._engine.num_steps == self._num_steps
         before, self._cpu_seconds = self._cpu_seconds, self._engine.cpu_seconds
         is_busy = self.is_cpu and self._cpu_seconds - before >= BUSY_SECONDS
         self._num_steps = self._engine.num_steps
         self._ticks_in_step = self._ticks_in_step + (BUSY_TICK if is_busy else 1.0) if same_step else 0.0
         if self.is_hung:
-            logger.critical("no engine step ended for %g s: this process ends", self._timeout_ticks * TICK_SECONDS)
+            logger.critical("watchdog: no engine step ended for %g s: exiting", self._timeout_ticks * TICK_SECONDS)
             self._on_hung()

@@ -1,13 +1,12 @@
-"""The worker's shell: claim -> engine.step() -> emit -> finish, until it is told to drain.
+"""The worker's main loop: claim -> engine.step() -> emit -> finish, until it drains.
 
-    claim    waits on the queue while the engine steps, and takes no more requests than could start in the next step
-    step     in the engine's own thread; a request joins the running batch between two steps
+    claim    waits on the queue while the engine steps; takes no more requests than the next steps can start
+    step     runs in the engine's thread; a request joins the running batch between two steps
     emit     stores and publishes one step's tokens while the next step computes
     finish   acknowledges the requests that the step ended
 
-One life of the worker in the store is an Incarnation. When it is fenced (declared dead by others, or the store is away
-for too long) every request is dropped, for another worker has it by now, and a new incarnation begins. An exception of
-the engine ends the worker: run() raises it. Knows no Redis, which is transport's, nor how a token comes about.
+A fenced worker (declared dead, or without a store reply for too long) drops every request, because another worker has
+it, and registers a new Incarnation. An exception of the engine ends the worker: run() raises it.
 """
 
 import asyncio
@@ -30,79 +29,84 @@ from shared.redis_scripts import Fenced
 from shared.tasks import cancel_and_wait, run_until_first_ends
 from shared.ticks import next_tick
 
-SHARE_SECONDS = 0.5  # between two looks at what peers hold
-LEAST_TO_SHARE = 2  # a peer that holds nothing is given half of them
+SHARE_SECONDS = 0.5  # between two comparisons with peers
+MIN_TO_SHARE = 2  # requests; an idle peer gets half of them
 
 logger = logging.getLogger("worker")
 
-Register = Callable[[Incarnation | None], Awaitable[Incarnation]]  # the life before -> the next; waits for the store
-HearCancels = Callable[[Incarnation, Callable[[str], None]], Coroutine[None, None, None]]  # with what to call for each
+Register = Callable[[Incarnation | None], Awaitable[Incarnation]]  # previous -> next; waits for the store
+ListenForCancels = Callable[
+    [Incarnation, Callable[[str], None]], Coroutine[None, None, None]
+]  # with what to call for each
 
 
 @dataclass(slots=True)
-class HeldRequest:
+class ClaimedRequestState:
     claimed: ClaimedRequest
-    num_output_tokens: int  # emitted, of all choices, those of earlier attempts included
-    is_lost: bool = False  # cancelled, or no longer this worker's: the engine is dropping it
+    num_output_tokens: int  # emitted by all choices, including earlier attempts
+    is_lost: bool = False  # cancelled, or taken over; the engine is dropping it
 
 
 @dataclass(frozen=True, slots=True)
 class _Cancelled:
-    """In the outbox between the turns: this request's client has gone."""
+    """An outbox item: the request was cancelled."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Aborted:
-    """Behind the last turn that may have events of this request."""
+    """An outbox item after the last Turn that may have events of this request."""
 
     request_id: str
 
 
 class Worker:
+    """Connects one engine with the store."""
+
     def __init__(
         self,
         engine: EngineThread,
         register: Register,
-        hear_cancels: HearCancels,
+        listen_for_cancels: ListenForCancels,
         metrics: WorkerMetrics,
         drain_seconds: float,
         clock: RequestClock | None = None,
     ) -> None:
         self._engine = engine
         self._register = register
-        self._hear_cancels = hear_cancels
+        self._listen_for_cancels = listen_for_cancels
         self._metrics = metrics
         self._clock = clock or RequestClock([metrics])
         self._drain_seconds = drain_seconds
-        self._held: dict[str, HeldRequest] = {}
+        self._held: dict[str, ClaimedRequestState] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._holds = asyncio.Event()  # something since it was last asked
+        self._holds = asyncio.Event()  # set when a request was claimed
         self._draining = asyncio.Event()
         self._outbox: asyncio.Queue[Turn | _Cancelled | _Aborted] = asyncio.Queue()
 
     def tenants(self) -> dict[str, str]:
-        """Whose the held requests are, by id."""
+        """Return the tenant of each held request, by id."""
         return {request_id: held.claimed.request.tenant for request_id, held in self._held.items()}
 
     def take_turn(self, turn: Turn) -> None:
-        """The engine made a step: its events go to the store next. The engine thread bounds how many can wait."""
+        """Queue the events of a step for the store. The engine thread bounds how many steps can wait."""
         self._outbox.put_nowait(turn)
 
     def drain(self) -> None:
-        """Claim nothing more; run() returns when the held requests have ended or `drain_seconds` are over."""
+        """Stop claiming. run() returns when the held requests have ended, or after `drain_seconds`."""
         self._draining.set()
 
     async def run(self) -> None:
+        """Serve until the worker has drained. Raises what the engine raises."""
         incarnation = await self._register_or_drain(None)
         while incarnation is not None and not await self._live(incarnation):
             await self._forget_everything()
             incarnation = await self._register_or_drain(incarnation)
 
     async def _register_or_drain(self, previous: Incarnation | None) -> Incarnation | None:
-        """None: it was told to drain meanwhile, and what the life before held is handed back."""
+        """Register an incarnation. None: a drain was requested, and the previous one's requests were handed back."""
         registering = asyncio.ensure_future(self._register(previous))
         draining = asyncio.create_task(self._draining.wait())
         await asyncio.wait((registering, draining), return_when=asyncio.FIRST_COMPLETED)
@@ -115,19 +119,19 @@ class Worker:
         return None
 
     async def _live(self, incarnation: Incarnation) -> bool:
-        """One incarnation's life; True when it was drained, False when it was fenced."""
-        logger.info("serving as %s", incarnation.worker_id)
+        """Serve as one incarnation. Return True when it has drained, False when it was fenced."""
+        logger.info("worker: serving as %s", incarnation.worker_id)
         try:
             await run_until_first_ends(
                 self._engine.wait_ended(),
                 self._emit_turns(incarnation.tokens),
-                self._hear_cancels(incarnation, self._on_cancel_hint),
+                self._listen_for_cancels(incarnation, self._on_cancel_hint),
                 self._claim_until_drained(incarnation.requests),
                 self._share_what_waits(incarnation.requests),
                 self._run_out_of_time(),
             )
         except Fenced as reason:
-            logger.warning("%s is fenced and drops %d requests: %s", incarnation.worker_id, len(self._held), reason)
+            logger.warning("worker %s: fenced; dropped %d requests: %s", incarnation.worker_id, len(self._held), reason)
             return False
         await self._hand_back(incarnation)
         return True
@@ -141,17 +145,19 @@ class Worker:
         await self._is_idle.wait()
 
     async def _share_what_waits(self, requests: RequestStream) -> None:
-        """Gives back what was claimed and not begun while a peer with room holds less and finds nothing waiting, and
-        what waits here, for KV blocks, for longer than its time in the queue: whoever claims that ends it."""
+        """Return requests that have not started to the queue, if a peer with room holds fewer and the queue is empty.
+
+        Also return requests whose queue timeout passed while they waited for KV blocks; the next claim ends them.
+        """
         while True:
             if not self._held:
                 self._holds.clear()
                 await self._holds.wait()
             await next_tick(SHARE_SECONDS)
-            outwaited = {request_id for request_id in requests.outwaited() if self._has_no_token(request_id)}
-            if outwaited:
-                await self._give_back(requests, await self._engine.withdraw(outwaited))
-            if self._draining.is_set() or requests.num_held < LEAST_TO_SHARE:
+            timed_out_ids = {request_id for request_id in requests.queue_timed_out() if self._has_no_token(request_id)}
+            if timed_out_ids:
+                await self._give_back(requests, await self._engine.withdraw(timed_out_ids))
+            if self._draining.is_set() or requests.num_held < MIN_TO_SHARE:
                 continue
             level = await requests.peers_level(self._engine.demand.room or 0)
             surplus = 0 if level is None else (requests.num_held - level) // 2
@@ -173,14 +179,14 @@ class Worker:
 
     async def _run_out_of_time(self) -> None:
         await self._draining.wait()
-        logger.info("draining %d requests, at most %g s", len(self._held), self._drain_seconds)
+        logger.info("drain: finishing %d requests, at most %g s", len(self._held), self._drain_seconds)
         await asyncio.sleep(self._drain_seconds)
-        logger.info("time is over; %d requests go back to the queue", len(self._held))
+        logger.info("drain: timeout reached; requeuing %d requests", len(self._held))
         await self._engine.drop_requests()
-        await self._outbox.join()  # what was computed until now is still stored
+        await self._outbox.join()  # stores the tokens computed so far
 
     def _take(self, claimed: ClaimedRequest) -> None:
-        self._held[claimed.request.request_id] = HeldRequest(
+        self._held[claimed.request.request_id] = ClaimedRequestState(
             claimed, sum(len(choice.token_ids) for choice in claimed.stored)
         )
         self._is_idle.clear()
@@ -201,7 +207,7 @@ class Worker:
 
     async def _emit(self, tokens: TokenPublisher, turn: Turn) -> None:
         started_seconds = time.monotonic()
-        held = self._held  # looked up once a token, so without a call
+        held = self._held  # a local, because it is looked up per token
         events = [event for event in turn.events if (one := held.get(event.request_id)) and not one.is_lost]
         new_tokens = [event for event in events if isinstance(event, TokenEvent)]
         try:
@@ -232,9 +238,9 @@ class Worker:
         return held is None or held.is_lost
 
     def _let_go(self, request_ids: Sequence[str]) -> None:
-        """They are finished when nothing more of them can come of the engine.
+        """Abort cancelled requests; they are finished once the engine can send no more of their events.
 
-        Another attempt may follow, even here, and must not be given tokens of this one.
+        Another attempt may follow, even here, and must not get tokens of this one.
         """
         for request_id in request_ids:
             if not self._is_lost(request_id):
@@ -259,23 +265,26 @@ class Worker:
         while not self._outbox.empty():
             if isinstance(self._outbox.get_nowait(), Turn):
                 self._engine.acknowledge()
-        self._outbox = asyncio.Queue()  # nobody will join the old one
+        self._outbox = asyncio.Queue()  # a new one, because join() on the old one would wait forever
         self._held.clear()
         self._clock.forget_everything()
         self._is_idle.set()
 
     async def _hand_back(self, incarnation: Incarnation) -> None:
-        """Repeated while the store is away, for as long again as the drain may take; then peers do it, who miss its
-        heartbeats."""
+        """Requeue the held requests. Retry for `drain_seconds`; then peers do it after missed heartbeats."""
         try:
             await incarnation.requests.hand_back_within(self._drain_seconds)
         except Fenced:
-            logger.warning("%s was fenced while it drained: others have its requests", incarnation.worker_id)
+            logger.warning("worker %s: fenced during the drain; peers have its requests", incarnation.worker_id)
         except TimeoutError:
-            logger.warning("%s: the store is away; peers requeue %d requests", incarnation.worker_id, len(self._held))
+            logger.warning(
+                "worker %s: the store is unavailable; peers will requeue %d requests",
+                incarnation.worker_id,
+                len(self._held),
+            )
         self._held.clear()
 
 
 def _dated(end: FinishEvent | ErrorEvent) -> FinishEvent | ErrorEvent:
-    """With the time of day, which clients read and nothing decides on."""
+    """Add the Unix time of the end, which is only shown to clients."""
     return structs.replace(end, ended_at=int(time.time())) if isinstance(end, FinishEvent) else end

@@ -1,4 +1,4 @@
-"""HTTP in, Server-Sent Events out. Owns text; knows nothing of torch or of the device.
+"""The HTTP gateway: requests over HTTP in, Server-Sent Events out.
 
-The first half of a chat's way in, and the last of a token's way back.
+It tokenizes and renders text, and imports no torch.
 """

@@ -1,8 +1,7 @@
-"""python -m gateway: settings -> client -> app -> serve until SIGTERM, then let open streams end.
+"""`python -m gateway`: read settings, connect to the store, serve until SIGTERM, then drain open streams.
 
-Listens at once; until the model's files and a worker are there, inference routes answer 503 and /ready tells why.
-
-It runs before any walk. It knows the process alone: no route, no request, no model's text.
+It listens at once. Until the model's files and a worker are ready, inference routes return 503, and GET /ready reports
+the phase.
 """
 
 import asyncio
@@ -42,21 +41,22 @@ new_event_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
     import uvloop
 
-    new_event_loop = uvloop.new_event_loop  # writes of one turn leave together, without Python between them (ADR 144)
-except ImportError:  # it is not built for this system
+    new_event_loop = uvloop.new_event_loop  # sends the writes of one loop iteration together, in C (ADR 144)
+except ImportError:  # uvloop has no build for this system
     new_event_loop = asyncio.new_event_loop
 
-# What runs beside the event loop, such as a long answer's JSON, keeps the interpreter so long when the loop wants it
-# back. With Python's own 5 ms a first token, of which the loop has ten things to do, comes 50 ms later.
+# The longest time that another thread, such as one that encodes long JSON, keeps the interpreter from the event loop.
+# A first token takes about ten steps of the loop: with Python's default of 5 ms it would arrive 50 ms later.
 SWITCH_SECONDS = 0.0001
 EXIT_FAILED, EXIT_CANNOT_START = 1, 2
-# Connections that wait to be accepted. aiohttp's own 128 drops the rest of a burst of 1,000 clients, and TCP asks again
-# after 1 s, then after 2 s more. The kernel caps it at net.core.somaxconn, by default 4,096.
+# Connections waiting for accept(). With aiohttp's default of 128 a burst of 1,000 clients overflows, and TCP retries
+# after 1 s and 3 s. The kernel caps the value at net.core.somaxconn, 4,096 by default.
 LISTEN_BACKLOG = 4096
 _CLOSE_SECONDS = 2.0  # for connections, after the drain
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the gateway. Return the exit status."""
     parent_pid = os.getppid()
     arguments = sys.argv[1:] if argv is None else argv
     settings: GatewaySettings = settings_or_exit(
@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: GatewaySettings) -> int:
+    """Serve until a signal or a failure. Return the exit status."""
     try:
         models = model_options(settings)
         access = Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
@@ -92,7 +93,7 @@ async def serve(settings: GatewaySettings) -> int:
         sys.stderr.write(f"pagestream gateway: error: --files-dir: {error}\n")
         return EXIT_CANNOT_START
     if new_event_loop is asyncio.new_event_loop:
-        logger.warning("uvloop is not installed: on asyncio's own event loop tokens cost more CPU time")
+        logger.warning("uvloop: not installed; asyncio's event loop uses more CPU time per token")
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)
     await runner.setup()
     owners = app[STATE].owners
@@ -116,7 +117,7 @@ async def serve(settings: GatewaySettings) -> int:
 
 
 def _end_at_once(status: int) -> NoReturn:
-    """What an orderly end waits for may be what failed. Clients resume at another gateway, or at the next life."""
+    """Exit without cleanup, which could wait for the task that failed. Clients resume at another gateway."""
     logging.shutdown()
     os._exit(status)
 
@@ -124,7 +125,7 @@ def _end_at_once(status: int) -> NoReturn:
 def _clients(
     settings: GatewaySettings, models: Sequence[ModelOptions], connections: RedisConnections
 ) -> dict[ModelOptions, InferenceClient]:
-    """One a model; all are of one gateway."""
+    """Return one client per model; all share one gateway id."""
     gateway_id = secrets.token_hex(8)
     return {
         options: InferenceClient(
@@ -139,7 +140,7 @@ def _clients(
 
 
 async def _until_drained(state: GatewayState, sites: Sequence[web.BaseSite]) -> bool:
-    """Serves until a signal, and then what is open. False: the model cannot be served, or an owner task failed."""
+    """Serve until a signal, then drain. Return False if the model cannot be served or an owner task failed."""
     settling = state.owners.start("settle", _settle(state), may_return=lambda: True)
     try:
         if not await _until_signal(state):
@@ -156,7 +157,7 @@ async def _until_drained(state: GatewayState, sites: Sequence[web.BaseSite]) -> 
 async def _drain(state: GatewayState) -> None:
     drain_seconds = state.settings.drain_seconds
     if not await state.open_requests.wait_idle(drain_seconds):
-        logger.warning("streams were still open after %g s", drain_seconds)
+        logger.warning("drain: timeout reached after %g s; some streams are still open", drain_seconds)
 
 
 async def _settle(state: GatewayState) -> None:
@@ -166,7 +167,7 @@ async def _settle(state: GatewayState) -> None:
 
 
 class _CannotListen(Exception):
-    """The message is the address and what is wrong with it."""
+    """An address cannot be bound; the message is the address and the system's error."""
 
 
 async def _listen(runner: web.AppRunner, settings: GatewaySettings, names: str) -> list[web.TCPSite]:
@@ -187,7 +188,7 @@ async def _listen(runner: web.AppRunner, settings: GatewaySettings, names: str) 
 
 
 async def _until_signal(state: GatewayState) -> bool:
-    """False: there is nothing to serve, and there will not be; or an owner task failed."""
+    """Return whether a signal came; False if the model cannot be served or an owner task failed."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,15 +1,12 @@
-"""Who is let in: how far the workers are, how much is open here, and why somebody is not. Pure.
+"""Admission at the gateway: worker states, open requests, readiness, and the reasons of a refusal. Pure.
 
-    Fleet           the heartbeats of one model's workers; ages are counted by this process's monotonic clock alone
-    assess()        Readiness, the states of /ready: starting (nothing has been ready yet) -> ready; waiting while all
-                    workers are gone and the next one is waited for; no_worker when it has not come; draining at the end
-    OpenRequests    the inference requests that this gateway is answering, of all models: a drain waits for them
-    admit()         asked before anything is encoded
+    Fleet           the heartbeats of one model's workers; ages use this process's monotonic clock
+    assess()        Readiness, the state of /ready: starting until a worker was ready; then ready; waiting while all
+                    workers are gone and the gateway waits for the next; no_worker after that wait; draining at the end
+    OpenRequests    the inference requests of all models that this gateway answers; a drain waits for them
+    admit()         the check before a request is encoded
 
-This is the gateway's own view. The queue's cap is not decided here: only the store's ACCEPT knows the queue's true
-length, and it refuses with BUSY.
-
-A chat's way in, before its prompt is made. It knows no HTTP, no metrics and no store.
+The queue's limit is not checked here: only ACCEPT in the store knows the exact length, and it answers BUSY.
 """
 
 import asyncio
@@ -26,10 +23,10 @@ from gateway.errors import GatewayError, RateLimited, Unavailable
 from shared.capabilities import Abilities
 from shared.messages import WorkerHeartbeat, WorkerPhase
 
-SUPERVISOR_ID = "supervisor"  # tells the phases before a worker exists
-# Beats come every second, but behind an engine step: a long prefill on a busy CPU delays them.
+SUPERVISOR_ID = "supervisor"  # reports the phases before a worker exists
+# Heartbeats come each second, but a long prefill on a busy CPU delays them.
 STALE_AFTER_SECONDS = 10.0
-# Work at hand and no step ended: a prefill takes a second or two, a hung device for ever. Its watchdog waits for 30 s.
+# Time without a finished step while a worker has requests: a prefill takes 1-2 s. The worker's watchdog waits 30 s.
 STALLED_AFTER_SECONDS = 15.0
 FORGET_AFTER_SECONDS = 60.0
 _PHASE_ORDER = tuple(WorkerPhase)
@@ -39,21 +36,24 @@ _PHASE_ORDER = tuple(WorkerPhase)
 class WorkerStatus:
     heartbeat: WorkerHeartbeat
     seconds_since_seen: float
-    seconds_since_progress: float = 0.0  # 0 while it has nothing to do; else since its step counter moved
+    seconds_since_progress: float = 0.0  # since the step counter moved; 0 without requests
 
 
 class Fleet:
+    """The workers of one model, as their heartbeats describe them."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.was_ready = asyncio.Event()  # a worker has said so
+        self.was_ready = asyncio.Event()  # set by the first heartbeat of a ready worker
         self._clock = clock
-        self._ready: tuple[WorkerHeartbeat, float] | None = None  # the last that said so, and when
-        self._seen: dict[str, tuple[WorkerHeartbeat, float, float]] = {}  # (the last, when, when it made progress)
+        self._ready: tuple[WorkerHeartbeat, float] | None = None  # the latest heartbeat of a ready worker, its time
+        self._seen: dict[str, tuple[WorkerHeartbeat, float, float]] = {}  # latest heartbeat, its time, last progress
         self._ready_now: list[WorkerHeartbeat] = []
-        self._abilities: list[Abilities] = []  # of those
-        self._old: list[Abilities] = []  # of those that do not compare capabilities
-        self._ready_until = 0.0  # by the clock, unless a heartbeat is heard
+        self._abilities: list[Abilities] = []  # of the ready workers
+        self._old: list[Abilities] = []  # of ready workers that do not compare capabilities
+        self._ready_until = 0.0  # when the list of ready workers must be computed again
 
     def record_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
+        """Store the state of a worker."""
         now = self._clock()
         before, _, progress_at = self._seen.get(heartbeat.worker_id, (None, now, now))
         has_work = heartbeat.running + heartbeat.waiting > 0
@@ -66,8 +66,10 @@ class Fleet:
 
     @property
     def ready(self) -> list[WorkerHeartbeat]:
-        """The workers that take requests now. Each request asks several times, so the list is kept while it stays the
-        same: but for a heartbeat only silence changes it."""
+        """The heartbeats of workers that take requests now.
+
+        Cached, because each request reads it several times: only a heartbeat or an expired one changes the list.
+        """
         now = self._clock()
         if now >= self._ready_until:
             self._ready_now = ready_workers(self.snapshot())
@@ -78,21 +80,23 @@ class Fleet:
         return self._ready_now
 
     def can_serve(self, needs: int) -> bool:
-        """Return whether a ready worker has these capabilities, or none is ready and the next one may."""
+        """Return whether a ready worker has these capabilities; True if none is ready, because the next one may."""
         return not self.ready or any(not needs & ~one.capabilities for one in self._abilities)
 
     def an_old_worker_fails(self, needs: int, context_tokens: int) -> bool:
-        """Return whether a ready worker would take a request that it cannot serve: it is older than capabilities and
-        does not compare them."""
+        """Return whether a ready worker could claim a request that it cannot serve.
+
+        Workers older than capabilities do not compare them.
+        """
         return bool(self.ready and self._old) and any(not one.serve(needs, context_tokens) for one in self._old)
 
     @property
     def last_ready(self) -> WorkerStatus | None:
-        """The worker that was the last to say that it is ready, however long ago; None: none has yet."""
+        """The status of the worker that last reported ready, however long ago; None if none has yet."""
         return WorkerStatus(self._ready[0], self._clock() - self._ready[1]) if self._ready else None
 
     def snapshot(self) -> list[WorkerStatus]:
-        """Workers (and "supervisor") heard within the last minute, by id."""
+        """Return the workers, and the supervisor, with a heartbeat in the last minute, by id."""
         now = self._clock()
         self._seen = {name: seen for name, seen in self._seen.items() if now - seen[1] <= FORGET_AFTER_SECONDS}
         return [
@@ -117,7 +121,7 @@ class Readiness:
 
     @property
     def takes_requests(self) -> bool:
-        """Also while a worker is waited for: whoever sends requests elsewhere then, or nowhere, loses them."""
+        """Whether requests are accepted. True also while the gateway waits for a worker."""
         return self.state in ("ready", "waiting")
 
     def as_object(self) -> dict[str, Any]:
@@ -163,7 +167,7 @@ def assess(
 
 
 def overall(models: Sequence[Readiness]) -> Readiness:
-    """The readiness of all models as one: where one is ready, traffic is welcome; else how far the furthest is."""
+    """Return one readiness for all models: that of the model that is furthest."""
     furthest = max(
         models,
         key=lambda model: (model.is_ready, model.takes_requests, _PHASE_ORDER.index(WorkerPhase(model.phase))),
@@ -176,6 +180,7 @@ def overall(models: Sequence[Readiness]) -> Readiness:
 
 
 def ready_workers(fleet: Sequence[WorkerStatus]) -> list[WorkerHeartbeat]:
+    """Return the heartbeats of workers that are ready, recent, and not stalled."""
     return [
         status.heartbeat
         for status in fleet
@@ -191,10 +196,10 @@ def _furthest(alive: Sequence[WorkerStatus], state: str) -> tuple[str, float, st
         return WorkerPhase.READY.value, 1.0, ""
     on_their_way = [status.heartbeat for status in alive if status.heartbeat.phase is not WorkerPhase.DRAINING]
     if not on_their_way:
-        return WorkerPhase.STARTING.value, 0.0, "no worker has been heard yet"
+        return WorkerPhase.STARTING.value, 0.0, "no heartbeat from a worker yet"
     furthest = max(on_their_way, key=lambda beat: (_PHASE_ORDER.index(beat.phase), beat.progress))
     if furthest.phase is WorkerPhase.READY:
-        return WorkerPhase.WARMUP.value, 1.0, "the gateway reads the tokenizer"
+        return WorkerPhase.WARMUP.value, 1.0, "the gateway is loading the tokenizer"
     return furthest.phase.value, furthest.progress, furthest.detail
 
 
@@ -220,24 +225,37 @@ class Gauge(Protocol):
 
 
 class OpenRequests:
-    """The inference requests that this gateway answers, of all models: new answers, attaches and reads of kept ones."""
+    """The open inference requests of all models: new answers, attaches, and reads of stored answers."""
 
     def __init__(self, gauge: Gauge, max_open: int, on_refusal: Callable[[str], None] = lambda reason: None) -> None:
-        """`on_refusal`: called with the error code of each request that is refused."""
-        self.draining = False  # no more are admitted
+        """Create the count.
+
+        Args:
+            gauge: Open requests by route.
+            max_open: The limit, divided between API keys.
+            on_refusal: Called with the error code of each refused request.
+        """
+        self.draining = False  # True: no new requests
         self._gauge = gauge
         self._on_refusal = on_refusal
         self._places = DividedResource(
             "open streams",
             "--max-num-streams",
             max_open,
-            lambda: unavailable("gateway_full", f"This gateway holds {max_open} open requests, its limit."),
+            lambda: unavailable(
+                "gateway_full", f"This gateway has {max_open} open requests, its limit (--max-num-streams)."
+            ),
         )
         self._idle = asyncio.Event()
         self._idle.set()
 
     def admit(self, route: str, account: Account) -> AbstractContextManager[None]:
-        """Count a request until the returned context ends. Raises Unavailable, and KeyShareExceeded."""
+        """Count a request until the returned context ends.
+
+        Raises:
+            Unavailable: If the gateway is draining or full.
+            KeyShareExceeded: If the key would exceed its share.
+        """
         try:
             if self.draining:
                 raise unavailable("draining")
@@ -261,6 +279,7 @@ class OpenRequests:
                 self._idle.set()
 
     async def wait_idle(self, timeout_seconds: float) -> bool:
+        """Wait until no request is open. Return False on timeout."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._idle.wait()
@@ -270,45 +289,45 @@ class OpenRequests:
 
 
 RETRY_AFTER_SECONDS = {
-    "draining": 1,  # another gateway, or this one restarted, answers at once
+    "draining": 1,  # another gateway, or this one after a restart, answers at once
     "gateway_full": 2,
     "queue_full": 2,
-    "queue_timeout": 5,  # it has waited already
+    "queue_timeout": 5,  # the request has waited already
     "starting": 2,
     "needs_newer_worker": 5,
-    "no_worker": 5,  # a restart with cached weights takes about this long on two cores
+    "no_worker": 5,  # a worker restart with cached weights takes about 5 s on two cores
     "store_unavailable": 2,
     "name_contended": 1,
-    "store_full": 5,  # room comes as requests end, and ended ones leave after ten minutes
+    "store_full": 5,  # requests leave the store 10 minutes after their end
 }
 SHARE_RETRY_AFTER_SECONDS = 10
 _MESSAGES = {
     "draining": "This gateway is shutting down.",
     "queue_full": "The queue is full; try again later.",
-    "queue_timeout": "No worker began with this request in the time that it had.",
-    "starting": "The model is being loaded; GET /ready tells how far it is.",
+    "queue_timeout": "No worker started this request within queue_timeout_seconds.",
+    "starting": "The model is loading; GET /ready reports the progress.",
     "no_worker": "No engine worker is ready.",
     "needs_newer_worker": "No ready worker is new enough for this request; a rolling upgrade may be under way.",
-    "store_unavailable": "The request store does not take requests now.",
-    "name_contended": "Too many requests with this Idempotency-Key came and went at the same time.",
-    "store_full": "The request store is nearly full; its room is kept for open requests.",
+    "store_unavailable": "The request store is not available; try again later.",
+    "name_contended": "Too many concurrent requests use this Idempotency-Key; try again.",
+    "store_full": "The request store is nearly full; new requests are refused so that open ones can finish.",
 }
 
 
 @dataclass(frozen=True)
 class Load:
-    """The gateway's view at this moment."""
+    """The gateway's state at the time of a request."""
 
     draining: bool
-    model_loaded: bool  # the tokenizer is there
+    model_loaded: bool  # the tokenizer is loaded
     ready_workers: int
-    was_ready: bool  # a worker has been ready since this gateway began
-    is_waited_for: bool  # the next one: requests are taken while none is ready
+    was_ready: bool  # a worker has been ready since this gateway started
+    is_waited_for: bool  # requests are accepted while no worker is ready
     store_has_room: bool
 
 
 def admit(load: Load) -> None:
-    """Raises Unavailable."""
+    """Raise Unavailable if no request can be accepted."""
     if load.draining:
         raise unavailable("draining")
     if not load.model_loaded or (load.ready_workers == 0 and not load.was_ready):
@@ -320,22 +339,28 @@ def admit(load: Load) -> None:
 
 
 def unavailable(reason: str, message: str = "") -> Unavailable:
-    """The refusal for this reason; `message`: in other words than its own."""
+    """Return the error of a reason.
+
+    Args:
+        reason: An error code of RETRY_AFTER_SECONDS.
+        message: Replaces the default message.
+    """
     return Unavailable(message or _MESSAGES[reason], code=reason, retry_after_seconds=RETRY_AFTER_SECONDS[reason])
 
 
 def bytes_in_flight(max_bytes: int) -> DividedResource:
-    """Return the count of bytes that are being received or not yet sent, of all keys together."""
-    message = f"This gateway holds as many bytes of bodies as it may, {max_bytes} (--max-bytes-in-flight)."
+    """Return the count of bytes that are being received or not yet sent, divided between keys."""
+    message = f"This gateway holds {max_bytes} bytes of request and response bodies, its limit (--max-bytes-in-flight)."
     return DividedResource(
         "bytes in flight", "--max-bytes-in-flight", max_bytes, lambda: unavailable("gateway_full", message)
     )
 
 
 def share_full(max_bytes: int) -> RateLimited:
+    """Return the error of a key whose requests would hold more than `max_bytes` in the store."""
     return RateLimited(
-        f"What this key's requests hold in the store would be more than its share, {max_bytes} bytes; they leave it "
-        "ten minutes after their end.",
+        f"The requests of this API key would exceed its share of the store, {max_bytes} bytes. A request leaves the "
+        "store 10 minutes after its end.",
         code="store_share_exceeded",
         retry_after_seconds=SHARE_RETRY_AFTER_SECONDS,
     )

@@ -1,7 +1,4 @@
-"""create_app(): the composition root of the gateway. The life of its parts is in cleanup_ctx; nothing is global.
-
-It runs before every walk, and names the middlewares that a chat's way in begins with. It knows no request.
-"""
+"""create_app(): builds the gateway's aiohttp application. Parts start and stop in cleanup_ctx; nothing is global."""
 
 import asyncio
 import logging
@@ -33,23 +30,25 @@ _UNCHANGED = web_urldispatcher._default_expect_handler
 
 async def _expected(request: web.Request) -> None:
     if request.version == HttpVersion11 and request.headers["Expect"].lower() != "100-continue":
-        raise web.HTTPExpectationFailed(text="Expect: only 100-continue is met.")
+        raise web.HTTPExpectationFailed(text="Expect: only 100-continue is supported.")
     await _UNCHANGED(request)
 
 
 def meet_expectations() -> None:
-    """Set the answer to `Expect: ...`, which aiohttp gives before any of our middlewares is asked.
+    """Replace aiohttp's handler of `Expect: ...`, which runs before any middleware.
 
-    aiohttp repeats the header in its 417, and ends in a 500 and a stack trace where its bytes are no UTF-8: with keys
-    too, and on paths that do not exist. It lets each route have a handler of its own, but not what stands for no route:
-    so this is set for all applications of the process.
+    aiohttp repeats the header in its 417, and answers 500 with a stack trace if its bytes are not UTF-8, even without a
+    key and on unknown paths. A handler can be set per route, but not for unknown routes; so this sets it for all
+    applications of the process.
     """
     web_urldispatcher._default_expect_handler = _expected
 
 
 class _OfClients(logging.Filter):
-    """Drop what aiohttp logs, at ERROR and with a traceback, for the doings of clients: bytes that are no HTTP, which
-    may hold a key, and a connection that its client closed while it was written to."""
+    """Drop aiohttp's ERROR lines with tracebacks that clients cause: bytes that are not HTTP, and closed connections.
+
+    Bytes that are not HTTP may contain a key.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -57,19 +56,20 @@ class _OfClients(logging.Filter):
 
 
 def server_logger() -> logging.Logger:
+    """Return aiohttp's logger, without errors that clients cause."""
     logger = logging.getLogger("gateway.http")
     if not logger.filters:
         logger.addFilter(_OfClients())
     return logger
 
 
-# Run with handler_cancellation=True: by default a non-streaming handler goes on when its client has left.
+# handler_cancellation=True: by default a non-streaming handler continues after its client has disconnected.
 RUNNER_OPTIONS: dict[str, Any] = {
     "handler_cancellation": True,
     "keepalive_timeout": 30.0,
     "access_log": None,
-    "read_bufsize": 2**14,  # of a body that nobody reads yet: one read and no second; with 64 KiB it is 640 KiB
-    "auto_decompress": False,  # or aiohttp decompresses what nobody reads: 2 MB of gzip are 2 GB, and seconds
+    "read_bufsize": 2**14,  # bytes of an unread body in memory; with 64 KiB aiohttp buffers up to 640 KiB
+    "auto_decompress": False,  # aiohttp would decompress unread bodies: 2 MB of gzip become 2 GB, for seconds
     "logger": server_logger(),
 }
 
@@ -82,9 +82,19 @@ def create_app(
     tracing: Tracing | None = None,
     processes: WorkProcesses | None = None,
 ) -> web.Application:
-    """`clients`, one a model, are started and closed with the application; so are the `processes`, if there are any.
+    """Build the application. It starts and closes `clients` and `processes` with itself.
 
-    Raises ApiKeysError, and OSError for --files-dir.
+    Args:
+        settings: The gateway's settings.
+        clients: One per model.
+        metrics: Default: a new registry.
+        access: Default: from the settings.
+        tracing: None: no spans.
+        processes: For long requests; None: threads.
+
+    Raises:
+        ApiKeysError: If the file of keys cannot be used.
+        OSError: If --files-dir cannot be used.
     """
     metrics = metrics or GatewayMetrics(vllm_names=settings.vllm_metric_names)
     access = access or Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
@@ -142,7 +152,7 @@ def _run(
     *,
     may_return: Callable[[], bool] = lambda: False,
 ) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Own a task from the application's start to its end, and call `then` after it."""
+    """Return a cleanup context that runs a task as long as the application, and calls `then` after it."""
 
     async def run(app: web.Application) -> AsyncIterator[None]:
         task = app[STATE].owners.start(name, work(), may_return=may_return)

@@ -1,7 +1,4 @@
-"""Work that outlives the request handler which began it.
-
-A chat's way back ends here, where its client has gone before its end. It knows nothing of what the work does.
-"""
+"""Tasks that outlive the request handler that started them."""
 
 import asyncio
 import logging
@@ -15,20 +12,21 @@ logger = logging.getLogger("gateway")
 
 class BackgroundWork:
     def __init__(self, on_error: Callable[[], None] = lambda: None) -> None:
-        """`on_error` is called when a work fails; its traceback is logged."""
+        """Create the set of tasks. `on_error` is called when one fails; its traceback is logged."""
         self._on_error = on_error
         self._tasks: set[asyncio.Task[Any]] = set()
         self._detached: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """For what must not be cancelled with the handler that asks for it."""
+        """Start work that must not be cancelled with its handler; finish() waits for it."""
         self._keep(self._tasks, work)
 
     def detach(self, work: Coroutine[Any, Any, None]) -> None:
-        """For what goes on without a client, at most until this gateway ends."""
+        """Start work that continues without a client; finish() cancels it."""
         self._keep(self._detached, work)
 
     async def finish(self) -> None:
+        """Cancel detached work, and wait for the rest."""
         await cancel_and_wait(self._detached)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -39,7 +37,7 @@ class BackgroundWork:
         def ended(task: asyncio.Task[Any]) -> None:
             tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                logger.error("background work failed", exc_info=error)
+                logger.error("background work: failed", exc_info=error)
                 self._on_error()
 
         task.add_done_callback(ended)

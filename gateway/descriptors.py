@@ -1,6 +1,6 @@
-"""Tell the operator when this process has no file descriptors left.
+"""Log a line when this process runs out of file descriptors.
 
-libuv then closes new connections at once, and tells nobody: clients see a reset, and the log nothing.
+libuv then closes new connections at once without an error: clients see a reset, and nothing else is logged.
 """
 
 import errno

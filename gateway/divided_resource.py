@@ -1,7 +1,7 @@
 """A resource of this gateway that API keys divide: open streams, bytes in memory.
 
-What a key holds cannot be taken back, so each key is held to the dynamic threshold of `shared/shares.py`. With one key,
-or with none, nobody else waits for the rest, so the whole resource may be taken. Only the event loop uses it.
+Units that a key holds cannot be preempted, so each key is limited by the dynamic threshold of `shared/shares.py`. With
+one key or none, the whole resource may be taken. Use it only in the event loop.
 """
 
 from collections import Counter

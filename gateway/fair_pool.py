@@ -1,14 +1,10 @@
-"""Threads for work that would hold up the event loop, shared fairly: a queue a key, served in turn.
+"""Threads for work that would block the event loop, shared fairly: one queue per key, served round robin.
 
     ids = await pool.run(account, 40_000, partial(encode, text))
 
-What many keys ask for is done in turn, one piece each, however many pieces one of them has waiting. A key has one
-thread at a time, so the backlog of one delays nobody else's work at all, and that of many by a piece of each at most.
-Work that is sure to be short is done at once, in the caller's own turn. A piece whose caller has gone is not begun.
-All but the work itself happens on the event loop. Work that keeps the interpreter's lock is for a pool whose threads
-only wait for other processes (work_process.py).
-
-A chat's way in, where its body is decoded, validated and encoded. It knows keys and sizes, and not what the work is.
+A key uses one thread at a time, so its backlog delays another key by at most one piece of work. Short work runs at once
+in the caller. Work whose caller was cancelled before its start is dropped. Everything but the work itself runs on the
+event loop. For work that holds the interpreter's lock, use threads that wait for processes (work_process.py).
 """
 
 import asyncio
@@ -21,21 +17,21 @@ from functools import partial
 from operator import call
 from typing import Any, TypeVar
 
-INLINE_BYTES = 10_000  # of JSON or text: encoding takes 0.4 us a byte, a template 8 us a message of 30: 4 ms at most
-MAX_WAITING = 1024  # pieces of one key
-MAX_WAITING_BYTES = 64 * 2**20  # what they hold
+INLINE_BYTES = 10_000  # encoding takes 0.4 us per byte, a template 8 us per message of 30 bytes: 4 ms at most
+MAX_WAITING = 1024  # pieces of work per key
+MAX_WAITING_BYTES = 64 * 2**20  # per key
 MAX_THREADS = 8
 
 _Result = TypeVar("_Result")
 
 
 def is_short(num_bytes: int | None) -> bool:
-    """Whether work on so many bytes is done at once; None: their number tells nothing of its time."""
+    """Return whether work on `num_bytes` runs inline. None: the size does not bound the time, so it does not."""
     return num_bytes is not None and num_bytes <= INLINE_BYTES
 
 
 class TooMuchWaits(Exception):
-    """This key has as much waiting as it may have; come again a little later."""
+    """The key has reached its limit of waiting work; retry later."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,10 +47,10 @@ class _Queue:
     def __init__(self) -> None:
         self.pieces = deque[_Piece]()
         self.num_bytes = 0
-        self.served_at = 0  # the number of the last piece that was taken, of all keys together
+        self.served_at = 0  # the serial number, over all keys, of the last piece that was taken
 
     def has_room(self, num_bytes: int) -> bool:
-        is_empty = not self.pieces  # one piece may be larger than all should be
+        is_empty = not self.pieces  # a single piece may exceed the limit
         fits = len(self.pieces) < MAX_WAITING and self.num_bytes + num_bytes <= MAX_WAITING_BYTES
         return is_empty or fits
 
@@ -75,9 +71,12 @@ class _Queue:
 
 class FairPool:
     def __init__(self, num_threads: int | None = None, carry_out: Callable[[Callable[[], Any]], Any] = call) -> None:
-        """Default: a thread for each processor, and one more: no key by itself may have all of one processor.
+        """Create the pool.
 
-        `carry_out`: what a thread does with a piece of work, which may be to hand it on."""
+        Args:
+            num_threads: Default: one per processor plus one, so that one key cannot occupy a single processor.
+            carry_out: Runs a piece of work in a thread, or passes it to a process.
+        """
         self._num_threads = num_threads or min(MAX_THREADS, (os.cpu_count() or 1) + 1)
         self._carry_out = carry_out
         self._executor = ThreadPoolExecutor(self._num_threads, "pool")
@@ -92,9 +91,16 @@ class FairPool:
     async def run(
         self, key: Hashable, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
     ) -> _Result:
-        """Return or raise what `work` does. `num_bytes`: of what it reads; None if its size tells nothing of its time.
+        """Run work for a key, and return or raise its result.
 
-        Raises TooMuchWaits, unless the work is part of what was accepted before.
+        Args:
+            key: The owner of the work.
+            num_bytes: The size of its input; None if the size does not bound the time.
+            work: The function to run.
+            may_refuse: False for work of a request that was already accepted.
+
+        Raises:
+            TooMuchWaits: If the key's queue is full and `may_refuse`.
         """
         if is_short(num_bytes):
             return work()
@@ -109,10 +115,10 @@ class FairPool:
             return result
         finally:
             queue.drop(piece)
-            del piece  # its error has this frame, which would have it: a circle that holds the work for long
+            del piece  # breaks the reference cycle error -> frame -> piece, which would keep the work in memory
 
     def close(self) -> None:
-        """Work that runs is run to its end; nothing is waited for."""
+        """Drop queued work. Running work finishes, but is not waited for."""
         self._queues.clear()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -126,7 +132,7 @@ class FairPool:
             running.add_done_callback(partial(self._ended, key, piece))
 
     def _next_key(self) -> Hashable | None:
-        """The key that was served longest ago, of those that have a piece and may have a thread."""
+        """Return the least recently served key that has work and no thread."""
         if len(self._running) == self._num_threads:
             return None
         can_be_served = [key for key, queue in self._queues.items() if queue.pieces and key not in self._running]
@@ -136,12 +142,12 @@ class FairPool:
         self._running.discard(key)
         error = running.exception()
         if piece.done.done():
-            pass  # its caller has gone
+            pass  # the caller was cancelled
         elif error is None:
             piece.done.set_result(running.result())
         else:
             piece.done.set_exception(error)
-            piece.done.exception()  # nobody need hear of it: its caller may go before its turn comes
+            piece.done.exception()  # marks it as retrieved: the caller may be cancelled before it reads the error
         self._begin_next()
-        if not self._running:  # then nothing waits either, and whose turn it was is nobody's loss
+        if not self._running:  # then no work is queued either, and the order of keys need not be kept
             self._queues.clear()

@@ -1,12 +1,10 @@
-"""The gateway's Prometheus metrics: what a client sees. Touched by the shell only; labels are closed sets.
+"""The gateway's Prometheus metrics: what a client sees. Label values are closed sets.
 
     metrics = GatewayMetrics()            # of the process: HTTP, the store
     metrics.of_model("name")              # of one served model; exposed with the label `model`
     generate_latest(metrics.exposed)
 
-Steps, KV blocks and queue time within the engine are the worker's; names do not overlap.
-
-Beside every walk, which it counts and times. It decides nothing, and knows no text and no key.
+Steps, KV blocks, and queue time within the engine are worker metrics; names do not overlap.
 """
 
 from bisect import bisect_left
@@ -35,9 +33,10 @@ from shared.vllm_metric_names import VllmNames
 
 
 class LatencyHistogram(Collector):
-    """A histogram for what happens once a token or several times a request: 0.3 us an observation, where the client
-    library's own takes 1.5, and more in a high bucket. It is not thread-safe, unlike that one: the gateway observes and
-    is scraped in one event loop."""
+    """A fast histogram for events per token: 0.3 us per observation; the client library takes 1.5 us or more.
+
+    Not thread-safe: the gateway observes and is scraped in one event loop.
+    """
 
     def __init__(
         self, name: str, documentation: str, upper_bounds: Sequence[float], registry: CollectorRegistry
@@ -64,10 +63,10 @@ _OWN_LABEL = "model_name"
 
 
 class ByModel(Collector):
-    """The metrics of several models as one collector: families of a name are joined, told apart by the label `model`.
+    """The metrics of several models as one collector: families of one name are joined, with the label `model`.
 
-    The label is added at a scrape, so that what happens once a token need not look for it. Families that have a
-    `model_name` already, as vLLM's have, stay as they are.
+    The label is added at the scrape, so that an observation per token needs no label lookup. Families with a
+    `model_name` label, such as vLLM's, stay unchanged.
     """
 
     def __init__(self) -> None:
@@ -77,7 +76,7 @@ class ByModel(Collector):
         self._sources.append((model, source))
 
     def describe(self) -> list[Metric]:
-        return []  # or the registry would collect at registration
+        return []  # without it the registry would collect at registration
 
     def collect(self) -> Iterator[Metric]:
         joined: dict[str, Metric] = {}
@@ -91,11 +90,11 @@ class ByModel(Collector):
         yield from joined.values()
 
 
-# vLLM's, cut at 160 s
+# vLLM's buckets, cut at 160 s.
 TTFT_BUCKETS_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
 )  # fmt: skip
-# From .001: a demo on two cores and an H200 lie a hundredfold apart.
+# From 1 ms: a demo on two cores and an H200 differ by a factor of 100.
 ITL_BUCKETS_SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80,
 )  # fmt: skip
@@ -124,7 +123,7 @@ class _Metrics:
 
 
 class GatewayMetrics(_Metrics):
-    """The metrics of the process. `exposed` is what a scrape shows: these, and those of every model."""
+    """The metrics of the process. `exposed` contains these and the metrics of every model."""
 
     def __init__(self, registry: CollectorRegistry | None = None, *, vllm_names: bool = False) -> None:
         super().__init__(registry or _process_registry())
@@ -135,36 +134,43 @@ class GatewayMetrics(_Metrics):
         self.exposed.register(self._by_model)
         self.http_duration = Histogram(
             "pagestream_http_request_duration_seconds",
-            "Handling of an HTTP request, its whole stream included",
+            "Time to handle an HTTP request, including its whole stream",
             ("route", "method", "code"),
             buckets=DURATION_BUCKETS_SECONDS,
             registry=self.registry,
         )
         self.open_requests = self._gauge("gateway_streams", "Inference requests being answered", ("route",))
-        self.disconnects = self._counter("gateway_client_disconnects_total", "Clients gone before their answer's end")
-        self.write_stalls = self._counter("gateway_write_stalls_total", "Clients dropped because they read nothing")
-        self.batches = self._gauge("gateway_batches", "Batches that this gateway drives")
-        self.batch_lines = self._counter(
-            "gateway_batch_lines_total", "Lines of batches, when they have their result", ("result",)
+        self.disconnects = self._counter(
+            "gateway_client_disconnects_total", "Clients that disconnected before the end of their answer"
         )
-        self.files_bytes = self._gauge("gateway_files_bytes", "Of files and batches, with what they may grow to")
-        self.files_limit = self._gauge("gateway_files_limit_bytes", "The most that they may have, of all keys together")
+        self.write_stalls = self._counter(
+            "gateway_write_stalls_total", "Clients disconnected because they read nothing for --write-stall-seconds"
+        )
+        self.batches = self._gauge("gateway_batches", "Batches that this gateway runs")
+        self.batch_lines = self._counter("gateway_batch_lines_total", "Batch lines that got a result", ("result",))
+        self.files_bytes = self._gauge(
+            "gateway_files_bytes", "Bytes of files and batches, including the space reserved for their results"
+        )
+        self.files_limit = self._gauge("gateway_files_limit_bytes", "Limit of those bytes, of all API keys together")
         for result in ("answered", "failed", "cancelled"):
-            self.batch_lines.labels(result)  # there before the first, or its rate would not be seen
+            self.batch_lines.labels(result)  # starts the series at 0, so that rate() includes the first increment
         self.owner_task_up = self._gauge(
-            "owner_task_up", "0 if a task that runs as long as the gateway has failed; the process ends", ("task",)
+            "owner_task_up", "1 while a long-running task runs; 0 after its failure, which ends the process", ("task",)
         )
-        self.handler_errors = self._counter("gateway_handler_errors_total", "Background work that failed")
+        self.handler_errors = self._counter("gateway_handler_errors_total", "Failed background tasks")
         self.redis_up = self._gauge("redis_up", "1 if the store answered at the last scrape")
-        self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory, or of its machine's")
+        self.store_memory = self._gauge(
+            "store_memory_used_ratio", "Used memory of the store / its maxmemory, or its machine's memory without one"
+        )
         self.redis_duration = Histogram(
-            "pagestream_redis_command_duration_seconds", "Until the reply of a command of the store, scripts included",
+            "pagestream_redis_command_duration_seconds", "Time to the reply of a store command, including scripts",
             ("command",), buckets=REDIS_BUCKETS_SECONDS, registry=self.registry,
         )  # fmt: skip
         self._durations_of = cache(lambda command: self.redis_duration.labels(command.lower()))  # labels() takes 2 us
-        self.redis_errors = self._counter("redis_errors_total", "Commands of the store that failed")
+        self.redis_errors = self._counter("redis_errors_total", "Failed store commands")
 
     def of_model(self, name: str) -> "ModelMetrics":
+        """Return new metrics for a served model."""
         metrics = ModelMetrics(CollectorRegistry())
         self._by_model.add(name, metrics.registry)
         if self._vllm_names:
@@ -172,14 +178,14 @@ class GatewayMetrics(_Metrics):
         return metrics
 
     def observe_redis(self, command: str, seconds: float, failed: bool) -> None:
-        """`command` as the client sends it: one of the few that the gateway has."""
+        """Record a store command. `command`: its name as sent, from the closed set that the gateway uses."""
         self._durations_of(command).observe(seconds)
         if failed:
             self.redis_errors.inc()
 
 
 class ModelMetrics(_Metrics):
-    """The metrics of one served model. Its name is no label here: ByModel adds it at a scrape, no token pays for it."""
+    """The metrics of one served model, without the label of its name: ByModel adds it at the scrape."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
@@ -188,37 +194,37 @@ class ModelMetrics(_Metrics):
 
     def _of_requests(self) -> None:
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token", TTFT_BUCKETS_SECONDS
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token", TTFT_BUCKETS_SECONDS
         )
         self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two arrivals of tokens of a choice", ITL_BUCKETS_SECONDS
+            "inter_token_latency_seconds", "Time between two arrivals of tokens of a choice", ITL_BUCKETS_SECONDS
         )
         self.time_per_output_token = self._histogram(
             "time_per_output_token_seconds", "Mean time per token of a choice after its first", ITL_BUCKETS_SECONDS
         )
         self.request_duration = self._histogram(
-            "request_duration_seconds", "From a request's arrival to its last token", DURATION_BUCKETS_SECONDS
+            "request_duration_seconds", "Time from a request's arrival to its last token", DURATION_BUCKETS_SECONDS
         )
-        self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_BUCKETS)
-        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens of a choice", TOKEN_BUCKETS)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens per prompt", TOKEN_BUCKETS)
+        self.generation_tokens = self._histogram("request_generation_tokens", "Tokens per choice", TOKEN_BUCKETS)
         self.choices_finished = self._counter(
-            "gateway_choices_finished_total", "Choices that ended, as their clients saw it", ("reason",)
+            "gateway_choices_finished_total", "Choices that ended, by the reason sent to the client", ("reason",)
         )
         self.rejected = self._counter("requests_rejected_total", "Requests refused before acceptance", ("reason",))
 
     def _of_queue(self) -> None:
         self.queue_unfinished = self._gauge(
-            "queue_unfinished", "Accepted requests that have not ended: what workers are needed for", _STREAM_LABEL
+            "queue_unfinished", "Accepted requests that have not ended; scale workers by it", _STREAM_LABEL
         )
         self.queue_depth = self._gauge("queue_depth", "Accepted requests that no worker has claimed", _STREAM_LABEL)
-        self.queue_pending = self._gauge("queue_pending", "Requests claimed by a worker, not finished", _STREAM_LABEL)
+        self.queue_pending = self._gauge("queue_pending", "Claimed requests that have not ended", _STREAM_LABEL)
         self.queue_oldest_age = self._gauge("queue_oldest_age_seconds", "Age of the oldest unclaimed request")
-        self.dead_letters = self._gauge("dead_letters", "Requests that kept killing their workers")
-        self.ready_workers = self._gauge("gateway_ready_workers", "Workers whose heartbeats say ready")
+        self.dead_letters = self._gauge("dead_letters", "Requests that exceeded the limit of worker crashes")
+        self.ready_workers = self._gauge("gateway_ready_workers", "Workers that are ready and not stalled")
 
 
 class Deliveries(Protocol):
-    """The counts that an inference client keeps by itself."""
+    """The counts that an inference client keeps."""
 
     @property
     def counts(self) -> DeliveryCounts: ...
@@ -228,7 +234,7 @@ class Deliveries(Protocol):
 
 
 class DeliveryCollector(Collector):
-    """Reads the client's own counts at a scrape; nothing is done per token."""
+    """Reads the client's counts at a scrape, so that a token costs nothing here."""
 
     def __init__(self, deliveries: Deliveries) -> None:
         self._deliveries = deliveries
@@ -236,17 +242,17 @@ class DeliveryCollector(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         counts, streams = self._deliveries.counts, self._deliveries.streams
         for name, documentation, value in (
-            ("journal_reads", "Journals read: after a gap, a reconnect, or quiet", counts.num_journal_reads),
-            ("bad_messages", "Messages of the store that were no frames", counts.num_bad_messages),
-            ("pubsub_gaps", "Reconnects of the subscription, in which messages may be lost", counts.num_gaps),
-            ("repeated_tokens", "Tokens that came more than once, and were left out", streams.num_repeated_tokens),
+            ("journal_reads", "Journal reads after a gap, a reconnect, or silence", counts.num_journal_reads),
+            ("bad_messages", "Store messages that could not be decoded", counts.num_bad_messages),
+            ("pubsub_gaps", "Reconnects of the subscription, which may lose messages", counts.num_gaps),
+            ("repeated_tokens", "Tokens that arrived again and were dropped", streams.num_repeated_tokens),
             (
                 "message_errors",
                 "Messages or streams that ended because their handler failed",
                 counts.num_message_errors,
             ),
-            ("torn_streams", "Streams whose lost tokens a worker made otherwise", counts.num_torn_streams),
-            ("restored_requests", "Requests given back to a store that lost them", counts.num_restored_requests),
+            ("torn_streams", "Streams whose regenerated tokens differ from sent tokens", counts.num_torn_streams),
+            ("restored_requests", "Requests restored to a store that lost them", counts.num_restored_requests),
         ):
             yield CounterMetricFamily(f"pagestream_gateway_{name}", documentation, value=value)
 

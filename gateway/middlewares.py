@@ -1,10 +1,8 @@
-"""The surroundings of every route: a request id, a duration, a trace, a charge; an error object for what goes wrong.
+"""The aiohttp middlewares of every route: request id, duration, trace, charge, admission, and error objects.
 
-Every route is charged to the account of its key before its body is read, but for UNCHARGED ones: one that is added
-later is charged too. What a limit refuses has cost nothing; what is let in counts as a request, also when it ends in an
-error. A trace is its client's, or begins here, and is handed on to the worker with the request.
-
-A chat's way in, in its first step. It knows no body and no model.
+Every route is charged to the account of its key before its body is read, except for UNCHARGED ones. A refused request
+costs nothing; an admitted one counts as a request even if it ends in an error. A trace is the client's, or starts here;
+the request carries it to the worker.
 """
 
 import logging
@@ -31,20 +29,20 @@ logger = logging.getLogger("gateway")
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # others share a label
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # all others share one label
 _CLIENT_GONE = "499"
 GENERATING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))  # by POST
 
 
 def trace(tracing: Tracing | None) -> Middleware:
-    """Without `tracing` a client's traceparent is handed on as it came, for workers that trace."""
+    """Return the middleware that starts a span. Without `tracing` it passes a valid client traceparent to workers."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("traceparent")
         parent = valid_traceparent(given) if given else ""
         request[TRACEPARENT] = parent
-        if tracing is None or request.method != "POST":  # probes, scrapes and the page would fill any store of traces
+        if tracing is None or request.method != "POST":  # no spans for probes, scrapes, and the web page
             return await handler(request)
         span = tracing.begin("gateway", parent)
         request[TRACEPARENT] = tracing.traceparent(span)
@@ -62,7 +60,7 @@ def trace(tracing: Tracing | None) -> Middleware:
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The client's id is for its logs and ours only: ids within the system are never client-chosen."""
+    """Set the request id: the client's x-request-id, if valid, or a random one. It is used only in logs and replies."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     request[_REQUEST_ID] = given if _SAFE_REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
     token = log_request_id.set(request[_REQUEST_ID])
@@ -73,8 +71,8 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal on_response_prepare: headers of a stream leave before its handler returns."""
-    response.headers["Server"] = "pagestream"  # aiohttp would tell its own and Python's version
+    """Set the headers of every response, in on_response_prepare: a stream sends them before its handler returns."""
+    response.headers["Server"] = "pagestream"  # aiohttp's default reveals its and Python's version
     if _REQUEST_ID in request:
         response.headers[REQUEST_ID_HEADER] = request[_REQUEST_ID]
         if speaks_anthropic(request):
@@ -82,10 +80,12 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def measure(metrics: GatewayMetrics) -> Middleware:
+    """Return the middleware that records and logs the duration of each request."""
+
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         started_at = time.monotonic()
-        code = _CLIENT_GONE  # a handler that is cancelled, or whose writes fail, has no client any more
+        code = _CLIENT_GONE  # stays if the handler is cancelled or its writes fail
         try:
             response = await handler(request)
             code = str(response.status)
@@ -100,7 +100,7 @@ def measure(metrics: GatewayMetrics) -> Middleware:
             route = route_name(request)
             method = request.method if request.method in _METHODS else "other"
             metrics.http_duration.labels(route, method, code).observe(seconds)
-            level = logging.INFO if request.method == "POST" else logging.DEBUG  # probes and scrapes are noise
+            level = logging.INFO if request.method == "POST" else logging.DEBUG  # DEBUG for probes and scrapes
             logger.log(level, "%s %s %s", method, route, code, extra={"seconds": round(seconds, 3)})
 
     return middleware
@@ -108,6 +108,7 @@ def measure(metrics: GatewayMetrics) -> Middleware:
 
 @web.middleware
 async def errors_to_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn exceptions into error objects in the format of the client's API."""
     try:
         return await handler(request)
     except GatewayError as error:
@@ -119,11 +120,12 @@ async def errors_to_json(request: web.Request, handler: Handler) -> web.StreamRe
             raise  # a redirect
         return error_response(_of_aiohttp(request, error), request)
     except Exception:
-        logger.exception("unexpected error")  # its text may hold paths and addresses: for the log only
+        logger.exception("unexpected error")  # log only: its text may contain paths and addresses
         return error_response(InternalError(), request)
 
 
 def error_response(error: GatewayError, request: web.Request) -> web.Response:
+    """Return the response of an error, in the format of the client's API."""
     body = anthropic_error(error, request[_REQUEST_ID]) if speaks_anthropic(request) else error.body()
     return web.json_response(body, status=error.status, headers=error.headers())
 
@@ -131,7 +133,7 @@ def error_response(error: GatewayError, request: web.Request) -> web.Response:
 def _of_aiohttp(request: web.Request, error: web.HTTPException) -> GatewayError:
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        return MethodNotAllowed(f"{request.method} is not allowed here; {allowed} is.", allowed=allowed)
+        return MethodNotAllowed(f"{request.method} is not allowed for this URL. Allowed: {allowed}.", allowed=allowed)
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return BodyTooLarge("The request body is too large.")
     if error.status == UnknownUrl.status:
@@ -139,35 +141,38 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> GatewayError:
     return InvalidRequest(error.reason)
 
 
-# By the pattern of the route, with why.
+# By route pattern, with the reason.
 UNCHARGED = MappingProxyType(
     dict.fromkeys(OPEN_ROUTES, "probes have no key")
-    | dict.fromkeys(("/health", "/ready", "/metrics", "/version"), "for who operates it, also when a key is spent")
-    | dict.fromkeys(("/v1/models", "/v1/models/{id}", "/models", "/models/{id}"), "names out of memory")
-    | dict.fromkeys(("/openapi.json", "/", "/ui/{name}"), "bytes that are ready")
-    | dict.fromkeys(("/v1/embeddings", UNKNOWN_ROUTE), "refused without a look at it")
+    | dict.fromkeys(("/health", "/ready", "/metrics", "/version"), "operators need them when a key has no budget left")
+    | dict.fromkeys(("/v1/models", "/v1/models/{id}", "/models", "/models/{id}"), "names from memory")
+    | dict.fromkeys(("/openapi.json", "/", "/ui/{name}"), "static bytes")
+    | dict.fromkeys(("/v1/embeddings", UNKNOWN_ROUTE), "refused without reading the body")
 )
 
 
 @web.middleware
 async def charge(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Raises RateLimited."""
+    """Charge a request to its account. Raises RateLimited."""
     route = route_name(request)
     if route in UNCHARGED:
         return await handler(request)
-    # One with a name may repeat an answer in the background, which a key in debt may read.
+    # A request with an Idempotency-Key may read a stored answer, which a key in debt is allowed to do.
     generates = request.method == "POST" and route in GENERATING and NAME_HEADER not in request.headers
     request[ACCOUNT].begin(generates=generates)
     return await handler(request)
 
 
-# New answers, attaches and reads of kept answers: a stream, or a body that may be as long.
+# New answers, attaches, and reads of stored answers: streams, or bodies as long as a stream.
 ADMITTED = GENERATING | {"/v1/responses/compact", "/v1/requests/{id}", "/v1/requests/{id}/events", "/v1/responses/{id}"}
 
 
 @web.middleware
 async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let a request in before its body is read. DELETE is always let in: it makes room. Raises GatewayError."""
+    """Admit a request before its body is read; DELETE is always admitted, because it frees room.
+
+    Raises GatewayError.
+    """
     route = route_name(request)
     if route not in ADMITTED or request.method == "DELETE":
         return await handler(request)
@@ -177,6 +182,6 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def write_out(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Write a long body before the request ends, while its bytes count for its key."""
+    """Write a long body before the request ends, while its bytes count toward the key's share."""
     state = request.app[STATE]
     return await write_long(request, await handler(request), state.watch, partial(state.hold_bytes, request))

@@ -1,9 +1,7 @@
-"""A served model at this gateway: its files, its queue and workers in the store, its metrics, who is let in; and the
-table of all, in which the `model` of a request chooses one by its name or an alias.
+"""A served model at this gateway: its files, queue, workers, metrics, and admission; and the table of all models.
 
-What all models share (open requests, background work, turns of the event loop) is handed in. Knows no HTTP.
-
-A chat's way in, where its model is found and it is let in.
+The `model` field of a request selects one by its name or an alias. The models share open requests, background work,
+and the loop scheduler.
 """
 
 import asyncio
@@ -20,6 +18,7 @@ from gateway.admission import Load, OpenRequests, Readiness, admit, assess, unav
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
 from gateway.errors import MissingParameter, ModelNotFound, Unavailable
+from gateway.loop_scheduler import LoopScheduler
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.requests.generation_fields import Timeouts, without_worker
 from gateway.requests.openai_schema import CompletionRequest
@@ -28,7 +27,6 @@ from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TOOL_CALL_PA
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.text.served_model import ServedModel, is_complete, load_served_model
-from gateway.turns import LoopTurns
 from shared.messages import max_beam_width
 from shared.model_files import ModelFilesError
 from shared.models_file import ModelEntry, check_names, read_models
@@ -40,11 +38,11 @@ MODEL_POLL_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """A served model as it is named at the start: its names, its directory, how its text is read."""
+    """The start options of a served model: names, directory, and how its text is parsed."""
 
-    names: tuple[str, ...]  # the first is in answers, in metrics and in the store's keys; the others are aliases
+    names: tuple[str, ...]  # the first is used in answers, metrics, and store keys; the others are aliases
     directory: Path
-    max_model_len: int | None = None  # None: the model's own
+    max_model_len: int | None = None  # tokens; None: the model's
     tool_call_parser: str = "auto"
     reasoning_parser: str = ""
     generation_config: str = "auto"
@@ -55,11 +53,11 @@ class ModelOptions:
 
 
 def model_options(settings: GatewaySettings) -> tuple[ModelOptions, ...]:
-    """The options of --model, or of each entry of --models-file. Raises SettingsError."""
+    """Return the options of --model, or of each entry of --models-file. Raises SettingsError."""
     if settings.models_file is not None:
         entries = read_models(settings.models_file)
     else:
-        assert settings.model is not None, "settings have one of them"
+        assert settings.model is not None, "the settings require one of --model and --models-file"
         entries = [ModelEntry(model=str(settings.model), names=settings.served_model_name)]
     options = tuple(_options(entry, settings) for entry in entries)
     check_names(name for model in options for name in model.names)
@@ -84,7 +82,7 @@ def _options(entry: ModelEntry, settings: GatewaySettings) -> ModelOptions:
 
 def _one_of(known: tuple[str, ...], value: str | None, field: str) -> str:
     if value is not None and value not in known:
-        raise SettingsError(f"--models-file: {field} is {value!r}; expected one of {', '.join(filter(None, known))}")
+        raise SettingsError(f"--models-file: {field}: expected one of {', '.join(filter(None, known))}; got {value!r}")
     return value or ""
 
 
@@ -96,19 +94,29 @@ class ModelService:
         metrics: ModelMetrics,
         open_requests: OpenRequests,
         background: BackgroundWork,
-        turns: LoopTurns,
+        loop_scheduler: LoopScheduler,
         *,
         worker_wait_seconds: float,
         num_models: int = 1,
     ) -> None:
-        """`num_models`: of this gateway, all together; `worker_wait_seconds`: for how long after the last ready worker
-        the next one is waited for; 0: not at all."""
+        """Create the service of one model.
+
+        Args:
+            options: Its start options.
+            client: Its queue and workers in the store.
+            metrics: Its metrics.
+            open_requests: Shared by all models.
+            background: Shared by all models.
+            loop_scheduler: Shared by all models.
+            worker_wait_seconds: How long requests are accepted after the last ready worker; 0: not at all.
+            num_models: The number of models of this gateway.
+        """
         self.options = options
         self.client = client
         self.metrics = metrics
-        self.unrecorded = ModelMetrics(CollectorRegistry())  # for answers given again: each is measured once
+        self.unrecorded = ModelMetrics(CollectorRegistry())  # for repeated answers, because each is measured once
         self.background = background
-        self.turns = turns
+        self.loop_scheduler = loop_scheduler
         self.loaded = asyncio.Event()
         self.model: ServedModel | None = None
         self._open_requests = open_requests
@@ -126,10 +134,11 @@ class ModelService:
         return self.options.names
 
     def to_read(self) -> "ReadModel":
+        """Return what is needed to parse a request, for another process."""
         return ReadModel(self.names, self.model, self.limits(self.model) if self.model is not None else None)
 
     async def load(self) -> None:
-        """Waits for the directory: it may still be downloaded and converted. Raises ModelFilesError."""
+        """Load the tokenizer, after waiting until the model directory is complete. Raises ModelFilesError."""
         options, directory = self.options, self.options.directory
         while not is_complete(directory):
             await asyncio.sleep(MODEL_POLL_SECONDS)
@@ -141,15 +150,16 @@ class ModelService:
             tells_reasoning = bool(options.reasoning_parser)
             self.model = replace(model, tells_reasoning=tells_reasoning, tool_call_parser=options.tool_call_parser)
         except ModelFilesError as error:
-            logger.error("the model %s cannot be served: %s", self.name, error)
+            logger.error("model %s: cannot be served: %s", self.name, error)
             raise
         self.loaded.set()
-        logger.info("tokenizer of %s ready", self.name)
+        logger.info("model %s: tokenizer ready", self.name)
         if model.defaults:
-            told = ", ".join(f"{name} {value:g}" for name, value in model.defaults.items())
-            logger.info("what requests to %s do not say is as its generation_config.json has it: %s", self.name, told)
+            defaults = ", ".join(f"{name} {value:g}" for name, value in model.defaults.items())
+            logger.info("model %s: defaults from generation_config.json: %s", self.name, defaults)
 
     def readiness(self) -> Readiness:
+        """Return the state for /ready."""
         return assess(
             self.client.fleet.snapshot(),
             model_loaded=self.model is not None,
@@ -160,18 +170,18 @@ class ModelService:
         )
 
     def _is_waited_for(self) -> bool:
-        """Whether requests are taken while no worker is ready: one was, a short time ago."""
+        """Return whether requests are accepted while no worker is ready: one was ready a short time ago."""
         last_ready = self.client.fleet.last_ready
         return last_ready is not None and last_ready.seconds_since_seen < self._worker_wait_seconds
 
     def require_model(self) -> ServedModel:
-        """The tokenizer, for routes that need no worker. Raises Unavailable."""
+        """Return the tokenizer, for routes that need no worker. Raises Unavailable."""
         if self.model is None:
             raise unavailable("starting")
         return self.model
 
     def admit(self) -> ServedModel:
-        """Raises Unavailable."""
+        """Check that a request can be accepted now, and return the tokenizer. Raises Unavailable."""
         num_ready = len(self.client.fleet.ready)
         load = Load(
             draining=self._open_requests.draining,
@@ -189,7 +199,7 @@ class ModelService:
         return self.require_model()
 
     def within_wait(self, timeouts: Timeouts) -> Timeouts:
-        """The timeouts of a request that is admitted now: nobody waits for ever for a worker that is to come."""
+        """Return the timeouts of a request admitted now: without a ready worker the queue time is bounded."""
         return timeouts if self.client.fleet.ready else without_worker(timeouts)
 
     def share_of(self, account: Account) -> Share:
@@ -200,38 +210,43 @@ class ModelService:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model as the last ready worker serves it; empty before, and from a worker older than this field."""
+        """The system_fingerprint that the last ready worker reported; "" before, or from an older worker."""
         last_ready = self.client.fleet.last_ready
         return last_ready.heartbeat.fingerprint if last_ready is not None else ""
 
     def limits(self, model: ServedModel) -> ModelLimits:
-        """The longest context of all: a worker with a shorter one takes only requests that fit. While none is ready,
-        the next one is taken to be like the last."""
+        """Return the limits of a request to this model.
+
+        The context is the longest of all ready workers: a worker with a shorter one claims only requests that fit.
+        While no worker is ready, the last ready one counts.
+        """
         ready = self.client.fleet.ready
         if not ready and (last_ready := self.client.fleet.last_ready) is not None:
             ready = [last_ready.heartbeat]
-        told = [beat.max_model_len for beat in ready if beat.max_model_len]
-        context = min(model.max_model_len, max(told, default=model.max_model_len))
+        lengths = [beat.max_model_len for beat in ready if beat.max_model_len]
+        context = min(model.max_model_len, max(lengths, default=model.max_model_len))
         widths = [max_beam_width(beat.max_num_seqs) for beat in ready if beat.max_num_seqs]
         return ModelLimits(context, model.vocab_size, min(widths, default=None))
 
 
 @dataclass(frozen=True, slots=True)
 class ReadModel:
-    """A model as it is needed to read a request, also in another process."""
+    """The part of a model that is needed to parse a request. It can be pickled."""
 
     names: tuple[str, ...]
-    model: ServedModel | None  # None: not yet
+    model: ServedModel | None  # None: not loaded yet
     limits: ModelLimits | None
 
     def require(self) -> tuple[ServedModel, ModelLimits]:
-        """Raises Unavailable."""
+        """Return the model and its limits. Raises Unavailable."""
         if self.model is None or self.limits is None:
             raise unavailable("starting")
         return self.model, self.limits
 
 
 class ModelTable:
+    """All models of this gateway."""
+
     def __init__(self, services: Sequence[ModelService]) -> None:
         self._services = tuple(services)
 
@@ -239,15 +254,15 @@ class ModelTable:
         return iter(self._services)
 
     def of(self, account: Account) -> list[ModelService]:
-        """The models that the account may use."""
+        """Return the models that the account may use."""
         return [service for service in self._services if account.may_use(service.options.names)]
 
     def find(self, name: str | None, account: Account) -> ModelService:
-        """Raises ModelNotFound, and MissingParameter where there are several to choose from."""
+        """Return the model of a name that the account may use. Raises as find_model() does."""
         return find_model(self.of(account), name)
 
     def to_read(self, account: Account) -> list[ReadModel]:
-        """For find_model(), where the name is not yet read."""
+        """Return the models that the account may use, for find_model() in a parser."""
         return [service.to_read() for service in self.of(account)]
 
 
@@ -260,7 +275,12 @@ _Model = TypeVar("_Model", bound=_Named)
 
 
 def find_model(models: Sequence[_Model], name: str | None) -> _Model:
-    """Raises ModelNotFound, and MissingParameter where there are several to choose from."""
+    """Return the model of a name; without a name, the only model.
+
+    Raises:
+        ModelNotFound: If no model has the name.
+        MissingParameter: If there is no name and not exactly one model.
+    """
     names = ", ".join(repr(known) for model in models for known in model.names) or "none for this key"
     if name is None:
         if len(models) == 1:
@@ -276,7 +296,7 @@ _Body = TypeVar("_Body")
 
 
 def num_prompt_tokens(body: _Body, parse: Callable[[_Body], CompletionRequest], models: Sequence[ReadModel]) -> int:
-    """The length of the one prompt of a body, as its usage would tell it. Raises GatewayError."""
+    """Return the length in tokens of the only prompt of a body, as its usage would report it. Raises GatewayError."""
     request = parse(body)
     (token_ids,) = encode_prompts(*find_model(models, request.model).require(), request)
     return len(token_ids)

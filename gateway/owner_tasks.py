@@ -1,10 +1,10 @@
-"""The tasks that run as long as the gateway. One that fails or ends early ends the process.
+"""The tasks that run as long as the gateway. A failure or an early end of one ends the process.
 
     owners = OwnerTasks()
     task = owners.start("recovery", recovery.run())
     await owners.failed.wait()
 
-An error in one message or one stream is not a failure of its owner: the owner ends that message or stream itself.
+An error in one message or one stream does not fail its owner: the owner ends only that message or stream.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ logger = logging.getLogger("gateway")
 
 class OwnerTasks:
     def __init__(self, report: Callable[[str, bool], None] = lambda task, is_up: None) -> None:
-        """`report` gets the name of a task and whether it runs, at its start and at its failure."""
+        """Create the set. `report`: called with a task's name and whether it runs, at its start and its failure."""
         self.failed = asyncio.Event()
-        self.is_refused = False  # the store cannot be used as it is configured: a restart does not help
+        self.is_refused = False  # the store's configuration cannot be used, so a restart does not help
         self._report = report
 
     def start(
         self, name: str, work: Coroutine[Any, Any, None], *, may_return: Callable[[], bool] = lambda: False
     ) -> "asyncio.Task[None]":
-        """Run `work` until the caller cancels it. `may_return` is asked when it returns: True if that is no failure."""
+        """Run `work` until the caller cancels it. `may_return`: whether a return of `work` is not a failure."""
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(lambda task: self._ended(task, may_return))
         self._report(name, True)

@@ -1,8 +1,6 @@
-"""The gateway's options: one frozen object, read once at start from flags, environment and file (shared/settings.py).
+"""The gateway's settings: one frozen object, read at start from flags, environment, and file (shared/settings.py).
 
-Flags keep vLLM's names where both have the option. Does not know how an option is used.
-
-It is read before any walk.
+Flags have vLLM's name where vLLM has the same option.
 """
 
 from dataclasses import dataclass
@@ -20,94 +18,117 @@ MIN_BYTES_IN_FLIGHT = 4 * 2**20
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
     model: Path | None = setting(
-        None, parse=Path, help="model directory: tokenizer.json, tokenizer_config.json, config.json"
+        None, parse=Path, help="model directory with tokenizer.json, tokenizer_config.json, and config.json"
     )
     served_model_name: tuple[str, ...] = setting(
-        (), help="name in the API and in the Redis keys, and aliases of it; default: the directory's name"
+        (), help="model name in the API and in store keys, then aliases; default: the directory's name"
     )
-    models_file: Path | None = setting(None, parse=Path, help="TOML file of several models, instead of --model")
-    redis_url: str = setting("redis://127.0.0.1:6379/0", help="the store; unix:///path/to/socket works too")
+    models_file: Path | None = setting(None, parse=Path, help="TOML file of several models; replaces --model")
+    redis_url: str = setting("redis://127.0.0.1:6379/0", help="URL of the store, or unix:///path/to/socket")
     host: str = setting("127.0.0.1", help="address to listen on")
-    port: int = setting(8000, parse=int, help="port to listen on; 0 takes a free one and prints it")
-    reuse_port: bool = setting(False, help="share the port with other gateways that say so too (SO_REUSEPORT)")
+    port: int = setting(8000, parse=int, help="port to listen on; 0: a free port, which is logged")
+    reuse_port: bool = setting(False, help="share the port with other gateways that set this (SO_REUSEPORT)")
     own_port: int | None = setting(
-        None, parse=int, help="listen here as well, alone, for /metrics of this process; 0 takes a free one"
+        None, parse=int, help="second port, not shared, for this process's /metrics; 0: a free port; default: none"
     )
 
-    api_key: str = setting("", secret=True, help="a key that every request must show; better as PAGESTREAM_API_KEY")
-    api_keys_file: Path | None = setting(None, parse=Path, help="TOML file of keys and limits; read again on change")
-    ui: bool = setting(True, help="the page at /: playground and live map of the KV blocks")
+    api_key: str = setting("", secret=True, help="API key required of every request; prefer PAGESTREAM_API_KEY")
+    api_keys_file: Path | None = setting(
+        None, parse=Path, help="TOML file of API keys and their limits; reloaded when it changes"
+    )
+    ui: bool = setting(True, help="serve the web page at /: playground and live map of KV blocks")
     allowed_hosts: tuple[str, ...] = setting(
-        (), help="without keys, further names by which requests may call this server, with commas"
+        (), help="additional Host names to accept while no API key is set, separated by commas"
     )
-    allow_unauthenticated: bool = setting(False, help="without keys, listen beyond loopback all the same")
+    allow_unauthenticated: bool = setting(False, help="allow a non-loopback --host without API keys")
 
-    max_model_len: int | None = setting(None, parse=parse_count, help="prompt + output at most; default: the model's")
-    max_num_queued_reqs: int = setting(
-        1024, parse=parse_count, help="requests that may wait in each queue; keys divide them"
+    max_model_len: int | None = setting(
+        None, parse=parse_count, help="maximum prompt plus output tokens; default: the model's"
     )
-    max_num_streams: int = setting(4096, parse=parse_count, help="requests open here before 503 gateway_full")
+    max_num_queued_reqs: int = setting(
+        1024, parse=parse_count, help="maximum waiting requests per queue, divided between API keys"
+    )
+    max_num_streams: int = setting(4096, parse=parse_count, help="maximum open requests, then 503 gateway_full")
     max_bytes_in_flight: int = setting(
-        256 * 2**20, parse=parse_bytes, help="bytes of bodies being received or not yet sent before 503 gateway_full"
+        256 * 2**20,
+        parse=parse_bytes,
+        help="maximum bytes of bodies being received or not yet sent, then 503 gateway_full",
     )
     sse_keep_alive_seconds: float = setting(10.0, parse=float, help="silence on a stream before a comment is sent")
-    write_stall_seconds: float = setting(30.0, parse=float, help="a client that reads nothing for so long is dropped")
-    body_timeout_seconds: float = setting(10.0, parse=float, help="time for a client to send its request body")
+    write_stall_seconds: float = setting(30.0, parse=float, help="disconnect a client that reads nothing for this long")
+    body_timeout_seconds: float = setting(10.0, parse=float, help="maximum time to receive a request body")
     max_num_queued_tokens: int | None = setting(
-        None, parse=parse_count, help="tokens of prompts that wait here before 503 queue_full; default: no limit"
+        None,
+        parse=parse_count,
+        help="maximum prompt tokens waiting at this gateway, then 503 queue_full; default: no limit",
     )
-    default_timeout_seconds: float = setting(0.0, parse=float, help="time for a whole answer; 0: as long as it takes")
-    default_queue_timeout_seconds: float = setting(0.0, parse=float, help="time until a worker begins; 0: any")
+    default_timeout_seconds: float = setting(
+        0.0, parse=float, help="default `timeout_seconds` of a request: time for the whole answer; 0: no limit"
+    )
+    default_queue_timeout_seconds: float = setting(
+        0.0, parse=float, help="default `queue_timeout_seconds` of a request: time until a worker starts; 0: no limit"
+    )
     no_worker: str = setting(
         "wait", choices=NO_WORKER,
-        help="while none is ready, but one was: requests wait for the next worker, or get 503 no_worker at once",
+        help="requests while no worker is ready, after one was: wait for the next, or refuse with 503 no_worker",
     )  # fmt: skip
     no_worker_wait_seconds: float = setting(
-        120.0, parse=float, help="for how long a worker is waited for, and one request that names no time in the queue"
+        120.0,
+        parse=float,
+        help="time to accept requests without a ready worker, and queue timeout of those that set none",
     )
-    max_timeout_seconds: float = setting(3600.0, parse=float, help="the most of both that a request may ask for")
+    max_timeout_seconds: float = setting(
+        3600.0, parse=float, help="upper bound for `timeout_seconds` and `queue_timeout_seconds`"
+    )
     default_detach_seconds: float = setting(
-        60.0, parse=float, help="a request with an Idempotency-Key outlives its client's connection by so long"
+        60.0, parse=float, help="time that a request with an Idempotency-Key continues after its client disconnects"
     )
-    max_detach_seconds: float = setting(3600.0, parse=float, help="the most that a request may ask for")
-    drain_seconds: float = setting(30.0, parse=float, help="time after SIGTERM for open streams to end")
+    max_detach_seconds: float = setting(3600.0, parse=float, help="upper bound for `detach_seconds`")
+    drain_seconds: float = setting(30.0, parse=float, help="time for open streams to end after SIGTERM")
     tool_call_parser: str = setting(
         "auto", choices=TOOL_CALL_PARSERS,
-        help="how the model writes tool calls of its own accord; auto: as its chat template says",
+        help="format of the model's tool calls; auto: from its chat template",
     )  # fmt: skip
     reasoning_parser: str = setting(
-        "", choices=REASONING_PARSERS, help="how the model marks its reasoning; default: it has none"
+        "", choices=REASONING_PARSERS, help="format of the model's reasoning; default: none"
     )
     generation_config: str = setting(
         "auto", choices=GENERATION_CONFIGS,
-        help="what a request leaves out of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens is as "
-        "the model's generation_config.json says (auto), or as the API says (vllm or none)",
+        help="defaults of temperature, top_p, top_k, min_p, repetition_penalty, and max_tokens: auto: the model's "
+        "generation_config.json; vllm or none: the API's",
     )  # fmt: skip
     force_include_usage: bool = setting(False, help="send usage at the end of every stream")
 
     files_dir: Path | None = setting(
-        None, parse=Path, help="for /v1/files and /v1/batches, shared by all gateways; default: neither is served"
+        None, parse=Path, help="directory of /v1/files and /v1/batches, shared by all gateways; default: not served"
     )
-    max_file_bytes: int = setting(200 * 2**20, parse=parse_bytes, help="size of an uploaded file")
-    max_files_bytes: int = setting(4 * 2**30, parse=parse_bytes, help="files and batches together, of all keys")
+    max_file_bytes: int = setting(200 * 2**20, parse=parse_bytes, help="maximum size of an uploaded file")
+    max_files_bytes: int = setting(
+        4 * 2**30, parse=parse_bytes, help="disk quota of files and batches, of all API keys together"
+    )
     max_files_bytes_per_key: int | None = setting(
-        None, parse=parse_bytes, help="of one key; default: as many as it leaves free, so one alone has half"
+        None, parse=parse_bytes, help="disk quota per API key; default: half of the free quota"
     )
     files_retention_seconds: float = setting(
-        30 * 24 * 3600.0, parse=float, help="files, and batches that have ended, are deleted after so long"
+        30 * 24 * 3600.0, parse=float, help="age at which files and ended batches are deleted"
     )
-    max_batch_concurrency: int = setting(64, parse=parse_count, help="requests of batches in flight at one time here")
+    max_batch_concurrency: int = setting(64, parse=parse_count, help="maximum batch requests in flight at this gateway")
 
-    exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")
-    log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
-    otlp_traces_endpoint: str = setting("", help="OpenTelemetry collector for traces: http://HOST:4318/v1/traces")
-    vllm_metric_names: bool = setting(False, help="metrics once more under vLLM's names, on /metrics")
+    exit_with_parent: bool = setting(False, help="exit when the parent process ends (Linux)")
+    log_format: str = setting("text", choices=("text", "json"), help="format of log lines")
+    otlp_traces_endpoint: str = setting(
+        "", help="OpenTelemetry collector for traces, such as http://HOST:4318/v1/traces; default: no traces"
+    )
+    vllm_metric_names: bool = setting(False, help="also expose metrics under vLLM's names on /metrics")
 
     def __post_init__(self) -> None:
-        _require((self.model is None) != (self.models_file is None), "--model", "it or --models-file", self.model)
+        if (self.model is None) == (self.models_file is None):
+            raise SettingsError(
+                f"Set exactly one of --model and --models-file; got {self.model} and {self.models_file}"
+            )
         _require(
             self.models_file is None or not self.served_model_name,
-            "--served-model-name", "none beside --models-file, which has the names", self.served_model_name,
+            "--served-model-name", "no value, because --models-file has the names", self.served_model_name,
         )  # fmt: skip
         _require(0 <= self.port <= 65535, "--port", "0 to 65535", self.port)
         _require(0 <= (self.own_port or 0) <= 65535, "--own-port", "0 to 65535", self.own_port)
@@ -124,7 +145,7 @@ class GatewaySettings:
             _require(count is None or count >= 1, flag, "at least 1", count)
         _require(
             self.max_bytes_in_flight >= MIN_BYTES_IN_FLIGHT,
-            "--max-bytes-in-flight", f"at least {MIN_BYTES_IN_FLIGHT}, room for two of the largest bodies",
+            "--max-bytes-in-flight", f"at least {MIN_BYTES_IN_FLIGHT}, the size of two bodies of maximum size",
             self.max_bytes_in_flight,
         )  # fmt: skip
         for flag, seconds in (
@@ -133,7 +154,7 @@ class GatewaySettings:
             ("--body-timeout-seconds", self.body_timeout_seconds),
             ("--no-worker-wait-seconds", self.no_worker_wait_seconds),
         ):
-            _require(seconds > 0, flag, "over 0", seconds)
+            _require(seconds > 0, flag, "more than 0", seconds)
         kept_seconds = self.files_retention_seconds
         _require(kept_seconds >= 3600, "--files-retention-seconds", "3600 or more", kept_seconds)
         for flag, seconds in (

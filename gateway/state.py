@@ -1,9 +1,7 @@
-"""The state that one gateway process holds for its whole life, and what a handler has of a request: context and body.
+"""The state of one gateway process, and a request's context and body for its handler.
 
-Composed in app.py, and found by handlers under STATE. A RequestContext is what is known of one request beside its body;
-that is read within limits of size and time, before anything is parsed.
-
-A chat's way in, where its handler begins. It knows no field of any body.
+app.py creates the state; handlers find it under STATE. A RequestContext holds everything about a request except its
+body. Bodies are read with limits of size and time before they are parsed.
 """
 
 import asyncio
@@ -25,6 +23,7 @@ from gateway.fair_pool import FairPool, TooMuchWaits, is_short
 from gateway.http.event_stream import StreamWatch
 from gateway.http.kept_bodies import KeptBodies
 from gateway.http.media_type import charset_of, check_encoding, media_type_of
+from gateway.loop_scheduler import LoopScheduler
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, ModelService, ModelTable
 from gateway.owner_tasks import OwnerTasks
@@ -33,11 +32,10 @@ from gateway.requests.planning import get_ready
 from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
-from gateway.turns import LoopTurns
 from gateway.work_process import WorkProcesses
 from shared.model_files import ModelFilesError
 
-NUM_PROCESSES = 2  # each has a tokenizer of each model: 110 MB for a vocabulary of 49,152
+NUM_PROCESSES = 2  # each loads the tokenizer of each model: 110 MB for a vocabulary of 49,152
 
 _Result = TypeVar("_Result")
 TRACEPARENT = web.RequestKey("traceparent", str)  # set by a middleware
@@ -52,7 +50,7 @@ class GatewayState:
         metrics: GatewayMetrics,
         processes: WorkProcesses | None = None,
     ) -> None:
-        """Without `processes` what is read of requests is read in threads."""
+        """Create the state. Without `processes`, long requests are parsed in threads."""
         self.settings = settings
         self.metrics = metrics
         self.watch = StreamWatch(
@@ -68,8 +66,8 @@ class GatewayState:
         self.kept_bodies = KeptBodies(self.bytes_in_flight)
         self.started_at_unix = int(time.time())
         self.models_loaded = asyncio.Event()
-        self.model_failed = asyncio.Event()  # its directory is there and cannot be served: nothing to wait for
-        turns = LoopTurns()
+        self.model_failed = asyncio.Event()  # a model's files are complete, but it cannot be served
+        loop_scheduler = LoopScheduler()
         self.models = ModelTable(
             [
                 ModelService(
@@ -78,7 +76,7 @@ class GatewayState:
                     metrics.of_model(options.name),
                     self.open_requests,
                     self.background,
-                    turns,
+                    loop_scheduler,
                     worker_wait_seconds=settings.no_worker_wait_seconds if settings.no_worker == "wait" else 0.0,
                     num_models=len(clients),
                 )
@@ -87,12 +85,17 @@ class GatewayState:
         )
 
     def hold_bytes(self, request: web.Request, num_bytes: int) -> AbstractContextManager[object]:
-        """Count bytes that wait to be sent, but for routes without a key. Raises KeyShareExceeded, and Unavailable."""
+        """Count bytes that wait to be sent, except on routes without a key.
+
+        Raises:
+            KeyShareExceeded: If the key would exceed its share.
+            Unavailable: If all keys together would exceed the limit.
+        """
         account = request.get(ACCOUNT)
         return nullcontext() if account is None else self.bytes_in_flight.hold(account, num_bytes)
 
     def _count_refusal(self, reason: str) -> None:
-        """Count a request that was refused before its body named a model: for the first model."""
+        """Count a request that was refused before its model was known, under the first model."""
         next(iter(self.models)).metrics.rejected.labels(reason).inc()
 
     @property
@@ -103,17 +106,21 @@ class GatewayState:
         )
 
     def service(self, model_name: str | None, account: Account) -> ModelService:
-        """The model that a request names. Raises ModelNotFound or MissingParameter."""
+        """Return the model of a name. Raises ModelNotFound or MissingParameter."""
         return self.models.find(model_name, account)
 
-    def asked_services(self, model_name: str | None, account: Account) -> list[ModelService]:
-        """The model that is named, or all that the account may use. Raises ModelNotFound."""
+    def selected_services(self, model_name: str | None, account: Account) -> list[ModelService]:
+        """Return the model of a name, or without a name all that the account may use. Raises ModelNotFound."""
         return self.models.of(account) if model_name is None else [self.models.find(model_name, account)]
 
     async def keep_reader_ready(self, *readers: object) -> None:
-        """Once the models are loaded, have a process ready for the next long request, which would wait half a second
-        for its start. `readers`: what it reads by, to be loaded there. Not before workers are ready, whose start would
-        share its cores with that of the process."""
+        """Keep a started process ready for the next long request, which would wait 0.5 s for its start.
+
+        It begins after the models are loaded and their workers are ready, because a worker's start needs the cores.
+
+        Args:
+            readers: The parsers that the process loads.
+        """
         for service in self.models:
             await service.client.fleet.was_ready.wait()
         if self._processes is not None:
@@ -121,17 +128,18 @@ class GatewayState:
             self._processes.keep_one_ready(partial(get_ready, models, readers), NUM_PROCESSES)
 
     def close(self) -> None:
-        """End the pools: nothing is waited for."""
+        """End the pools without waiting."""
         self.pool.close()
         self.readers.close()
         if self._processes is not None:
             self._processes.close()
 
     async def write_probe(self) -> float:
-        """Seconds that one write of the store took; it is one for all models. Raises StoreUnavailable."""
+        """Return the seconds that one write to the store took. Raises StoreUnavailable."""
         return await next(iter(self.models)).client.probe.write_seconds()
 
     async def load_models(self) -> None:
+        """Load all models, and set models_loaded or model_failed."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for service in self.models:
@@ -147,26 +155,31 @@ STATE = web.AppKey("STATE", GatewayState)
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Who sends a request, and what its headers say. It came over HTTP, or stands for a line of a batch."""
+    """The sender and the headers of a request, which came over HTTP or is a line of a batch."""
 
     state: GatewayState
-    account: Account  # that the request is charged to
+    account: Account  # charged for the request
     headers: Mapping[str, str]
     default_timeouts: Timeouts
-    default_detach_seconds: float  # of a kept answer
+    default_detach_seconds: float  # of a stored answer
     traceparent: str = ""
-    for_batch: bool = False  # a line of one: nobody waits at a connection, so it is in no metric of such waits
+    for_batch: bool = False  # a line of a batch, which latency metrics leave out
     arrived_at: float = field(default_factory=time.monotonic)  # seconds
 
     async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
-        """Return what `work` does, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
-        if is_short(num_bytes):  # as nearly all is, five times a request: without two coroutines for each
+        """Run work for the account without blocking the event loop, and return its result (fair_pool.py).
+
+        Raises RateLimited.
+        """
+        if is_short(num_bytes):  # the usual case, five times per request: saves two coroutines each
             return work()
         return await self._in_turn(self.state.pool, num_bytes, work, may_refuse=may_refuse)
 
     async def read(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
-        """Do as work(), for what is made of requests: if it is long it is sent to a process (work_process.py), where it
-        does not keep this interpreter."""
+        """Run the parsing of a request; if it is long, in a process, which does not hold this interpreter's lock.
+
+        Raises RateLimited.
+        """
         if is_short(num_bytes):
             return work()
         return await self._in_turn(self.state.readers, num_bytes, work)
@@ -178,18 +191,20 @@ class RequestContext:
             return await pool.run(self.account, num_bytes, work, may_refuse=may_refuse)
         except TooMuchWaits as error:
             raise RateLimited(
-                "As many requests of this key as may wait to be read.", code="max_waiting_exceeded",
+                "Too many requests from this API key are waiting to be parsed; retry in 1 s.",
+                code="max_waiting_exceeded",
                 retry_after_seconds=1,
             ) from error  # fmt: skip
 
 
 def route_name(request: web.Request) -> str:
-    """For labels and counts: the pattern that was matched, never the URL."""
+    """Return the matched route pattern, for metric labels and logs; never the URL."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else UNKNOWN_ROUTE
 
 
 def context_of(http: web.Request) -> RequestContext:
+    """Return the context of an HTTP request."""
     state = http.app[STATE]
     return RequestContext(
         state,
@@ -203,13 +218,14 @@ def context_of(http: web.Request) -> RequestContext:
 
 @asynccontextmanager
 async def received_body(request: web.Request) -> AsyncIterator[bytes]:
-    """Read the body of a request; its bytes are counted for its key, before they come, until the context ends.
+    """Read the body of a request. Its bytes count toward the key's share, from before they arrive to the context's end.
 
     Raises:
         UnsupportedMediaType: If it is compressed, or not JSON.
         BodyTooLarge: If it has more than MAX_BODY_BYTES.
-        KeyShareExceeded, Unavailable: If the bytes in flight leave no room for it.
-        RequestTimeout: If it does not arrive in time.
+        KeyShareExceeded: If the key would exceed its share of the bytes in flight.
+        Unavailable: If all keys together would exceed the bytes in flight.
+        RequestTimeout: If it does not arrive within --body-timeout-seconds.
         InvalidJson: If the connection closes before its end.
     """
     state = request.app[STATE]
@@ -231,9 +247,9 @@ async def received_body(request: web.Request) -> AsyncIterator[bytes]:
 
 
 async def _read(content: StreamReader) -> bytes:
-    """Unlike `web.Request.read()`, which keeps a second copy for as long as the request lives."""
+    """Read all bytes. `web.Request.read()` would keep a second copy as long as the request."""
     first = await content.readany()
-    if content.at_eof():  # as nearly always
+    if content.at_eof():  # the usual case
         if len(first) > MAX_BODY_BYTES:
             raise _too_large()
         return first
@@ -246,17 +262,17 @@ async def _read(content: StreamReader) -> bytes:
 
 
 def _too_large() -> BodyTooLarge:
-    return BodyTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.")
+    return BodyTooLarge(f"The request body exceeds the limit of {MAX_BODY_BYTES} bytes.")
 
 
 def _check_media_type(request: web.Request) -> None:
     check_encoding(request)
     if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
-        raise UnsupportedMediaType("Transfer-Encoding: request bodies come as they are or chunked.")
+        raise UnsupportedMediaType("Transfer-Encoding: only chunked, or no Transfer-Encoding, is supported.")
     if "Content-Type" not in request.headers:
         return
     media_type = media_type_of(request)
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType(f"Content-Type: expected application/json, got {media_type}.")
     if charset_of(request) not in ("utf-8", "utf8"):
-        raise UnsupportedMediaType("Content-Type: JSON is UTF-8.")
+        raise UnsupportedMediaType("Content-Type: expected charset utf-8, the only encoding of JSON.")

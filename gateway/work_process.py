@@ -1,16 +1,11 @@
-"""Processes for work that keeps the interpreter's lock: decoding, templates, checks. A thread would hold up the event
-loop for as long as one call of C takes: 36 ms for a body of 10^6 token ids.
+"""Processes for work that holds the interpreter's lock: decoding, templates, checks.
 
     processes = WorkProcesses()
     result = processes.run(work)    # blocking, from any thread; raises what `work` raises
 
-There are as many as were ever needed at one time, and one more if one is to be ready. Work and result go through pipes
-by pickle: a work is a function of a module with its arguments. A served model among them is only named
-(served_model.py), and loaded there once. The processes yield to whatever else wants to run, and end with this one. Run
-as a module it is the other end.
-
-A chat's way in, where its body is long: it is decoded, validated and planned here. It knows nothing of keys, queues or
-the event loop.
+In a thread, one C call would block the event loop: 36 ms for a body of 10^6 token ids. Work (a module-level function
+with arguments) and results travel through pipes by pickle; a served model is pickled by name (served_model.py) and
+loaded once per process. The processes run at low priority and end with this one; `python -m` runs the other end.
 """
 
 import fcntl
@@ -29,8 +24,8 @@ from typing import TypeVar
 
 from gateway.errors import GatewayError, InternalError
 
-NICENESS = 10  # a tenth of what the event loop, the store and the worker have, where these leave no processor free
-_PIPE_BYTES = 2**20  # the most that Linux gives to anybody: a body of 2 MiB in two writes, and not in 32
+NICENESS = 10  # on a busy machine, a tenth of the CPU share of the event loop, the store, or a worker
+_PIPE_BYTES = 2**20  # Linux's unprivileged maximum: a body of 2 MiB takes 2 writes instead of 32
 
 _Result = TypeVar("_Result")
 
@@ -38,16 +33,18 @@ logger = logging.getLogger("gateway")
 
 
 class WorkProcesses:
+    """Processes that are started on demand and kept."""
+
     def __init__(self) -> None:
-        self._idle: list[_WorkProcess] = []  # the last that worked is the first to work again
+        self._idle: list[_WorkProcess] = []  # a stack: the last used is used next
         self._all: list[_WorkProcess] = []
-        self._num_preparing = 0  # that are not idle yet
+        self._num_preparing = 0  # started, and not idle yet
         self._first_work: Callable[[], object] | None = None
-        self._most = 0
+        self._max_processes = 0
         self._changed = threading.Condition()
 
     def run(self, work: Callable[[], _Result]) -> _Result:
-        """Return what the work does, or raise what it does; InternalError if its process dies."""
+        """Run work in a process, and return or raise its result. Raises InternalError if the process dies."""
         process = self._taken()
         self._prepare_one()
         try:
@@ -55,14 +52,18 @@ class WorkProcesses:
         finally:
             self._give_back(process)
 
-    def keep_one_ready(self, first_work: Callable[[], object], most: int) -> None:
-        """From now on have one more than are at work, of at most so many: it was started, and has done `first_work`,
-        before somebody waits for it. Returns at once."""
-        self._first_work, self._most = first_work, most
+    def keep_one_ready(self, first_work: Callable[[], object], max_processes: int) -> None:
+        """From now on keep one idle process ready. Return at once.
+
+        Args:
+            first_work: Runs in each process after its start.
+            max_processes: Upper bound of processes, idle and busy.
+        """
+        self._first_work, self._max_processes = first_work, max_processes
         self._prepare_one()
 
     def close(self) -> None:
-        """Whoever still waits for a result hears InternalError."""
+        """End all processes. Callers that wait for a result get InternalError."""
         with self._changed:
             self._first_work = None
             for process in self._all:
@@ -88,7 +89,8 @@ class WorkProcesses:
 
     def _prepare_one(self) -> None:
         with self._changed:
-            if self._first_work is None or self._idle or self._num_preparing or len(self._all) >= self._most:
+            is_full = len(self._all) >= self._max_processes
+            if self._first_work is None or self._idle or self._num_preparing or is_full:
                 return
             self._num_preparing = 1
             arguments = self._added(), self._first_work
@@ -97,15 +99,15 @@ class WorkProcesses:
     def _prepare(self, process: "_WorkProcess", work: Callable[[], object]) -> None:
         try:
             process.run(work)
-        except Exception as error:  # whoever works there next is told, if it is so then
-            logger.warning("a process for long requests is not prepared: %r", error)
+        except Exception as error:  # the next work in this process raises it, if it still fails
+            logger.warning("work process: preparation failed: %r", error)
         finally:
             self._num_preparing = 0
             self._give_back(process)
 
 
 class _WorkProcess:
-    """Started by the first work, and again by the next one if it has died."""
+    """One process, started by its first work, and restarted by the next work if it has died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -115,7 +117,7 @@ class _WorkProcess:
 
     def run(self, work: Callable[[], _Result]) -> _Result:
         try:
-            is_result, value = pickle.loads(self._asked(pickle.dumps(work, pickle.HIGHEST_PROTOCOL)))
+            is_result, value = pickle.loads(self._exchange(pickle.dumps(work, pickle.HIGHEST_PROTOCOL)))
         except (EOFError, OSError) as error:
             self._reap()
             raise InternalError() from error
@@ -125,10 +127,10 @@ class _WorkProcess:
             result: _Result = value
             return result
         finally:
-            del value  # an error has this frame, which would have it: a circle that holds the work for long
+            del value  # breaks the reference cycle error -> frame -> error, which would keep the work in memory
 
     def end(self) -> None:
-        """Also while it works in another thread, whose pipe is then at its end."""
+        """End the process. A thread that waits for its result gets EOFError."""
         self._has_ended = True
         if self._process is not None:
             self._process.kill()
@@ -143,7 +145,7 @@ class _WorkProcess:
             if connection is not None:
                 connection.close()
 
-    def _asked(self, payload: bytes) -> bytes:
+    def _exchange(self, payload: bytes) -> bytes:
         if self._has_ended:
             raise EOFError
         if self._process is None:
@@ -155,7 +157,7 @@ class _WorkProcess:
     def _start(self) -> None:
         (their_end, our_to), (our_from, their_to) = os.pipe(), os.pipe()
         for descriptor in (our_to, our_from):
-            with suppress(OSError):  # more than this system lets one have
+            with suppress(OSError):  # the system's limit is lower
                 fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
             self._process = subprocess.Popen(
@@ -168,11 +170,11 @@ class _WorkProcess:
 
 
 def main() -> None:
-    """Until the other end has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the gateway hears it too, and ends this
+    """Run work from stdin until the gateway closes it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the gateway, which ends this process
     os.nice(NICENESS)
     works, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # whatever prints
+    os.dup2(2, 1)  # print() goes to stderr, because stdout carries the replies
     with suppress(EOFError, OSError):
         while True:
             replies.send_bytes(_reply_to(works.recv_bytes()))
@@ -182,15 +184,15 @@ def _reply_to(payload: bytes) -> bytes:
     try:
         reply = True, pickle.loads(payload)()
     except Exception as error:
-        reply = False, _told(error)
+        reply = False, _with_traceback(error)
     try:
         return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # what cannot be sent
+    except Exception as error:  # the result cannot be pickled
         return pickle.dumps((False, RuntimeError(repr(error))), pickle.HIGHEST_PROTOCOL)
 
 
-def _told(error: Exception) -> Exception:
-    """Pickle leaves the traceback behind; the log has it where the error is one that nobody expects."""
+def _with_traceback(error: Exception) -> Exception:
+    """Add the traceback of an unexpected error as a note, because pickle drops it."""
     if not isinstance(error, GatewayError):
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
     return error

@@ -133,7 +133,7 @@ def _new_key(arguments: Sequence[str]) -> int:
     parser.add_argument("name", help="name of the owner, shown in logs; its prompts share cached KV")
     name = parser.parse_args(arguments).name
     if not _KEY_NAME.fullmatch(name):
-        parser.error(f"name: expected 1 to 64 letters, digits, '.', '_' or '-'; got {name!r}")
+        parser.error(f"name: expected 1 to 64 letters, digits, '.', '_', and '-'; got {name!r}")
     key = f"ps-{secrets.token_urlsafe(32)}"
     sys.stderr.write(f"{key}\n")
     sys.stdout.write(f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n\n')

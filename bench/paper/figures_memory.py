@@ -12,7 +12,7 @@ from bench.paper.knee import rising_rates
 from bench.paper.lengths import ALPACA, SHAREGPT, Dataset, poisson_trace
 from bench.paper.reservation import BLOCK_SIZE, NUM_SLOTS, ReservationPolicy, make_manager, make_swapping_manager
 from bench.paper.simulation import SimulationResult, simulate, sweep_managers
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.kv_allocator import KVAllocator
 
 PAPER_FIGURE_2 = {  # percent of the KV memory: tokens, reserved, internal, external
     "max": [20.4, 13.3, 57.3, 8.9],
@@ -53,7 +53,9 @@ def run_policy(
     return run_manager(make_manager(policy, NUM_SLOTS, BLOCK_SIZE), load, rate, duration_seconds, seed)
 
 
-def run_manager(manager: KVSlots, load: Load, rate: float, duration_seconds: float, seed: int = 0) -> SimulationResult:
+def run_manager(
+    manager: KVAllocator, load: Load, rate: float, duration_seconds: float, seed: int = 0
+) -> SimulationResult:
     """Simulate until the last arrival, for averages under a load that may exceed the capacity."""
     trace = poisson_trace(load.dataset.lengths(seed), rate, duration_seconds, seed=seed)
     return simulate(manager, trace, drain=False)
@@ -104,8 +106,8 @@ def figure_12(scale: float) -> dict[str, Any]:
     return {"datasets": data, "paper": PAPER_FIGURE_12}
 
 
-def _managers() -> dict[str, Callable[[], KVSlots]]:
-    managers: dict[str, Callable[[], KVSlots]] = {
+def _managers() -> dict[str, Callable[[], KVAllocator]]:
+    managers: dict[str, Callable[[], KVAllocator]] = {
         policy.value: partial(make_manager, policy, NUM_SLOTS, BLOCK_SIZE) for policy in ReservationPolicy
     }
     return managers | {SWAPPING: make_swapping_manager}

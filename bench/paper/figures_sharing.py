@@ -12,7 +12,7 @@ from bench.paper.knee import rising_rates
 from bench.paper.lengths import ALPACA, SHAREGPT, Dataset, TimedRequest, poisson_trace
 from bench.paper.reservation import ReservationPolicy, make_manager
 from bench.paper.simulation import simulate, sweep_managers
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.kv_allocator import KVAllocator
 
 GROUPS = {  # name: sequences, is beam search
     "parallel 2": (2, False),
@@ -34,7 +34,7 @@ LIGHT_LOADS = ((ALPACA, 5.0, 60.0), (SHAREGPT, 0.15, 400.0))
 
 
 def figure_14(scale: float) -> dict[str, Any]:
-    managers: dict[str, Callable[[], KVSlots]] = {
+    managers: dict[str, Callable[[], KVAllocator]] = {
         policy: partial(make_manager, ReservationPolicy(policy)) for policy in ("oracle", "paged")
     }
     data = {

@@ -1,4 +1,4 @@
-"""Four policies that reserve KV slots, with one interface (KVSlots), so that the same scheduler runs with each.
+"""Four policies that reserve KV slots, with one interface (KVAllocator), so that the same scheduler runs with each.
 
     max      the model's whole context, contiguous                             Orca (Max)
     pow2     prompt + the next power of two of the output, contiguous          Orca (Pow2)
@@ -111,10 +111,10 @@ class ReservedKVSlots:
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None: ...
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def release_behind(self) -> None:
+    def release_outside_window(self) -> None:
         """Do nothing: a reservation is kept to the end."""
 
     def take_transfers(self) -> Transfers:

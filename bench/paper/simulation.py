@@ -17,7 +17,7 @@ from bench.paper.occupancy import Occupancy, SharingSaving
 from bench.paper.reservation import MAX_MODEL_LEN, ReservedKVSlots
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams
 
@@ -60,7 +60,7 @@ class SimulationResult:
 
 
 def simulate(
-    manager: KVSlots,
+    manager: KVAllocator,
     trace: list[TimedRequest],
     *,
     drain: bool = True,
@@ -78,7 +78,7 @@ def simulate(
 
 
 def sweep_managers(
-    managers: dict[str, Callable[[], KVSlots]],
+    managers: dict[str, Callable[[], KVAllocator]],
     trace_at: Callable[[float], list[TimedRequest]],
     rates: list[float],
     reference: str,
@@ -102,7 +102,7 @@ def sweep_managers(
 
 @dataclass(kw_only=True)
 class _Simulation:
-    manager: KVSlots
+    manager: KVAllocator
     cost: StepCost
     max_model_len: int
     max_num_seqs: int = 512

@@ -16,7 +16,7 @@ from engine_worker.execution.settings import StepBounds
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
 from engine_worker.model.spec import kv_layout
-from engine_worker.scheduling.batch import made_up_batch
+from engine_worker.scheduling.batch import synthetic_batch
 from shared.messages import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAM_WIDTH = 64  # of the API
@@ -63,11 +63,11 @@ def sample_largest(sampler: Sampler, logits: Tensor, block_size: int) -> None:
     num_rows, vocab_size = logits.shape
     # Masks of grammars take as much memory as those of allowed tokens.
     masks = torch.empty(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=logits.device)
-    batch = made_up_batch(num_rows, 0, 1, block_size, everything(vocab_size))
+    batch = synthetic_batch(num_rows, 0, 1, block_size, everything(vocab_size))
     sampler.sample(logits, [scheduled.sequence for scheduled in batch.sequences])
     width = min(MAX_BEAM_WIDTH, num_rows)
     searching = SamplingParams(max_tokens=1, seed=0, temperature=0.0, use_beam_search=True, beam_width=width)
-    beams = [scheduled.sequence for scheduled in made_up_batch(num_rows, 0, 1, block_size, searching).sequences]
+    beams = [scheduled.sequence for scheduled in synthetic_batch(num_rows, 0, 1, block_size, searching).sequences]
     for row, beam in enumerate(beams):
         beam.request_id = str(row // width)
     launch_beam_candidates(logits, beams).collect()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import StepBounds
 from engine_worker.execution.step_memory import everything
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, made_up_batch
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, synthetic_batch
 
 _PREFILL_TOKENS = {"cpu": 32, "cuda": 512}
 _DECODE_SIZES = {"cpu": (1,), "cuda": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
@@ -32,13 +32,13 @@ def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, st
     """
     longest = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
     prefill = min(bounds.max_num_batched_tokens, longest, _PREFILL_TOKENS[runner.device_type])
-    batches = [made_up_batch(1, 0, prefill, runner.block_size)]
+    batches = [synthetic_batch(1, 0, prefill, runner.block_size)]
     decode_length = min(_DECODE_LENGTH_TOKENS, longest)
     first, *sizes = [size for size in _DECODE_SIZES[runner.device_type] if size <= bounds.max_num_seqs]
     # Kernels for rare features: a block copy, and all sampling parameters.
-    rare = made_up_batch(first, decode_length - 1, 1, runner.block_size, everything(runner.model_spec.vocab_size))
+    rare = synthetic_batch(first, decode_length - 1, 1, runner.block_size, everything(runner.model_spec.vocab_size))
     batches.append(replace(rare, block_copies=[BlockCopy(1, runner.num_blocks - 1)]))
-    batches += [made_up_batch(size, decode_length - 1, 1, runner.block_size) for size in sizes]
+    batches += [synthetic_batch(size, decode_length - 1, 1, runner.block_size) for size in sizes]
     batches += _mixed_batches(runner, bounds, decode_length)
     batches += _burst_batches(runner, bounds, decode_length)
     for number, batch in enumerate(batches, start=1):
@@ -50,8 +50,8 @@ def _mixed_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) 
     for size in _MIXED_SIZES[runner.device_type]:
         prefill = min(_MIXED_PREFILL_TOKENS, decode_length, bounds.max_num_batched_tokens - (size - 1))
         if size <= bounds.max_num_seqs and prefill > 1:  # one token would be one more decode
-            decodes = made_up_batch(size - 1, decode_length - 1, 1, runner.block_size).sequences
-            prompt = made_up_batch(1, 0, prefill, runner.block_size).sequences
+            decodes = synthetic_batch(size - 1, decode_length - 1, 1, runner.block_size).sequences
+            prompt = synthetic_batch(1, 0, prefill, runner.block_size).sequences
             yield ScheduledBatch([*decodes, *prompt])
 
 
@@ -64,9 +64,9 @@ def _burst_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) 
         num_tokens = sizes[min(number, len(sizes) - 1)]
         num_samples = samples[min(number, len(samples) - 1)]
         num_decodes = max(0, num_samples - -(-num_tokens // longest))
-        batch = made_up_batch(num_decodes, decode_length - 1, 1, runner.block_size).sequences
+        batch = synthetic_batch(num_decodes, decode_length - 1, 1, runner.block_size).sequences
         num_prompts = min(num_samples, -(-(num_tokens - num_decodes) // longest))
         for prompt in range(num_prompts):
             num_left = num_tokens - num_decodes - prompt * longest
-            batch += made_up_batch(1, 0, min(num_left, longest), runner.block_size).sequences
+            batch += synthetic_batch(1, 0, min(num_left, longest), runner.block_size).sequences
         yield ScheduledBatch(batch)

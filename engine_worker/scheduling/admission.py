@@ -1,6 +1,6 @@
 """Which waiting sequences get a running slot and blocks in a step.
 
-The first sequence of a request goes before the others of running requests. These fork from a sequence that still holds
+The first sequence of a request goes before further sequences of running requests, which fork from one that still holds
 the prompt's blocks, or start from the prefix cache. While other requests wait, no request forks into the last eighth of
 the slots. Beams need all their slots at once: while they wait, every second slot that becomes free is kept for them.
 """
@@ -8,46 +8,55 @@ the slots. Beams need all their slots at once: while they wait, every second slo
 from collections.abc import Iterable, Iterator
 
 from engine_worker.scheduling.background_share import BackgroundShare
-from engine_worker.scheduling.intake import IntakeForecast
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.claim_budget import PrefillEstimator
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.policy import FairShare
 from engine_worker.scheduling.running_slots import RunningSlots
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.step_plan import Place
 
-KEPT_RATIO = 8  # one of so many slots is not forked into while other requests wait
+KEPT_RATIO = 8  # while other requests wait, 1/8 of the slots is not used for forks
 _BLOCKS = "blocks"
 
 
 class Admission:
     def __init__(
         self,
-        kv_cache: KVSlots,
+        kv_cache: KVAllocator,
         policy: FairShare,
         slots: RunningSlots,
         background_share: BackgroundShare,
-        forecast: IntakeForecast,
+        estimator: PrefillEstimator,
         *,
-        most_blocks_each: int,
+        max_blocks_each: int,
     ) -> None:
-        """`most_blocks_each`: that any sequence holds at one time."""
+        """Create the admission.
+
+        Args:
+            kv_cache: Gives blocks to sequences.
+            policy: The queue of waiting groups.
+            slots: The running slots.
+            background_share: The limits of background requests.
+            estimator: Is updated with each admitted prompt.
+            max_blocks_each: The most blocks that a sequence holds at one time.
+        """
         self.running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
-        self.waits_for = ""  # what the first of the queue lacked in the last step
+        self.waits_for = ""  # what the first group of the queue lacked in the last step
         self._kv_cache = kv_cache
         self._policy = policy
         self._slots = slots
         self._background_share = background_share
-        self._forecast = forecast
-        self._most_blocks_each = most_blocks_each
-        self._lacks_blocks: SequenceGroup | None = None  # the first of the queue, if it did in the last step
-        self._waiting_beams: SequenceGroup | None = None  # the first that lacked slots, since the last look
-        # Of the step that is being planned:
+        self._estimator = estimator
+        self._max_blocks_each = max_blocks_each
+        self._lacks_blocks: SequenceGroup | None = None  # the first group of the queue, if it lacked blocks
+        self._waiting_beams: SequenceGroup | None = None  # the first beam search that lacked slots
+        # State of the step that is being planned:
         self._may_admit = True
         self._yielded: SequenceGroup | None = None
-        self._incomplete: list[SequenceGroup] = []  # running groups with sequences that wait
-        self._sources: dict[SequenceGroup, Sequence | None] = {}  # of those whose prompt is computed: to fork from
-        self._num_promised_blocks = 0  # to forks, which get them in the next step
+        self._incomplete: list[SequenceGroup] = []  # running groups with waiting sequences
+        self._sources: dict[SequenceGroup, Sequence | None] = {}  # groups with a computed prompt: what they fork from
+        self._num_promised_blocks = 0  # for forks, which allocate them in the next step
 
     def begin_step(
         self, incomplete: Iterable[SequenceGroup], *, has_preempted: bool, yielded: SequenceGroup | None
@@ -56,14 +65,14 @@ class Admission:
 
         Args:
             incomplete: Running groups with sequences that wait, oldest first.
-            has_preempted: Whether somebody lacked blocks and yielded: nobody is admitted then.
-            yielded: The group that yielded a slot to another tenant: it gets none in the same step.
+            has_preempted: Whether a sequence was preempted for blocks; then this step admits nothing.
+            yielded: The group that yielded a slot to another tenant; it gets none in the same step.
         """
         self._yielded = yielded
         self._may_admit = not has_preempted
         self.waits_for = _BLOCKS if has_preempted else "its share of a step"
         self._num_promised_blocks = 0
-        # Before anything is planned: what a fork copies was computed in an earlier step.
+        # Collected before anything is planned, because a fork copies what an earlier step computed.
         self._incomplete = [group for group in incomplete if group.active]
         self._sources = {
             group: self._fork_source(group)
@@ -72,7 +81,7 @@ class Admission:
         }
 
     def admit(self, *, is_background: bool) -> Iterator[Place]:
-        """Yield sequences that got a slot and their blocks, each admitted when it is asked for."""
+        """Yield sequences with their slots and blocks; each is admitted when the iterator advances."""
         while self._may_admit:
             place = self._admit_first(is_background) or self._admit_fork(is_background)
             if place is None:
@@ -80,7 +89,7 @@ class Admission:
             yield place
 
     def claim_fork(self, group: SequenceGroup, child: Sequence) -> bool:
-        """Take a slot for `child`, which forks in this step at the end of the prompt; whether there was one."""
+        """Take a slot for `child`, which forks in this step at the end of the prompt. Return whether one was free."""
         if not self._may_admit or not self._may_fork(group):
             return False
         num_blocks = self._num_fork_blocks(group, child, group.num_prompt_tokens)
@@ -91,8 +100,11 @@ class Admission:
         return True
 
     def blocked(self) -> Iterator[tuple[SequenceGroup, int]]:
-        """Yield the first interactive group of each tenant that has more waiting than slots are free, and the slots
-        that the tenant takes with one request more than these; also the one that lacked blocks in the last step."""
+        """Yield interactive groups that could run if another tenant yielded a slot, each with the slots it needs.
+
+        These are the first group of each tenant with more waiting requests than free slots, and the group that lacked
+        blocks in the last step.
+        """
         num_free = self._slots.num_free
         for group in self._policy.heads(is_background=False):
             if group is self._lacks_blocks:
@@ -101,15 +113,15 @@ class Admission:
                 yield group, max(group.num_slots_to_start, num_free + 1)
 
     def headroom_blocks(self, num_slots: int) -> int:
-        """Blocks an admission leaves free: one for each sequence, so that none is preempted for block_size steps.
+        """Return the blocks that an admission leaves free: one per sequence, so that block_size steps preempt none.
 
-        Half as many where a preempted one is swapped, which costs the others next to nothing (ADR 0048).
+        With swapping half as many, because a swap hardly slows the other sequences (ADR 0048).
         """
         num_blocks = self._slots.num_taken + num_slots if self.running else 0
         return -(-num_blocks // 2) if self._kv_cache.may_swap else num_blocks
 
     def _admit_first(self, is_background: bool) -> Place | None:
-        """Admit the first of the queue, or one after beams that wait for slots."""
+        """Admit the first group of the queue, or one that may pass beams that wait for slots."""
         if is_background and self._policy.num_ready(is_background=False):
             return None
         self._waiting_beams = self._lacks_blocks = None
@@ -129,7 +141,7 @@ class Admission:
         return group.num_slots_to_start > self._slots.num_free - self._num_owed_slots
 
     def _lacking(self, group: SequenceGroup) -> str:
-        """Give `group` its blocks, if there are slots and room for it; else return what it waits for."""
+        """Give `group` its blocks if there are slots and blocks for it. Return what it lacks; "": nothing."""
         num_slots = group.num_slots_to_start
         if self._lacks_slots(group):
             return "a running slot" if num_slots == 1 else f"{num_slots} running slots"
@@ -138,12 +150,12 @@ class Admission:
         if group.is_background and not self._background_share.has_slots(self._slots.num_background, num_slots):
             return "a running slot of its class"
         waiting = group.sequences if group.sampling.use_beam_search else [group.next_waiting]
-        if any(sequence.num_inflight_tokens for sequence in waiting):  # it was preempted just now
+        if any(sequence.num_inflight_tokens for sequence in waiting):  # it has just been preempted
             return "its token in flight"
         return "" if self._try_start(group, waiting) else _BLOCKS
 
     def _try_start(self, group: SequenceGroup, waiting: list[Sequence]) -> bool:
-        """Blocks for what starts now, and room for the beams that fork from it."""
+        """Allocate blocks for what starts now, if there is also room for the beams that fork from it."""
         first, *beams = waiting
         num_spare = self._num_spare_blocks(group)
         if first.status is SequenceStatus.SWAPPED:
@@ -153,7 +165,7 @@ class Admission:
             started, is_admitted = [first], self._try_admit(first, num_spare)
             if is_admitted and not group.has_started:
                 group.num_cached_tokens = first.num_cached_tokens
-                self._forecast.admitted(group)
+                self._estimator.admitted(group)
         for sequence in started if is_admitted else ():
             group.activate(sequence)
         return is_admitted
@@ -182,13 +194,13 @@ class Admission:
         return None
 
     def _try_fork(self, group: SequenceGroup, child: Sequence, source: Sequence | None) -> bool:
-        """Give `child` its KV: its own from the host, that of `source`, or what the prefix cache has."""
+        """Give `child` its KV: its own from host memory, that of `source`, or that of the prefix cache."""
         num_spare = self._num_spare_blocks(group)
         if child.status is SequenceStatus.SWAPPED:
             return self._try_swap_in([child], num_spare)
         if source is None or source.status is not SequenceStatus.RUNNING:
             return self._try_admit(child, num_spare)
-        # One without tokens computes the prompt's last token again, for its logits.
+        # A child without tokens computes the prompt's last token again, because it needs its logits.
         num_tokens = group.num_prompt_tokens - (child.num_output_tokens == 0)
         if self._num_fork_blocks(group, child, num_tokens) > num_spare:
             return False
@@ -197,7 +209,7 @@ class Admission:
         return True
 
     def _may_fork(self, group: SequenceGroup) -> bool:
-        """Whether a slot is left for another sequence of `group` beside those that go before it."""
+        """Return whether a slot is left for another sequence of `group`, after those that go before it."""
         if self._slots.is_at_limit(group.tenant) or self._lacks_blocks is not None or group is self._yielded:
             return False
         num_first = self._policy.num_ready(is_background=False)
@@ -213,7 +225,7 @@ class Admission:
 
     def _take(self, group: SequenceGroup, num_slots: int) -> None:
         self._slots.take(group.tenant, num_slots, is_background=group.is_background)
-        if self._waiting_beams is not None:  # they get the next slot that becomes free
+        if self._waiting_beams is not None:  # reserve the next free slot for the beams
             self._waiting_beams.num_owed_slots += num_slots
 
     @property
@@ -227,7 +239,7 @@ class Admission:
         return self._kv_cache.try_swap_in(sequences, self._kv_cache.num_available_blocks - num_spare_blocks)
 
     def _num_spare_blocks(self, group: SequenceGroup) -> int:
-        """Blocks for a new sequence of `group`, or its first ones; below 0 if others need more than there are."""
+        """Return the blocks for new sequences of `group`; below 0 if other sequences need more than there are."""
         num_slots = 1 if group.active else group.num_slots_to_start
         num_kept = self.headroom_blocks(num_slots) + self._num_promised_blocks
         if group.is_background and self.running:
@@ -235,10 +247,10 @@ class Admission:
         return self._kv_cache.num_available_blocks - num_kept
 
     def _num_fork_blocks(self, group: SequenceGroup, child: Sequence, num_shared_tokens: int) -> int:
-        """Return the blocks of `child` beside the full ones of `num_shared_tokens` of the prompt."""
+        """Return the blocks of `child` without the full blocks that hold `num_shared_tokens` of the prompt."""
         block_size = self._kv_cache.block_size
         num_own = -(-child.num_tokens // block_size) - num_shared_tokens // block_size
-        return min(num_own, self._most_blocks_each)
+        return min(num_own, self._max_blocks_each)
 
     def _fork_source(self, group: SequenceGroup) -> Sequence | None:
         """Return a running sequence that still holds the whole prompt."""

@@ -1,18 +1,17 @@
-"""Beam search of one request: candidates of a step in, the beams that go on out, the best texts at the end. Pure.
+"""Beam search of one request: selects the beams that continue, and finally the best texts. Pure.
 
-Keeps the `beam_width` most likely continuations and, apart from them, the best that have ended. The rules are those of
-`transformers`' beam search (5.x), token for token:
+It keeps the `beam_width` most likely continuations and, separately, the best ended ones. The rules are those of
+`transformers` 5.x, token for token:
 
-    candidates   the best max(2, 1 + stop tokens) * width continuations of all beams, so that width of them go on even
-                 if each beam's best are stop tokens
-    ended        a candidate that stops (stop token or last length) counts only if it is among the `width` best; its
-                 score is the sum of log-probabilities / length ** length_penalty
-    end          when no running beam can beat the worst of `width` ended ones. `early_stopping` True: as soon as there
-                 are `width`; False: judged by the best beam at its length now; "never": at the greatest length if
-                 length_penalty favours long texts
+    candidates   the best max(2, 1 + stop tokens) * width continuations of all beams, so that `width` beams continue
+                 even if the best tokens of each beam are stop tokens
+    ended        a candidate that stops (stop token or maximum length) counts only if it is among the `width` best; its
+                 score is the sum of logprobs / length ** length_penalty
+    end          no running beam can beat the worst of `width` ended ones. `early_stopping` True: as soon as there are
+                 `width`; False: judged by the best beam at its current length; "never": at the maximum length if
+                 length_penalty favors long texts
 
-Knows nothing of blocks or sequences: a beam is its place in the list. It is used where a token's way back is applied,
-for requests with beams.
+A beam is identified by its position in the list.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from shared.messages import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A text that has ended; the stop token, if there is one, is its last."""
+    """A text that has ended. Its last token is the stop token, if it has one."""
 
     score: float
     token_ids: list[int]
@@ -42,9 +41,11 @@ class BeamSearch:
         self._ended: list[Hypothesis] = []  # best first, at most `width`
 
     def advance(self, outputs: Sequence[Sequence[int]], candidates: Sequence[BeamCandidate]) -> list[BeamCandidate]:
-        """The beams of the next step, best first; none when the search is over.
+        """Return the beams of the next step, best first; none at the end of the search.
 
-        `outputs`: output tokens of each beam, all of one length. `candidates`: num_beam_candidates, best first.
+        Args:
+            outputs: The output tokens of each beam, all of one length.
+            candidates: num_beam_candidates continuations, best first.
         """
         length = len(outputs[0]) + 1
         self._end_some(outputs, candidates[: self._width], length)
@@ -54,7 +55,7 @@ class BeamSearch:
         return running[: self._width] if running and self._can_improve(running[0].score, length) else []
 
     def best(self) -> list[Hypothesis]:
-        """The answers, best first; to be asked when the search is over."""
+        """Return the answers, best first. Call it after the end of the search."""
         return self._ended[: self._num_answers]
 
     def _end_some(self, outputs: Sequence[Sequence[int]], best: Sequence[BeamCandidate], length: int) -> None:
@@ -66,7 +67,7 @@ class BeamSearch:
             else:
                 continue
             token_ids = [*outputs[candidate.beam], candidate.token_id]
-            self._ended.append(Hypothesis(self._normalised(candidate.score, length), token_ids, reason))
+            self._ended.append(Hypothesis(self._normalized(candidate.score, length), token_ids, reason))
         self._ended.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the earlier one wins a tie
         del self._ended[self._width :]
 
@@ -77,8 +78,8 @@ class BeamSearch:
             return False
         if self._early_stopping == "never" and self._length_penalty > 0.0:
             length = self._max_output_tokens
-        return self._normalised(best_running_score, length) > self._ended[-1].score
+        return self._normalized(best_running_score, length) > self._ended[-1].score
 
-    def _normalised(self, score: float, length: int) -> float:
-        normalised: float = score / length**self._length_penalty
-        return normalised
+    def _normalized(self, score: float, length: int) -> float:
+        normalized: float = score / length**self._length_penalty
+        return normalized

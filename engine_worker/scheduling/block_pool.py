@@ -1,16 +1,14 @@
-"""The blocks of one KV cache: who is free, who is used, by how many block tables, and which content can be found again.
+"""The blocks of one KV cache: their state, their reference counts, and lookup by content. Also used for host memory.
 
-    block 0                     never handed out: padding rows of a batch write there
-    free     ref_count == 0     in the free list; nothing is known of its content
-    active   ref_count >= 1     in ref_count block tables; more than one: shared, and not written to
+    block 0                     never allocated: padding rows of a batch write there
+    free     ref_count == 0     in the free list; its content is undefined
+    active   ref_count >= 1     in ref_count block tables; with more than one it is shared, and not written to
     cached   ref_count == 0     its content is published under a hash; evicted when the free list is empty
-    held     ref_count == 0     given up while a copy of this step still reads it; free after release_held()
+    held     ref_count == 0     freed while a copy of this step still reads it; free after release_held()
 
-free + active + cached == num_usable_blocks. Every operation costs O(1) a block, however many are cached. The least
-recently used cached block is evicted first; whoever gives up a block table last block first therefore loses leaves
-before prefixes. The pool knows nothing of sequences, nor of what a hash stands for; it also counts the blocks of the
-host pool. How long blocks were active and cached is counted where they change. A wrong call (double free, more than is
-there) is an error of ours and fails an assertion.
+free + active + cached == num_usable_blocks. Each operation costs O(1) per block. The least recently used cached block
+is evicted first; free a block table's last block first, so that leaves are evicted before their prefixes. A wrong call,
+such as a double free, fails an assertion.
 """
 
 from collections import Counter, OrderedDict
@@ -27,7 +25,7 @@ class KVBlock:
     block_id: int
     ref_count: int = 0
     block_hash: bytes | None = None  # of its published content
-    since_seconds: float = 0.0  # of its being active, or cached
+    since_seconds: float = 0.0  # when it became active or cached
 
 
 def _ignore(block_id: int, block_hash: bytes) -> None:
@@ -41,15 +39,24 @@ class BlockPool:
         on_evict: Callable[[int, bytes], None] = _ignore,
         durations: KVDurations | None = None,
     ) -> None:
-        """`on_evict` gets block id and hash of each block that loses its content, before the block is handed out."""
+        """Create the pool.
+
+        Args:
+            num_blocks: Includes block 0.
+            on_evict: Called with id and hash of each evicted block, before the block is allocated again.
+            durations: Counts how long blocks are active and cached.
+
+        Raises:
+            ValueError: If num_blocks is below 2.
+        """
         if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}; a pool needs the padding block and at least one more")
+            raise ValueError(f"num_blocks: expected at least 2, because block 0 is padding; got {num_blocks}")
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
-        # A stack: the block freed last is the one whose lines are still in the caches. Lowest ids go out first.
+        # A stack: the block freed last is still in the CPU's caches. The lowest ids are allocated first.
         self._free_block_ids = list(range(num_blocks - 1, PADDING_BLOCK_ID, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # block ids, least recently used first
         self._by_hash: dict[bytes, int] = {}  # published blocks, active or cached
-        # The block with this content, if there is one. Asked for each block of a prompt: without a call between.
+        # Returns the block with this content. A bound dict method, because it is called for each block of a prompt.
         self.find: Callable[[bytes], int | None] = self._by_hash.get
         self._num_references = 0
         self._held: set[int] = set()
@@ -70,7 +77,7 @@ class BlockPool:
 
     @property
     def num_available_blocks(self) -> int:
-        """How many allocate() can hand out: free ones, and cached ones by evicting them."""
+        """The blocks that allocate() can return: free ones, and cached ones, which it evicts."""
         return len(self._free_block_ids) + len(self._cached)
 
     @property
@@ -79,11 +86,11 @@ class BlockPool:
 
     @property
     def num_references(self) -> int:
-        """Entries in all block tables together: what num_active_blocks would be without sharing."""
+        """Entries of all block tables together, which num_active_blocks would be without sharing."""
         return self._num_references
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Ids of `num_blocks` blocks, each with one reference; cached ones are evicted if there are not enough."""
+        """Return the ids of `num_blocks` blocks, each with one reference. Evicts cached blocks if needed."""
         available = self.num_available_blocks
         assert 0 <= num_blocks <= available, f"{num_blocks} of {available} free and cached blocks"
         block_ids = []
@@ -97,7 +104,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One reference more for each of these active or cached blocks: another block table holds them now."""
+        """Add a reference to each of these active or cached blocks, for another block table."""
         now, blocks = self._durations.clock(), self._blocks
         for block_id in block_ids:
             block = blocks[block_id]
@@ -116,11 +123,11 @@ class BlockPool:
         return self._blocks[block_id].ref_count > 1
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether sharing it makes one block less available."""
+        """Return whether sharing the block makes one block less available."""
         return block_id in self._cached
 
     def publish(self, block_id: int, block_hash: bytes) -> bool:
-        """Let find() give this active block; False if the content is published already, under this id or another."""
+        """Make an active block findable by its hash. Return False if the block or the content is published already."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is not active"
         if block.block_hash is not None or block_hash in self._by_hash:
@@ -130,12 +137,12 @@ class BlockPool:
         return True
 
     def published(self, block_ids: Iterable[int]) -> list[int]:
-        """The blocks of these whose content find() gives."""
+        """Return those of the blocks that find() returns."""
         blocks = self._blocks
         return [block_id for block_id in block_ids if blocks[block_id].block_hash is not None]
 
     def retract(self, block_hash: bytes) -> int | None:
-        """Let find() no longer give the block with this content; return its id, or None if there is none."""
+        """Make content unfindable. Return the id of its block, or None if there is none."""
         block_id = self._by_hash.pop(block_hash, None)
         if block_id is None:
             return None
@@ -150,7 +157,7 @@ class BlockPool:
         return block_id
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """One reference less for each; a block without references is cached if it is published, and free if not."""
+        """Remove a reference from each. A block without references becomes cached if published, else free."""
         now, blocks = self._durations.clock(), self._blocks
         for block_id in block_ids:
             block = blocks[block_id]
@@ -161,12 +168,12 @@ class BlockPool:
                 self._give_up(block, now)
 
     def hold(self, block_id: int) -> None:
-        """Nobody gets this active block before release_held(), even if its last reference goes: a copy reads it."""
+        """Keep an active block from being allocated before release_held(), because a copy reads it."""
         assert self._blocks[block_id].ref_count > 0, f"block {block_id} is not active"
         self._held.add(block_id)
 
     def release_held(self) -> None:
-        """The step is planned: what it overwrites, it overwrites after its copies have read."""
+        """Release held blocks. Call it after planning a step, whose copies run before its writes."""
         now = self._durations.clock()
         for block_id in self._held:
             if self._blocks[block_id].ref_count == 0:
@@ -174,7 +181,7 @@ class BlockPool:
         self._held.clear()
 
     def states(self) -> str:
-        """One letter a block, by id: p(adding), f(ree), c(ached), a(ctive), s(hared)."""
+        """Return one letter per block, by id: p(adding), f(ree), c(ached), a(ctive), s(hared)."""
         letters = ["f" if block.ref_count == 0 else "a" if block.ref_count == 1 else "s" for block in self._blocks]
         letters[PADDING_BLOCK_ID] = "p"
         for block_id in self._cached:
@@ -182,11 +189,11 @@ class BlockPool:
         return "".join(letters)
 
     def shared_blocks(self) -> list[tuple[int, int]]:
-        """Block id and references of each block that has more than one."""
+        """Return id and reference count of each block with more than one reference."""
         return [(block.block_id, block.ref_count) for block in self._blocks if block.ref_count > 1]
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless `block_tables`, all there are, explain every reference and each block's state."""
+        """Raise AssertionError unless all `block_tables` together explain every reference and each block's state."""
         assert not self._held, f"{self._held} are still held"
         references = Counter(block_id for block_table in block_tables for block_id in block_table)
         assert references[PADDING_BLOCK_ID] == 0, "the padding block is in a block table"

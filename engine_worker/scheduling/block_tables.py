@@ -1,14 +1,12 @@
-"""The block tables of sequences: how many blocks one misses, which it gets, and which it shares with others.
+"""The block tables of sequences: allocation, sharing, copy-on-write, and release outside of attention windows.
 
-A sequence gets the blocks for all its tokens when it is admitted, and one more each time its output crosses a block's
-edge; so a half-computed prompt never waits for memory. Where all layers have a window it gets those of its next step,
-and gives back what no later token sees (KVSpan says which) before the step after that is planned.
+A sequence gets the blocks for all its tokens when it is admitted, then one whenever its output fills a block; so a
+half-computed prompt never waits for memory. If all layers have a window, it gets only the blocks of its next step, and
+frees those that no later token sees (KVSpan) before the following step is planned.
 
-A forked sequence shares all blocks of its parent, the partly filled last one too; a shared block is copied before
-somebody writes to it (copy-on-write, section 4.4 of the paper).
+A fork shares all blocks of its parent, including a partly filled last one. A shared block is copied before a write.
 
-It is used in every step of a block's walk: the survey asks here what each sequence misses. It knows neither prefixes
-nor host memory, and not who is admitted.
+Source of copy-on-write: PagedAttention, section 4.4, https://arxiv.org/abs/2309.06180.
 """
 
 from collections import Counter
@@ -22,7 +20,10 @@ from engine_worker.scheduling.sequence import Sequence
 
 
 class BlockTables:
-    """`copies`: of shared blocks that the next batch makes before it computes anything; their sources are held."""
+    """The block tables of all sequences.
+
+    `copies` are those of shared blocks, which the next batch makes before its forward pass; their sources are held.
+    """
 
     def __init__(self, pool: BlockPool, span: KVSpan) -> None:
         self.copies: list[BlockCopy] = []
@@ -30,27 +31,27 @@ class BlockTables:
         self._is_shared = pool.is_shared
         self._span = span
         self._block_size = span.block_size
-        self._advanced: list[Sequence] = []  # with a window, since release_behind()
+        self._advanced: list[Sequence] = []  # with a window, since release_outside_window()
 
     def missing(self, sequence: Sequence) -> int:
-        """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
+        """Return the blocks that `sequence` needs to compute all its tokens: new ones, and copies of shared ones."""
         return self._num_lacking(sequence) + len(self._to_replace(sequence))
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` has missing blocks. Of one that decodes, it looks at its last block."""
+        """Return whether a sequence with `num_tokens` tokens is missing blocks. A decode checks only its last block."""
         kv = sequence.kv
         table = kv.block_table
         if num_tokens > len(table) * self._block_size:
             return True
         first = kv.num_computed_tokens // self._block_size
-        if first == len(table) - 1:  # of most sequences in most steps
+        if first == len(table) - 1:  # the usual case
             return self._is_shared(table[first])
         return any(map(self._is_shared, table[first:]))
 
     def can_allocate(self, *sequences: Sequence) -> bool:
-        """Whether all blocks that these miss together are available.
+        """Return whether all blocks that these sequences are missing are available together.
 
-        Of those that share a block, the last to replace it keeps it if no other sequence holds it.
+        Of sequences that share a block, the last writer keeps it if no other sequence holds it.
         """
         num_available = self._pool.num_available_blocks
         if len(sequences) == 1:
@@ -63,24 +64,24 @@ class BlockTables:
         return num_missing - num_kept <= num_available
 
     def allocate(self, sequence: Sequence) -> None:
-        """Complete the block table and make its end writable; the caller has asked can_allocate."""
+        """Complete the block table and make its end writable. Call can_allocate() first."""
         self._replace_shared(sequence)
         sequence.kv.block_table += self._pool.allocate(self._num_lacking(sequence))
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
-        """Whether no window has taken a block that the token after `num_tokens` sees."""
+        """Return whether the parent still holds all blocks that the token after `num_tokens` sees."""
         return parent.kv.num_released_blocks <= self._span.first_block(num_tokens)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """`child` begins with `num_tokens` of the computed tokens of `parent`, and shares their blocks.
+        """Start `child` with the first `num_tokens` computed tokens of `parent`; they share the blocks.
 
-        O(1) a block. The last one may be partly filled, and may hold tokens of the parent behind those that are shared.
+        O(1) per block. The last block may be partly filled, and may contain later tokens of the parent.
         """
         assert not child.kv.block_table, f"{child.request_id} has blocks"
         assert num_tokens <= parent.kv.num_computed_tokens, f"{parent.request_id} has not computed {num_tokens} tokens"
         assert child.num_tokens >= num_tokens, f"{child.request_id} lacks computed tokens"
         released = parent.kv.num_released_blocks
-        assert released <= self._span.first_block(num_tokens), f"{parent.request_id} has given up what its fork sees"
+        assert released <= self._span.first_block(num_tokens), f"{parent.request_id} has released blocks of its fork"
         used = -(-num_tokens // self._block_size)
         child.kv.block_table = parent.kv.block_table[:used]
         child.kv.num_released_blocks = released
@@ -92,37 +93,38 @@ class BlockTables:
         self.advanced(child)
 
     def advanced(self, sequence: Sequence) -> None:
-        """The step that is being planned completes a block of `sequence`."""
+        """Record that the step being planned completes a block of `sequence`."""
         if self._span.window:
             self._advanced.append(sequence)
 
-    def release_behind(self) -> None:
-        """Take from the sequences that advanced what none of their next tokens sees; between the plans of two steps.
+    def release_outside_window(self) -> None:
+        """Free the blocks of advanced sequences that no later token sees. Call it before planning a step.
 
-        The step before may still read these blocks: who gets them writes in a later one.
+        The previous step may still read these blocks; new owners write to them in a later step.
         """
         for sequence in self._advanced:
             kv = sequence.kv
             first = kv.num_released_blocks
             end = min(self._span.first_block(kv.num_computed_tokens), len(kv.block_table))
             if end > first:
-                behind = kv.block_table[first:end]
-                kv.block_table[first:end] = [NULL_BLOCK_ID] * len(behind)
+                released = kv.block_table[first:end]
+                kv.block_table[first:end] = [NULL_BLOCK_ID] * len(released)
                 kv.num_released_blocks = end
-                self._pool.free(behind)
+                self._pool.free(released)
         self._advanced.clear()
 
     def begin_with_copy(self, sequence: Sequence, index: int, source: int) -> None:
-        """Block `index` of `sequence` begins with what `source` holds, which its caller shares until now."""
+        """Copy `source` to block `index` of `sequence`, and drop the reference to `source` that the caller holds."""
         self._pool.free([source])
         self.copies.append(BlockCopy(source, sequence.kv.block_table[index]))
 
     def take_copies(self) -> list[BlockCopy]:
+        """Return the copies planned since the last call."""
         copies, self.copies = self.copies, []
         return copies
 
     def num_wasted_slots(self, running: Iterable[Sequence]) -> int:
-        """Slots of active blocks without a computed token; a shared block counts once, as its fullest owner has it."""
+        """Return the slots of active blocks without a computed token; a shared block counts once, at its fullest."""
         filled: dict[int, int] = {}
         for sequence in running:
             for index in range(sequence.kv.num_computed_tokens // self._block_size, len(sequence.kv.block_table)):
@@ -132,11 +134,11 @@ class BlockTables:
         return len(filled) * self._block_size - sum(filled.values())
 
     def check_integrity(self, sequence: Sequence) -> None:
-        """Raise AssertionError if the table is longer than its tokens, and the window's next step, need."""
+        """Raise AssertionError if the block table is longer than needed."""
         assert self._num_lacking(sequence) >= 0, f"{sequence.request_id} has more blocks than its tokens need"
 
     def _replace_shared(self, sequence: Sequence) -> None:
-        """Replace the shared blocks that the next step of `sequence` writes to; what is computed in them is copied."""
+        """Replace the shared blocks that the next step of `sequence` writes to, and copy their computed tokens."""
         for index in self._to_replace(sequence):
             source = sequence.kv.block_table[index]
             (target,) = self._pool.allocate(1)
@@ -147,13 +149,13 @@ class BlockTables:
             sequence.kv.block_table[index] = target
 
     def _to_replace(self, sequence: Sequence) -> list[int]:
-        """Indices of shared blocks in the part of the table that is not computed yet."""
+        """Return the indices of shared blocks in the part of the table that is not computed yet."""
         table = sequence.kv.block_table
         first = sequence.kv.num_computed_tokens // self._block_size
         is_shared = self._is_shared
         return [index for index in range(first, len(table)) if is_shared(table[index])]
 
     def _num_lacking(self, sequence: Sequence) -> int:
-        """Blocks that its table lacks at its end."""
+        """Return the number of blocks that the table is too short."""
         kv = sequence.kv
         return self._span.num_blocks(kv.num_computed_tokens, sequence.num_tokens) - len(kv.block_table)

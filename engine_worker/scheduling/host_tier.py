@@ -1,13 +1,12 @@
-"""KV blocks in host memory: those of swapped sequences, and full blocks that the prefix cache lost on the device.
+"""KV blocks in host memory: those of swapped sequences, and full blocks that the device's prefix cache evicted.
 
-    swapped     referenced by the host block table of a sequence that waits
-    cached      prefixes; evicted, least recently used first, when a swap or a newer prefix needs their place
+    swapped     referenced by the host block table of a waiting sequence
+    cached      prefixes; the least recently used is evicted when a swap or a newer prefix needs the block
 
-A block whose content is here already is not copied again, and one that is on the device still, or again, is not
-fetched (both by its hash). So sequences with a common prefix are swapped out with one copy of it. All transfers of a
-schedule go into one batch: out first, then in. Sources are held until it is complete, as in the BlockPool.
-
-Knows block ids and hashes; whether a transfer is worth its time is the KVCacheManager's question.
+Blocks are matched by hash: content that is already on the host is not copied again, and content that is on the device
+is not fetched. So sequences with a common prefix are swapped out with one copy of it. All transfers of a schedule are
+in one batch: out first, then in. Sources are held until the batch is complete, as in BlockPool. The KVCacheManager
+decides whether a transfer is worth its time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,7 @@ from engine_worker.scheduling.sequence import Sequence
 
 class HostTier:
     def __init__(self, num_blocks: int, device_pool: BlockPool, block_size: int) -> None:
-        """`num_blocks` includes block 0, which is never used, as on the device."""
+        """Create the tier. `num_blocks` includes block 0, which is never used, as on the device."""
         self.num_evicted_blocks = 0
         self._device_pool = device_pool
         self._pool = BlockPool(num_blocks, self._count_eviction)
@@ -31,11 +30,11 @@ class HostTier:
 
     @property
     def pool(self) -> BlockPool:
-        """To look at; only this class changes it."""
+        """The host blocks; read-only for callers."""
         return self._pool
 
     def keep(self, block_id: int, block_hash: bytes) -> bool:
-        """The device evicts this full block; False if swapped sequences leave no room for it here."""
+        """Store a full block that the device evicts. Return False if swapped sequences leave no room."""
         if self._pool.find(block_hash) is not None:
             return True
         if self._pool.num_available_blocks == 0:
@@ -44,26 +43,26 @@ class HostTier:
         return True
 
     def num_blocks_to_store(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks with computed tokens whose content is not here; what several sequences share counts once."""
+        """Return how many blocks with computed tokens are not on the host; a shared block counts once."""
         return len({block_id for block_id, host_block_id in self._contents(sequences) if host_block_id is None})
 
     def has_room(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether swap_out() would find enough blocks that no swapped sequence holds."""
+        """Return whether there are enough host blocks for swap_out()."""
         contents = set(self._contents(sequences))
         num_needed = sum(host_block_id is None or self._pool.is_cached(host_block_id) for _, host_block_id in contents)
         return num_needed <= self._pool.num_available_blocks
 
     def swap_out(self, sequences: Iterable[Sequence]) -> int:
-        """Give each its host block table; the caller has asked has_room. Returns how many blocks are copied.
+        """Give each sequence a host block table, and return how many blocks are copied. Call has_room() first.
 
-        A block that several of them share is copied once. Their device blocks are the caller's to free.
+        A block that several of them share is copied once. The caller frees the device blocks.
         """
         num_before = len(self._planned.swap_out)
         stored: dict[int, int] = {}  # device block id -> host block id
         for sequence in sequences:
             assert not sequence.kv.host_block_table, f"{sequence.request_id} is swapped out already"
             sequence.kv.host_block_table = [NULL_BLOCK_ID] * sequence.kv.num_released_blocks
-            # The table may be longer: it has the block of the next token already.
+            # The table may be longer, because it already has the block of the next token.
             for block_id, block_hash in zip(sequence.kv.blocks, self._hashes(sequence), strict=False):
                 host_block_id = stored.get(block_id) or (self._pool.find(block_hash) if block_hash else None)
                 if host_block_id is None:
@@ -74,54 +73,57 @@ class HostTier:
         return len(self._planned.swap_out) - num_before
 
     def on_device(self, sequence: Sequence) -> list[int | None]:
-        """For each block of a swapped sequence: the device block with the same content, if there is one."""
+        """Return, for each block of a swapped sequence, the device block with the same content, or None."""
         hashes = self._hashes(sequence)
         return [None if block_hash is None else self._device_pool.find(block_hash) for block_hash in hashes]
 
     def fetch(self, host_block_ids: SequenceOf[int], block_ids: SequenceOf[int]) -> None:
-        """Copy these host blocks, which stay referenced or held, into device blocks of the same number."""
+        """Copy host blocks to the device blocks at the same positions. The host blocks stay referenced or held."""
         for host_block_id, block_id in zip(host_block_ids, block_ids, strict=True):
             self._pool.hold(host_block_id)
             self._planned.swap_in.append(BlockCopy(host_block_id, block_id))
             self._arriving.add(block_id)
 
     def is_arriving(self, block_ids: Iterable[int]) -> bool:
-        """Whether one of these device blocks can be read only from the next batch on."""
+        """Return whether one of these device blocks is filled only for the next batch."""
         return not self._arriving.isdisjoint(block_ids)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The host block with this content, a swapped sequence's or a prefix's."""
+        """Return the host block with this content, of a swapped sequence or a prefix."""
         return self._pool.find(block_hash)
 
     def retract(self, block_hash: bytes) -> None:
-        """Let find() no longer give the block with this content."""
+        """Make content unfindable."""
         self._pool.retract(block_hash)
 
     def share(self, host_block_ids: Iterable[int]) -> None:
+        """Add a reference to each host block."""
         self._pool.share(host_block_ids)
 
     def free(self, host_block_ids: SequenceOf[int]) -> None:
-        """Blocks with a hash stay as prefixes. Last block first, so that leaves are evicted before their prefixes."""
+        """Free host blocks; hashed ones stay cached. The last is freed first: leaves are evicted before prefixes."""
         self._pool.free(reversed(host_block_ids))
 
     def take_transfers(self) -> Transfers:
+        """Return the transfers planned since the last call, and release their sources."""
         transfers, self._planned = self._planned, Transfers()
         self._pool.release_held()
         self._arriving.clear()
         return transfers
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless the pool agrees with the host block tables."""
         self._pool.check_integrity(sequence.kv.host_blocks for sequence in sequences)
 
     def _hashes(self, sequence: Sequence) -> list[bytes | None]:
-        """One for each block it holds with computed tokens; None if it is not full, or was never published."""
+        """Return the hash of each held block with computed tokens; None if it is partly filled or was not published."""
         num_full = min(sequence.kv.num_computed_tokens, sequence.num_known_tokens) // self._block_size
         num_blocks = -(-sequence.kv.num_computed_tokens // self._block_size)
         known = sequence.kv.block_hashes[:num_full]
         return [*known, *[None] * (num_blocks - len(known))][sequence.kv.num_released_blocks :]
 
     def _contents(self, sequences: Iterable[Sequence]) -> Iterator[tuple[int, int | None]]:
-        """Each device block with computed tokens, and the host block with the same content if there is one."""
+        """Yield each device block with computed tokens, and the host block with the same content, or None."""
         for sequence in sequences:
             for block_id, block_hash in zip(sequence.kv.blocks, self._hashes(sequence), strict=False):
                 yield block_id, None if block_hash is None else self._pool.find(block_hash)

@@ -1,8 +1,4 @@
-"""The history of the KV cache, as events and totals: preemptions, evictions, copies, hits and fetches.
-
-It stands beside the walk of a block: the manager tells it each thing once, with the number of the batch that is being
-planned. It knows counts, and changes no table and no block.
-"""
+"""Records the history of the KV cache, as events and totals: preemptions, evictions, copies, hits, and fetches."""
 
 from collections.abc import Collection
 
@@ -13,32 +9,35 @@ from engine_worker.scheduling.sequence import Sequence
 class KVAccounting:
     def __init__(self, events: KVEventLog, block_size: int) -> None:
         self.events = events
-        self.step = 0  # of the batch that is being planned
+        self.step = 0  # number of the batch that is being planned
         self._block_size = block_size
-        self._dropped, self._kept = 0, 0  # evicted blocks of that batch: gone, and copied to the host
+        self._dropped, self._kept = 0, 0  # evicted blocks of that batch: dropped, and copied to the host
 
     def evicted(self, *, is_kept: bool) -> None:
+        """Record an evicted block. `is_kept`: whether it is copied to the host."""
         self._kept += is_kept
         self._dropped += not is_kept
 
     def swapped_out(self, sequences: Collection[Sequence], reason: str, num_blocks: int) -> None:
+        """Record a preemption by swapping. `num_blocks`: blocks that are copied."""
         self.events.totals.swap_preemptions += 1
         self.events.totals.swapped_out_blocks += num_blocks
         self._record(KVEventKind.SWAP_OUT, sequences, reason, num_blocks, _num_computed(sequences))
 
     def dropped(self, sequences: Collection[Sequence], reason: str) -> None:
-        """These are computed again."""
+        """Record a preemption by recompute."""
         num_blocks = sum(len(sequence.kv.blocks) for sequence in sequences)
         self.events.totals.recompute_preemptions += 1
         self._record(KVEventKind.RECOMPUTE, sequences, reason, num_blocks, _num_computed(sequences))
 
     def swapped_in(self, sequences: Collection[Sequence], num_blocks: int) -> None:
+        """Record the return of swapped sequences. `num_blocks`: blocks that are copied."""
         self.events.totals.swapped_in_blocks += num_blocks
         reason = "blocks are free again"
         self._record(KVEventKind.SWAP_IN, sequences, reason, num_blocks, _num_computed(sequences))
 
     def admitted(self, sequence: Sequence, num_fetched: int) -> None:
-        """`sequence` has found its num_computed_tokens, those of `num_fetched` blocks on the host."""
+        """Record the prefix hit of an admitted sequence, `num_fetched` blocks of it from the host."""
         totals, num_host_tokens = self.events.totals, num_fetched * self._block_size
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(sequence.kv.num_computed_tokens, sequence.num_prompt_tokens)
@@ -51,7 +50,7 @@ class KVAccounting:
             self._record(KVEventKind.FETCH, [sequence], "prefix found on the host", num_fetched, num_host_tokens)
 
     def batch_is_planned(self, num_copies: int, num_evicted_host_blocks: int) -> int:
-        """Record what the batch copies and has evicted; its number. The next one is planned from now on."""
+        """Record the copies and evictions of the planned batch, return its number, and start the next one."""
         totals, dropped, kept = self.events.totals, self._dropped, self._kept
         self._dropped = self._kept = 0
         totals.evicted_blocks += dropped + kept

@@ -1,16 +1,12 @@
-"""Whether there is room for a sequence's KV, and what moves to make it: admission, preemption, swapping.
+"""Allocates KV blocks to sequences for serving: admission, preemption, swapping, and prefix reuse.
 
-    BlockTables      which blocks each sequence has, misses and shares
-    StoredPrefixes   what others have computed of its tokens: the prefix cache, and behind it the host tier
-    KVAccounting     what has happened, as events and totals
+    BlockTables      the blocks of each sequence: missing and shared ones
+    StoredPrefixes   prefixes that other sequences computed, on the device and in host memory
+    KVAccounting     events and totals
 
-With the prefix cache a sequence starts with what others have computed of its prefix; with a host tier it also finds
-there what the device has lost, and a preempted sequence can be swapped instead of computed again (section 4.5 of the
-paper). The scheduler says who is admitted and who yields. The block moves that this takes are collected until
-take_transfers() gives them to the batch, and each is an event.
-
-It is part of a block's walk: the scheduler asks here for every token that needs a slot (KVSlots), and gives back here
-what a sequence leaves. It knows block ids, and no tensor.
+With the prefix cache, a sequence starts with the computed part of its prefix. With a host tier it also finds there what
+the device evicted, and a preempted sequence can be swapped instead of recomputed (PagedAttention, section 4.5). The
+scheduler decides who is admitted and who yields. Block moves are collected until take_transfers() adds them to a batch.
 """
 
 from collections.abc import Collection
@@ -32,7 +28,7 @@ from engine_worker.scheduling.stored_prefixes import StoredPrefixes
 
 
 class KVCacheManager:
-    """The KVSlots of serving: blocks as they fill."""
+    """The KVAllocator for serving: allocates blocks as they fill."""
 
     def __init__(
         self,
@@ -45,9 +41,16 @@ class KVCacheManager:
         host_tier: HostTierConfig | None = None,
         events: KVEventLog | None = None,
     ) -> None:
-        """`num_blocks` is the executor's count and includes block 0, which no sequence ever gets.
+        """Create the manager.
 
-        `window`: of every layer, 0 where a layer has none; then `max_new_tokens` are the most of a sequence in a step.
+        Args:
+            num_blocks: The executor's count, including block 0, which no sequence gets.
+            block_size: Tokens per block.
+            window: Attention window of all layers, in tokens; 0: at least one layer has none.
+            max_new_tokens: The most tokens of a sequence per step; used with a window.
+            enable_prefix_caching: Whether sequences share computed prefixes.
+            host_tier: None: no blocks in host memory.
+            events: Default: a new log.
         """
         self.block_size = block_size
         self._span = KVSpan(block_size, window, max_new_tokens)
@@ -62,10 +65,10 @@ class KVCacheManager:
             else None
         )
         self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size)
-        # Asked for every running sequence in every step: without a call between.
+        # Bound methods of BlockTables, because they are called per running sequence and step.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
         self.allocate, self.fork, self.can_fork = self.tables.allocate, self.tables.fork, self.tables.can_fork
-        self.most_blocks, self.release_behind = self._span.max_blocks, self.tables.release_behind
+        self.max_blocks, self.release_outside_window = self._span.max_blocks, self.tables.release_outside_window
 
     @property
     def num_usable_blocks(self) -> int:
@@ -73,7 +76,7 @@ class KVCacheManager:
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that can be given out: free ones, and those of the prefix cache that no sequence uses."""
+        """Blocks that can be allocated: free ones, and cached ones that no sequence uses."""
         return self._pool.num_available_blocks
 
     @property
@@ -83,24 +86,27 @@ class KVCacheManager:
 
     @property
     def device_pool(self) -> BlockPool:
-        """To look at; only the manager changes it."""
+        """The device's blocks; read-only for callers."""
         return self._pool
 
     @property
     def host_pool(self) -> BlockPool | None:
-        """To look at; None if there is no host tier."""
+        """The host's blocks, read-only for callers; None without a host tier."""
         return self._host.pool if self._host else None
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
-        """Give a waiting sequence all blocks it needs, if `headroom_blocks` would be left, the cached prefix first.
+        """Give a waiting sequence its cached prefix and all blocks it needs, if `headroom_blocks` stay available.
 
-        Its num_computed_tokens says then how much it need not compute. One that is swapped comes back by try_swap_in.
+        num_computed_tokens of the sequence then counts the reused tokens. Use try_swap_in() for swapped sequences.
+
+        Returns:
+            Whether the sequence got its blocks.
         """
         assert not sequence.kv.host_block_table, f"{sequence.request_id} is swapped"
         if self._pool.num_available_blocks <= headroom_blocks:
-            return False  # at least one new block is needed: a queue that waits is not looked up in every step
+            return False  # saves the prefix lookup in each step while the queue waits: one new block is always needed
         match = self._longest_hit(sequence)
-        # With a window its first step takes less than a later one.
+        # With a window the first step may need fewer blocks than a later one.
         num_needed = max(
             self._num_new_blocks(sequence, match),
             self._span.max_blocks(sequence.num_tokens) - len(match.block_ids),
@@ -110,19 +116,19 @@ class KVCacheManager:
         if spare < 0:
             return False
         if match.copied_block_id is not None and self._pool.is_cached(match.copied_block_id) and spare == 0:
-            # Keeping it for the copy would take one block too many.
+            # Holding it for the copy would need one block more than there is.
             match = replace(match, copied_block_id=None, num_copied_tokens=0)
-        num_new = self._num_new_blocks(sequence, match)  # with a window, fewer without the copied tokens
+        num_new = self._num_new_blocks(sequence, match)  # with a window, the copied tokens change the number
         self._begin(sequence, match, num_new)
         self._accounting.admitted(sequence, len(match.host_block_ids))
         return True
 
     def is_arriving(self, sequence: Sequence) -> bool:
-        """Whether `sequence` can't run in the batch being planned, because that batch fetches some of its KV."""
+        """Return whether `sequence` cannot run in the batch being planned, because that batch fetches its KV."""
         return self._host is not None and self._host.is_arriving(sequence.kv.block_table)
 
     def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
-        """Take all blocks of `sequences`, together; the mode says whether they keep their KV in host memory."""
+        """Take all blocks of `sequences`, together. Return whether they keep their KV in host memory."""
         mode, reason = self._preemption.choose(sequences)
         if mode is PreemptionMode.SWAP:
             assert self._host is not None
@@ -144,7 +150,11 @@ class KVCacheManager:
         return mode
 
     def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
-        """Give swapped sequences their KV and the blocks they need, together, if `headroom_blocks` would be left."""
+        """Restore swapped sequences with the blocks they need, together, if `headroom_blocks` stay available.
+
+        Returns:
+            Whether they were restored.
+        """
         assert self._host is not None, "there is no host tier"
         here: dict[int, int] = {}  # host block id -> device block with the same content
         missing: set[int] = set()
@@ -173,15 +183,15 @@ class KVCacheManager:
         return True
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """The step that is being planned computes `sequence` to `num_computed_tokens`: others can share its blocks."""
+        """Publish the blocks of `sequence` that the step being planned completes up to `num_computed_tokens`."""
         self.tables.advanced(sequence)
         if self._prefixes:
             self._prefixes.publish(sequence, num_computed_tokens, self._accounting.step)
 
     def take_transfers(self) -> Transfers:
-        """The block moves planned since the last call, for one batch that does them before it computes anything.
+        """Return the block moves planned since the last call, which one batch carries out before its forward pass.
 
-        Until this call their sources are held: blocks that were freed meanwhile can be given out again after it.
+        Their sources are held until this call; freed ones can be allocated after it.
         """
         num_evicted_host_blocks = self._host.num_evicted_blocks if self._host else 0
         transfers = self._host.take_transfers() if self._host else Transfers()
@@ -191,17 +201,17 @@ class KVCacheManager:
         return transfers
 
     def free(self, sequence: Sequence) -> None:
-        """Give up all blocks, on device and host; what is computed stays in the cache until its blocks are needed.
+        """Free all blocks, on device and host. Computed content stays cached until its blocks are needed.
 
-        Last block first: without a cache a table that is handed out again has its blocks in order, and with it leaves
-        are evicted before their prefixes.
+        The last block is freed first: so leaves are evicted before their prefixes, and without a cache, reallocated
+        tables have their blocks in order.
         """
         if self._prefixes and sequence.kv.block_table:
             self._prefixes.publish_end(sequence, self._accounting.step - 1)
         self._give_up(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Give up all blocks of a failed sequence; nothing of its prefix is found in the cache afterwards."""
+        """Free all blocks of a failed sequence, and remove its whole prefix from the cache."""
         if self._prefixes:
             self._prefixes.retract(sequence)
         self._give_up(sequence)
@@ -215,7 +225,7 @@ class KVCacheManager:
         sequence.kv.num_released_blocks = 0
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
-        """`running`: every sequence that has blocks."""
+        """Return the counts of blocks. `running`: every sequence that has blocks."""
         active, references = self._pool.num_active_blocks, self._pool.num_references
         return KVCacheStats(
             block_size=self.block_size,
@@ -231,7 +241,7 @@ class KVCacheManager:
         )
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
-        """Raise AssertionError unless the pools agree with the tables of `sequences`, which are all there are."""
+        """Raise AssertionError unless the pools agree with the block tables of all `sequences`."""
         self._pool.check_integrity(sequence.kv.blocks for sequence in sequences)
         if self._host:
             self._host.check_integrity(sequences)
@@ -247,9 +257,11 @@ class KVCacheManager:
         return self._prefixes.longest_hit(sequence, self._accounting.step) if self._prefixes else PrefixMatch([])
 
     def _num_new_blocks(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return the blocks that the first step of `sequence` takes beside those of `match` on the device."""
+        """Return the blocks that the first step of `sequence` needs in addition to those of `match` on the device."""
         num_hit_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
-        return self._span.num_blocks(num_hit_tokens, sequence.num_tokens) - match.num_behind - len(match.block_ids)
+        return (
+            self._span.num_blocks(num_hit_tokens, sequence.num_tokens) - match.num_outside_window - len(match.block_ids)
+        )
 
     def _begin(self, sequence: Sequence, match: PrefixMatch, num_new: int) -> None:
         if self._prefixes:
@@ -259,7 +271,7 @@ class KVCacheManager:
             sequence.kv.num_computed_tokens = sequence.kv.num_published_blocks = 0
 
     def _restore_table(self, sequence: Sequence, here: dict[int, int], fetched: dict[int, int]) -> None:
-        """A device block for each host block: a shared one of `here`, or a new one, which `fetched` notes."""
+        """Fill the block table with a device block per host block: from `here`, or new and added to `fetched`."""
         sequence.kv.block_table = [NULL_BLOCK_ID] * sequence.kv.num_released_blocks
         for host_block_id in sequence.kv.host_blocks:
             block_id = here.get(host_block_id)
@@ -278,5 +290,5 @@ class KVCacheManager:
         sequence.kv.num_published_blocks = 0
 
     def _on_evict(self, block_id: int, block_hash: bytes) -> None:
-        assert self._prefixes is not None, "only its prefix cache publishes what can be evicted"
+        assert self._prefixes is not None, "only the prefix cache publishes blocks that can be evicted"
         self._accounting.evicted(is_kept=self._prefixes.evict(block_id, block_hash))

@@ -1,8 +1,7 @@
-"""How long blocks stay in use, how long prefixes stay cached, and how long swaps take: counts by bucket.
+"""Histograms of how long blocks stay active, how long prefixes stay cached, and how long swaps take.
 
-Kept here as plain numbers (0.1 us for each block that changes its state), so that no step feeds a Prometheus histogram
-block by block; whoever scrapes copies them. Knows nothing of pools, and no clock but the one passed in. It stands
-beside the walk of a block.
+Plain counts (0.1 us per change of a block), so that no step updates a Prometheus histogram block by block; a scrape
+copies them. The clock is an argument.
 """
 
 from bisect import bisect_left
@@ -12,13 +11,13 @@ from dataclasses import dataclass, field
 BLOCK_SECONDS_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0,
 )  # fmt: skip
-# A block of an 8B-shaped model takes 40 us of a PCIe 5 link, a whole GiB 18 ms.
+# A block of an 8B model takes 40 us on a PCIe 5 link, 1 GiB 18 ms.
 SWAP_SECONDS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 @dataclass(slots=True)
 class DurationCounts:
-    """`counts[i]` durations are at most `bounds[i]` seconds and over the bound before; the last one has the rest."""
+    """A histogram: `counts[i]` durations are at most `bounds[i]` seconds and above the previous bound."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -45,9 +44,9 @@ def _of_swaps() -> DurationCounts:
 
 @dataclass(slots=True)
 class KVDurations:
-    clock: Callable[[], float] = lambda: 0.0  # monotonic
-    active: DurationCounts = field(default_factory=_of_blocks)  # from a block's first reference to its last one's end
-    cached: DurationCounts = field(default_factory=_of_blocks)  # from there until it is used again, or evicted
+    clock: Callable[[], float] = lambda: 0.0  # monotonic, in seconds
+    active: DurationCounts = field(default_factory=_of_blocks)  # from the first reference to the end of the last
+    cached: DurationCounts = field(default_factory=_of_blocks)  # from then until reuse or eviction
     swap_out: DurationCounts = field(default_factory=_of_swaps)  # of all transfers of one batch in one direction
     swap_in: DurationCounts = field(default_factory=_of_swaps)
 

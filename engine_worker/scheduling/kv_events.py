@@ -1,8 +1,7 @@
-"""Why blocks moved: each preemption, swap, eviction and copy as an event in a bounded ring, and as totals.
+"""Events of block moves (preemptions, swaps, evictions, copies) in a bounded ring, and their totals.
 
-An event says who gave or got blocks, why, how many blocks and tokens, and, once the executor has measured it, how long
-the transfer took. Read by GET /debug/kv/events. Knows nothing of pools; the clocks are passed in. It stands beside the
-walk of a block.
+An event names the request, the reason, the blocks and tokens, and, once the executor has measured it, the transfer
+time. GET /debug/kv/events returns them. The clocks are arguments.
 """
 
 from collections import deque
@@ -14,15 +13,15 @@ from typing import Any
 
 from engine_worker.scheduling.kv_durations import KVDurations
 
-RING_EVENTS = 4_096  # about 1 MiB; a busy worker under pressure fills it in minutes
+RING_EVENTS = 4_096  # about 1 MiB; a worker short of blocks fills it in minutes
 
 
 class KVEventKind(StrEnum):
     SWAP_OUT = "swap_out"  # a running sequence yields; its KV goes to host memory
     RECOMPUTE = "recompute"  # a running sequence yields; its KV is computed again later
-    SWAP_IN = "swap_in"  # a swapped sequence comes back
-    EVICT = "evict"  # the prefix cache loses blocks that no sequence uses; `reason` says where they go
-    FETCH = "fetch"  # a prefix comes back from host memory
+    SWAP_IN = "swap_in"  # a swapped sequence returns to the device
+    EVICT = "evict"  # the prefix cache loses unused blocks; `reason`: dropped, or kept on the host
+    FETCH = "fetch"  # a prefix returns from host memory
     COPY = "copy"  # blocks are copied on the device before a sequence writes to them
 
 
@@ -32,17 +31,17 @@ class KVEvent:
     step: int
     time_seconds: float
     kind: KVEventKind
-    request_id: str  # "" for evictions: nobody used the blocks
+    request_id: str  # "" for evictions, whose blocks no request used
     reason: str
-    num_blocks: int  # that are moved, copied or dropped
+    num_blocks: int  # moved, copied, or dropped
     num_bytes: int
-    num_tokens: int  # of the sequence that are affected
-    milliseconds: float | None = None  # of the transfers of that step in this direction, when they have been measured
+    num_tokens: int  # affected tokens of the sequence
+    milliseconds: float | None = None  # of all transfers of the step in this direction; None: not measured yet
 
 
 @dataclass(slots=True)
 class KVTotals:
-    """Since the worker started; in blocks, or tokens where the name says so."""
+    """Counts since the worker started, in blocks, preemptions, or tokens, as named."""
 
     swap_preemptions: int = 0
     recompute_preemptions: int = 0
@@ -66,7 +65,7 @@ class KVEventLog:
         clock: Callable[[], float] = lambda: 0.0,
         durations: KVDurations | None = None,
     ) -> None:
-        """`clock` is of the events: seconds since 1970."""
+        """Create the log. `clock`: seconds since 1970."""
         self._block_bytes = block_bytes
         self._clock = clock
         self._events: deque[KVEvent] = deque(maxlen=RING_EVENTS)
@@ -84,7 +83,7 @@ class KVEventLog:
         self._events.append(event)
 
     def measured(self, step: int, swap_out_seconds: float, swap_in_seconds: float) -> None:
-        """How long the transfers of the batch of `step` took on their streams; 0: there were none in that direction."""
+        """Record the transfer times of the batch of `step`; 0: no transfer in that direction."""
         if swap_out_seconds:
             self.durations.swap_out.add(swap_out_seconds)
         if swap_in_seconds:
@@ -101,7 +100,7 @@ class KVEventLog:
         return asdict(self.totals)
 
     def since(self, number: int, limit: int = RING_EVENTS) -> dict[str, Any]:
-        """Events after `number`, oldest first; `num_lost` of them have left the ring before they were asked for."""
+        """Return the events after `number`, oldest first, and how many of them have left the ring (`num_lost`)."""
         oldest = self._events[0].number if self._events else self._num_recorded + 1
         first = max(0, number + 1 - oldest)
         events: Iterable[KVEvent] = islice(self._events, first, first + limit)

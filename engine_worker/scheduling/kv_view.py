@@ -1,23 +1,26 @@
-"""The KV cache as somebody who asks sees it: every block's state, every sequence's blocks, and why others wait.
+"""A snapshot of the KV cache as JSON values: every block's state, every sequence's blocks, and why others wait.
 
-Built when asked for, between two steps; costs about 0.1 us a block. Plain dicts and lists: they go out as JSON.
-
-It stands beside the walk of a block: /debug/kv and the live page show it. It knows counts and ids, never tokens, and
-changes nothing.
+/debug/kv and the web page show it. It is built on request, between two steps, at about 0.1 us per block.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 
 
-def kv_view(kv_cache: KVSlots, sequences: Iterable[Sequence], waits_for: str) -> dict[str, Any]:
-    """`sequences`: all of the engine, those that run first; `waits_for`: why the first that waits does.
+def kv_view(kv_cache: KVAllocator, sequences: Iterable[Sequence], waits_for: str) -> dict[str, Any]:
+    """Return the snapshot.
 
-    states: a letter a block, by id: p(adding) f(ree) c(ached) a(ctive) s(hared). Owners follow from the block tables.
+    Its `states` have one letter per block, by id: p(adding) f(ree) c(ached) a(ctive) s(hared). The block tables give
+    the owners.
+
+    Args:
+        kv_cache: The cache.
+        sequences: All sequences of the engine, running ones first.
+        waits_for: What the first waiting sequence lacks.
     """
     device, host = kv_cache.device_pool, kv_cache.host_pool
     return {
@@ -46,7 +49,7 @@ def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
     is_waiting = sequence.status is SequenceStatus.WAITING
     return {
         "request_id": sequence.request_id,
-        "choice": sequence.choice,
+        "choice": sequence.sequence_index,
         "status": str(sequence.status),
         "num_tokens": sequence.num_tokens,
         "num_computed_tokens": sequence.kv.num_computed_tokens,

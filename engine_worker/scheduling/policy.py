@@ -1,15 +1,14 @@
-"""Who is admitted next and who yields. Order only: blocks, budgets and limits of a step are the scheduler's.
+"""The order of waiting groups, and which running group yields. Order only: the scheduler applies blocks and budgets.
 
-Interactive requests go before those in the background. Within a class tenants share the running slots: the tenant with
-the fewest slots for its weight is next, and first come, first served holds within a tenant. So with one tenant every
-running group is older than every waiting one.
+Interactive requests go before background ones. Within a class, tenants share the running slots: the tenant with the
+fewest slots for its weight is next; within a tenant, first come, first served. So with one tenant, every running group
+is older than every waiting one.
 
-When blocks are missing, the newest group of the tenant furthest above its share yields, and goes to the front of its
-tenant's queue. A sequence that was preempted twice is pinned until it got a token further, so that it is not preempted
-again and again. When a tenant waits below its share, a group of the tenant furthest above yields too
-(`choose_for_share`).
+If blocks are missing, the newest group of the tenant furthest above its share yields, and goes to the front of its
+tenant's queue. A sequence that was preempted twice is pinned until it gets one more token, so that it makes progress.
+If a tenant waits below its share, a group of the tenant furthest above its share yields (`choose_for_share`).
 
-Source: start-time fair queueing orders the same tenants in the store (shared/redis_scripts/order.lua).
+Source: start-time fair queueing, as in the store (shared/redis_scripts/order.lua).
 """
 
 from collections import OrderedDict
@@ -19,13 +18,15 @@ from itertools import chain, count, islice
 from engine_worker.scheduling.running_slots import RunningSlots
 from engine_worker.scheduling.sequence_group import SequenceGroup
 
-_Queue = OrderedDict[str, SequenceGroup]  # by request id: O(1) at both ends, and for a cancelled request in the middle
+_Queue = OrderedDict[str, SequenceGroup]  # by request id: O(1) at both ends and for a cancelled request in the middle
 
 
 class FairShare:
+    """The queues of waiting groups, by class and tenant."""
+
     def __init__(self, slots: RunningSlots) -> None:
         self._slots = slots
-        self._queues: dict[bool, dict[str, _Queue]] = {False: {}, True: {}}  # by whether it is background: by tenant
+        self._queues: dict[bool, dict[str, _Queue]] = {False: {}, True: {}}  # by is_background, then by tenant
         self._num_waiting = {False: 0, True: 0}
         self._arrivals = count()
 
@@ -56,7 +57,7 @@ class FairShare:
         self._num_waiting[group.is_background] += 1
 
     def put_back(self, group: SequenceGroup) -> None:
-        """Queue a group that ran: before the others of its class and tenant."""
+        """Queue a preempted group before the others of its class and tenant."""
         queue = self._queue(group)
         queue[group.request_id] = group
         queue.move_to_end(group.request_id, last=False)
@@ -80,7 +81,7 @@ class FairShare:
     def candidates(self, *, is_background: bool) -> Iterator[SequenceGroup]:
         """Yield the groups to admit, best first, without those of tenants at their own limit.
 
-        To be asked again after each admission, which changes the order.
+        Call it again after each admission, which changes the order.
         """
         for head in self.heads(is_background=is_background):
             yield from self._queues[is_background][head.tenant.name].values()
@@ -94,22 +95,22 @@ class FairShare:
         return heads
 
     def ready(self, *, is_background: bool) -> Iterator[SequenceGroup]:
-        """Yield the waiting groups that no limit of their tenant keeps from running."""
+        """Yield the waiting groups that the limits of their tenants allow to run."""
         for head in self.heads(is_background=is_background):
             yield from islice(self._queues[is_background][head.tenant.name].values(), self.num_ready_of(head))
 
     def num_ready(self, *, is_background: bool) -> int:
-        """Return how many groups wait that no limit of their tenant keeps from running."""
+        """Return how many waiting groups the limits of their tenants allow to run."""
         return sum(map(self.num_ready_of, self.heads(is_background=is_background)))
 
     def num_ready_of(self, head: SequenceGroup) -> int:
-        """Return how many groups of the tenant of `head` wait that its limit does not keep from running."""
+        """Return how many waiting groups of the tenant of `head` its limit allows to run."""
         return self._slots.num_left(head.tenant, len(self._queues[head.is_background][head.tenant.name]))
 
     def choose_victim(self, running: dict[str, SequenceGroup], needing: SequenceGroup) -> SequenceGroup:
         """Return the group that yields so that `needing` gets a block. `running` is in order of admission.
 
-        One that is pinned yields only if all that may are; if none may, `needing` yields itself.
+        A pinned group yields only if all candidates are pinned. Without candidates `needing` itself yields.
         """
         unpinned = (group for group in self._victims(running, needing) if not group.is_pinned)
         return next(unpinned, None) or next(self._victims(running, needing), needing)
@@ -117,7 +118,16 @@ class FairShare:
     def choose_for_share(
         self, running: dict[str, SequenceGroup], waiting: SequenceGroup, num_slots: int = 1
     ) -> SequenceGroup | None:
-        """Return the newest group whose tenant, without it, still has as much as that of `waiting` with `num_slots`."""
+        """Return the newest group whose tenant keeps at least the usage that the tenant of `waiting` would reach.
+
+        Args:
+            running: Groups in order of admission.
+            waiting: A group of a tenant below its share.
+            num_slots: The slots that the tenant of `waiting` would take.
+
+        Returns:
+            None if no group may yield.
+        """
         is_background = waiting.is_background
         wanted = self._slots.usage_with(waiting.tenant, num_slots, is_background=is_background)
         if self._slots.highest_usage(is_background=is_background) < wanted:
@@ -131,9 +141,9 @@ class FairShare:
         return victim if usage >= wanted else None
 
     def _victims(self, running: dict[str, SequenceGroup], needing: SequenceGroup) -> Iterator[SequenceGroup]:
-        """Yield the groups of the tenants furthest above their share, those in the background first, the newest first.
+        """Yield groups of the tenants furthest above their share: background ones first, then the newest first.
 
-        Only newer ones yield to a group of such a tenant.
+        If `needing` belongs to such a tenant, only newer groups yield to it.
         """
         for is_background in (True,) if needing.is_background else (True, False):
             highest = self._slots.highest_usage(is_background=is_background)
@@ -147,7 +157,7 @@ class FairShare:
                     yield group
 
     def _kept(self, group: SequenceGroup) -> float:
-        """Return the usage of its tenant without one slot."""
+        """Return the usage of the group's tenant without one slot."""
         return self._slots.usage_without(group.tenant, 1, is_background=group.is_background)
 
     def _usage_with(self, group: SequenceGroup) -> float:

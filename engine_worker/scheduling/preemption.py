@@ -1,12 +1,9 @@
-"""How a sequence that must yield its blocks gets its KV back: from host memory, or by computing it again.
+"""How a preempted sequence gets its KV back: from host memory (swap), or by computing it again (recompute).
 
-By setting, or by what costs fewer seconds with the speeds that were measured when the worker started (TransferCosts).
-Swapping overlaps with the steps and computing does not, so counting its whole time is in favour of computing. That a
-swapped sequence misses the step that fetches it is not counted: it costs nobody else anything, where computing again
-lengthens the step of all. A group of sequences is swapped as a whole or not at all. Moves nothing.
-
-It is part of a block's walk out of the device and back, when somebody has to yield. It knows costs as seconds, and no
-device.
+The choice follows the setting, or the lower cost in seconds, from speeds measured at the worker's start
+(TransferCosts). The whole swap time counts although swaps overlap with steps, which favors recompute. The step that a
+swapped sequence misses while it is fetched does not count: it delays no other sequence, whereas recompute lengthens the
+step of all. A group of sequences is swapped as a whole or not at all.
 """
 
 from collections.abc import Collection
@@ -22,25 +19,25 @@ from engine_worker.scheduling.sequence import Sequence
 class TransferCosts:
     """Seconds to move KV between device and host, or to compute it again, from speeds measured at the worker's start.
 
-    On an H200 a block of 16 tokens of an 8B model takes about 40 us over PCIe 5 and 360 us to compute, so swapping wins
-    by far; on slower links, or with small models, it need not.
+    On an H200, a block of 16 tokens of an 8B model takes about 40 us over PCIe 5 and 360 us to compute, so swapping
+    wins clearly; on slower links, or with small models, recompute may be faster.
     """
 
     block_bytes: int
     device_to_host_bytes_per_second: float
     host_to_device_bytes_per_second: float
     prefill_tokens_per_second: float
-    fetch_seconds: float = 0.0  # of any fetch from the host, however small: the step that it waits
+    fetch_seconds: float = 0.0  # fixed cost of a fetch from the host: the step that the sequence waits
 
     def store_seconds(self, num_blocks: int) -> float:
         return num_blocks * self.block_bytes / self.device_to_host_bytes_per_second
 
     def link_seconds(self, num_blocks: int) -> float:
-        """From the host, of the transfer alone."""
+        """Return the time of the transfer from the host alone."""
         return num_blocks * self.block_bytes / self.host_to_device_bytes_per_second
 
     def load_seconds(self, num_blocks: int) -> float:
-        """From the host, until it can be used: what a sequence waits."""
+        """Return the time until blocks from the host can be used."""
         return self.fetch_seconds + self.link_seconds(num_blocks)
 
     def compute_seconds(self, num_tokens: int) -> float:
@@ -50,15 +47,15 @@ class TransferCosts:
 class PreemptionMode(StrEnum):
     """How a sequence that must yield its blocks gets its KV back."""
 
-    AUTO = "auto"  # whichever is measured to be cheaper
-    SWAP = "swap"  # by host memory, as long as there is room
+    AUTO = "auto"  # the cheaper one, by measured speeds
+    SWAP = "swap"  # from host memory, as long as it has room
     RECOMPUTE = "recompute"
 
 
 class OffloadedPrefixes(StrEnum):
-    """Which prefixes the device's evictions leave in host memory."""
+    """Which prefixes are copied to host memory when the device evicts them."""
 
-    REUSED = "reused"  # those that a second request has used, and those of sequences that will be back
+    REUSED = "reused"  # prefixes that a second request has used, and those of preempted sequences
     ALL = "all"
 
 
@@ -67,10 +64,12 @@ class HostTierConfig:
     num_blocks: int  # of the executor's host pool, block 0 included
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     offloaded_prefixes: OffloadedPrefixes = OffloadedPrefixes.REUSED
-    costs: TransferCosts | None = None  # None: a transfer is always cheaper than computing again
+    costs: TransferCosts | None = None  # None: a transfer always counts as cheaper than recompute
 
 
 class PreemptionChoice:
+    """Chooses between swap and recompute."""
+
     def __init__(self, config: HostTierConfig | None, host: HostTier | None, pool: BlockPool, block_size: int) -> None:
         self._config = config
         self._host = host
@@ -79,11 +78,11 @@ class PreemptionChoice:
 
     @property
     def may_swap(self) -> bool:
-        """Whether sequences are swapped at all; each one by what it costs."""
+        """Whether sequences may be swapped at all."""
         return self._config is not None and self._config.preemption_mode is not PreemptionMode.RECOMPUTE
 
     def choose(self, sequences: Collection[Sequence]) -> tuple[PreemptionMode, str]:
-        """SWAP or RECOMPUTE for all of `sequences` together, and why."""
+        """Return SWAP or RECOMPUTE for all of `sequences` together, and the reason for events."""
         if self._host is None or self._config is None:
             return PreemptionMode.RECOMPUTE, "there is no host pool"
         if not any(sequence.kv.num_computed_tokens for sequence in sequences):
@@ -102,7 +101,7 @@ class PreemptionChoice:
         return costs.store_seconds(host.num_blocks_to_store(sequences)) + costs.link_seconds(num_blocks)
 
     def _compute_seconds(self, sequences: Collection[Sequence], costs: TransferCosts) -> float:
-        """The seconds to compute the tokens that no other sequence keeps on the device."""
+        """Return the seconds to compute the tokens that no other sequence keeps on the device."""
         num_computed = sum(sequence.kv.num_computed_tokens for sequence in sequences)
         num_shared = sum(self._pool.is_shared(block_id) for sequence in sequences for block_id in sequence.kv.blocks)
         return costs.compute_seconds(max(0, num_computed - num_shared * self._block_size))

@@ -1,24 +1,17 @@
-"""Which computed blocks can serve another sequence: published by content, found by the longest common prefix.
+"""Finds computed blocks to reuse: published by content hash, matched by the longest common prefix.
 
-Full blocks are shared as they are. They are published in the schedule that computes them, so a sequence admitted in the
-same step already shares them: a layer stores the KV of all tokens of a step before its attention reads any.
+Full blocks are shared. They are published in the schedule that computes them, so a sequence admitted in the same step
+can share them: a layer stores the KV of all tokens of a step before its attention reads any. Tokens after the last full
+block are reused by copying the block published last under the same prefix (full, or the partly filled end of a sequence
+that ended). The copy runs before the forward pass, so its source must be of an earlier step.
 
-Beyond the last full block, the tokens that agree with the block published last under the same prefix (full, or the
-partly filled end of a sequence that left) are had by copying that block: a common prefix rarely ends at a block's edge.
-Such a copy runs before the step's forward pass, so its source must be of an earlier step.
-
-It also knows which blocks are wanted: a second sequence has used them, or one that lost them will be back. Those are
-worth a copy in host memory when they are evicted. A prefix is wanted from its beginning on, never a part behind a gap.
-
-The hash of a block is SHA-256 over the hash of the block before it and its own token ids, so it names a whole prefix:
+A block is wanted if a second sequence used it, or a preempted sequence will need it; wanted blocks are worth a copy in
+host memory when they are evicted. The hash of a block is SHA-256 of the previous block's hash and its own token ids:
 
     root(tenant, salt) -> hash of block 0 -> hash of block 1 -> ...
 
-Two prefixes have the same hash only if tokens, tenant and salt are the same: a hit needs no comparison of tokens, and
-nobody can find out by timing what another tenant has sent. SHA-256 because a forged collision would serve one client
-the KV of another. It takes about 60 ns a token with blocks of 16 (AMD Zen 4); each token of a request is hashed once.
-
-The cache decides nothing about admission or eviction; blocks and their references are the BlockPool's.
+So a hash names a whole prefix, including tenant and salt: a hit needs no comparison of tokens, and timing reveals no
+other tenant's prompts. SHA-256 prevents forged collisions; it takes 60 ns per token with blocks of 16 (AMD Zen 4).
 """
 
 from array import array
@@ -34,16 +27,17 @@ _TOKEN_BYTES = 4
 
 
 def cache_root(tenant: str, salt: str) -> bytes:
-    """The beginning of a request's chain of hashes; requests share blocks only if it is equal."""
+    """Return the start of a request's hash chain. Requests with different roots share no blocks."""
     return sha256(f"{len(tenant)}:{tenant}{salt}".encode()).digest()
 
 
 def pack_token_ids(token_ids: list[int]) -> bytes:
+    """Return token ids as native uint32 bytes."""
     return array("I", token_ids).tobytes()
 
 
 def extend_block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> None:
-    """Complete `sequence.kv.block_hashes` to `num_blocks`, whose tokens are all known."""
+    """Extend `sequence.kv.block_hashes` to `num_blocks` blocks, whose tokens must all be known."""
     first = len(sequence.kv.block_hashes)
     if num_blocks <= first:
         return
@@ -56,37 +50,40 @@ def extend_block_hashes(sequence: Sequence, num_blocks: int, block_size: int) ->
 
 
 def parent_hash(sequence: Sequence, index: int) -> bytes:
-    """The hash that block `index` of `sequence` is chained to; the blocks before it have their hashes."""
+    """Return the hash before block `index` of `sequence`. The hashes of earlier blocks must exist."""
     return sequence.kv.block_hashes[index - 1] if index else sequence.kv.cache_root
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Blocks to share, then blocks to fetch from the host, or one to copy for its first `num_copied_tokens`.
+    """A prefix hit: blocks to share, then blocks to fetch from the host, or one to copy.
 
-    `num_behind` blocks of the prefix are before them, which no window reaches: nobody need have those.
+    The first `num_outside_window` blocks of the prefix are not needed, because no attention window reaches them. Of a
+    copied block, the first `num_copied_tokens` are used.
     """
 
     block_ids: list[int]
     copied_block_id: int | None = None
     num_copied_tokens: int = 0
     host_block_ids: list[int] = field(default_factory=list)
-    num_behind: int = 0
+    num_outside_window: int = 0
 
     @property
     def num_blocks(self) -> int:
-        """The full blocks of the prefix."""
-        return self.num_behind + len(self.block_ids) + len(self.host_block_ids)
+        """The number of full blocks of the prefix."""
+        return self.num_outside_window + len(self.block_ids) + len(self.host_block_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
     block_id: int
     packed_token_ids: bytes
-    step: int  # whose forward pass computes it
+    step: int  # the step whose forward pass computes it
 
 
 class PrefixCache:
+    """The published blocks of one device pool. BlockPool owns references and evicts."""
+
     def __init__(self, pool: BlockPool, span: KVSpan) -> None:
         self._pool = pool
         self._span = span
@@ -97,24 +94,25 @@ class PrefixCache:
         self._wanted: set[int] = set()  # block ids, all published
 
     def match(self, sequence: Sequence, step: int) -> PrefixMatch:
-        """The longest prefix that the cache has, of the tokens that need not be computed."""
+        """Return the longest cached prefix of the tokens that need not be computed."""
         limit = self.num_reusable_tokens(sequence)
         num_blocks = limit // self._block_size
         extend_block_hashes(sequence, num_blocks, self._block_size)
-        num_behind, block_ids = self._span.longest_hit(sequence.kv.block_hashes[:num_blocks], self._pool.find)
-        return self._with_copy(sequence, PrefixMatch(block_ids, num_behind=num_behind), limit, step)
+        num_outside_window, block_ids = self._span.longest_hit(sequence.kv.block_hashes[:num_blocks], self._pool.find)
+        return self._with_copy(sequence, PrefixMatch(block_ids, num_outside_window=num_outside_window), limit, step)
 
     def num_reusable_tokens(self, sequence: Sequence) -> int:
-        """The tokens that need not be computed.
+        """Return how many tokens need not be computed if they are cached.
 
-        With a window a prompt that forks is computed at its end: forks begin there, and see what a longer hit has not.
+        With a window, the end of a prompt that forks is always computed: its forks start there, and a longer hit would
+        lack blocks that they see.
         """
         if self._span.window and sequence.sampling.num_sequences > 1:
             return min(sequence.num_reusable_tokens, sequence.num_prompt_tokens - 1)
         return sequence.num_reusable_tokens
 
     def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
-        """The blocks of `sequence` that `step` completes, as far as their tokens are known."""
+        """Publish the blocks of `sequence` that `step` completes and whose tokens are known."""
         kv, block_size = sequence.kv, self._block_size
         num_full = min(num_computed_tokens, sequence.num_known_tokens) // block_size
         first = kv.num_published_blocks
@@ -129,7 +127,10 @@ class PrefixCache:
         kv.num_published_blocks = num_full
 
     def publish_end(self, sequence: Sequence, step: int) -> None:
-        """`sequence` gives up its blocks: what it has computed up to `step`, the partly filled last block too."""
+        """Publish what `sequence` has computed up to `step`, including the partly filled last block.
+
+        Call it before the sequence frees its blocks.
+        """
         num_tokens = min(sequence.kv.num_computed_tokens, sequence.num_known_tokens)
         self.publish(sequence, num_tokens, step)
         index = num_tokens // self._block_size
@@ -140,17 +141,17 @@ class PrefixCache:
                 self._partly_filled.add(sequence.kv.block_table[index])
 
     def retract(self, sequence: Sequence) -> None:
-        """Publish no block of the prefix of `sequence` any longer, whoever computed it."""
+        """Remove all blocks of the prefix of `sequence` from the cache, including those that others computed."""
         for block_hash in sequence.kv.block_hashes:
             if (block_id := self._pool.retract(block_hash)) is not None:
                 self.forget(block_id)
 
     def want(self, block_ids: Iterable[int]) -> None:
-        """These blocks, as far as they are published, are used by one sequence more, or will be."""
+        """Mark published blocks as wanted."""
         self._wanted.update(self._pool.published(block_ids))
 
     def forget(self, block_id: int) -> tuple[bool, bool]:
-        """The pool gives the block to somebody else; whether it was a full one, and whether it was wanted."""
+        """Remove a block that the pool reallocates. Return whether it was full, and whether it was wanted."""
         parent = self._parents.pop(block_id, None)
         if parent is not None:
             del self._children[parent]

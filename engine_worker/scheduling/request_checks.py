@@ -1,6 +1,6 @@
-"""Whether a request can be computed here at all: what the gateway let through is checked again, and may be refused.
+"""Checks whether this worker can compute a request.
 
-It is the end of a chat's way in, in the worker: before a sequence is made. It knows limits, and no text.
+The gateway has validated it before, but a worker may have lower limits.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from shared.messages import ErrorCode, GenerationRequest, SamplingParams, Stored
 
 
 class RequestRefused(ValueError):
-    """The request can not run on this worker; `code` and the message go to its client."""
+    """The request cannot run on this worker; `code` and the message are sent to its client."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -24,12 +24,12 @@ class RequestLimits:
     max_model_len: int
     capacity_blocks: int  # of this worker's KV cache
     block_size: int
-    most_blocks_each: int  # that any sequence holds at one time
+    max_blocks_each: int  # the most blocks that a sequence holds at one time
     max_beam_width: int
 
 
 def check_request(request: GenerationRequest, stored: Sequence[StoredChoice], limits: RequestLimits) -> None:
-    """Raise RequestRefused with the first thing that is wrong."""
+    """Raise RequestRefused with the first problem of a request and its stored choices."""
     for problem in _problems(request, stored, limits):
         raise RequestRefused(ErrorCode.INVALID_REQUEST, problem)
     for problem in _shortages(request, limits):
@@ -37,12 +37,12 @@ def check_request(request: GenerationRequest, stored: Sequence[StoredChoice], li
 
 
 def _shortages(request: GenerationRequest, limits: RequestLimits) -> Iterator[str]:
-    """Yield what this worker lacks even when it does nothing else. Beams share the prompt's full blocks."""
+    """Yield what an otherwise idle worker lacks. Beams share the prompt's full blocks."""
     num_sequences = request.sampling.beam_width if request.sampling.use_beam_search else 1
     num_prompt = len(request.prompt_token_ids)
     shared_blocks = num_prompt // limits.block_size
     needed_blocks = shared_blocks + num_sequences * (-(-(num_prompt + 1) // limits.block_size) - shared_blocks)
-    needed_blocks = min(needed_blocks, num_sequences * limits.most_blocks_each)
+    needed_blocks = min(needed_blocks, num_sequences * limits.max_blocks_each)
     if needed_blocks > limits.capacity_blocks:
         shared, capacity = shared_blocks * limits.block_size, limits.capacity_blocks * limits.block_size
         needed = shared + num_sequences * (num_prompt + 1 - shared)
@@ -88,19 +88,19 @@ def _choice_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterato
 def _beam_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterator[str]:
     for name in ("grammar", "allowed_token_ids", "bad_words", "logprob_token_ids"):
         if getattr(sampling, name):
-            yield f"{name}: a beam search does not follow it"
+            yield f"{name}: not supported with beam search"
     if sampling.beam_width > limits.max_beam_width:
         yield f"beam_width is {sampling.beam_width}; this worker computes at most {limits.max_beam_width} beams"
     if sampling.beam_width < sampling.n:
         yield f"beam_width is {sampling.beam_width}; it must be at least n, {sampling.n}"
-    # The first step chooses from the continuations of one sequence; ids of the model's end add a few to these.
+    # The first step selects from the continuations of one sequence; end-of-sequence ids need additional candidates.
     num_candidates = max(2, 1 + len(sampling.stop_token_ids)) * sampling.beam_width
     if num_candidates > limits.vocab_size:
         yield f"beam_width is {sampling.beam_width}; the model has only {limits.vocab_size} tokens to choose from"
     if not sampling.is_greedy:
-        yield f"temperature is {sampling.temperature}; a beam search does not sample"
+        yield f"temperature is {sampling.temperature}; it must be 0 with beam search"
     if sampling.prompt_logprobs is not None:
-        yield "prompt_logprobs: a beam search does not report them"
+        yield "prompt_logprobs: not supported with beam search"
     if not isfinite(sampling.length_penalty):
         yield f"length_penalty is {sampling.length_penalty}; it must be finite"
 
@@ -125,7 +125,7 @@ def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
     if not 0.0 < sampling.repetition_penalty < inf:
         yield f"repetition_penalty is {sampling.repetition_penalty}; it must be finite and above 0"
     if sampling.grammar is not None and (sampling.ignore_eos or sampling.min_tokens):
-        yield "grammar: its end is the end of the output, which ignore_eos and min_tokens would put off"
+        yield "grammar: not supported with ignore_eos or min_tokens, because the grammar ends the output"
     if sampling.allowed_token_ids == ():
         yield "allowed_token_ids is empty: no token could be sampled"
     if not all(sampling.bad_words):

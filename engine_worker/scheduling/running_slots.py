@@ -1,7 +1,7 @@
-"""Which tenant holds how many running slots, and which tenant is next in line or furthest above its share.
+"""Counts the running slots of each tenant, and ranks tenants by their usage: slots divided by weight.
 
-A tenant is an API key. Slots are divided by preemption, so a tenant alone may hold all of them. The measure is slots
-divided by weight; the two classes are counted apart, because background requests yield to interactive ones anyway.
+A tenant is an API key. Slots are divided by preemption, so a single tenant may hold all of them. The two classes are
+counted separately, because background requests yield to interactive ones anyway.
 """
 
 from collections import Counter
@@ -12,17 +12,19 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Tenant:
     name: str = ""
-    weight: float = 1.0  # of its share relative to other tenants
+    weight: float = 1.0  # share relative to other tenants
     max_running: int = 0  # sequences at one time; 0: no limit
 
 
 class RunningSlots:
+    """The running slots of one scheduler."""
+
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_taken = 0
-        self._by_class: dict[bool, dict[str, int]] = {False: {}, True: {}}  # by whether it is background: by tenant
+        self._by_class: dict[bool, dict[str, int]] = {False: {}, True: {}}  # by is_background, then by tenant
         self._num_taken_of_class = {False: 0, True: 0}
-        self._weights: dict[str, float] = {}  # of the tenants that hold slots
+        self._weights: dict[str, float] = {}  # of tenants that hold slots
 
     @property
     def num_free(self) -> int:
@@ -34,7 +36,7 @@ class RunningSlots:
 
     @property
     def has_keys(self) -> bool:
-        """Whether a tenant with a name, which is an API key, holds slots."""
+        """Whether a tenant with an API key holds slots."""
         return any(self._weights)
 
     def take(self, tenant: Tenant, num_slots: int, *, is_background: bool) -> None:
@@ -59,14 +61,14 @@ class RunningSlots:
         return self._by_class[False].get(name, 0) + self._by_class[True].get(name, 0)
 
     def is_at_limit(self, tenant: Tenant, num_slots: int = 1) -> bool:
-        """Return whether `num_slots` more exceed the tenant's own limit; one request of a tenant may always run."""
+        """Return whether `num_slots` more would exceed the tenant's limit. One request of a tenant may always run."""
         if not tenant.max_running:
             return False
         held = self.held(tenant.name)
         return held > 0 and held + num_slots > tenant.max_running
 
     def num_left(self, tenant: Tenant, wanted: int) -> int:
-        """Return how many of `wanted` slots the tenant's own limit leaves it, at least one."""
+        """Return how many of `wanted` slots the tenant's limit allows, at least one."""
         return wanted if not tenant.max_running else min(wanted, max(1, tenant.max_running - self.held(tenant.name)))
 
     def usage_with(self, tenant: Tenant, num_slots: int, *, is_background: bool) -> float:
@@ -75,7 +77,7 @@ class RunningSlots:
         return (self._by_class[is_background].get(tenant.name, 0) + num_slots) / weight
 
     def usage_without(self, tenant: Tenant, num_slots: int, *, is_background: bool) -> float:
-        """Return the usage of `tenant` if it held `num_slots` less."""
+        """Return the usage of `tenant` if it held `num_slots` fewer."""
         return self.usage_with(tenant, -num_slots, is_background=is_background)
 
     def highest_usage(self, *, is_background: bool) -> float:
@@ -84,7 +86,7 @@ class RunningSlots:
         return max(((count - 1) / self._weights[name] for name, count in held.items()), default=0.0)
 
     def check_integrity(self, running: Iterable[tuple[Tenant, int, bool]]) -> None:
-        """Raise AssertionError unless the counts are those of `running`: tenant, slots, whether it is background."""
+        """Raise AssertionError unless the counts match `running`: tenant, slots, is_background."""
         held = {False: Counter[str](), True: Counter[str]()}
         for tenant, num_slots, is_background in running:
             held[is_background][tenant.name] += num_slots

@@ -1,24 +1,21 @@
-"""Decide what the next step computes: schedule() decides, an executor computes, apply() takes the samples.
+"""Decides what each step computes: schedule() decides, an executor computes, apply() takes the samples.
 
     schedule() apply() schedule() apply() ...            one step at a time
-    schedule() schedule() apply() schedule() apply() ... one ahead: what a running step samples counts as a token
+    schedule() schedule() apply() schedule() apply() ... one step ahead: a sample in flight counts as a token
 
-Results are applied in the order of scheduling, and at most one step is not applied when the next is scheduled. A step
-has one token budget; there is no prefill or decode phase: every sequence's computed tokens catch up with its tokens.
+Results are applied in order, at most one step late. A step has one token budget and no prefill or decode phase:
 
-    1. running sequences that lack one token (they decode): always all of them, so no prompt ever delays a stream
-    2. running sequences that lack more (prompts in chunks, oldest first), with what is left of the budget
-    3. the first sequences of waiting requests, then the others of running ones, while slots, budget and blocks last
+    1. running sequences that lack one token (decodes): always all of them, so a prompt never delays a stream
+    2. running sequences that lack more (prompts in chunks, oldest first), within the rest of the budget
+    3. the first sequences of waiting requests, then the others of running ones, while slots, budget, and blocks last
        (admission.py)
-    4. the same of background requests, in their share (background_share.py), unless 2 or 3 found a prompt
+    4. the same for background requests, within their share (background_share.py), unless 2 or 3 found a prompt
 
-When running sequences lack blocks, the newest one yields: its KV goes to host memory, or is dropped and computed again
-later. Nobody is admitted in the same step, and never into the last free blocks. A sequence that is alone always fits
-(`max_num_tokens_of`), so the oldest moves on in every step, and no request waits forever. One sequence a step yields
-its slot when another tenant waits below its share (policy.py).
-
-A sequence that ends while a step with it is running is out at once, and what that step samples for it is dropped. One
-that is preempted then keeps its sample. Used by one thread.
+If running sequences lack blocks, the newest is preempted: swapped to host memory, or recomputed later. That step admits
+nothing, and admission leaves some blocks free. A single sequence always fits (`max_num_tokens_of`), so the oldest
+progresses in every step and no request starves. One sequence per step yields its slot when another tenant waits below
+its share (policy.py). A sequence that ends during a step is removed at once and its sample dropped; a preempted one
+keeps its sample. Use it in one thread.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -29,10 +26,10 @@ from engine_worker.scheduling.admission import Admission
 from engine_worker.scheduling.background_share import BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
-from engine_worker.scheduling.intake import NOTHING, Intake, IntakeForecast
+from engine_worker.scheduling.claim_budget import NO_CLAIMS, ClaimBudget, PrefillEstimator
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVTotals
-from engine_worker.scheduling.kv_slots import KVSlots
 from engine_worker.scheduling.kv_view import kv_view
 from engine_worker.scheduling.policy import FairShare
 from engine_worker.scheduling.preemption import PreemptionMode
@@ -46,27 +43,27 @@ from shared.messages import EncodedLogprobs
 
 __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
 
-MAX_NEW_TENANTS = 4  # that wait here without a running slot: so that a share can be given to them
+MAX_NEW_TENANTS = 4  # tenants without a slot of which requests wait here, so that they can get a share
 
 
 class Scheduler:
-    """Decide what a step does; metrics and heartbeats read its counts between steps."""
+    """Decides what a step computes. Metrics and heartbeats read its counts between steps."""
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVSlots) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVAllocator) -> None:
         self.config = config
         self._kv_cache = kv_cache
-        self.most_blocks_each = kv_cache.most_blocks(config.max_model_len)  # that any sequence holds at one time
+        self.max_blocks_each = kv_cache.max_blocks(config.max_model_len)  # the most blocks of a sequence at one time
         self._slots = RunningSlots(config.max_num_seqs)
         self._policy = FairShare(self._slots)
         self._background_share = BackgroundShare(config, kv_cache.num_usable_blocks)
-        self._forecast = IntakeForecast(config, kv_cache.block_size, self.most_blocks_each)
+        self._estimator = PrefillEstimator(config, kv_cache.block_size, self.max_blocks_each)
         self._admission = Admission(
             kv_cache,
             self._policy,
             self._slots,
             self._background_share,
-            self._forecast,
-            most_blocks_each=self.most_blocks_each,
+            self._estimator,
+            max_blocks_each=self.max_blocks_each,
         )
         self._running = self._admission.running
 
@@ -80,7 +77,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests, as those that wait are."""
+        """The number of running requests."""
         return len(self._running)
 
     @property
@@ -94,37 +91,39 @@ class Scheduler:
 
     @property
     def needs_last_tokens(self) -> bool:
-        """Whether a sequence is running whose next step can't be prepared before its last token is known."""
+        """Whether a running sequence needs its last token on the host to schedule its next step."""
         return any(group.active[0].needs_last_token_on_host for group in self._running.values())
 
     @property
-    def intake(self) -> Intake:
-        """The claims to make of interactive requests."""
-        budget_tokens = self.config.prefill_budget(min(1, self.num_running))  # nobody knows how many will decode
+    def claim_budget(self) -> ClaimBudget:
+        """The interactive requests to claim."""
+        budget_tokens = self.config.prefill_budget(min(1, self.num_running))  # the number of decodes is not known yet
         waiting = self._policy.ready(is_background=False)
-        intake = self._forecast.intake(waiting, self._slots.num_free, self._num_spare_blocks(), budget_tokens)
+        claim_budget = self._estimator.claim_budget(
+            waiting, self._slots.num_free, self._num_spare_blocks(), budget_tokens
+        )
         tenants = self._policy.waiting_tenants(is_background=False)
         num_new = sum(not self._slots.held(name) for name in tenants)
         num_others = max(0, MAX_NEW_TENANTS - num_new) if self._slots.has_keys else 0
-        return replace(intake, num_others=num_others, waiting_tenants=frozenset(tenants))
+        return replace(claim_budget, num_others=num_others, waiting_tenants=frozenset(tenants))
 
     @property
-    def background_intake(self) -> Intake:
-        """The claims to make of background requests (class `batch`); none while others wait."""
+    def background_claim_budget(self) -> ClaimBudget:
+        """The background requests (class `batch`) to claim; none while interactive ones wait."""
         if self._policy.num_interactive:
-            return NOTHING
+            return NO_CLAIMS
         free_slots = min(self._slots.num_free, self._background_share.num_slots - self._slots.num_background)
         spare_blocks = self._num_spare_blocks() - (self._background_share.reserved_blocks if self._running else 0)
         budget_tokens = self._background_share.prefill_budget(self.num_running)
-        return self._forecast.intake(self._policy, free_slots, spare_blocks, budget_tokens, is_background=True)
+        return self._estimator.claim_budget(self._policy, free_slots, spare_blocks, budget_tokens, is_background=True)
 
     def max_num_tokens_of(self, num_prompt_tokens: int, num_beams: int = 1) -> int:
-        """Return the longest that a sequence gets, so that it fits when it is alone, or beams when they are.
+        """Return the maximum length of a sequence, in tokens, so that it fits when it runs alone.
 
-        Beams share at least the full blocks of their prompt, and may come to share nothing else. Where each can have
-        what it holds at most, as it may with a window, they may get any length.
+        Beams share at least the full blocks of their prompt, and may share nothing else. If each can have its maximum
+        of blocks, which a window may allow, only max_model_len limits them.
         """
-        if self.most_blocks_each * num_beams <= self._kv_cache.num_usable_blocks:
+        if self.max_blocks_each * num_beams <= self._kv_cache.num_usable_blocks:
             return self.config.max_model_len
         shared_blocks = num_prompt_tokens // self.block_size
         own_blocks = (self._kv_cache.num_usable_blocks - shared_blocks) // num_beams
@@ -143,23 +142,23 @@ class Scheduler:
         if group.sampling.use_beam_search:
             max_output_tokens = min(group.sampling.max_tokens, group.max_num_tokens - group.num_prompt_tokens)
             group.beam_search = BeamSearch(group.sampling, first.stop_token_ids, max_output_tokens)
-        self._forecast.added(group)
+        self._estimator.added(group)
         self._policy.add(group)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request wherever it is, and its blocks at once. Unknown ids are ignored."""
+        """Drop a request and free its blocks at once. Unknown ids are ignored."""
         group = self._group(request_id)
         if group is not None:
             self._end(group)
 
-    def withdraw_waiting(self, most: int) -> list[str]:
-        """Drop interactive requests of which nothing was computed here, the newest first. Returns their ids."""
+    def withdraw_waiting(self, max_requests: int) -> list[str]:
+        """Drop interactive requests that have not started, the newest first. Return their ids."""
         fresh = [group for group in self._policy.waiting(is_background=False) if group.is_fresh]
         fresh.sort(key=lambda group: group.arrival)
-        return self._withdraw(fresh[max(0, len(fresh) - most) :])
+        return self._withdraw(fresh[max(0, len(fresh) - max_requests) :])
 
     def withdraw(self, request_ids: Collection[str]) -> list[str]:
-        """Drop those of them of which nothing was computed here. Returns their ids."""
+        """Drop those of the requests that have not started. Return their ids."""
         return self._withdraw([group for group in self._policy if group.is_fresh and group.request_id in request_ids])
 
     def _withdraw(self, groups: list[SequenceGroup]) -> list[str]:
@@ -168,16 +167,16 @@ class Scheduler:
         return [group.request_id for group in groups]
 
     def schedule(self) -> ScheduledBatch:
-        """Decide what is computed next; from here on it counts as computed."""
-        self._kv_cache.release_behind()
+        """Decide what is computed next. From here on it counts as computed."""
+        self._kv_cache.release_outside_window()
         wanted, background = collect_demand(self._running.values(), self._kv_cache)
         yielded = self._yield_to_share(wanted, background)
-        # Before anything forks: forks get no room in this step.
+        # Before forks are planned, because they get no blocks in this step.
         has_preempted = self._make_room(wanted, background)
         incomplete = [*wanted.incomplete, *background.incomplete]
         self._admission.begin_step(incomplete, has_preempted=has_preempted, yielded=yielded)
         plan = StepPlan(self._kv_cache, self._admission.claim_fork)
-        self._forecast.scheduling((of for _, of in wanted.prefills), (of for _, of in background.prefills))
+        self._estimator.scheduling((of for _, of in wanted.prefills), (of for _, of in background.prefills))
         plan.add_decodes(wanted.decodes)
         prefills = self._prefills(wanted, is_background=False)
         has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences)))
@@ -196,7 +195,7 @@ class Scheduler:
         )
 
     def apply(self, batch: ScheduledBatch, result: StepResult) -> list[SequenceUpdate]:
-        """One update for each sequence that got a token or ended; ended sequences have given up their blocks."""
+        """Apply a step's result. Return an update per sequence that got a token or ended; ended ones have no blocks."""
         for time in result.transfer_times:
             self._kv_cache.events.measured(time.batch_number, time.swap_out_seconds, time.swap_in_seconds)
         updates, failures = [], result.failures
@@ -206,7 +205,7 @@ class Scheduler:
             sequence = scheduled.sequence
             sequence.num_inflight_tokens -= scheduled.samples
             if sequence.status is SequenceStatus.FINISHED:
-                continue  # it ended after it was scheduled
+                continue  # ended after it was scheduled
             if failures and (error := failures.get(sequence.request_id)) is not None:
                 updates.append(self._fail(sequence, error))
             elif scheduled.samples and not sequence.sampling.use_beam_search:
@@ -221,12 +220,12 @@ class Scheduler:
         return self._kv_cache.stats(self._active_sequences())
 
     def kv_view(self) -> dict[str, Any]:
-        """Describe the KV of all sequences; children that have no blocks yet wait for the first of their group."""
+        """Return the KV of all sequences. Forks without blocks wait for the first sequence of their group."""
         sequences = [sequence for group in (*self._running.values(), *self._policy) for sequence in group.sequences]
         return kv_view(self._kv_cache, sequences, self._admission.waits_for if self.num_waiting else "")
 
     def kv_events(self, since: int) -> dict[str, Any]:
-        """Return the events after the number `since`."""
+        """Return the events after event number `since`."""
         return self._kv_cache.events.since(since)
 
     @property
@@ -238,7 +237,7 @@ class Scheduler:
         return self._kv_cache.events.durations
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless block tables, pool and statuses agree. Between steps only."""
+        """Raise AssertionError unless block tables, pool, and statuses agree. Call it between steps."""
         groups = [*self._running.values(), *self._policy]
         self._kv_cache.check_integrity([sequence for group in groups for sequence in group.sequences])
         for group in groups:
@@ -263,9 +262,9 @@ class Scheduler:
         return self._running.get(request_id) or self._policy.get(request_id)
 
     def _make_room(self, *demands: StepDemand) -> bool:
-        """Give all running sequences the blocks that they lack; return whether some were preempted for it.
+        """Give all running sequences the blocks that they lack. Return whether some were preempted.
 
-        Preempt first, allocate then: a sequence that yields has no copy planned, which would come too late for a swap.
+        Preemption precedes allocation, so that no copy is planned for a preempted sequence: it would miss the swap.
         """
         has_preempted = False
         for demand in demands:
@@ -281,9 +280,10 @@ class Scheduler:
         return has_preempted
 
     def _yield_to_share(self, *demands: StepDemand) -> SequenceGroup | None:
-        """Preempt one sequence if a tenant waits below its share, whose request is admitted in this step or the next.
+        """Preempt one sequence if a tenant waits below its share. Its request is admitted in this or the next step.
 
-        Returns the group that yielded, if one did.
+        Returns:
+            The group that yielded, or None.
         """
         for waiting, num_slots in self._admission.blocked():
             victim = self._policy.choose_for_share(self._running, waiting, num_slots)
@@ -297,19 +297,19 @@ class Scheduler:
         return None
 
     def _prefills(self, demand: StepDemand, *, is_background: bool) -> Iterator[Place]:
-        """Yield the sequences that lack more than one token, then new ones, each admitted when it is asked for.
+        """Yield the sequences that lack more than one token, then new ones; each is admitted as the iterator advances.
 
-        One whose KV comes from the host is admitted now and takes part in the next step, so that the copy and this step
-        run at the same time.
+        A sequence whose KV comes from the host is admitted now and runs in the next step, so that the copy overlaps
+        with this step.
         """
         yield from demand.prefills
         for group, sequence in self._admission.admit(is_background=is_background):
             if not self._kv_cache.is_arriving(sequence) and group.num_prefill_tokens(sequence):
-                self._forecast.begun(sequence, is_background=is_background)
+                self._estimator.begun(sequence, is_background=is_background)
                 yield group, sequence
 
     def _preempt(self, group: SequenceGroup) -> None:
-        """The newest sequence of `group` loses its place, or all of its beams."""
+        """Preempt the newest sequence of `group`, or all of its beams."""
         sequences, num_slots = group.newest, group.num_slots
         mode = self._kv_cache.preempt(sequences)
         group.preempted(sequences, is_swap=mode is PreemptionMode.SWAP)
@@ -317,7 +317,7 @@ class Scheduler:
         self._wait_if_idle(group)
 
     def _wait_if_idle(self, group: SequenceGroup) -> None:
-        """Queue a running group of which no sequence runs."""
+        """Queue a group if none of its sequences runs any more."""
         if not group.active:
             del self._running[group.request_id]
             self._policy.put_back(group)
@@ -333,14 +333,14 @@ class Scheduler:
         return SequenceUpdate(sequence, error=error)
 
     def _update(self, sequence: Sequence, token_id: int | None, logprobs: EncodedLogprobs | None) -> SequenceUpdate:
-        group = self._running.get(sequence.request_id) or self._group(sequence.request_id)  # mostly without a call
+        group = self._running.get(sequence.request_id) or self._group(sequence.request_id)  # usually without a call
         assert group is not None
-        assert token_id is not None, f"{sequence.request_id} was to sample; the executor gave neither token nor failure"
+        assert token_id is not None, f"{sequence.request_id}: the executor returned neither a token nor a failure"
         sequence.output_token_ids.append(token_id)
-        self._forecast.advanced(sequence)
+        self._estimator.advanced(sequence)
         reason = finish_reason(sequence, group.max_num_tokens)
         if reason is not None:
-            self._forecast.ended([sequence])
+            self._estimator.ended([sequence])
             self._kv_cache.free(sequence)
             num_slots = group.num_slots
             group.end_sequence(sequence)
@@ -374,14 +374,14 @@ class Scheduler:
         return [*updates[:-1], replace(updates[-1], ended_group=group)]
 
     def _end(self, group: SequenceGroup, give_up: Callable[[Sequence], None] | None = None) -> None:
-        """End a group that runs, or that was preempted while the step that ends it was running, or that never began.
+        """End a group that runs, waits, or was preempted during the step that ends it.
 
-        `give_up` takes its blocks; the default leaves them to the prefix cache.
+        `give_up` frees its blocks; the default keeps them in the prefix cache.
         """
         give_up = give_up or self._kv_cache.free
         if self._running.pop(group.request_id, None) is None:
             self._policy.remove(group)
-        self._forecast.ended(group.sequences)
+        self._estimator.ended(group.sequences)
         self._give_back(group, group.num_slots)
         for sequence in group.sequences:
             if sequence.status is not SequenceStatus.WAITING:

@@ -1,11 +1,11 @@
-"""A request inside the engine: the sequences of its choices or beams, which share the KV of their prompt.
+"""The sequences of one request, its choices or beams, which share the KV of their prompt.
 
     sequences   those that have not ended, by index
     active      those that run: they hold blocks and a running slot, in the order in which they got them
 
-The first sequence computes the prompt, the others fork from it. Each is admitted and preempted by itself, so a request
-needs one slot to start. Beams are compared with each other in every step: they are admitted and preempted together.
-Blocks are shared by reference from the fork on, and copied when they are written to.
+The first sequence computes the prompt; the others fork from it. Each is admitted and preempted separately, so a request
+needs one slot to start. Beams are compared with each other in every step, so they are admitted and preempted together.
+Shared blocks are copied before a write.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ NO_TENANT = Tenant()
 
 
 class ForkableTables(Protocol):
-    """The part of KVSlots that a beam search needs; the whole of it knows batches, which know groups."""
+    """The part of KVAllocator that a beam search needs. Importing the whole would be circular."""
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None: ...
 
@@ -37,12 +37,12 @@ class SequenceGroup:
         is_background: bool = False,
         tenant: Tenant = NO_TENANT,
     ) -> None:
-        """Make the group of a request.
+        """Create the group of a request.
 
         Args:
             sequences: At least one, all of one request.
-            num_ended_tokens: Output tokens of choices that ended elsewhere.
-            is_background: Whether it is of the class that yields to interactive requests.
+            num_ended_tokens: Output tokens of choices that ended at an earlier owner.
+            is_background: Whether it yields to interactive requests.
             tenant: The API key that it counts for.
         """
         first = sequences[0]
@@ -53,14 +53,14 @@ class SequenceGroup:
         self.num_prompt_tokens = first.num_prompt_tokens
         self.sequences = sequences
         self.active: list[Sequence] = []
-        # All beams at once, else one sequence.
+        # All beams start together; otherwise one sequence is enough.
         self.num_slots_to_start = first.sampling.beam_width if first.sampling.use_beam_search else 1
-        self.num_owed_slots = 0  # of waiting beams: slots that requests after it leave free
+        self.num_owed_slots = 0  # of waiting beams: slots that later requests leave free
         self.arrival = 0  # the order in which requests were queued
         self.has_started = False
-        self.num_preemptions = 0  # of it, or of one of its sequences
-        self.num_cached_tokens = 0  # of the prompt, when it was first admitted
-        self.max_num_tokens = 0  # the longest that one of its sequences gets; set when it is queued
+        self.num_preemptions = 0  # of the group, or of one of its sequences
+        self.num_cached_tokens = 0  # prompt tokens found in the cache at the first admission
+        self.max_num_tokens = 0  # the maximum length of its sequences; set when it is queued
         self.beam_search: BeamSearch | None = None
         self._num_ended_tokens = num_ended_tokens
 
@@ -71,12 +71,12 @@ class SequenceGroup:
 
     @property
     def num_slots(self) -> int:
-        """The running slots that it holds."""
+        """The running slots that the group holds."""
         return self.num_slots_to_start if self.active and self.sampling.use_beam_search else len(self.active)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing of it was ever computed here."""
+        """Whether nothing was computed for it on this worker."""
         return not self.has_started
 
     @property
@@ -86,75 +86,75 @@ class SequenceGroup:
 
     @property
     def next_waiting(self) -> Sequence:
-        """The sequence to admit next; not all run."""
+        """The sequence to admit next. At least one must wait."""
         return next(sequence for sequence in self.sequences if sequence.status is not SequenceStatus.RUNNING)
 
     @property
     def newest(self) -> list[Sequence]:
-        """The sequences that yield together: the one that was admitted last, or all beams."""
+        """The sequences that are preempted together: the one admitted last, or all beams."""
         return list(self.active) if self.sampling.use_beam_search else self.active[-1:]
 
     @property
     def is_pinned(self) -> bool:
-        """Whether its newest sequence was preempted more than once and got no token since it came back."""
+        """Whether its newest sequence was preempted more than once and got no token since."""
         return self.active[0 if self.sampling.use_beam_search else -1].is_pinned
 
     @property
     def num_output_tokens(self) -> int:
-        """The output tokens of all choices, those that have ended included."""
+        """The output tokens of all choices, including ended ones."""
         return self._num_ended_tokens + sum(sequence.num_output_tokens for sequence in self.sequences)
 
     @property
     def may_decode(self) -> bool:
-        """Beams are compared with each other, so they wait until all of them lack one token."""
+        """Whether its sequences may decode. Beams wait until all of them lack one token, to be compared."""
         if not self.sampling.use_beam_search:
             return True
         return self.is_complete and all(sequence.num_uncomputed_tokens == 1 for sequence in self.active)
 
     def num_prefill_tokens(self, sequence: Sequence) -> int:
-        """The tokens that it lacks; all but the last of a beam that was preempted, which does not sample on its own."""
+        """Return the tokens that `sequence` lacks, except the last of a preempted beam: all beams sample together."""
         return sequence.num_uncomputed_tokens - (self.sampling.use_beam_search and sequence.num_output_tokens > 0)
 
     def activate(self, sequence: Sequence) -> None:
-        """`sequence` has its blocks and runs from now on."""
+        """Mark `sequence`, which has its blocks, as running."""
         sequence.status = SequenceStatus.RUNNING
         self.active.append(sequence)
         self.has_started = True
 
     def preempted(self, sequences: list[Sequence], *, is_swap: bool) -> None:
-        """These lost their place; their blocks are free."""
+        """Mark sequences as preempted. Their blocks are free."""
         self.num_preemptions += 1
         for sequence in sequences:
             sequence.status = SequenceStatus.SWAPPED if is_swap else SequenceStatus.WAITING
         self.active = [other for other in self.active if other.status is SequenceStatus.RUNNING]
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """One choice has ended; its blocks are free already."""
+        """Remove an ended sequence. Its blocks are free."""
         self._num_ended_tokens += sequence.num_output_tokens
         sequence.status = SequenceStatus.FINISHED
         self.sequences = [other for other in self.sequences if other is not sequence]
         self.active = [other for other in self.active if other is not sequence]
 
     def end(self) -> None:
-        """All that is left, whatever became of it; its blocks are free already."""
+        """End all remaining sequences. Their blocks are free."""
         for sequence in self.sequences:
             sequence.status = SequenceStatus.FINISHED
         self.sequences, self.active = [], []
 
     def end_search(self, beam: Sequence, answers: Iterable[Hypothesis]) -> list[Sequence]:
-        """The answers of a search that is over, best first, as sequences like `beam`, which was one of it."""
+        """Return the answers of an ended search, best first, as sequences like `beam`, one of its beams."""
         ended = []
-        for choice, answer in enumerate(answers):
+        for index, answer in enumerate(answers):
             sequence = _like(beam, answer.token_ids, SequenceStatus.FINISHED)
-            sequence.choice = choice
+            sequence.sequence_index = index
             self._num_ended_tokens += sequence.num_output_tokens
             ended.append(sequence)
         return ended
 
     def move_beams(self, moves: Iterable[BeamCandidate], kv_cache: ForkableTables) -> None:
-        """Continue each move's beam by its token, in the order of the moves; beams without a move are dropped.
+        """Continue each move's beam by its token, in the order of the moves. Beams without a move are dropped.
 
-        The first move of a beam takes the beam itself, each other one a fork that shares all its blocks.
+        The first move of a beam uses the beam itself; each further one uses a fork that shares all its blocks.
         """
         moved: list[tuple[Sequence, BeamCandidate]] = []
         taken: set[int] = set()
@@ -166,7 +166,7 @@ class SequenceGroup:
             if place not in taken:
                 kv_cache.free(beam)
                 beam.status = SequenceStatus.FINISHED
-        for beam, move in moved:  # after the forks, which copy the tokens before
+        for beam, move in moved:  # after the forks, which copy the previous tokens
             beam.output_token_ids.append(move.token_id)
             beam.beam_score = move.score
         self.sequences = [beam for beam, _ in moved]

@@ -1,8 +1,4 @@
-"""The options of what decides who is computed next and who keeps blocks. A part of the worker's settings.
-
-What depends on the device stays None until `for_device` fills it in. Read once, at a worker's start. It does not know
-how an option is used.
-"""
+"""The scheduling part of the worker's settings. Values that depend on the device are None until `for_device()`."""
 
 from dataclasses import dataclass, replace
 
@@ -11,8 +7,8 @@ from shared.settings import SettingsError, parse_count, setting
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 OFFLOADED_PREFIXES = ("reused", "all")
 
-# By device. Two cores prefill SmolLM2 at about 1,400 tokens/s: 256 prompt tokens are a pause of 0.2 s in the streams
-# beside them. There is nothing to hide on a CPU: scheduling and the model share its cores.
+# By device. Two cores prefill SmolLM2 at about 1,400 tokens/s, so 256 prompt tokens pause other streams for 0.2 s. On a
+# CPU, scheduling cannot overlap with the model, because both use the same cores.
 MAX_PREFILL_TOKENS_WITH_DECODES = {"cpu": 256, "cuda": None}
 ASYNC_SCHEDULING = {"cpu": False, "cuda": True}
 
@@ -20,36 +16,37 @@ ASYNC_SCHEDULING = {"cpu": False, "cuda": True}
 @dataclass(frozen=True, kw_only=True)
 class SchedulingSettings:
     preemption_mode: str = setting(
-        "auto", choices=PREEMPTION_MODES, help="how a preempted sequence gets its KV back; auto: the cheaper way"
+        "auto", choices=PREEMPTION_MODES, help="how a preempted sequence gets its KV back; auto: the faster way"
     )
     offloaded_prefixes: str = setting(
         "reused",
         choices=OFFLOADED_PREFIXES,
-        help="prefixes that the device evicts to host memory: reused: those that a second request has used",
+        help="evicted prefixes to keep in host memory; reused: only those that a second request has used",
     )
     enable_prefix_caching: bool = setting(True, help="share the KV of common prefixes between requests")
     max_prefill_tokens_with_decodes: int | None = setting(
         None,
         parse=parse_count,
-        help="prompt tokens in a step that also decodes; "
+        help="maximum prompt tokens in a step that also decodes; "
         f"default: {MAX_PREFILL_TOKENS_WITH_DECODES['cpu']} on cpu, the rest of the budget on cuda",
     )
     async_scheduling: bool | None = setting(
-        None, help="schedule a step while the one before it runs; default: off on cpu, on on cuda"
+        None, help="schedule a step while the previous one runs; default: off on cpu, on on cuda"
     )
 
     def __post_init__(self) -> None:
         cap = self.max_prefill_tokens_with_decodes
         if cap is not None and cap < 1:
-            raise SettingsError(f"--max-prefill-tokens-with-decodes: at least 1; got {cap}")
+            raise SettingsError(f"--max-prefill-tokens-with-decodes: expected at least 1, got {cap}")
 
     def for_device(self, device: str, swap_space_bytes: int) -> "SchedulingSettings":
         """Return these settings with every None that depends on the device (`cpu` or `cuda`) filled in.
 
-        Raises SettingsError where preempted sequences are to be swapped and there is no swap space.
+        Raises:
+            SettingsError: If preempted sequences are to be swapped and there is no swap space.
         """
         if self.preemption_mode == "swap" and swap_space_bytes == 0:
-            raise SettingsError("--preemption-mode swap: needs --swap-space-bytes, which is 0 here")
+            raise SettingsError("--preemption-mode swap: expected --swap-space-bytes of at least 1, got 0")
         cap, ahead = self.max_prefill_tokens_with_decodes, self.async_scheduling
         return replace(
             self,

@@ -1,9 +1,4 @@
-"""Counts of the engine: frozen snapshots for metrics, heartbeats and tests. No Prometheus here.
-
-StepRecorder makes them from what the scheduler decided and the executor answered; it reads no clock.
-
-It is used behind every step, beside the walks. It knows numbers alone.
-"""
+"""Counts of the engine as frozen snapshots, for metrics, heartbeats, and tests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,22 +13,22 @@ ERROR = "error"  # the end of a request that has no FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheStats:
-    """Blocks on the device by state; free + cached + active == num_blocks, which leaves out block 0, the padding."""
+    """Blocks on the device by state: free + cached + active == num_blocks, without block 0, the padding."""
 
     block_size: int
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
     num_active_blocks: int
-    num_wasted_slots: int  # internal waste: slots of active blocks that hold no computed token (yet)
+    num_wasted_slots: int  # internal fragmentation: slots of active blocks without a computed token
     sharing_ratio: float  # blocks saved by sharing: 1 - active blocks / entries in all block tables
-    num_host_blocks: int = 0  # in host memory; used by swapped sequences + cached + free
+    num_host_blocks: int = 0  # in host memory: swapped + cached + free
     num_host_cached_blocks: int = 0
     num_host_free_blocks: int = 0
 
     @property
     def num_available_blocks(self) -> int:
-        """The blocks that new content can have: free ones, and cached ones by evicting them."""
+        """The blocks that can be allocated: free ones, and cached ones, which are evicted."""
         return self.num_free_blocks + self.num_cached_blocks
 
     @property
@@ -43,7 +38,7 @@ class KVCacheStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One engine step. Phases: schedule, apply (the engine's), and those of the executor: prepare, forward, sample."""
+    """One engine step. Its phases are schedule and apply of the engine, and prepare, forward, and sample."""
 
     num_sequences: int = 0
     num_tokens: int = 0
@@ -53,13 +48,13 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """Totals since the engine was built."""
+    """Totals since the start of the engine."""
 
     steps: int
-    computed_tokens: int  # every token that went through the model, those computed again after a preemption too
-    prompt_tokens_computed: int  # those of them that belong to prompts
+    computed_tokens: int  # tokens computed by the model, including those recomputed after a preemption
+    prompt_tokens_computed: int  # the part that belongs to prompts
     generated_tokens: int
-    recomputed_tokens: int  # computed again because their sequence was preempted
+    recomputed_tokens: int  # computed again after a preemption
     preemptions: Mapping[str, int]  # by mode: recompute, swap
     swapped_in_blocks: int  # from the host to the device, for returning sequences and for prefixes
     swapped_out_blocks: int
@@ -75,21 +70,23 @@ class EngineStats:
     counters: EngineCounters
     kv_totals: KVTotals = field(default_factory=KVTotals)
     kv_durations: KVDurations = field(default_factory=KVDurations)
-    num_swapped: int = 0  # of those that wait
+    num_swapped: int = 0  # part of num_waiting
 
 
 class StepRecorder:
+    """Counts steps, tokens, and ended requests."""
+
     def __init__(self) -> None:
         self.last_step = StepStats()
         self._steps = self._computed = self._prompt_computed = self._recomputed = self._generated = 0
         self._finished = dict.fromkeys([*FinishReason, ERROR], 0)
 
     def record_no_step(self) -> None:
-        """Requests may have ended, or a step begun that ends later; nothing was computed."""
+        """Record a call of step() that computed nothing: requests may have ended, or a step started that ends later."""
         self.last_step = StepStats()
 
     def record_step(self, batch: ScheduledBatch, num_sampled_tokens: int, phase_seconds: Mapping[str, float]) -> None:
-        if not batch.sequences:  # it only moved blocks
+        if not batch.sequences:  # the batch only moved blocks
             self.record_no_step()
             return
         self.last_step = StepStats(

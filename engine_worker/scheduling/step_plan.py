@@ -1,34 +1,34 @@
-"""The tokens of one step: what the running sequences want of it, and what of that is chosen.
+"""The tokens of one step: what the running sequences need, and what is selected.
 
     collect_demand()   one pass over every running sequence, in every step
     StepPlan           what is added to it counts as computed; a prompt that reaches its end forks
 
-The oldest group is first in each list, interactive requests apart from those in the background. A sequence whose last
-token is in flight wants nothing. The scheduler decides order and budget.
+Lists are ordered by age of the group, the oldest first; interactive and background requests are separate. A sequence
+whose last token is in flight needs nothing. The scheduler decides order and budget.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.batch import ScheduledSequence
-from engine_worker.scheduling.kv_slots import KVSlots
+from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.scheduling.sequence_group import SequenceGroup
 
-# Log-probabilities of prompts in a step: 8,000 tokens with 20 likeliest ones each are 1.4 MB which the store takes,
-# sends and keeps before the next tokens, 26 to 41 ms on two cores. With one likeliest one a step of 8,192 is whole.
-MOST_PROMPT_LOGPROBS = 32_768
+# Prompt logprobs per step. 8,000 tokens with 20 logprobs each are 1.4 MB, which the store writes and sends before the
+# next tokens: 26-41 ms on two cores. With prompt_logprobs=1 a step of 8,192 tokens is not limited.
+MAX_PROMPT_LOGPROBS = 32_768
 
 Place = tuple[SequenceGroup, Sequence]
 
 
 @dataclass(slots=True)
 class StepDemand:
-    """The tokens and blocks that the running groups of one class want of the next step."""
+    """The tokens and blocks that the running groups of one class need in the next step."""
 
     decodes: list[Place] = field(default_factory=list)  # lack one token
-    prefills: list[Place] = field(default_factory=list)  # lack more: prompts in chunks, and what is computed again
-    needs_blocks: list[Place] = field(default_factory=list)  # lack a block, or write into one that others share
+    prefills: list[Place] = field(default_factory=list)  # lack more: prompts in chunks, and recomputed tokens
+    needs_blocks: list[Place] = field(default_factory=list)  # lack a block, or write to a shared one
     incomplete: list[SequenceGroup] = field(default_factory=list)  # have sequences that do not run
 
     def first_decodes(self, num_slots: int) -> list[Place]:
@@ -51,7 +51,7 @@ def running_of(places: list[Place]) -> list[Place]:
     return [place for place in places if place[1].status is SequenceStatus.RUNNING]
 
 
-def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple[StepDemand, StepDemand]:
+def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVAllocator) -> tuple[StepDemand, StepDemand]:
     """Return the demand of interactive requests, and of background ones."""
     interactive, background = StepDemand(), StepDemand()
     needs_room = kv_cache.needs_room
@@ -75,8 +75,10 @@ def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple
 
 
 class StepPlan:
-    def __init__(self, kv_cache: KVSlots, claim_fork: Callable[[SequenceGroup, Sequence], bool]) -> None:
-        """`claim_fork`: takes a running slot for a sequence of a group, if there is one for it."""
+    """The sequences of the step that is being planned."""
+
+    def __init__(self, kv_cache: KVAllocator, claim_fork: Callable[[SequenceGroup, Sequence], bool]) -> None:
+        """Create an empty plan. `claim_fork`: takes a running slot for a fork, and returns whether one was free."""
         self._claim_fork = claim_fork
         self.sequences: list[ScheduledSequence] = []
         self._kv_cache = kv_cache
@@ -88,11 +90,11 @@ class StepPlan:
             self._add(group, sequence, 1, samples=True)
 
     def add_prefills(self, prefills: Iterator[tuple[SequenceGroup, Sequence]], budget_tokens: int) -> bool:
-        """Add what fits of sequences that lack more, each asked for when there is budget; whether there was one.
+        """Add prefills within the budget, and return whether one was added. The iterator advances only within budget.
 
-        A prompt for whose log-probabilities this step has no more room waits, and those behind it do not.
+        A prompt waits if the step has no room for its prompt logprobs; later prompts go on.
         """
-        num_before, logprobs_left = len(self.sequences), MOST_PROMPT_LOGPROBS
+        num_before, logprobs_left = len(self.sequences), MAX_PROMPT_LOGPROBS
         while budget_tokens > 0 and (prefill := next(prefills, None)) is not None:
             group, sequence = prefill
             num_new_tokens = min(budget_tokens, group.num_prefill_tokens(sequence))
@@ -105,11 +107,11 @@ class StepPlan:
         return len(self.sequences) > num_before
 
     def _add(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, *, samples: bool) -> None:
-        """The next tokens of `sequence`, and the forks of its group that become due with them."""
+        """Add the next tokens of `sequence`, and the forks of its group that are due with them."""
         kv = sequence.kv
         start = kv.num_computed_tokens
         end = start + num_new_tokens
-        if end // self._block_size > kv.num_published_blocks:  # asked here, as most steps complete no block
+        if end // self._block_size > kv.num_published_blocks:  # saves a call, because most steps complete no block
             self._kv_cache.publish(sequence, end)
         kv.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
@@ -121,7 +123,7 @@ class StepPlan:
                 self._fork_new(group, sequence)
 
     def _fork_new(self, group: SequenceGroup, first: Sequence) -> None:
-        """Fork the sequences without tokens for which there are slots: they sample of the logits of `first`."""
+        """Fork the sequences without tokens, as far as slots allow. They sample from the logits of `first`."""
         for child in group.sequences:
             if child.status is not SequenceStatus.WAITING or child.num_tokens > group.num_prompt_tokens:
                 continue
@@ -133,7 +135,7 @@ class StepPlan:
             self.sequences.append(ScheduledSequence(child, group.num_prompt_tokens, 0, samples=True))
 
     def _fork_beams(self, group: SequenceGroup) -> None:
-        """Fork the beams of a preempted search from the first, which has computed the prompt again."""
+        """Fork the beams of a preempted search from the first, which has recomputed the prompt."""
         first, *others = group.sequences
         for child in others:
             self._kv_cache.fork(first, child, group.num_prompt_tokens)

@@ -1,4 +1,1 @@
-"""The worker's only Redis code: claim, emit, finish, reap.
-
-It is both ends of a request in the worker, and all of a takeover. Nothing here knows the engine or text.
-"""
+"""The worker's Redis code: claims requests, emits tokens, finishes requests, and reaps dead workers."""

@@ -1,9 +1,7 @@
-"""Listens for hints to one worker incarnation: `REQUEST` was cancelled, or `REQUEST GATEWAY`, who listens to it too.
+"""Receives hints for one worker incarnation: `REQUEST` was cancelled, or `REQUEST GATEWAY` attached to a request.
 
-Hints may be lost. A cancel is only made faster by one than by the next EMIT, which reports it anyway; that matters for
-requests that make no tokens yet, such as a long prefill. A gateway that still hears nothing attaches again.
-
-When a client leaves its chat, the worker looks here between two steps. It knows ids, and no reason.
+Hints may be lost. EMIT reports a cancellation anyway; a hint is faster, which matters for requests that produce no
+tokens yet, such as a long prefill. A gateway that receives no events attaches again.
 """
 
 from collections.abc import Callable
@@ -28,17 +26,17 @@ class CancelHints:
         self._on_attach = on_attach
 
     async def run(self, worker_id: str) -> None:
-        """Owner task: calls back for each hint. Start it anew for each incarnation."""
+        """Call back for each hint, until cancelled. Start one task per incarnation."""
         subscription = Subscription(self._subscriber, [self._keys.control_channel(worker_id)])
         try:
             while True:
                 message = await subscription.get(timeout_seconds=1.0)
                 if isinstance(message, Message):
-                    self._understand(message.data.decode(errors="replace"))
+                    self._handle_message(message.data.decode(errors="replace"))
         finally:
             await subscription.aclose()
 
-    def _understand(self, hint: str) -> None:
+    def _handle_message(self, hint: str) -> None:
         request_id, _, gateway_id = hint.partition(" ")
         if gateway_id:
             self._on_attach(request_id, gateway_id)

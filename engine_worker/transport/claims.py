@@ -1,7 +1,6 @@
-"""The requests that this worker incarnation has claimed and not yet finished.
+"""The requests that a worker incarnation has claimed and not finished.
 
-Shared by RequestStream, which adds, and TokenPublisher, which removes. Knows no Redis and decides nothing. A takeover
-adds one, and a token's way back looks here for whose it is.
+RequestStream adds them; TokenPublisher removes them.
 """
 
 import asyncio
@@ -14,22 +13,22 @@ from shared.messages import GenerationRequest, StoredChoice
 @dataclass(frozen=True, slots=True)
 class ClaimedRequest:
     request: GenerationRequest
-    stored: list[StoredChoice]  # the choices as earlier attempts left them: the engine continues behind them
+    stored: list[StoredChoice]  # the choices of earlier attempts, after which the engine continues
     gateway_id: str
     attempt: int
     queue: str
     entry_id: bytes
     solo: bool  # suspected of crashing workers: runs alone
-    queued_ms: int = 0  # when it came into the queues, by the store's clock
-    more_gateway_ids: tuple[str, ...] = ()  # attached since
-    flow: str = ""  # the key that it had its turn by in the queue
+    queued_ms: int = 0  # time of entering the queue, by the store's clock
+    more_gateway_ids: tuple[str, ...] = ()  # gateways that attached later
+    flow: str = ""  # the key that orders it in the queue
 
     @property
     def gateway_ids(self) -> tuple[str, ...]:
         return (self.gateway_id, *self.more_gateway_ids)
 
 
-MAX_GATEWAYS = 4  # that hear of one request at once; those before them read its journal
+MAX_GATEWAYS = 4  # gateways that receive the events of one request; earlier ones read its journal
 
 
 class Claims:
@@ -57,7 +56,7 @@ class Claims:
         self._by_request_id[claim.request.request_id] = claim
 
     def attach(self, request_id: str, gateway_id: str) -> None:
-        """From now on this gateway hears of the request too. Unknown ids are ignored."""
+        """Send the events of a request to this gateway too. Unknown ids are ignored."""
         claim = self._by_request_id.get(request_id)
         if claim is not None and gateway_id not in claim.gateway_ids:
             more = (*claim.more_gateway_ids, gateway_id)[1 - MAX_GATEWAYS :]
@@ -68,6 +67,7 @@ class Claims:
         self._changed.set()
 
     async def wait_until_one_ends(self, timeout_seconds: float) -> None:
+        """Wait until a request is removed, or until the timeout."""
         self._changed.clear()
         try:
             async with asyncio.timeout(timeout_seconds):

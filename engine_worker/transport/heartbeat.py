@@ -1,11 +1,7 @@
-"""Publishes each heartbeat that is offered, or the newest where the store is slow; one is offered each second, and one
-more as soon as a worker is ready.
+"""Publishes the worker's heartbeats: each one, or only the newest if the store is slow.
 
-A PUBLISH and not a key with a TTL: it is still allowed when the store is out of memory, and no clock of the server
-decides who is alive. Only what the engine loop has offered since the last beat is published: a hung loop falls silent.
-
-It stands beside every walk: gateways and other workers hear it, and miss it in a takeover. It does not know what the
-heartbeat says.
+It uses PUBLISH instead of a key with a TTL, because PUBLISH works when the store is out of memory, and no server clock
+decides which worker is alive. Only heartbeats that the engine loop has set are published, so a hung loop falls silent.
 """
 
 import asyncio
@@ -33,28 +29,29 @@ class HeartbeatPublisher:
     ) -> None:
         self._redis = redis
         self._channel = keys.heartbeat_channel
-        self._offered: WorkerHeartbeat | None = None
-        self._is_offered = asyncio.Event()
+        self._latest: WorkerHeartbeat | None = None
+        self._has_new = asyncio.Event()
         self.faults = faults or FaultCounts()
 
-    def offer(self, heartbeat: WorkerHeartbeat) -> None:
-        """Called by the engine loop every BEAT_SECONDS, also when idle and while loading."""
-        self._offered = heartbeat
-        self._is_offered.set()
+    def set_latest(self, heartbeat: WorkerHeartbeat) -> None:
+        """Set the heartbeat to publish next. The event loop calls it every BEAT_SECONDS, also when idle or loading."""
+        self._latest = heartbeat
+        self._has_new.set()
 
     async def run(self) -> None:
-        """Owner task. Store errors are counted, never raised."""
+        """Publish heartbeats until cancelled. Store errors are counted, never raised."""
         while True:
-            await self._is_offered.wait()
-            self._is_offered.clear()
+            await self._has_new.wait()
+            self._has_new.clear()
             await self.beat()
 
     async def beat(self) -> None:
-        heartbeat, self._offered = self._offered, None
+        """Publish the latest heartbeat, if it was not published yet."""
+        heartbeat, self._latest = self._latest, None
         if heartbeat is None:
             return
         try:
             await self._redis.publish(self._channel, encode(heartbeat))
         except (RedisError, OSError) as error:
             self.faults.num_failures += 1
-            logger.warning("heartbeat not sent: %s", error)
+            logger.warning("heartbeat: not sent: %s", error)

@@ -1,17 +1,15 @@
-"""One life of a worker in the store: its id, its fence, its claims.
+"""One incarnation of a worker in the store: its id, its fence, its claims.
 
 incarnation = await register(connections, keys, "w0")
 while True:
     try:
-        claimed = await incarnation.requests.claim(free_sequences)        # waits up to 1 s with block=True
+        claimed = await incarnation.requests.claim(demand)                # waits up to 1 s with block=True
         cancelled_ids = await incarnation.tokens.emit(token_events)       # once per engine step
         await incarnation.tokens.finish(finish_and_error_events)          # after the emit of the same step
     except Fenced:
         ...                                                               # drop every sequence
         incarnation = await register(connections, keys, "w0", previous=incarnation)
 await incarnation.requests.hand_back()                                    # drain: requeue the rest
-
-It is the subject of a takeover: what is fenced and reaped is one of these. It knows no request's content.
 """
 
 import asyncio
@@ -34,7 +32,7 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import ALL_ABILITIES, ReapMode, RedisScripts
 from shared.store_errors import StoreRetry
 
-MAX_FORMER_IDS = 4  # a failover with two primaries for a while takes up to three lives
+MAX_FORMER_IDS = 4  # a failover with two temporary primaries may take three incarnations
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +43,14 @@ class Incarnation:
     claims: Claims
     requests: RequestStream
     tokens: TokenPublisher
-    former_ids: tuple[str, ...] = ()  # of this process's lives before, the last one last
+    former_ids: tuple[str, ...] = ()  # of this process's earlier incarnations, oldest first
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """What a worker serves, and what it can."""
+    """The model that a worker serves, and the requests that it can serve."""
 
-    identity: Mapping[str, str] = field(default_factory=dict)  # model_identity.py; empty: not compared
+    identity: Mapping[str, str] = field(default_factory=dict)  # shared/model_identity.py; empty: not compared
     abilities: Abilities = ALL_ABILITIES
 
 
@@ -67,14 +65,16 @@ async def register(
     faults: FaultCounts | None = None,
     profile: WorkerProfile = WorkerProfile(),
 ) -> Incarnation:
-    """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers. Raises
-    ModelDiffers where the queue serves a model of another identity.
+    """Register a new worker id `BASE.<random>`, with its fence, groups, and consumers. Wait until the store answers.
 
-    What a `previous` incarnation still holds is requeued first, and what lives before it hold: nobody else knows that
-    they are over, and a store that failed over may have forgotten that they were handed back.
+    First requeue what earlier incarnations of this process hold: no other process knows that they have ended, and a
+    store may have lost their hand-back in a failover.
+
+    Raises:
+        ModelDiffers: If the queue serves a model of another identity.
     """
     scripts = RedisScripts(connections.commands, keys)
-    worker_id = f"{base_worker_id}.{secrets.token_hex(4)}"  # never used twice, or two lives would share a fence
+    worker_id = f"{base_worker_id}.{secrets.token_hex(4)}"  # unique, because each incarnation needs its own fence
     former_ids = (*previous.former_ids, previous.worker_id)[-MAX_FORMER_IDS:] if previous is not None else ()
     is_running = previous is not None or (fleet_clock is not None and fleet_clock.is_set)
     retry = StoreRetry(has_succeeded=is_running)
@@ -86,9 +86,9 @@ async def register(
             break
         except (RedisError, OSError) as error:
             delay_seconds = retry.delay_after(error)
-            logger.warning("cannot register with the store, trying again in %.1f s: %s", delay_seconds, error)
+            logger.warning("register: store error; retrying in %.1f s: %s", delay_seconds, error)
         await asyncio.sleep(delay_seconds)
-    logger.info("registered as %s", worker_id)
+    logger.info("worker %s: registered", worker_id)
     claims = Claims()
     return Incarnation(
         worker_id=worker_id,

@@ -1,8 +1,6 @@
-"""Publishes what the worker's KV memory looks like, about once a second, while a gateway says that somebody watches.
+"""Publishes snapshots of the worker's KV cache, about once a second, while a gateway reports viewers.
 
-Unwatched it costs one EXISTS a second. Lost snapshots are not repeated: the next one shows everything anew.
-
-It stands beside the walk of a block. It does not know what a snapshot means.
+Without viewers it costs one EXISTS per second. Lost snapshots are not repeated, because each one is complete.
 """
 
 import logging
@@ -18,13 +16,13 @@ from shared.messages import encode
 from shared.redis_keys import RedisKeys
 from shared.ticks import next_tick
 
-UNKNOWN = "?"  # whose a request is that has ended before anybody watched; no key's name holds it
+UNKNOWN = "?"  # the tenant of a request that ended before the first snapshot; not a valid key name
 
 logger = logging.getLogger("worker")
 
 
 class KVSource(Protocol):
-    """The engine, when it is loaded."""
+    """The loaded engine."""
 
     async def kv_view(self) -> dict[str, Any]: ...
 
@@ -40,26 +38,34 @@ class KVFeed:
         worker_id: Callable[[], str],
         tenants: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`source` gives None while there is no engine; `worker_id` that of the current incarnation; `tenants` whose
-        the requests are that it holds, by id."""
+        """Create the feed.
+
+        Args:
+            redis: The connection to publish on.
+            keys: The names of channels.
+            source: Returns the engine; None while it is not loaded.
+            worker_id: Returns the id of the current incarnation.
+            tenants: Returns the tenant of each held request, by id.
+        """
         self._redis = redis
         self._keys = keys
         self._source = source
         self._worker_id = worker_id
         self._tenants = tenants
-        self._known: Mapping[str, str] = {}  # with the snapshot before: moves are told after their request's end too
+        self._known: Mapping[str, str] = {}  # tenants at the previous snapshot, for moves of requests that ended since
         self._last_event = 0
 
     async def run(self) -> None:
-        """Owner task. Store errors are logged, never raised."""
+        """Publish snapshots until cancelled. Store errors are logged, never raised."""
         while True:
             await next_tick(SNAPSHOT_SECONDS)
             try:
                 await self.publish_if_watched()
             except (RedisError, OSError) as error:
-                logger.debug("KV snapshot not sent: %s", error)
+                logger.debug("KV snapshot: not sent: %s", error)
 
     async def publish_if_watched(self) -> None:
+        """Publish a snapshot if a gateway reports viewers."""
         source = self._source()
         if source is None or not await self._redis.exists(self._keys.kv_watch):
             return
@@ -87,7 +93,7 @@ def _snapshot(
 
 def _request(sequence: dict[str, Any], tenants: Mapping[str, str]) -> KVRequest:
     return KVRequest(
-        id=f"{sequence['request_id'][:12]}#{sequence['choice']}",  # that of a request is 32 digits long
+        id=f"{sequence['request_id'][:12]}#{sequence['choice']}",  # request ids have 32 digits
         state=sequence["status"],
         num_tokens=sequence["num_tokens"],
         num_computed_tokens=sequence["num_computed_tokens"],

@@ -1,13 +1,9 @@
-"""Ends requests whose gateway is gone and that nobody has taken up since: their KV and their place are freed.
+"""Ends requests whose gateway is gone and to which no other gateway attached, and so frees their KV and queue places.
 
-A gateway lives as long as it is subscribed to its own channel, which the store knows: a killed one's connection closes
-with it. How long it has been gone is counted in ticks of this process, as with workers; a paused observer ends nothing.
-Each tick looks at one page of the queues, which hold every request that has not ended. A request that should not have
-been ended (the gateway was only cut off, and its client waits) is accepted anew by its gateway; a kept one is queued
-again, as soon as a gateway attaches to it that held it before.
-
-Knows nothing of clients: while a gateway lives, letting go is its own business. It stands beside the takeover of a
-worker's requests: this is about the gateway's end.
+A gateway is alive while it subscribes to its own channel; the store closes the subscription of a killed one. The time
+since then is counted in ticks of this process, so a paused observer ends nothing. Each tick reads one page of the
+queues, which contain every unfinished request. If a request was ended by mistake, because its gateway was only cut off,
+that gateway submits it again; a request with a stored answer is requeued when a former gateway attaches to it.
 """
 
 import logging
@@ -20,7 +16,7 @@ from shared.messages import PROTOCOL_VERSION, EventBatch, FinishEvent, FinishRea
 from shared.new_requests import GRACE_SECONDS
 from shared.redis_scripts import RedisScripts
 
-PAGE_ENTRIES = 256  # of each queue in a tick: about a millisecond of the server's time
+PAGE_ENTRIES = 256  # per queue and tick: about 1 ms of the server's time
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +33,14 @@ class Orphans:
     def __init__(self, scripts: RedisScripts, tick_seconds: float, faults: FaultCounts | None = None) -> None:
         self._scripts = scripts
         self._tick_seconds = tick_seconds
-        self._missed: dict[str, int] = {}  # ticks in a row, by gateway that is gone
-        self._cursors: dict[str, str] = {}  # by queue that is not read to its end: behind which entry
-        self._seen: set[str] = set()  # gateways, in this round over the queues
-        self._last_seen: set[str] = set()  # and in the one before
+        self._missed: dict[str, int] = {}  # consecutive ticks, by gateway that is gone
+        self._cursors: dict[str, str] = {}  # the last entry read, by queue that is not read to its end
+        self._seen: set[str] = set()  # gateways in this pass over the queues
+        self._last_seen: set[str] = set()  # gateways in the previous pass
         self.faults = faults or FaultCounts()
 
     async def tick(self) -> None:
-        """Raises the store's errors, which end this tick only."""
+        """Read one page, and end its orphaned requests. Raises the store's errors."""
         requests = await self._next_page()
         self._seen.update(request.gateway_id for request in requests)
         await self._count({*self._seen, *self._last_seen})
@@ -63,7 +59,7 @@ class Orphans:
         channels = [self._scripts.keys.gateway_channel(gateway_id) for gateway_id in known]
         replies: Any = await self._scripts.redis.pubsub_numsub(*channels)
         self._missed = {
-            gateway_id: self._missed.get(gateway_id, -1) + 1  # the tick in which it is first missed is not a whole one
+            gateway_id: self._missed.get(gateway_id, -1) + 1  # starts at 0, because the first tick is partial
             for gateway_id, (_, num_subscribers) in zip(known, replies, strict=True)
             if not num_subscribers
         }
@@ -81,7 +77,7 @@ class Orphans:
         )
         if ended:
             self.faults.num_ended += 1
-            logger.warning("request %s is ended: its gateway %s is gone", request.request_id, request.gateway_id)
+            logger.warning("request %s: ended: its gateway %s is gone", request.request_id, request.gateway_id)
 
     async def _next_page(self) -> list[_Waiting]:
         redis, keys = self._scripts.redis, self._scripts.keys
@@ -105,7 +101,7 @@ class Orphans:
 
 
 def _waiting(request_id: str, reply: Any) -> _Waiting | None:
-    """None: cancelled meanwhile, of the wrong type, or nobody's (a dead letter that was retried)."""
+    """Return None if it was cancelled, has the wrong type, or has no gateway (a retried dead letter)."""
     if isinstance(reply, Exception) or not reply[0] or not reply[2]:
         return None
     gateway_id, grace, priority_class = reply

@@ -1,10 +1,8 @@
-"""Finds dead workers and requeues what they held, and ends what dead gateways left (orphans.py). Runs in every worker.
+"""Finds dead workers and requeues their requests, and ends orphaned requests (orphans.py). It runs in every worker.
 
-Liveness is counted in ticks of this process's own clock: a worker that sent no heartbeat for 15 ticks is dead. A tick
-that comes late is still one tick, so a paused observer reaps no one; and a tick in which the observer heard nothing at
-all, not even the answer to its own ping, does not count. A consumer without a fence is a zombie's: reaped at once.
-
-It is the first step of a takeover: what is requeued here, another worker claims. It knows no tokens.
+Time is counted in ticks of this process: a worker without a heartbeat for 15 ticks is dead. A late tick counts as one,
+so a paused observer reaps no worker. A tick in which the observer received nothing, not even the reply to its ping,
+does not count. A consumer without a fence is a zombie, and is reaped at once.
 """
 
 import logging
@@ -31,21 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 class MissedTicks:
-    """How many ticks in a row each known worker has been silent."""
+    """The consecutive ticks without a heartbeat, by worker."""
 
     def __init__(self, missed_ticks_until_dead: int) -> None:
         self._limit = missed_ticks_until_dead
         self._missed: dict[str, int] = {}
 
-    def heard(self, worker_id: str) -> None:
-        self._missed[worker_id] = -1  # the tick that ends now is not missed
+    def record_heartbeat(self, worker_id: str) -> None:
+        """Restart the count of a worker."""
+        self._missed[worker_id] = -1  # the current tick is not missed
 
     def forget_all(self) -> None:
-        """The observer may have missed beats itself: every count starts anew."""
+        """Restart every count, because the observer may have missed heartbeats itself."""
         self._missed.clear()
 
     def tick(self, worker_ids: Iterable[str]) -> list[str]:
-        """Count one tick for the workers that exist; returns those that are dead now."""
+        """Count one tick for these workers, and return the dead ones."""
         self._missed = {worker_id: self._missed.get(worker_id, -1) + 1 for worker_id in worker_ids}
         return [worker_id for worker_id, missed in self._missed.items() if missed >= self._limit]
 
@@ -67,14 +66,14 @@ class Reaper:
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._missed = MissedTicks(missed_ticks_until_dead)
-        self.heard: set[str] = set()  # ids of all workers that sent a heartbeat
+        self.seen_worker_ids: set[str] = set()  # all workers that sent a heartbeat
         self.faults = faults or FaultCounts()
         self._retry = StoreRetry(clock=clock)
         self._orphans = Orphans(self._scripts, tick_seconds, self.faults)
 
     async def run(self) -> None:
-        """Owner task."""
-        # Two pings a tick, until one hears: so a live subscription always hears something between two ticks.
+        """Listen to heartbeats and reap each tick, until cancelled."""
+        # Two pings per silent tick, so that a live subscription receives something in each tick.
         subscription = Subscription(
             self._subscriber, [self._keys.heartbeat_channel], ping_seconds=self._tick_seconds / 2, clock=self._clock
         )
@@ -85,16 +84,17 @@ class Reaper:
         finally:
             await subscription.aclose()
 
-    def hear(self, data: bytes) -> None:
+    def on_message(self, data: bytes) -> None:
+        """Record an encoded heartbeat. An invalid one is counted."""
         try:
             worker_id = decode_heartbeat(data).worker_id
-            self._missed.heard(worker_id)
-            self.heard.add(worker_id)
+            self._missed.record_heartbeat(worker_id)
+            self.seen_worker_ids.add(worker_id)
         except FormatError:
             self.faults.num_bad_heartbeats += 1
 
     async def tick(self, *, could_hear: bool) -> None:
-        """Reap zombies, and whoever has been silent for too long. Store errors end this tick only."""
+        """Reap zombies and silent workers. Store errors end only this tick."""
         try:
             worker_ids = await list_worker_ids(self._scripts.redis, self._keys)
             fenced = await self._without_fence(worker_ids)
@@ -102,16 +102,18 @@ class Reaper:
             for worker_id in sorted({*fenced, *dead}):
                 summary = await reap_worker(self._scripts, worker_id)
                 self.faults.num_reaped += 1
-                logger.warning("reaped worker %s: %s", worker_id, summary)
+                logger.warning("reaper: reaped worker %s: %s", worker_id, summary)
             await self._orphans.tick()
             self._retry.succeeded()
         except (RedisError, OSError) as error:
             self._retry.delay_after(error)
-            logger.warning("no reaping in this tick: %s", error)
+            logger.warning("reaper: tick skipped: %s", error)
 
     async def _listen_until(self, subscription: Subscription, deadline: float) -> bool:
-        """Return whether anything was heard. What was is answer enough until the middle of the tick behind this one: an
-        idle worker hears its own heartbeat and pings nobody."""
+        """Return whether anything was received.
+
+        A message replaces pings until the middle of the next tick: an idle worker receives its own heartbeat.
+        """
         num_replies = subscription.num_replies
         while (left := deadline - self._clock()) > 0:
             message = await subscription.get(left)
@@ -120,7 +122,7 @@ class Reaper:
             if message is GAP:
                 self._missed.forget_all()
             elif isinstance(message, Message):
-                self.hear(message.data)
+                self.on_message(message.data)
         return subscription.num_replies > num_replies
 
     async def _without_fence(self, worker_ids: list[str]) -> list[str]:

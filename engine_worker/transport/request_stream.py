@@ -1,12 +1,11 @@
-"""Claims requests from the priority queues for one worker incarnation.
+"""Claims requests from the priority queues for one worker incarnation. The caller decides how many.
 
     queue entry --TAKE or XREADGROUP BLOCK--> backlog --CLAIM--> ClaimedRequest
 
-Reads are never repeated blindly: an entry whose reply was lost is in the worker's own pending list, which is read again
-after every failed read and every few seconds (a server may still deliver to a read that its client gave up). A
-suspected crasher ("solo") is claimed only when nothing else runs, and nothing else is claimed while one waits or runs.
-Knows nothing of KV memory: the caller says how many requests it can take. It is the end of a chat's way in, and the
-claim of a takeover.
+A read is never repeated blindly: an entry whose reply was lost is in the worker's pending list, which is read after
+every failed read and every few seconds, because a server may deliver to a read that its client gave up. A request
+suspected of crashing workers ("solo") is claimed only when nothing else runs; while it waits or runs, nothing else is
+claimed.
 """
 
 import asyncio
@@ -52,21 +51,21 @@ from shared.store_errors import StoreRetry
 from shared.ticks import until_tick
 
 REREAD_SECONDS = 5.0
-REREAD_MAX_ENTRIES = 4096  # far above what one worker holds
-UNFIT_PAUSE_SECONDS = 1.0  # or a worker would read what it has just passed on, again and again; TAKE looks meanwhile
-SEAT_MILLISECONDS = 20  # while the last class may have nothing: until it is asked again whether it may
+REREAD_MAX_ENTRIES = 4096  # far more than one worker holds
+UNFIT_PAUSE_SECONDS = 1.0  # keeps a worker from rereading entries that it passed on; TAKE continues meanwhile
+BATCH_RECHECK_MILLISECONDS = 20  # between checks whether class `batch` may claim, while it may not
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Verdict:
-    """The outcome of entries: requests to run, entries to finish at once, and errors to tell by gateway."""
+    """The outcome of queue entries: requests to run, entries to finish at once, and errors by gateway."""
 
     claimed: list[ClaimedRequest] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     errors: dict[str, list[ErrorEvent]] = field(default_factory=dict)
-    positions: dict[str, int] = field(default_factory=dict)  # of refused requests among the endings
+    positions: dict[str, int] = field(default_factory=dict)  # index in endings, by id of a refused request
 
     def refuse(self, entry: QueueEntry, reply: ClaimReply, code: ErrorCode, message: str) -> None:
         event = ErrorEvent(entry.request_id, code, message)
@@ -87,8 +86,18 @@ class RequestStream:
         faults: FaultCounts | None = None,
         abilities: Abilities = ALL_ABILITIES,
     ) -> None:
-        """`fleet_clock`: that of deadlines; without one they are left to the gateways. `abilities`: requests that need
-        more are left to other workers."""
+        """Create the stream.
+
+        Args:
+            connections: To the store.
+            scripts: The store's scripts.
+            worker_id: The incarnation.
+            claims: Gets the claimed requests.
+            clock: Monotonic, in seconds.
+            fleet_clock: The clock of deadlines; None: gateways enforce them.
+            faults: Counts failed reads.
+            abilities: Requests that need more are passed on to other workers.
+        """
         self._abilities = abilities
         self._blocking: Redis = connections.blocking
         self._scripts = scripts
@@ -98,17 +107,23 @@ class RequestStream:
         self._fleet_clock = fleet_clock
         self._backlog: list[QueueEntry] = []  # read, not claimed
         self._patience = Patience(clock)
-        self._retry = StoreRetry(has_succeeded=True, clock=clock)  # it has registered
+        self._retry = StoreRetry(has_succeeded=True, clock=clock)  # register() has succeeded
         self._reread_at = clock() + REREAD_SECONDS
-        self._waits_for_newer_at = clock()  # when that queue may wake this worker again
+        self._waits_for_newer_at = clock()  # when the queue NEWER may wake this worker again
         self.faults = faults or FaultCounts()
 
     async def claim(self, demand: Demand, *, block: bool = False) -> list[ClaimedRequest]:
-        """New requests, highest class first, as many as demand and the peers' share allow; with `block`, waits up to
-        the next tick for the first one.
+        """Claim new requests, highest class first, as demand and the peers' share allow.
 
-        One task at a time; cancel it only at shutdown. Raises Fenced; while the store is away it returns nothing.
-        Cancelled and unreadable entries are finished here.
+        Call it from one task, and cancel that only at shutdown. Cancelled and unreadable entries are finished here.
+        While the store is unavailable, nothing is returned.
+
+        Args:
+            demand: The room for requests.
+            block: Whether to wait for the first request, at most until the next tick.
+
+        Raises:
+            Fenced: If this incarnation was declared dead.
         """
         if demand.requests + demand.others <= 0 or self._claims.runs_solo:
             return await self._nothing_to_claim(block)
@@ -122,9 +137,9 @@ class RequestStream:
             return []
 
     async def peers_level(self, room: int) -> int | None:
-        """The number that the emptiest peer with room for more holds, when nothing waits for it in the queue.
+        """Return the number of requests of the least-loaded peer with room, if nothing waits in the queue for it.
 
-        None: something does, there is no such peer, or nobody knows.
+        None: requests wait, there is no such peer, or the store did not answer.
         """
         try:
             return await self._scripts.level(self._worker_id, self.num_held, room)
@@ -133,7 +148,7 @@ class RequestStream:
             return None
 
     async def unclaim(self, request_ids: Iterable[str]) -> None:
-        """Give back what was claimed and not begun. Repeated until the store answers; raises Fenced."""
+        """Return requests that have not started to the queue. Retry until the store answers. Raises Fenced."""
         claims = [claim for id_ in request_ids if (claim := self._claims.get(id_))]
         claims.sort(key=lambda claim: [int(part) for part in claim.entry_id.split(b"-")])
         entries = [QueueEntry(claim.queue, claim.entry_id, claim.request.request_id, claim.solo) for claim in claims]
@@ -146,8 +161,8 @@ class RequestStream:
         for entry in entries:
             self._claims.remove(entry.request_id)
 
-    def outwaited(self) -> set[str]:
-        """Ids of claimed requests without a token in the store that should have begun by now."""
+    def queue_timed_out(self) -> set[str]:
+        """Return the ids of claimed requests without stored tokens whose queue timeout has passed."""
         timed = [claim for claim in self._claims if claim.request.queue_deadline is not None]
         return {claim.request.request_id for claim in timed if self._overdue(claim) is ErrorCode.QUEUE_TIMEOUT}
 
@@ -156,11 +171,16 @@ class RequestStream:
         return len(self._claims) + len(self._backlog)
 
     async def hand_back(self) -> ReapSummary:
-        """Give up this incarnation: every unfinished request goes back to the queue without counting an attempt."""
+        """End this incarnation: requeue every unfinished request without counting an attempt."""
         return await reap_worker(self._scripts, self._worker_id, ReapMode.DRAIN)
 
     async def hand_back_within(self, seconds: float) -> None:
-        """Repeat hand_back() while the store is away, at most for so long. Raises TimeoutError, and Fenced."""
+        """Retry hand_back() while the store is unavailable.
+
+        Raises:
+            TimeoutError: If the store is still unavailable after `seconds`.
+            Fenced: If this incarnation was declared dead.
+        """
         ends_at = self._clock() + seconds
         while True:
             try:
@@ -168,7 +188,7 @@ class RequestStream:
                 return
             except (RedisError, OSError) as error:
                 if self._clock() >= ends_at:
-                    raise TimeoutError("the store is away") from error
+                    raise TimeoutError("the store is unavailable") from error
                 await self._endure(error, block=True)
 
     async def _nothing_to_claim(self, block: bool) -> list[ClaimedRequest]:
@@ -182,7 +202,7 @@ class RequestStream:
         if isinstance(error, RedisError) and is_missing_group(error):
             raise Fenced("the store lost its queues") from error
         delay_seconds = self._retry.delay_after(error)
-        logger.warning("claiming failed, will read the own pending entries again: %s", error)
+        logger.warning("claim: failed; rereading own pending entries: %s", error)
         if block:
             await asyncio.sleep(delay_seconds)
 
@@ -214,11 +234,11 @@ class RequestStream:
         return {claim.flow for claim in self._claims if claim.flow and claim.request.tenant in tenants}
 
     async def _wait_for_entries(self, max_batch: int) -> None:
-        """One entry a queue: the rest of a burst is taken by the next call, in strict order again."""
+        """Read one entry per queue. The next call takes the rest of a burst, in order of priority."""
         queues = list(self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1])
         if self._clock() < self._waits_for_newer_at:
             queues.remove(self._scripts.keys.queue(NEWER))
-        block_milliseconds = ceil(until_tick(BLOCK_SECONDS) * 1000) if max_batch else SEAT_MILLISECONDS
+        block_milliseconds = ceil(until_tick(BLOCK_SECONDS) * 1000) if max_batch else BATCH_RECHECK_MILLISECONDS
         self._backlog += await self._read(">", 1, block_milliseconds, queues)
 
     async def _reread_own_pending(self) -> None:
@@ -239,7 +259,7 @@ class RequestStream:
         return await self._without_unfit(read)
 
     async def _without_unfit(self, entries: list[QueueEntry]) -> list[QueueEntry]:
-        """Pass on what this worker cannot serve. TAKE never reads that; XREADGROUP cannot compare."""
+        """Pass on entries that this worker cannot serve, which XREADGROUP, unlike TAKE, may return."""
         unfit = [entry for entry in entries if not self._abilities.serve(entry.needs, entry.context_tokens)]
         if not unfit:
             return entries
@@ -253,13 +273,15 @@ class RequestStream:
 
     @property
     def _claimable(self) -> list[QueueEntry]:
-        """Without second entries of requests that run here: those wait for the end of that attempt, or its tokens would
-        be taken for theirs."""
+        """The backlog without second entries of requests that run here.
+
+        A second entry waits for the end of the running attempt, whose tokens would otherwise count for it.
+        """
         return [entry for entry in self._backlog if self._claims.get(entry.request_id) is None]
 
     @property
     def _must_wait(self) -> bool:
-        """For the end of a request that runs here."""
+        """Whether entries wait for the end of a request that runs here."""
         return bool(self._backlog)
 
     def _next_entries(self, max_requests: int) -> list[QueueEntry]:
@@ -286,16 +308,16 @@ class RequestStream:
         try:
             claimed = _claimed(entry, reply, self._abilities.capabilities)
         except FormatError as error:
-            logger.error("request %s is unreadable: %s", entry.request_id, error)
+            logger.error("request %s: unreadable: %s", entry.request_id, error)
             verdict.refuse(entry, reply, ErrorCode.REQUEST_FAILED, UNREADABLE_MESSAGE)
             return
         if overdue := self._overdue(claimed):
-            verdict.refuse(entry, reply, overdue, "its time was over before a worker began")
+            verdict.refuse(entry, reply, overdue, "the timeout passed before a worker started the request")
         else:
             verdict.claimed.append(claimed)
 
     def _overdue(self, claimed: ClaimedRequest) -> ErrorCode | None:
-        """Asked before anything is computed."""
+        """Return the error code of a passed deadline or queue timeout, or None."""
         request = claimed.request
         if self._fleet_clock is None or not self._fleet_clock.is_set:
             return None
@@ -317,13 +339,13 @@ class RequestStream:
         try:
             await self._scripts.finish(self._worker_id, verdict.endings, messages)
         except (RedisError, OSError) as error:
-            await self._endure(error, block=False)  # still pending, so the next re-read finds them again
+            await self._endure(error, block=False)  # the entries stay pending; the next reread finds them
 
 
 def _claimed(entry: QueueEntry, reply: ClaimReply, capabilities: int) -> ClaimedRequest:
     request = decode_request(reply.body, capabilities)
     if request.request_id != entry.request_id:
-        raise FormatError(f"the body is that of {request.request_id}")
+        raise FormatError(f"request_id: expected {entry.request_id}, got {request.request_id}")
     return ClaimedRequest(
         request=request,
         stored=journal_choices(reply.journal, request.sampling.n),

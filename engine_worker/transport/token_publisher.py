@@ -1,11 +1,8 @@
-"""Carries each engine step's events to the journal and the gateways, exactly once.
+"""Writes each engine step's events to the journal and publishes them to gateways, exactly once.
 
-One EMIT a step for all sequences (journal before publish, in one script), then one FINISH for those that ended. Both
-are held and repeated while the store is away: the step number makes a repeat harmless. A worker that hears nothing for
-10 s fences itself, well before the 15 missed heartbeats after which others take its requests.
-
-It is the token's way back where it leaves the worker: EMIT and FINISH. It knows no text and no HTTP, and not which
-gateway is alive.
+Each step takes one EMIT for all sequences (journal before publish, in one script), then one FINISH for ended ones. Both
+are retried while the store is unavailable; the step number makes a retry harmless. A worker without a reply for 10 s
+fences itself, before peers take its requests after 15 missed heartbeats.
 """
 
 import asyncio
@@ -61,11 +58,15 @@ class TokenPublisher:
         self.faults = faults or FaultCounts()
 
     async def emit(self, events: Sequence[TokenEvent]) -> list[str]:
-        """Journal and publish one engine step's tokens (one script call, whatever the batch size).
+        """Journal and publish one engine step's tokens, in one script call for the whole batch.
 
-        Returns the ids of requests that were cancelled: abort them, then `finish` them with FinishReason.CANCELLED.
-        Held and retried while the store is away; raises Fenced when fenced or after 10 s without any reply.
-        Counts its own steps. Events of requests that are not claimed (any more) are left out.
+        Retried while the store is unavailable. Events of requests that are not claimed are dropped.
+
+        Returns:
+            The ids of cancelled requests: abort them, then `finish` them with FinishReason.CANCELLED.
+
+        Raises:
+            Fenced: If the worker is fenced, or got no reply for 10 s.
         """
         async with self._in_order:
             claimed = self._claimed(events)
@@ -74,7 +75,7 @@ class TokenPublisher:
             frames: dict[str, StepFrame] = {}
             for event, claim in claimed:
                 request_id, data = event.request_id, _frame(event)
-                if request_id in frames:  # of another choice: they are appended as one
+                if request_id in frames:  # another choice of the request: append both as one
                     data = frames[request_id].data + data
                 frames[request_id] = StepFrame(request_id, claim.entry_id, data)
             step, of_step = self._step + 1, list(frames.values())
@@ -84,9 +85,12 @@ class TokenPublisher:
             return cancelled
 
     async def finish(self, events: Sequence[TerminalEvent]) -> None:
-        """Acknowledge, store and publish the end of requests; call after the emit of their last tokens.
+        """Acknowledge, store, and publish the end of requests. Call it after the emit of their last tokens.
 
-        `usage.completion_tokens` must count all output tokens, those of earlier attempts included.
+        `usage.completion_tokens` must count all output tokens, including those of earlier attempts.
+
+        Raises:
+            Fenced: If the worker is fenced, or got no reply for 10 s.
         """
         async with self._in_order:
             claimed = self._claimed(events)
@@ -99,13 +103,13 @@ class TokenPublisher:
                 self._claims.remove(ending.request_id)
 
     def _claimed(self, events: Iterable[_Event]) -> list[tuple[_Event, ClaimedRequest]]:
-        """The events whose requests are claimed here, each with its claim."""
+        """Return the events whose requests are claimed here, each with its claim."""
         return [(event, claim) for event in events if (claim := self._claims.get(event.request_id)) is not None]
 
     def _messages(
         self, step: int, claimed: Iterable[tuple[StreamEvent, ClaimedRequest]], request_ids: Iterable[str]
     ) -> list[GatewayMessage]:
-        """One a gateway; `request_ids`: those of the call, in its order."""
+        """Return one message per gateway. `request_ids`: those of the script call, in its order."""
         by_gateway: defaultdict[str, list[StreamEvent]] = defaultdict(list)
         for event, claim in claimed:
             by_gateway[claim.gateway_id].append(event)
@@ -135,10 +139,10 @@ class TokenPublisher:
             except (RedisError, OSError) as error:
                 delay_seconds = retry.delay_after(error)
                 if not got_no_reply(error):
-                    last_reply = self._clock()  # it answers, but cannot write now: nobody takes our requests meanwhile
+                    last_reply = self._clock()  # the store replies but cannot write, so no peer can take the requests
                 elif self._clock() - last_reply >= self._self_fence_seconds:
                     raise Fenced(f"no reply from the store for {self._self_fence_seconds:.0f} s") from error
-                logger.warning("the store did not take a step, trying again in %.1f s: %s", delay_seconds, error)
+                logger.warning("step: not stored; retrying in %.1f s: %s", delay_seconds, error)
             self.faults.num_retries += 1
             await self._sleep(delay_seconds)
 

@@ -197,7 +197,7 @@ async def collect_reply(reply: Reply) -> Body:
     collected = _Collected(len(completion.prompts) * completion.n, reply.response_format.collect)
     try:
         await Reading(generation, collected).to_end()
-        await generation.turns.carry_out(reply.extras.write_scores(generation.prompt_scores))
+        await generation.scheduler.run(reply.extras.write_scores(generation.prompt_scores))
         work = partial(_body_of, reply, collected.updates, generation.usage)
         return await reply.work(_num_bytes_of(reply), work, may_refuse=False)
     finally:

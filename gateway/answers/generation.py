@@ -29,6 +29,7 @@ from gateway.answers.choice_progress import (
 from gateway.answers.openai_response import UsageCount
 from gateway.answers.reading import Reading, Sink, nothing_plain
 from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
+from gateway.loop_scheduler import KeyScheduler
 from gateway.metrics import ModelMetrics
 from gateway.model_service import ModelService
 from gateway.parsing.message import MessageParser
@@ -36,7 +37,6 @@ from gateway.requests.openai_schema import CompletionRequest
 from gateway.store.inference_client import ResponseStream
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
-from gateway.turns import KeyTurns
 from shared.capabilities import NEEDS_NEWER_MESSAGE
 from shared.messages import (
     EncodedLogprobs,
@@ -67,7 +67,7 @@ class Generation:
         planned = [stream.request for stream in streams]
         keeps_marks = reads_special_mark(service.options, model.encoder, request)
         self.service = service
-        self.turns: KeyTurns = service.turns.of(planned[0].tenant)
+        self.scheduler: KeyScheduler = service.loop_scheduler.of(planned[0].tenant)
         self._streams = streams
         self._ended_at = ended_at
         spellings = model.encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.turns import KeyTurns
+from gateway.loop_scheduler import KeyScheduler
 
 
 class Readable(Protocol):
     """The part of Generation that is asked here."""
 
     @property
-    def turns(self) -> KeyTurns: ...
+    def scheduler(self) -> KeyScheduler: ...
 
     @property
     def is_over(self) -> bool: ...
@@ -62,7 +62,7 @@ class Reading:
         self._generation = generation
         self._sink = sink
         self._read_plain = generation.read_plain if sink.among is None else nothing_plain
-        self._turns = generation.turns
+        self._scheduler = generation.scheduler
         self._failure: Exception | None = None
         self._is_told = False  # to its end
         self._hears = False  # else it waits for a turn, or for to_end() to go on
@@ -100,7 +100,7 @@ class Reading:
     def _hear(self) -> None:
         if self._hears:
             self._hears = False
-            self._turns.begin(self._read)
+            self._scheduler.submit(self._read)
 
     def _read(self) -> bool:
         """Until there is nothing more now, the sink does not keep up, or the slice is over: what is not read stays
@@ -129,7 +129,7 @@ class Reading:
             for updates in ready if sink.among is None else sink.among(ready):
                 keeps_up = sink.take(updates)
                 num_taken += len(updates)
-                is_over = num_taken > 1 and self._turns.is_over  # one token, as most reads are of, asks no clock
+                is_over = num_taken > 1 and self._scheduler.is_over  # one token, as most reads are of, asks no clock
                 if is_over or not keeps_up:
                     break
             else:

@@ -1,18 +1,12 @@
-"""Access to the gateway's routes: which key a request shows, and whose account it is charged to.
+"""Access to the gateway's routes: checks the API key of a request and returns the account that is charged.
 
-Without keys everybody may do everything but other sites' pages, and the gateway listens on loopback
-only (see check_address). With keys every route but OPEN_ROUTES asks for one, unknown URLs too. The file of keys is read
-again when it changes; one that cannot be read then leaves the keys as they were.
+With keys, every route except OPEN_ROUTES needs one, unknown URLs too. The file of keys is reloaded when it changes; if
+it cannot be read, the old keys stay valid. Without keys the gateway listens only on loopback (check_address), and these
+headers, which browsers send and programs do not, keep out pages of other sites, including DNS rebinding:
 
-A gateway without keys answers whoever reaches it. Its port on 127.0.0.1 is reached by every page that a browser on this
-machine shows: by a script's request (the answer is hidden from it, but the work is done), or, once the page's own name
-has been made to point to 127.0.0.1 (DNS rebinding), with the answer too. Programs send none of what is looked at here.
-
-    Sec-Fetch-Site   says whose page asks; browsers send it to 127.0.0.1 and localhost since 2023, no script can set it
-    Origin           the same from older ones, with everything but plain GETs
-    Host             the name in the page's address: a rebound one is a public name, which has a dot
-
-A chat's way in, around every route. It knows no body and no model.
+    Sec-Fetch-Site   the site of the requesting page; browsers send it since 2023, and no script can set it
+    Origin           the same from older browsers, on all requests except plain GETs
+    Host             the host name of the page's address; a rebound one is a public name, which has a dot
 """
 
 import asyncio
@@ -31,55 +25,55 @@ from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, read_keys, sing
 from gateway.auth.rate_limits import Account
 from gateway.errors import Forbidden, Unauthenticated
 
-_OWN_SITES = ("same-origin", "none")  # none: typed, a bookmark
+_OWN_SITES = ("same-origin", "none")  # none: a typed address or a bookmark
 logger = logging.getLogger("gateway")
-OPEN_ROUTES = frozenset(("/livez", "/readyz"))  # probes; they tell nothing but whether to send traffic here
+OPEN_ROUTES = frozenset(("/livez", "/readyz"))  # probes, which reveal only whether to send traffic
 RELOAD_SECONDS = 2.0
 ACCOUNT = web.RequestKey("account", Account)
 
 
 def check_host(headers: Mapping[str, str], allowed_hosts: frozenset[str]) -> None:
-    """Raises Forbidden for a name that a stranger could have registered."""
+    """Raise Forbidden if the Host is a public name, which DNS rebinding could use."""
     name = _host_name(headers.get("Host", ""))
     if name in allowed_hosts or _is_address(name) or "." not in name.removesuffix(".localhost"):
         return
     raise Forbidden(
-        f"Host: {name[:100]!r} is no name of this server; without API keys it answers to addresses, to names without "
-        "a dot, and to those of --allowed-hosts.",
+        f"Host {name[:100]!r} is not allowed. Without API keys, use an IP address, a name without a dot, or a name of "
+        "--allowed-hosts.",
         code="host_not_allowed",
     )
 
 
 def check_site(method: str, headers: Mapping[str, str]) -> None:
-    """Raises Forbidden for what another site's page has a browser send."""
+    """Raise Forbidden for a request that a page of another site made a browser send."""
     site = headers.get("Sec-Fetch-Site")
     is_ours = is_of_this_site(headers) if site is None else site in _OWN_SITES or _opens_a_page(method, headers)
     if not is_ours:
-        raise Forbidden("Without API keys this server takes nothing that another site's page sends.")
+        raise Forbidden("Cross-site requests are not allowed without API keys.")
 
 
 def is_of_this_site(headers: Mapping[str, str]) -> bool:
-    """By the Origin, which browsers send and programs do not."""
+    """Return whether the Origin is this server, or absent: programs send none."""
     origin = headers.get("Origin")
     try:
         return origin is None or urllib.parse.urlsplit(origin).netloc.lower() == headers.get("Host", "").lower()
     except ValueError:
-        return False  # no URL at all, such as "http://["
+        return False  # not a URL, such as "http://["
 
 
 def _opens_a_page(method: str, headers: Mapping[str, str]) -> bool:
-    """A link that somebody follows: the page opens in a tab, where the linking site sees nothing of it."""
+    """Return whether a link opens the page in a tab, where the linking site cannot read it."""
     return (
         method == "GET" and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
     )
 
 
 def _host_name(host: str) -> str:
-    """Without the port and the brackets of an IPv6 address; empty if there is none, or what is no host."""
+    """Return the host without port and IPv6 brackets; "" if absent, "." if it is not a host."""
     try:
         return (urllib.parse.urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
-        return "."  # no name at all: not allowed
+        return "."  # check_host() refuses it
 
 
 def _is_address(name: str) -> bool:
@@ -94,6 +88,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Access:
+    """The valid API keys and their accounts."""
+
     def __init__(
         self,
         api_key: str = "",
@@ -102,9 +98,16 @@ class Access:
         *,
         allowed_hosts: Iterable[str] = (),
     ) -> None:
-        """`allowed_hosts`: further names that requests may call this server by while there are no keys.
+        """Read the keys.
 
-        Raises ApiKeysError.
+        Args:
+            api_key: The key of --api-key; "": none.
+            keys_file: The file of --api-keys-file.
+            clock: For rate limits, in seconds.
+            allowed_hosts: Additional Host names that are allowed without keys.
+
+        Raises:
+            ApiKeysError: If the keys cannot be used.
         """
         self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
         self._fixed = [single_key(api_key)] if api_key else []
@@ -121,24 +124,29 @@ class Access:
         return bool(self._fixed) or self._keys_file is not None
 
     def admit(self, method: str, headers: Mapping[str, str]) -> Account:
-        """Whose account a request is charged to. Raises Unauthenticated or Forbidden."""
-        if self.needs_key:  # which no other site's page has
+        """Return the account that a request is charged to.
+
+        Raises:
+            Unauthenticated: If it has no valid key.
+            Forbidden: If there are no keys, and it comes from another site or names a public host.
+        """
+        if self.needs_key:  # pages of other sites do not have it
             return self.account(headers)
         check_host(headers, self._allowed_hosts)
         check_site(method, headers)
         return self._anonymous
 
     def account(self, headers: Mapping[str, str]) -> Account:
-        """The account of the key that is shown. Raises Unauthenticated."""
+        """Return the account of the key in the headers. Raises Unauthenticated."""
         key = self._ring.find(_presented(headers))
         if key is None:
-            raise Unauthenticated("A valid API key is needed: Authorization: Bearer KEY.")
+            raise Unauthenticated("A valid API key is required: Authorization: Bearer KEY.")
         return self._known(self._accounts, key)
 
     def batch_account(self, owner_key_hash: str) -> Account | None:
-        """The account of a key's batches: its limits once more, so that they do not shut out its requests.
+        """Return the account of a key's batches: a second budget, so that batches do not use up that of its requests.
 
-        None: there is no such key, or no key any more.
+        Returns None if the key does not exist, or no longer exists.
         """
         key = next((key for key in self._ring.keys if key.sha256 == owner_key_hash), None)
         if key is None and (owner_key_hash or self.needs_key):
@@ -148,7 +156,7 @@ class Access:
     def _known(self, accounts: dict[str, Account], key: ApiKey | None) -> Account:
         digest = key.sha256 if key else ""
         account = accounts.get(digest)
-        if account is None or account.key != key:  # a key whose limits have changed begins anew
+        if account is None or account.key != key:  # changed limits start with a full budget
             account = accounts[digest] = Account(key, self._clock)
         if key is not None:
             account.store_ratio = self._ring.store_ratio(key)
@@ -160,12 +168,13 @@ class Access:
         return self._keys_file is not None
 
     async def watch(self) -> None:
-        """Reads the file again whenever it changes."""
+        """Reload the file whenever it changes."""
         while self._keys_file is not None:
             await asyncio.sleep(RELOAD_SECONDS)
             self.reload_if_changed()
 
     def reload_if_changed(self) -> None:
+        """Reload the file if it changed. On an error the old keys stay valid."""
         state = self._state_of_file()
         if state == self._seen:
             return
@@ -173,11 +182,11 @@ class Access:
         try:
             self._ring = self._read()
         except ApiKeysError as error:
-            logger.error("the API keys stay as they were: %s", error)
+            logger.error("API keys: reload failed; the old keys stay valid: %s", error)
         else:
             valid = {key.sha256 for key in self._ring.keys}
             self._accounts = {digest: account for digest, account in self._accounts.items() if digest in valid}
-            logger.info("read %d API keys", len(self._ring.keys))
+            logger.info("API keys: loaded %d", len(self._ring.keys))
 
     def _read(self) -> KeyRing:
         keys: list[ApiKey] = list(self._fixed)
@@ -196,6 +205,8 @@ class Access:
 
 
 def authenticate(access: Access) -> Middleware:
+    """Return the middleware that sets request[ACCOUNT]."""
+
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
@@ -207,12 +218,12 @@ def authenticate(access: Access) -> Middleware:
 
 
 def check_address(host: str, access: Access, *, allow_unauthenticated: bool) -> None:
-    """Raises ApiKeysError where whoever reaches this machine could use the model."""
+    """Raise ApiKeysError if the gateway would listen beyond loopback without API keys."""
     if access.needs_key or allow_unauthenticated or _is_loopback(host):
         return
     raise ApiKeysError(
-        f"--host {host} is open to others and no API key is set. Set PAGESTREAM_API_KEY or --api-keys-file, listen on "
-        "127.0.0.1, or allow everybody in with --allow-unauthenticated."
+        f"--host {host} is not a loopback address, and no API key is set. Set PAGESTREAM_API_KEY or --api-keys-file, "
+        "use --host 127.0.0.1, or set --allow-unauthenticated."
     )
 
 
@@ -231,13 +242,13 @@ def _basic_password(encoded: str) -> str:
 
 
 def _presented(headers: Mapping[str, str]) -> bytes:
-    """The key of `Authorization: Bearer KEY` (OpenAI), `x-api-key: KEY` (Anthropic), or of HTTP Basic (browsers).
+    """Return the key of `Authorization: Bearer KEY` (OpenAI), `x-api-key: KEY` (Anthropic), or HTTP Basic (browsers).
 
-    Header bytes outside ASCII come from aiohttp as surrogates, which no key has.
+    aiohttp decodes header bytes outside ASCII as surrogates, which no key has.
     """
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "basic":
-        key = _basic_password(key) if is_of_this_site(headers) else ""  # browsers add it for every site's scripts
+        key = _basic_password(key) if is_of_this_site(headers) else ""  # browsers add it to cross-site requests too
     elif scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
     return key.strip().encode("utf-8", "surrogateescape")

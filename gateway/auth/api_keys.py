@@ -1,19 +1,17 @@
-"""Who may use the gateway: API keys known by their digest, and what each of them may spend. Pure; knows no HTTP.
+"""API keys, stored as SHA-256 digests, with their limits. Pure.
 
     [[keys]]                      # the file of --api-keys-file
-    name = "team-a"               # in logs, and the tenant within which prompts share cached KV
-    sha256 = "<64 hex digits>"    # of the key, which is itself nowhere
-    requests_per_minute = 600     # these seven are optional
+    name = "team-a"               # in logs; also the tenant within which prompts share cached KV
+    sha256 = "<64 hex digits>"    # of the key, which is stored nowhere
+    requests_per_minute = 600     # this and the following fields are optional
     tokens_per_minute = 200000
-    max_concurrent = 32           # sequences that run at one time on a worker; more wait
+    max_concurrent = 32           # sequences that run at the same time on a worker; more wait
     weight = 2.0                  # share relative to other keys, 0.01 to 100; default: 1
-    store_ratio = 0.5             # of the store's memory, that its requests may hold; default: a third, alone all of it
-    models = ["qwen"]             # those that it may use, by any of their names; default: all
-    highest_priority_class = "batch"  # its requests wait behind those of `interactive` ones, whatever they ask for
+    store_ratio = 0.5             # part of the store's memory for its requests; default: 1/3, or 1 for a single key
+    models = ["qwen"]             # models that it may use, by any of their names; default: all
+    highest_priority_class = "batch"  # its requests run in this class or a lower one
 
-`pagestream new-key NAME` makes a key and its entry.
-
-A chat's way in asks it for the key that is shown.
+`pagestream new-key NAME` creates a key and its entry.
 """
 
 import hashlib
@@ -27,9 +25,9 @@ from typing import Annotated, Literal
 import msgspec
 
 MAX_KEY_BYTES = 256
-MIN_KEY_BYTES = 16  # shorter ones can be guessed; `openssl rand -hex 16` gives 32
+MIN_KEY_BYTES = 16  # shorter keys can be guessed; `openssl rand -hex 16` prints 32 bytes
 SAMPLE_KEYS = frozenset((b"default", b"changeme", b"your-api-key-here", b"sk-no-key-required", b"token-abc123"))
-# Admission ends for all where the store is three quarters full: two keys that take all of theirs leave it open.
+# Admission stops when the store is 3/4 full. Two keys that use their whole share leave it open.
 DEFAULT_STORE_RATIO = 1 / 3
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -37,7 +35,7 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ApiKeysError(ValueError):
-    """Keys that cannot be used; the message names the entry, never a key."""
+    """Keys cannot be used. The message names the entry, never a key."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,9 +51,9 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"name {self.name[:80]!r}: expected 1 to 64 of letters, digits, '.', '_' and '-'")
+            raise ValueError(f"name {self.name[:80]!r}: expected 1 to 64 letters, digits, '.', '_', and '-'")
         if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"sha256 of {self.name!r}: expected 64 lower-case hexadecimal digits")
+            raise ValueError(f"sha256 of {self.name!r}: expected 64 lowercase hexadecimal digits")
 
 
 class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,11 +70,11 @@ class KeyRing:
                 raise ApiKeysError(f"two keys have the same {what}")
 
     def store_ratio(self, key: ApiKey) -> float:
-        """The part of the store that its requests may hold: all of it if nobody else has a key."""
+        """Return the part of the store that the key's requests may hold: all of it for a single key."""
         return key.store_ratio or (DEFAULT_STORE_RATIO if len(self.keys) > 1 else 1.0)
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """Compares with every key, whichever fits: the time tells nothing of how near a guess came."""
+        """Return the matching key. Compares with every key, so that the time reveals nothing about a guess."""
         if not presented or len(presented) > MAX_KEY_BYTES:
             return None
         digest = digest_of(presented)
@@ -88,18 +86,23 @@ class KeyRing:
 
 
 def digest_of(key: bytes) -> str:
+    """Return the SHA-256 digest of a key, in hexadecimal."""
     return hashlib.sha256(key).hexdigest()
 
 
 def single_key(key: str) -> ApiKey:
-    """The one of --api-key: without limits."""
+    """Return the key of --api-key, which has no limits. Raises ApiKeysError."""
     encoded = key.encode()
     if encoded in SAMPLE_KEYS or not MIN_KEY_BYTES <= len(encoded) <= MAX_KEY_BYTES:
-        raise ApiKeysError(f"expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, and no sample out of a documentation")
+        raise ApiKeysError(
+            f"PAGESTREAM_API_KEY: use {MIN_KEY_BYTES}-{MAX_KEY_BYTES} bytes, not a sample key. "
+            "Try: openssl rand -hex 16"
+        )
     return ApiKey(name="default", sha256=digest_of(encoded))
 
 
 def read_keys(path: Path) -> list[ApiKey]:
+    """Read the file of --api-keys-file. Raises ApiKeysError."""
     try:
         content = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _KeysFile)
     except OSError as error:
@@ -107,5 +110,5 @@ def read_keys(path: Path) -> list[ApiKey]:
     except (ValueError, msgspec.ValidationError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise ApiKeysError(f"{path}: {error}") from error
     if not content.keys:
-        raise ApiKeysError(f"{path}: holds no key")
+        raise ApiKeysError(f"{path}: expected at least one [[keys]] entry, got none")
     return content.keys

@@ -1,8 +1,8 @@
-"""The spending of one API key: requests and tokens per minute. Pure; the clock is an argument.
+"""Rate limits of one API key: requests and tokens per minute. Pure; the clock is an argument.
 
-An answer reserves its prompt and its longest output, as far as the bucket holds that. What it produces above that is
-charged while it runs, and what it did not use is given back at its end. A key in debt starts nothing new. Each gateway
-process counts for itself: across N of them a key can spend N times its limits.
+An answer reserves its prompt and its longest output, as far as the bucket allows. Output above the reserve is charged
+while the answer runs, and the unused reserve is returned at its end. A key in debt starts nothing new. Each gateway
+process counts separately: with N of them a key can spend N times its limits.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,11 +11,11 @@ from gateway.auth.api_keys import ApiKey
 from gateway.errors import RateLimited
 from shared.redis_keys import PRIORITY_CLASSES
 
-CHARGE_SECONDS = 0.5  # between two charges of what running answers produce: 5 us per answer
+CHARGE_SECONDS = 0.5  # between two charges of running answers' output, which cost 5 us per answer
 
 
 class TokenBucket:
-    """`per_minute` units, refilled evenly, never more than a minute's worth. Its level falls below 0 in debt."""
+    """A bucket of at most `per_minute` units, refilled evenly. A negative level is a debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_minute = per_minute
@@ -23,12 +23,12 @@ class TokenBucket:
         self._filled_at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """0 if `amount` can be taken now."""
+        """Return the seconds until `amount` can be taken; 0: now."""
         self._fill(now)
         return max(0.0, (amount - self._level) * 60 / self._per_minute)
 
     def holds(self, now: float) -> float:
-        """Return the units that can be taken without a debt."""
+        """Return the units that can be taken without going into debt."""
         self._fill(now)
         return max(0.0, self._level)
 
@@ -43,7 +43,7 @@ class TokenBucket:
 
 
 class TokenCharge:
-    """The tokens that one answer is charged: a reserve first, at its end what it used."""
+    """The tokens charged for one answer: a reserve first, at its end the tokens used."""
 
     def __init__(self, account: "Account", num_reserved: float, count_used: Callable[[], int]) -> None:
         self._account = account
@@ -51,24 +51,24 @@ class TokenCharge:
         self._count_used = count_used
 
     def update(self) -> None:
-        """Charge what was produced above the reserve."""
+        """Charge the output above the reserve."""
         if (num_more := self._count_used() - self._num_charged) > 0:
             self._num_charged += num_more
             self._account.spend(num_more)
 
     def settle(self) -> None:
-        """End the charge, once: give back the reserve that was not used."""
+        """End the charge and return the unused reserve. Call it once."""
         self._account.spend(self._count_used() - self._num_charged)
         self._account.charges.discard(self)
 
 
 class Account:
-    """One key's spending; of everybody's together when no key is asked for."""
+    """The spending of one API key; without keys, of all requests together."""
 
     def __init__(self, key: ApiKey | None, clock: Callable[[], float]) -> None:
         self.key = key
-        self.store_ratio = 1.0  # of the store's memory, that its requests may hold; told by whoever knows all keys
-        self.has_neighbors = False  # whether other keys are configured, which divide resources with this one
+        self.store_ratio = 1.0  # part of the store's memory for its requests; set by Access
+        self.has_neighbors = False  # whether other keys exist, which share resources with this one; set by Access
         self._clock = clock
         now = clock()
         self._requests = TokenBucket(key.requests_per_minute, now) if key and key.requests_per_minute else None
@@ -91,24 +91,31 @@ class Account:
         return self.key.max_concurrent or 0 if self.key else 0
 
     def may_use(self, model_names: Iterable[str]) -> bool:
-        """A model of these names."""
+        """Return whether the key may use a model with these names."""
         allowed = self.key.models if self.key else None
         return allowed is None or any(name in allowed for name in model_names)
 
-    def priority_class(self, asked: str = PRIORITY_CLASSES[0]) -> str:
-        """The class that a request runs in: the one it asks for, or the key's highest if that is lower."""
+    def priority_class(self, requested: str = PRIORITY_CLASSES[0]) -> str:
+        """Return the class that a request runs in: the requested one, or the key's highest if that is lower."""
         highest = self.key.highest_priority_class if self.key else PRIORITY_CLASSES[0]
-        return max(asked, highest, key=PRIORITY_CLASSES.index)
+        return max(requested, highest, key=PRIORITY_CLASSES.index)
 
     @property
     def owner_key_hash(self) -> str:
-        """Whose requests these are; without keys they are everybody's."""
+        """The digest of the key that owns the requests; "" without keys."""
         return self.key.sha256 if self.key else ""
 
     def begin(self, *, generates: bool) -> None:
-        """Count a request. Raises RateLimited if a limit forbids it."""
+        """Count a request.
+
+        Args:
+            generates: Whether it produces tokens, which a key in debt may not.
+
+        Raises:
+            RateLimited: If the key has used up its requests or tokens.
+        """
         if self._requests and self.key and (seconds := self._requests.seconds_until(1, self._clock())):
-            message = f"This key may send {self.key.requests_per_minute} requests a minute."
+            message = f"This API key is limited to {self.key.requests_per_minute} requests per minute."
             raise RateLimited(message, code="requests_per_minute_exceeded", retry_after_seconds=seconds)
         if generates:
             self.check_debt()
@@ -116,7 +123,7 @@ class Account:
             self._requests.take(1, self._clock())
 
     def check_debt(self) -> None:
-        """Raises RateLimited if tokens are owed: then nothing that costs any is begun."""
+        """Raise RateLimited if the key is in debt."""
         if self._tokens is None or self.key is None:
             return
         if self._clock() >= self._charged_at + CHARGE_SECONDS:
@@ -124,7 +131,7 @@ class Account:
             for charge in self.charges:
                 charge.update()
         if seconds := self._tokens.seconds_until(1, self._clock()):
-            message = f"This key may use {self.key.tokens_per_minute} tokens a minute."
+            message = f"This API key is limited to {self.key.tokens_per_minute} tokens per minute."
             raise RateLimited(message, code="tokens_per_minute_exceeded", retry_after_seconds=seconds)
 
     def reserve(self, num_prompt: int, max_output: int, count_used: Callable[[], int]) -> TokenCharge | None:
@@ -136,7 +143,7 @@ class Account:
             count_used: Returns the prompt and output tokens that it used so far.
 
         Returns:
-            Its charge, to be settled at its end; None without a limit of tokens.
+            Its charge, to settle at its end; None if tokens are not limited.
 
         Raises:
             RateLimited: If the key is in debt.

@@ -22,7 +22,7 @@ _encode = msgspec.json.encode
 
 async def stream_snapshots(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    services = state.asked_services(request.query.get("model"), request[ACCOUNT])
+    services = state.selected_services(request.query.get("model"), request[ACCOUNT])
     tenant = request[ACCOUNT].tenant
     stream = EventStream(request, {}, state.watch)
     await stream.open()

@@ -23,7 +23,7 @@ from shared.subscription import GAP, Message, Subscription
 logger = logging.getLogger(__name__)
 _request_id = attrgetter("request_id")
 
-TURN_SECONDS = 0.0015  # of the event loop for messages: in it a key's readers take their slice (gateway/turns.py)
+TURN_SECONDS = 0.0015  # of the event loop, for messages; readers run in it within their slices (loop_scheduler.py)
 
 
 class Listening:

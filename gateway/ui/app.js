@@ -60,7 +60,7 @@ async function send() {
     history.push({ role: "assistant", content: answers[0].textContent });
     $("status").textContent = "Answer complete.";
   } catch (error) {
-    // A question without an answer is not part of the conversation.
+    // A message without an answer is not sent again.
     history.pop();
     if (error.name === "AbortError") $("status").textContent = "Stopped.";
     else show("error", error.message);
@@ -86,7 +86,7 @@ function busy(is) {
   if (is) $("status").textContent = "Generating …";
 }
 
-// With a key the browser sends it by itself, and the page never sees it: whoever runs the command has it in a variable.
+// The browser sends the API key itself, and the page cannot read it; so the command takes it from a variable.
 async function curlCommand() {
   const quoted = JSON.stringify(body()).replaceAll("'", "'\\''");
   const url = new URL("v1/chat/completions", location.href);
@@ -96,7 +96,7 @@ async function curlCommand() {
 }
 
 async function copyCurl() {
-  // A promise, as Safari lets nobody write once a click has been waited for.
+  // A promise, because Safari allows clipboard writes only during the click event.
   const text = curlCommand().then((command) => new Blob([command], { type: "text/plain" }));
   await navigator.clipboard.write([new ClipboardItem({ "text/plain": text })]);
   $("status").textContent = "Copied.";

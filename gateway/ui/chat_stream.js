@@ -1,4 +1,4 @@
-// POST /v1/chat/completions as a stream of parsed chunks. Knows nothing of the page.
+// POST /v1/chat/completions as a stream of parsed chunks.
 
 export async function* streamChat(body, signal) {
   const response = await fetch("v1/chat/completions", {
@@ -11,7 +11,7 @@ export async function* streamChat(body, signal) {
     if (chunk.error) throw new Error(chunk.error.message);
     yield chunk;
   }
-  throw new Error("The stream ended before its end: the connection was lost.");
+  throw new Error("The connection was lost before the end of the stream.");
 }
 
 export async function* events(stream) {

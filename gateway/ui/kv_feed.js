@@ -1,11 +1,11 @@
-// Snapshots of the workers' KV memory while the page is visible, and what to draw of them.
+// Reads snapshots of the workers' KV caches while the page is visible, and draws them.
 import { events } from "./chat_stream.js";
 import { KVMap } from "./kv_map.js";
 import { RequestTable } from "./kv_requests.js";
 import { KVTimeline } from "./kv_timeline.js";
 
 const RETRY_MS = 3000;
-const SILENT_MS = 15000; // a worker tells every second: this one has ended, and another one may have taken its work
+const SILENT_MS = 15000; // workers publish each second; a silent one has ended
 const KEPT_EVENTS = 500;
 const LISTED_EVENTS = 100;
 const $ = (id) => document.getElementById(id);
@@ -16,9 +16,9 @@ let deviceMap = null;
 let hostMap = null;
 let timeline = null;
 let requestTable = null;
-let picked = ""; // request whose block table is shown
+let picked = ""; // id of the request whose block table is shown
 let feed = null;
-let model = ""; // whose workers are shown; none: those of all models
+let model = ""; // model whose workers are shown; "": all models
 
 export function watchBlocks() {
   deviceMap = new KVMap($("map"), $("tip"), "device", pick);
@@ -37,7 +37,7 @@ export function showModel(name) {
   follow();
 }
 
-// Only while somebody looks: the workers make no snapshots otherwise.
+// Reads only while the page is visible, because workers create snapshots only for viewers.
 function follow() {
   feed?.abort();
   feed = null;
@@ -58,9 +58,9 @@ async function read(controller) {
 }
 
 function take(snapshot) {
-  const heard = performance.now();
-  latest.set(snapshot.worker, { ...snapshot, heard });
-  for (const [name, last] of latest) if (heard - last.heard > SILENT_MS) { latest.delete(name); history.delete(name); }
+  const receivedAt = performance.now();
+  latest.set(snapshot.worker, { ...snapshot, receivedAt });
+  for (const [name, last] of latest) if (receivedAt - last.receivedAt > SILENT_MS) { latest.delete(name); history.delete(name); }
   history.set(snapshot.worker, [...snapshot.events.toReversed(), ...(history.get(snapshot.worker) || [])].slice(0, KEPT_EVENTS));
   offerWorkers();
   if (snapshot.worker === $("worker").value) draw();

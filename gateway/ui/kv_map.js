@@ -1,15 +1,15 @@
-// The blocks of one pool as coloured squares on a canvas; hovering or the arrow keys tell of one block, a click picks it.
-// A canvas and not an element a block: an H200 has 56,000 of them. Knows nothing of where its figures come from.
+// The blocks of one pool as colored squares on a canvas. Hovering or the arrow keys describe a block, a click picks it.
+// A canvas instead of one element per block: an H200 has 56,000 blocks.
 
 const FLASH_MS = 1200;
 const POOLS = {
   device: { names: { p: "padding", f: "free", c: "cached", a: "active", s: "shared" },
-            colours: { p: "line", f: "free", c: "cached", a: "active", s: "shared" } },
+            colors: { p: "line", f: "free", c: "cached", a: "active", s: "shared" } },
   host: { names: { p: "padding", f: "free", c: "cached", a: "swapped", s: "swapped, shared" },
-          colours: { p: "line", f: "free", c: "cached", a: "swapped", s: "swapped" } },
+          colors: { p: "line", f: "free", c: "cached", a: "swapped", s: "swapped" } },
 };
 
-// Blocks that took the place of others in a block table: what copy-on-write looks like from outside.
+// Blocks that replaced others in a block table, which is how copy-on-write appears in snapshots.
 function copied(before, after) {
   if (before?.worker !== after.worker) return [];
   const tables = new Map(before.tables.map((table) => [table.id, table.blocks]));
@@ -20,7 +20,7 @@ function copied(before, after) {
 }
 
 export class KVMap {
-  // `onPick` gets the id of a request that has the block which was clicked, or "".
+  // `onPick` gets the id of a request that holds the clicked block, or "".
   constructor(canvas, tip, pool, onPick) {
     this.canvas = canvas;
     this.tip = tip;
@@ -28,13 +28,13 @@ export class KVMap {
     this.onPick = onPick;
     this.view = null;
     this.picked = new Set();
-    this.flashing = new Map(); // block id -> until when
+    this.flashing = new Map(); // block id -> end time
     this.focused = -1;
-    canvas.addEventListener("mousemove", (event) => this.#tell(this.#blockAt(event)));
-    canvas.addEventListener("mouseleave", () => this.#tell(-1));
+    canvas.addEventListener("mousemove", (event) => this.#showTip(this.#blockAt(event)));
+    canvas.addEventListener("mouseleave", () => this.#showTip(-1));
     canvas.addEventListener("click", (event) => this.#pick(this.#blockAt(event)));
     canvas.addEventListener("keydown", (event) => this.#key(event));
-    canvas.addEventListener("blur", () => { this.focused = -1; this.#tell(-1); this.#paint(); });
+    canvas.addEventListener("blur", () => { this.focused = -1; this.#showTip(-1); this.#paint(); });
     new ResizeObserver(() => this.#paint()).observe(canvas.parentElement);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#paint());
   }
@@ -68,25 +68,25 @@ export class KVMap {
     Object.assign(this.canvas.dataset, { columns, size });
     const context = this.canvas.getContext("2d");
     context.scale(scale, scale);
-    const colours = this.#colours();
+    const colors = this.#colors();
     const now = performance.now();
     for (const [block, until] of this.flashing) if (until <= now) this.flashing.delete(block);
     const { states } = this.view;
     for (let id = 0; id < states.length; id += 1) {
       const x = (id % columns) * size;
       const y = Math.floor(id / columns) * size;
-      context.fillStyle = this.flashing.has(id) ? colours.flash : colours[states[id]];
+      context.fillStyle = this.flashing.has(id) ? colors.flash : colors[states[id]];
       context.fillRect(x, y, size - 1, size - 1);
       if (this.picked.has(id) || id === this.focused) {
-        context.strokeStyle = colours.picked;
+        context.strokeStyle = colors.picked;
         context.strokeRect(x + 0.5, y + 0.5, size - 2, size - 2);
       }
     }
   }
 
-  #colours() {
+  #colors() {
     const style = getComputedStyle(document.documentElement);
-    const named = Object.entries({ ...this.pool.colours, flash: "flash", picked: "picked" });
+    const named = Object.entries({ ...this.pool.colors, flash: "flash", picked: "picked" });
     return Object.fromEntries(named.map(([key, name]) => [key, style.getPropertyValue(`--${name}`)]));
   }
 
@@ -118,10 +118,10 @@ export class KVMap {
     event.preventDefault();
     this.focused = Math.min(last, Math.max(0, target));
     this.#paint();
-    this.#tell(this.focused);
+    this.#showTip(this.focused);
   }
 
-  #tell(id) {
+  #showTip(id) {
     this.tip.hidden = id < 0;
     if (id < 0) return;
     const { size, columns } = this.#layout();

@@ -1,4 +1,4 @@
-// The table of requests: rows stay where they are while their figures change, so that a focused button keeps the focus.
+// The table of requests. Rows stay in place while their values change, so that a focused button keeps the focus.
 
 export class RequestTable {
   // `onPick` gets the id of the request whose button is pressed.

@@ -1,12 +1,12 @@
-// What moved blocks in the last two minutes: a lane for each kind of move, a tick for each event, taller for more blocks.
+// Block moves of the last two minutes: a lane per kind of move, a tick per event, taller for more blocks.
 
 const SHOWN_SECONDS = 120;
 const LANE_PIXELS = 14;
 const LANES = [
-  { name: "preempted", colour: "flash", kinds: ["swap_out", "recompute"] },
-  { name: "came back", colour: "active", kinds: ["swap_in", "fetch"] },
-  { name: "copied", colour: "shared", kinds: ["copy"] },
-  { name: "evicted", colour: "cached", kinds: ["evict"] },
+  { name: "preempted", color: "flash", kinds: ["swap_out", "recompute"] },
+  { name: "restored", color: "active", kinds: ["swap_in", "fetch"] },
+  { name: "copied", color: "shared", kinds: ["copy"] },
+  { name: "evicted", color: "cached", kinds: ["evict"] },
 ];
 const LABEL_PIXELS = 74;
 
@@ -15,7 +15,7 @@ export class KVTimeline {
     this.canvas = canvas;
   }
 
-  // `events`: with time_seconds, kind and num_blocks; `now`: by the same clock.
+  // `events` have time_seconds, kind, and num_blocks; `now` is of the same clock.
   draw(events, now) {
     const scale = window.devicePixelRatio || 1;
     const width = this.canvas.parentElement.clientWidth;
@@ -27,7 +27,7 @@ export class KVTimeline {
     context.scale(scale, scale);
     const style = getComputedStyle(document.documentElement);
     const shown = events.filter((event) => now - event.time_seconds < SHOWN_SECONDS);
-    const told = LANES.map((lane, number) => {
+    const summaries = LANES.map((lane, number) => {
       const ours = shown.filter((event) => lane.kinds.includes(event.kind));
       const bottom = (number + 1) * LANE_PIXELS - 2;
       context.fillStyle = style.getPropertyValue("--muted");
@@ -35,7 +35,7 @@ export class KVTimeline {
       context.fillText(lane.name, 0, bottom - 1);
       context.fillStyle = style.getPropertyValue("--line");
       context.fillRect(LABEL_PIXELS, bottom, width - LABEL_PIXELS, 1);
-      context.fillStyle = style.getPropertyValue(`--${lane.colour}`);
+      context.fillStyle = style.getPropertyValue(`--${lane.color}`);
       for (const event of ours) {
         const x = LABEL_PIXELS + (width - LABEL_PIXELS - 3) * (1 - (now - event.time_seconds) / SHOWN_SECONDS);
         const tall = Math.min(LANE_PIXELS - 3, 3 + 2 * Math.log2(1 + event.num_blocks));
@@ -43,6 +43,6 @@ export class KVTimeline {
       }
       return `${ours.length} ${lane.name}`;
     });
-    this.canvas.setAttribute("aria-label", `Moves of blocks in the last two minutes: ${told.join(", ")}`);
+    this.canvas.setAttribute("aria-label", `Moves of blocks in the last two minutes: ${summaries.join(", ")}`);
   }
 }

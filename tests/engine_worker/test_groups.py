@@ -168,7 +168,9 @@ def test_choices_fork_as_slots_become_free() -> None:
     for name, n in (("a", 3), ("b", 2), ("c", 1)):
         engine.add_request(sampled(request_id=name, n=n, max_tokens=4))
     transcript = run_to_end(engine)
-    choices = [{(item.sequence.request_id, item.sequence.choice) for item in batch.sequences} for batch in batches.seen]
+    choices = [
+        {(item.sequence.request_id, item.sequence.sequence_index) for item in batch.sequences} for batch in batches.seen
+    ]
     # The first choices go before the third of a and the second of b.
     assert choices[0] == {("a", 0), ("a", 1), ("b", 0), ("c", 0)}
     assert choices[4] == {("a", 2), ("b", 1)} and len(choices) == 8
@@ -184,7 +186,7 @@ def test_the_newest_choice_yields_alone() -> None:
     transcript = run_to_end(engine)
     assert [outputs(transcript, request) for request in requests] == [expected(request) for request in requests]
     assert {name for batch in batches.seen for name in preempted(engine._scheduler, batch)} == {"b"}
-    prompts = [item.sequence.choice for batch in batches.seen for item in batch.sequences if item.start == 0]
+    prompts = [item.sequence.sequence_index for batch in batches.seen for item in batch.sequences if item.start == 0]
     assert prompts == [0, 0, 2]  # of a, of b, and of the choice that came back after all that held the prompt had ended
 
 

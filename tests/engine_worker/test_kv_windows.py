@@ -82,7 +82,7 @@ def computed(kv_cache: KVCacheManager, num_tokens: int, request_id: str = "a") -
         kv_cache.publish(sequence, end)
         sequence.kv.num_computed_tokens = end
         kv_cache.take_transfers()
-        kv_cache.release_behind()
+        kv_cache.release_outside_window()
     return sequence
 
 
@@ -137,7 +137,7 @@ def test_a_prompt_that_forks_is_computed_at_its_end_though_more_of_it_is_cached(
     kv_cache.fork(first, child, 21)
     assert child.kv.blocks[:2] == first.kv.blocks[:2] and child.kv.num_released_blocks == 3
     kv_cache.take_transfers()
-    kv_cache.release_behind()
+    kv_cache.release_outside_window()
     assert (first.kv.num_released_blocks, child.kv.num_released_blocks) == (5, 3)
     kv_cache.check_integrity([first, other, child])
 

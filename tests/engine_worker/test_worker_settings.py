@@ -65,7 +65,7 @@ def test_swap_space_is_beside_a_gpu_unless_told_and_swapping_needs_it() -> None:
     assert load().for_device("cuda").execution.swap_space_bytes == 4 * 2**30
     assert load("--swap-space-bytes", "1G").for_device("cpu").execution.swap_space_bytes == 2**30
     assert load("--swap-space-bytes", "0").for_device("cuda").execution.swap_space_bytes == 0
-    with pytest.raises(SettingsError, match="--preemption-mode swap: needs --swap-space-bytes"):
+    with pytest.raises(SettingsError, match="--preemption-mode swap: expected --swap-space-bytes"):
         load("--preemption-mode", "swap").for_device("cpu")
 
 

@@ -68,7 +68,7 @@ class Groups:
         """
         first = self.world.fleet.processes[name].pid
         followers = [await self.follower(name, number) for number in range(1, self.size)]
-        wills, memories = last_wills_of(first), memories_of(first)
+        wills, memories = exit_reapers_of(first), memories_of(first)
         assert memories
         os.kill([first, *followers][rank], signal.SIGKILL)
         killed_at = time.monotonic()
@@ -165,9 +165,9 @@ def followers_of(pid: int) -> dict[int, int]:
     return {int(arguments.split("\0")[1]): child for child, arguments in found.items() if arguments}
 
 
-def last_wills_of(pid: int) -> list[int]:
+def exit_reapers_of(pid: int) -> list[int]:
     """None where it is not there yet, or has ended."""
-    return _children_of(pid, "engine_worker.last_will")
+    return _children_of(pid, "engine_worker.exit_reaper")
 
 
 def _children_of(pid: int, program: str) -> list[int]:

@@ -81,7 +81,7 @@ async def test_a_kept_request_outlives_its_gateway_being_cut_off(start_world: St
     await reader.has(20)
     proxy.is_down = True
     proxy.cut()
-    await world.logged("w0", "is ended: its gateway g0 is gone")
+    await world.logged("w0", "ended: its gateway g0 is gone")
     proxy.is_down = False
     await reader.check_complete()
     assert world.client.counts.num_restored_requests == 1

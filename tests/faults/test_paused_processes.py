@@ -50,7 +50,7 @@ async def test_paused_past_the_limit_it_is_fenced_on_waking_and_serves_on(start_
     assert await world.attempts(readers) == [2] * len(readers)
     say_silence(readers)
     zombie.send_signal(signal.SIGCONT)
-    await world.logged("w0", "is fenced and drops 4 requests")
+    await world.logged("w0", "fenced; dropped 4 requests")
     await world.logged("w0", "serving as w0.", times=2)  # a new id: the old one is never used again
     world.fleet.processes["w1"].terminate()
     later = world.read(2, max_tokens=50)

@@ -30,7 +30,7 @@ async def test_all_parts_one_after_the_other_under_load(demo_model_dir: Path, tm
             await asyncio.gather(*(be_client(stream_client, mix, rolled, client) for client in clients))
         await rolled
         # SIGTERM loses no stream: gateways let theirs end, workers finish or hand back, the store comes back with all.
-        assert "is fenced" not in site.fleet.all_logs() and "reaped worker" not in site.fleet.all_logs()
+        assert ": fenced" not in site.fleet.all_logs() and "reaped worker" not in site.fleet.all_logs()
         await site.nothing_is_left()
 
 

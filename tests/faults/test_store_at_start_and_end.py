@@ -95,7 +95,7 @@ async def drained_without_store(start_world: StartWorld, drain_seconds: int) -> 
     await world.all_have(readers, 5)
     world.store.kill()
     worker.send_signal(signal.SIGTERM)
-    await world.logged("w0", "the store did not take a step")
+    await world.logged("w0", "step: not stored")
     reader.finished.cancel()
     return world, worker
 
@@ -119,7 +119,7 @@ async def test_worker_that_never_had_a_store_ends(start_world: StartWorld) -> No
     world = await start_world()
     world.store.kill()
     worker = world.start_worker("w0")
-    await world.logged("w0", "cannot register with the store")
+    await world.logged("w0", "register: store error")
     worker.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait, PATIENCE_SECONDS) == 0
     world.store.start()

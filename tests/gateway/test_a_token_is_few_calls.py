@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gateway as gateway_package
-from gateway import turns
+from gateway import loop_scheduler
 from shared.messages import TokenEvent
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish
@@ -49,7 +49,7 @@ async def test_a_plain_token_is_few_calls(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], most: int
 ) -> None:
     """From its event to the bytes on their way; 8 more if it is asked for all that a token may be."""
-    monkeypatch.setattr(turns, "SLICE_SECONDS", 1_000.0)  # however slow the machine is, no token waits for a turn
+    monkeypatch.setattr(loop_scheduler, "SLICE_SECONDS", 1_000.0)  # however slow the machine is, no token waits
     async with gateway.session.post(path, json={"model": "tiny", "stream": True, **body}) as response:
         assert response.status == 200, await response.text()
         stream = await gateway.engine.next_stream()

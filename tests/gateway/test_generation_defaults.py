@@ -87,7 +87,7 @@ async def test_each_model_of_a_file_says_for_itself_whose_defaults_hold(start_ga
 def test_a_word_that_is_none_of_them_is_refused_with_the_field(tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_text('[[models]]\nmodel = "/m"\ngeneration_config = "/folder"\n')
-    with pytest.raises(SettingsError, match="generation_config is '/folder'; expected one of auto, vllm, none"):
+    with pytest.raises(SettingsError, match="generation_config: expected one of auto, vllm, none; got '/folder'"):
         model_options(GatewaySettings(models_file=path))
 
 

@@ -184,7 +184,7 @@ class TestOneOfMany:
     async def test_a_heartbeat_that_fails_is_counted(
         self, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Fleet, "heard", broken)
+        monkeypatch.setattr(Fleet, "record_heartbeat", broken)
         beat = WorkerHeartbeat(worker_id="w", phase=WorkerPhase.READY)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not client.counts.num_message_errors:

@@ -164,10 +164,10 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ((), "--model: expected it or --models-file"),
-        (("--model", "/m", "--models-file", "FILE"), "--model: expected it or --models-file"),
-        (("--models-file", "FILE", "--served-model-name", "a"), "--served-model-name: expected none"),
-        (("--models-file", "FILE"), "tool_call_parser is 'x'; expected one of auto, hermes, llama3_json, mistral"),
+        ((), "Set exactly one of --model and --models-file"),
+        (("--model", "/m", "--models-file", "FILE"), "Set exactly one of --model and --models-file"),
+        (("--models-file", "FILE", "--served-model-name", "a"), "--served-model-name: expected no value"),
+        (("--models-file", "FILE"), "tool_call_parser: expected one of auto, hermes, llama3_json, mistral; got 'x'"),
     ],
 )
 def test_models_that_cannot_be_used(tmp_path: Path, flags: tuple[str, ...], told: str) -> None:

@@ -70,7 +70,7 @@ async def test_an_answer_that_is_there_at_once_is_told_in_turns(
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)))
     counts = []
     for seconds in (LEAST_SLICE, 3600.0):
-        monkeypatch.setattr("gateway.turns.SLICE_SECONDS", seconds)
+        monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", seconds)
         async with turns_of_others() as turns, gateway.session.post("/v1/completions", json=body) as reply:
             text = await reply.text()
             counts.append(turns.count)
@@ -134,7 +134,7 @@ def test_scores_of_a_stream_that_goes_on_are_kept() -> None:
 async def test_nothing_is_left_out_between_turns(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, counts: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("gateway.turns.SLICE_SECONDS", LEAST_SLICE)
+    monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", LEAST_SLICE)
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)), reason=FinishReason.LENGTH)
     body = {**BODY, "stream": True, "prompt": [[5], [6]], "n": 2, "return_token_ids": True, **counts}
     async with gateway.session.post("/v1/completions", json=body) as reply:

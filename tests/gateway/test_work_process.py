@@ -90,7 +90,7 @@ def test_one_more_than_are_at_work_is_ready_up_to_the_most(processes: WorkProces
             assert time.monotonic() < until
             time.sleep(0.01)
 
-    processes.keep_one_ready(partial(tempfile.mkdtemp, dir=prepared), most=2)
+    processes.keep_one_ready(partial(tempfile.mkdtemp, dir=prepared), max_processes=2)
     wait_for(1)  # before there is any work
     with ThreadPoolExecutor() as threads:
         reading = threads.submit(processes.run, partial(Path.read_bytes, tmp_path / "fifo"))
@@ -104,7 +104,7 @@ def test_one_more_than_are_at_work_is_ready_up_to_the_most(processes: WorkProces
 
 
 def test_what_prepares_may_fail(processes: WorkProcesses) -> None:
-    processes.keep_one_ready(partial(divmod, 1, 0), most=1)
+    processes.keep_one_ready(partial(divmod, 1, 0), max_processes=1)
     assert processes.run(partial(int, "7")) == 7
 
 

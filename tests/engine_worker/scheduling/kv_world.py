@@ -96,7 +96,7 @@ class KVWorld:
 
     def preempt(self, sequence: Sequence) -> None:
         """One step in which nothing happens but this."""
-        self.manager.release_behind()
+        self.manager.release_outside_window()
         self._preempt(sequence)
         self._execute([])
 
@@ -110,7 +110,7 @@ class KVWorld:
         """One step, as the scheduler plans it: room for the chosen sequences, the newest yields where there is none;
         then what each computes, so many tokens; then newcomers, who may share what this very step computes.
         """
-        self.manager.release_behind()
+        self.manager.release_outside_window()
         chosen = sorted(chosen, key=lambda pair: self.running.index(pair[0]))  # so none yields that has its room
         for sequence, _ in chosen:
             self._make_room_for(sequence)
@@ -127,7 +127,7 @@ class KVWorld:
 
     def swap_in(self, chosen: Iterable[Sequence]) -> None:
         """One step in which these come back, as far as there is room, and nothing is computed."""
-        self.manager.release_behind()
+        self.manager.release_outside_window()
         for sequence in chosen:
             if self.manager.try_swap_in([sequence]):
                 self.swapped.remove(sequence)

@@ -41,10 +41,10 @@ class Watched:
 
 def test_alone_a_batch_takes_three_quarters_of_the_seats() -> None:
     watched = Watched()
-    assert (watched.engine.intake.room, watched.engine.background_intake.room) == (32, 24)
+    assert (watched.engine.claim_budget.room, watched.engine.background_claim_budget.room) == (32, 24)
     watched.add(*(f"b{number}" for number in range(26)), prompt=4)
     assert len(watched.step()) == 24
-    assert (watched.engine.intake.room, watched.engine.background_intake.room) == (8, -2)  # two wait
+    assert (watched.engine.claim_budget.room, watched.engine.background_claim_budget.room) == (8, -2)  # two wait
 
 
 def test_a_prompt_that_waits_has_a_step_without_the_batch() -> None:

@@ -182,7 +182,7 @@ def test_integrity_fails_when_hashes_and_blocks_disagree() -> None:
 
 
 def test_a_pool_of_the_padding_block_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_blocks is 1"):
+    with pytest.raises(ValueError, match="num_blocks: expected at least 2"):
         BlockPool(num_blocks=1)
 
 

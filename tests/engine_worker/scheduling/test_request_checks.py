@@ -11,7 +11,7 @@ from shared.messages import ErrorCode, StoredChoice
 from tests.builders import make_request
 
 LIMITS = RequestLimits(
-    vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, most_blocks_each=8, max_beam_width=64
+    vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, max_blocks_each=8, max_beam_width=64
 )
 
 
@@ -42,7 +42,7 @@ LIMITS = RequestLimits(
         ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width is 2; it must be at least n, 3"),
         ({"use_beam_search": True, "beam_width": 51}, "only 100 tokens"),
         ({"use_beam_search": True, "beam_width": 65}, "beam_width is 65; this worker computes at most 64 beams"),
-        ({"use_beam_search": True, "beam_width": 2, "temperature": 1.0}, "does not sample"),
+        ({"use_beam_search": True, "beam_width": 2, "temperature": 1.0}, "must be 0 with beam search"),
         ({"use_beam_search": True, "beam_width": 2, "length_penalty": nan}, "length_penalty is nan"),
     ],
 )

@@ -8,7 +8,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
-from engine_worker.scheduling.step_plan import MOST_PROMPT_LOGPROBS
+from engine_worker.scheduling.step_plan import MAX_PROMPT_LOGPROBS
 from shared.messages import FinishReason
 from tests.builders import EOS_TOKEN_ID, make_scheduler, make_sequence, preempted
 
@@ -73,7 +73,7 @@ def test_running_streams_get_a_token_in_every_step_of_a_long_prefill() -> None:
 
 
 def test_a_step_scores_as_many_tokens_of_prompts_as_the_store_takes_at_once_and_holds_up_nobody_else() -> None:
-    num_scored = MOST_PROMPT_LOGPROBS // 21
+    num_scored = MAX_PROMPT_LOGPROBS // 21
     scheduler = make_scheduler(num_blocks=4000, max_num_batched_tokens=8192, max_model_len=8192)
     add(scheduler, "first", 2 * num_scored + 5, prompt_logprobs=20)
     add(scheduler, "second", num_scored, prompt_logprobs=20)
@@ -258,7 +258,7 @@ def test_a_failure_ends_one_sequence_alone_even_in_the_middle_of_its_prompt() ->
 def test_an_executor_that_forgets_a_sample_is_noticed() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 4)
-    with pytest.raises(AssertionError, match="neither token nor failure"):
+    with pytest.raises(AssertionError, match="neither a token nor a failure"):
         scheduler.apply(scheduler.schedule(), StepResult([None]))
 
 
@@ -296,10 +296,10 @@ def test_an_admission_leaves_a_block_for_each_sequence_or_half_a_one_where_they_
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
-        ({"max_num_seqs": 65}, "max_num_batched_tokens is 64, below max_num_seqs = 65"),
-        ({"max_model_len": 1}, "max_model_len is 1"),
-        ({"max_prefill_tokens_with_decodes": 0}, "max_prefill_tokens_with_decodes is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected at least 1"),
+        ({"max_num_seqs": 65}, "max_num_batched_tokens: expected at least max_num_seqs, 65"),
+        ({"max_model_len": 1}, "max_model_len: expected at least 2"),
+        ({"max_prefill_tokens_with_decodes": 0}, "max_prefill_tokens_with_decodes: expected at least 1"),
     ],
 )
 def test_impossible_settings_are_named(changes: dict[str, int], named: str) -> None:

@@ -23,11 +23,11 @@ async def test_only_what_the_engine_loop_offered_is_published_and_only_the_newes
     publisher = HeartbeatPublisher(rig.redis, rig.keys)
     async with heard(rig.keys.heartbeat_channel) as channel:
         await publisher.beat()  # nothing was offered
-        publisher.offer(heartbeat(1))
-        publisher.offer(heartbeat(2))
+        publisher.set_latest(heartbeat(1))
+        publisher.set_latest(heartbeat(2))
         await publisher.beat()
         await publisher.beat()  # a hung engine loop: silence
-        publisher.offer(heartbeat(3))
+        publisher.set_latest(heartbeat(3))
         await publisher.beat()
         assert [decode_heartbeat(await channel.next()).step for _ in range(2)] == [2, 3]
 
@@ -39,7 +39,7 @@ async def test_each_offer_is_a_beat_and_nothing_else_is(rig, heard):
         task = asyncio.create_task(publisher.run())
         try:
             for step in (1, 2, 3):
-                publisher.offer(heartbeat(step))
+                publisher.set_latest(heartbeat(step))
                 assert decode_heartbeat(await channel.next()).step == step
         finally:
             await cancel_and_wait([task])
@@ -49,7 +49,7 @@ async def test_a_heartbeat_that_cannot_be_sent_is_counted(keys, tmp_path):
     away = connect(f"unix://{tmp_path}/no-server")
     try:
         publisher = HeartbeatPublisher(away.commands, keys)
-        publisher.offer(heartbeat(1))
+        publisher.set_latest(heartbeat(1))
         await publisher.beat()
         assert publisher.faults.num_failures == 1
     finally:

@@ -28,7 +28,7 @@ class TestMissedTicks:
     def test_a_beat_starts_the_count_anew(self):
         missed = MissedTicks(2)
         for _ in range(10):
-            missed.heard("a")
+            missed.record_heartbeat("a")
             assert missed.tick(["a"]) == []
             assert missed.tick(["a"]) == []
         assert missed.tick(["a"]) == ["a"]
@@ -59,7 +59,7 @@ class TestReaper:
         await rig.accept("a")
         await rig.claim()
         for _ in range(4):
-            reaper.hear(beat("w1.alive"))
+            reaper.on_message(beat("w1.alive"))
             await reaper.tick(could_hear=True)
         assert reaper.faults.num_reaped == 1
         assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
@@ -79,7 +79,7 @@ class TestReaper:
 
     async def test_a_bad_heartbeat_is_counted_and_keeps_nobody_alive(self, reaper, rig):
         for _ in range(4):
-            reaper.hear(b"\xc1")
+            reaper.on_message(b"\xc1")
             await reaper.tick(could_hear=True)
         assert (reaper.faults.num_bad_heartbeats, reaper.faults.num_reaped) == (4, 1)
 
@@ -97,7 +97,7 @@ class TestReaper:
         task = asyncio.create_task(reaper.run())
         try:
             while not reaper.faults.num_reaped:
-                publisher.offer(WorkerHeartbeat(worker_id="w1.alive", phase=WorkerPhase.READY))
+                publisher.set_latest(WorkerHeartbeat(worker_id="w1.alive", phase=WorkerPhase.READY))
                 await publisher.beat()
                 await asyncio.sleep(0.005)
         finally:

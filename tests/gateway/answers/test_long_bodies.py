@@ -111,7 +111,7 @@ async def test_log_probabilities_are_written_in_their_keys_turns(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
 ) -> None:
     """None is left for a thread, which would have the interpreter beside the event loop for half a second."""
-    monkeypatch.setattr("gateway.turns.SLICE_SECONDS", LEAST_SLICE)
+    monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", LEAST_SLICE)
     gateway.engine.script = scores_all(asked.get("best_of", 1))
     written: list[tuple[int, int]] = []  # by which thread, and after how many turns of others
     async with turns_of_others() as turns:

@@ -78,10 +78,10 @@ class TestKeys:
         ("text", "says"),
         [
             ("", "missing required field `keys`"),
-            ("keys = []", "holds no key"),
+            ("keys = []", "expected at least one"),
             ("[[keys]]\nname = 'a'\n", "sha256"),
-            ("[[keys]]\nname = 'a b'\nsha256 = '" + "0" * 64 + "'\n", "expected 1 to 64 of letters"),
-            ("[[keys]]\nname = 'a'\nsha256 = 'abc'\n", "64 lower-case hexadecimal digits"),
+            ("[[keys]]\nname = 'a b'\nsha256 = '" + "0" * 64 + "'\n", "expected 1 to 64 letters"),
+            ("[[keys]]\nname = 'a'\nsha256 = 'abc'\n", "64 lowercase hexadecimal digits"),
             ("[[keys]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmax_concurent = 1\n", "unknown field `max_concurent`"),
             ("[[keys]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmax_concurrent = 0\n", "max_concurrent"),
             ("not toml", "keys.toml"),

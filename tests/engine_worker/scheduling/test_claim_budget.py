@@ -10,7 +10,7 @@ from msgspec import structs
 
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import ScheduledBatch
-from engine_worker.scheduling.intake import Intake
+from engine_worker.scheduling.claim_budget import ClaimBudget
 from shared.messages import GenerationRequest
 from tests.builders import FakeModelRunner, make_engine, make_request
 
@@ -23,15 +23,20 @@ BUDGET, SEATS, BLOCKS = 128, 16, 1600
 def claim_what_starts(engine: Engine, queue: deque[GenerationRequest]) -> list[GenerationRequest]:
     """As the worker does: again and again while the step runs, those on their way counted."""
     claimed: list[GenerationRequest] = []
-    while queue and (taken := take(engine.intake, claimed, queue)):
+    while queue and (taken := take(engine.claim_budget, claimed, queue)):
         claimed += taken
     return claimed
 
 
-def take(intake: Intake, claimed: list[GenerationRequest], queue: deque[GenerationRequest]) -> list[GenerationRequest]:
+def take(
+    claim_budget: ClaimBudget, claimed: list[GenerationRequest], queue: deque[GenerationRequest]
+) -> list[GenerationRequest]:
     """As TAKE reads them."""
     num_on_way, tokens_on_way = len(claimed), sum(len(request.prompt_token_ids) for request in claimed)
-    most, enough_tokens = intake.num_most(num_on_way, tokens_on_way), intake.num_wanted_tokens(tokens_on_way)
+    most, enough_tokens = (
+        claim_budget.max_requests(num_on_way, tokens_on_way),
+        claim_budget.num_wanted_tokens(tokens_on_way),
+    )
     taken = list[GenerationRequest]()
     while queue and len(taken) < most and sum(len(request.prompt_token_ids) for request in taken) < enough_tokens:
         taken.append(queue.popleft())
@@ -131,17 +136,17 @@ def test_what_cannot_start_soon_stays_in_the_queue() -> None:
     assert 2 * BUDGET <= sum(len(request.prompt_token_ids) for request in claimed) < 2 * BUDGET + 100
     for request in claimed:
         engine.add_request(request)
-    assert engine.intake.num_wanted(0, 0) == 0 and engine.intake.room > 0
+    assert engine.claim_budget.num_wanted(0, 0) == 0 and engine.claim_budget.room > 0
 
 
 def test_a_prompt_that_takes_many_steps_lets_nothing_wait_behind_it() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=300), num_blocks=300, max_num_batched_tokens=64, max_model_len=1024)
     engine.add_request(make_request(600))
     engine.step()
-    assert engine.intake.num_wanted(0, 0) == 0
+    assert engine.claim_budget.num_wanted(0, 0) == 0
     for _ in range(7):
         engine.step()
-    assert engine.intake.num_wanted(0, 0) >= 1
+    assert engine.claim_budget.num_wanted(0, 0) >= 1
 
 
 def test_prompts_that_the_cache_has_are_counted_by_what_they_cost() -> None:
@@ -150,7 +155,7 @@ def test_prompts_that_the_cache_has_are_counted_by_what_they_cost() -> None:
     prompt = make_request(120).prompt_token_ids
     for number in range(40):
         serve(engine, make_request([*prompt, number], max_tokens=2, ignore_eos=True))
-    assert engine.intake.num_wanted(0, 0) > 20  # of 121 tokens each, which would be three of two steps
+    assert engine.claim_budget.num_wanted(0, 0) > 20  # of 121 tokens each, which would be three of two steps
 
 
 def test_many_cached_short_prompts_make_no_long_ones_look_cheap() -> None:
@@ -183,14 +188,14 @@ def test_a_worker_whose_prompts_fill_its_memory_still_takes_one() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=33), num_blocks=33, max_model_len=128, max_num_batched_tokens=64)
     for _ in range(20):
         serve(engine, make_request(120, max_tokens=2, ignore_eos=True))
-    assert engine.intake.num_wanted(0, 0) >= 1
+    assert engine.claim_budget.num_wanted(0, 0) >= 1
 
 
 def test_nothing_of_a_batch_is_claimed_while_others_wait() -> None:
     engine = make_engine(FakeModelRunner(), max_num_seqs=32)
-    assert engine.background_intake.num_wanted(0, 0) > 0
+    assert engine.background_claim_budget.num_wanted(0, 0) > 0
     engine.add_request(make_request(5))
-    assert engine.background_intake.num_wanted(0, 0) == 0
+    assert engine.background_claim_budget.num_wanted(0, 0) == 0
 
 
 def test_only_what_has_not_begun_can_be_withdrawn_newest_first() -> None:

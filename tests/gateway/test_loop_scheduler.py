@@ -8,7 +8,7 @@ import pytest
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.answers.reading import Reading, Sink
-from gateway.turns import ROUND_SECONDS, SLICE_SECONDS, KeyTurns, LoopTurns
+from gateway.loop_scheduler import ROUND_SECONDS, SLICE_SECONDS, KeyScheduler, LoopScheduler
 from shared.messages import FinishReason
 
 PIECE_SECONDS = SLICE_SECONDS / 4
@@ -23,17 +23,17 @@ class Work:
         self._key = key
         self._seconds = seconds
         self.num_left = num_pieces
-        self.turns = loop.turns.of(key)
+        self.scheduler = loop.scheduler.of(key)
 
     def begin(self) -> None:
-        self.turns.begin(self._do)
+        self.scheduler.submit(self._do)
 
     def _do(self) -> bool:
         while self.num_left:
             self.num_left -= 1
             self._loop.now += self._seconds
             self._loop.log.append(self._key)
-            if self.turns.is_over:
+            if self.scheduler.is_over:
                 break
         return self.num_left > 0
 
@@ -42,7 +42,7 @@ class CountedLoop:
     def __init__(self) -> None:
         self.now = 0.0
         self.log: list[str] = []  # whose piece was done
-        self.turns = LoopTurns(lambda: self.now)
+        self.scheduler = LoopScheduler(lambda: self.now)
 
     async def run(self, while_true: Callable[[], bool]) -> list[list[str]]:
         """Whose pieces were done in each iteration of the loop."""
@@ -126,8 +126,8 @@ async def test_a_round_is_bounded_however_many_keys_wait() -> None:
 class Tokens:
     """What of a Generation is read: so many updates that are there already."""
 
-    def __init__(self, turns: KeyTurns, num_tokens: int) -> None:
-        self.turns = turns
+    def __init__(self, scheduler: KeyScheduler, num_tokens: int) -> None:
+        self.scheduler = scheduler
         self.waiting = deque([ChoiceUpdate(0, "x", None)] * (num_tokens - 1))
         self.waiting.append(ChoiceUpdate(0, "", FinishReason.STOP))
         self.listener: Callable[[], None] | None = None
@@ -167,11 +167,11 @@ class Taker(Sink):
 
 async def test_a_first_token_beside_a_hundred_thousand_waits_for_a_few_slices() -> None:
     loop = CountedLoop()
-    many = [Tokens(loop.turns.of("hostile"), 1_000) for _ in range(100)]
+    many = [Tokens(loop.scheduler.of("hostile"), 1_000) for _ in range(100)]
     readings = [asyncio.create_task(Reading(tokens, Taker(loop, "hostile")).to_end()) for tokens in many]
     await asyncio.sleep(0)
     before = len(loop.log)
-    await asyncio.create_task(Reading(Tokens(loop.turns.of("polite"), 1), Taker(loop, "polite")).to_end())
+    await asyncio.create_task(Reading(Tokens(loop.scheduler.of("polite"), 1), Taker(loop, "polite")).to_end())
     assert loop.log[before:].index("polite") <= 2 * MOST_OF_A_SLICE
     assert sum(len(tokens.waiting) for tokens in many) > 99_000
     await asyncio.gather(*readings)
@@ -181,7 +181,7 @@ async def test_a_first_token_beside_a_hundred_thousand_waits_for_a_few_slices() 
 async def test_a_slow_reader_costs_its_own_answer_alone() -> None:
     """It has no turns before it has caught up, and what it has not taken stays where it was."""
     loop = CountedLoop()
-    slow, quick = Tokens(loop.turns.of("a"), 100), Tokens(loop.turns.of("a"), 100)
+    slow, quick = Tokens(loop.scheduler.of("a"), 100), Tokens(loop.scheduler.of("a"), 100)
     taker = Taker(loop, "slow", refuses=3)
     reading = asyncio.create_task(Reading(slow, taker).to_end())
     await Reading(quick, Taker(loop, "quick")).to_end()
@@ -204,7 +204,7 @@ class OneByOne(Tokens):
 
 async def test_a_slow_reader_is_waited_for_between_plain_tokens() -> None:
     loop = CountedLoop()
-    slow = OneByOne(loop.turns.of("a"), 100)
+    slow = OneByOne(loop.scheduler.of("a"), 100)
     taker = Taker(loop, "slow", refuses=1)
     reading = asyncio.create_task(Reading(slow, taker).to_end())
     await asyncio.sleep(0)
@@ -227,7 +227,7 @@ async def test_what_goes_wrong_is_raised_where_the_answer_is_read() -> None:
     loop = CountedLoop()
     Work(loop, "a", 100).begin()  # so that it is read in a later turn
     with pytest.raises(ValueError, match="no such text"):
-        await Reading(Tokens(loop.turns.of("a"), 10), Failing()).to_end()
+        await Reading(Tokens(loop.scheduler.of("a"), 10), Failing()).to_end()
     other = Work(loop, "a", 100)
     other.begin()
     await loop.run(lambda: other.num_left > 0)
@@ -236,7 +236,7 @@ async def test_what_goes_wrong_is_raised_where_the_answer_is_read() -> None:
 async def test_an_answer_that_nobody_reads_any_more_has_no_turns() -> None:
     loop = CountedLoop()
     Work(loop, "a", 8).begin()
-    tokens = Tokens(loop.turns.of("a"), 1_000)
+    tokens = Tokens(loop.scheduler.of("a"), 1_000)
     reading = asyncio.create_task(Reading(tokens, Taker(loop, "gone")).to_end())
     await asyncio.sleep(0)
     num_waiting = len(tokens.waiting)
