@@ -89,7 +89,7 @@ class WorkerHarness:
         self.fleet_clock = FleetClock(self.scripts)
         status = WorkerStatus("w", "0")
         metrics = WorkerMetrics("w", "m", "0", status)
-        self.worker = Worker(self.thread, self._register, self._subscribe_cancels, metrics, drain_seconds, clock)
+        self.worker = Worker(self.thread, self._register, self._listen_for_cancels, metrics, drain_seconds, clock)
         self.running: asyncio.Task[None] | None = None
 
     @property
@@ -153,7 +153,7 @@ class WorkerHarness:
         self.incarnations.append(incarnation.worker_id)
         return incarnation
 
-    async def _subscribe_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
+    async def _listen_for_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
         def on_hint(request_id: str) -> None:
             on_cancel(request_id)
             self.hinted.append(request_id)

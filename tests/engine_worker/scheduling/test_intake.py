@@ -104,7 +104,7 @@ def traffic(kind: str, seed: int) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", ["short", "long", "mixed"])
-def test_intake_no_step_idles_while_requests_are_queued(kind: str, ahead: bool) -> None:
+def test_claim_budget_no_step_idles_while_requests_are_queued(kind: str, ahead: bool) -> None:
     for seed in range(5):
         served = Served(claim_what_starts, ahead=ahead)
         served.run(traffic(kind, seed))
@@ -112,7 +112,7 @@ def test_intake_no_step_idles_while_requests_are_queued(kind: str, ahead: bool) 
 
 
 @pytest.mark.parametrize("kind", ["short", "long", "mixed"])
-def test_intake_saturated_needs_no_more_steps_than_greedy(kind: str) -> None:
+def test_claim_budget_saturated_needs_no_more_steps_than_greedy(kind: str) -> None:
     now = before = 0
     for seed in range(5):
         for claim in (claim_what_starts, claim_all_slots):
@@ -123,7 +123,7 @@ def test_intake_saturated_needs_no_more_steps_than_greedy(kind: str) -> None:
     assert before / now >= 0.99
 
 
-def test_intake_leaves_in_queue_what_cannot_start_soon() -> None:
+def test_claim_budget_leaves_in_queue_what_cannot_start_soon() -> None:
     """300 prompts of 100 tokens with free slots: a step computes 1.28 of them."""
     engine = Served(claim_what_starts, ahead=True).engine
     queue = deque(make_request(100) for _ in range(300))
@@ -134,7 +134,7 @@ def test_intake_leaves_in_queue_what_cannot_start_soon() -> None:
     assert engine.intake.num_wanted(0, 0) == 0 and engine.intake.room > 0
 
 
-def test_intake_long_prompt_stops_claims_until_its_end() -> None:
+def test_claim_budget_long_prompt_stops_claims_until_its_end() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=300), num_blocks=300, max_num_batched_tokens=64, max_model_len=1024)
     engine.add_request(make_request(600))
     engine.step()
@@ -144,7 +144,7 @@ def test_intake_long_prompt_stops_claims_until_its_end() -> None:
     assert engine.intake.num_wanted(0, 0) >= 1
 
 
-def test_intake_cached_prompts_count_by_computed_tokens() -> None:
+def test_claim_budget_cached_prompts_count_by_computed_tokens() -> None:
     shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 1024}
     engine = make_engine(FakeModelRunner(num_blocks=1000), num_blocks=1000, **shape)
     prompt = make_request(120).prompt_token_ids
@@ -153,7 +153,7 @@ def test_intake_cached_prompts_count_by_computed_tokens() -> None:
     assert engine.intake.num_wanted(0, 0) > 20  # of 121 tokens each; uncached, two steps would compute three
 
 
-def test_intake_cached_short_prompts_do_not_discount_long() -> None:
+def test_claim_budget_cached_short_prompts_do_not_discount_long() -> None:
     """32 long prompts of another key beside cached short ones: two steps start three of them."""
     shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1024}
     engine = make_engine(FakeModelRunner(num_blocks=8000), num_blocks=8000, **shape)
@@ -170,7 +170,7 @@ def test_intake_cached_short_prompts_do_not_discount_long() -> None:
     assert num_claimed <= 4
 
 
-def test_intake_slow_prompt_logprobs_let_others_begin() -> None:
+def test_claim_budget_slow_prompt_logprobs_let_others_begin() -> None:
     shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 8192}
     engine = make_engine(FakeModelRunner(num_blocks=100_000), num_blocks=100_000, **shape)
     for _ in range(8):
@@ -179,14 +179,14 @@ def test_intake_slow_prompt_logprobs_let_others_begin() -> None:
     assert len(claim_what_starts(engine, deque(make_request(90) for _ in range(20)))) == 20
 
 
-def test_intake_full_memory_still_claims_one() -> None:
+def test_claim_budget_full_memory_still_claims_one() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=33), num_blocks=33, max_model_len=128, max_num_batched_tokens=64)
     for _ in range(20):
         serve(engine, make_request(120, max_tokens=2, ignore_eos=True))
     assert engine.intake.num_wanted(0, 0) >= 1
 
 
-def test_intake_batch_is_not_claimed_while_others_wait() -> None:
+def test_claim_budget_batch_is_not_claimed_while_others_wait() -> None:
     engine = make_engine(FakeModelRunner(), max_num_seqs=32)
     assert engine.background_intake.num_wanted(0, 0) > 0
     engine.add_request(make_request(5))
