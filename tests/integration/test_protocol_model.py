@@ -67,9 +67,9 @@ MUTANTS = {
             lua=patched(
                 (
                     "take",
-                    "found[#found + 1] = reply[1]\n",
-                    "found[#found + 1] = reply[1]\n"
-                    "for _, e in ipairs(reply[1][2]) do redis.call('XACK', q, ARGV[2], e[1]) end\n",
+                    "found[#found + 1] = {reply[1][1], kept}\n",
+                    "found[#found + 1] = {reply[1][1], kept}\n"
+                    "for _, e in ipairs(kept) do redis.call('XACK', q, ARGV[2], e[1]) end\n",
                 )
             ),
         ),
@@ -83,7 +83,7 @@ MUTANTS = {
         "not the journal|not in the journal|got index",
     ),
     "unclaim_loses_requests": (
-        Faults(cut_off_seconds=0, lua=patched(("unclaim", "'XADD', KEYS[2],", "'XADD', KEYS[2] .. '.lost',"))),
+        Faults(cut_off_seconds=0, lua=patched(("unclaim", "requeue(KEYS[2],", "requeue(KEYS[2] .. '.lost',"))),
         "stalled",
     ),
     "unclaim_keeps_the_old_entry": (
