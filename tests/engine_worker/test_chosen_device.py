@@ -1,4 +1,4 @@
-"""Where the model runs if nobody says, and that a CPU is not taken silently."""
+"""Device selection: `auto` prefers CUDA, a fallback to the CPU is logged, and unsupported KV dtypes are refused."""
 
 import logging
 
@@ -8,16 +8,18 @@ from engine_worker.model.devices import check_kv_dtype, chosen_device
 
 
 @pytest.mark.parametrize(
-    ("wanted", "has_cuda", "device", "is_told"),
+    ("wanted", "has_cuda", "device", "is_logged"),
     [("auto", True, "cuda", False), ("auto", False, "cpu", True), ("cpu", True, "cpu", False)],
 )
-def test_the_device(wanted: str, has_cuda: bool, device: str, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_auto_selects_cuda_or_logs_cpu(
+    wanted: str, has_cuda: bool, device: str, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "worker")
     assert chosen_device(wanted, has_cuda=has_cuda) == device
-    assert ("no CUDA device: the model runs on the CPU" in caplog.text) == is_told
+    assert ("no CUDA device: the model runs on the CPU" in caplog.text) == is_logged
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_device_cuda_without_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="--device cuda: torch sees no CUDA device"):
         chosen_device("cuda", has_cuda=False)
 
@@ -32,11 +34,13 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         ("bfloat16", "float32", None),
     ],
 )
-def test_caches_that_are_served(kv_dtype: str, model_dtype: str, capability: tuple[int, int] | None) -> None:
+def test_kv_dtype_supported_combination_is_accepted(
+    kv_dtype: str, model_dtype: str, capability: tuple[int, int] | None
+) -> None:
     check_kv_dtype(kv_dtype, model_dtype, capability)
 
 
-def test_a_cache_that_no_kernel_reads_is_refused_by_name() -> None:
+def test_kv_dtype_unsupported_names_the_flag() -> None:
     with pytest.raises(ValueError, match=r"--kv-cache-dtype fp8: e4m3 needs .* 8\.9 or more .*; this GPU has 8\.6"):
         check_kv_dtype("float8_e4m3fn", "bfloat16", (8, 6))
     with pytest.raises(ValueError, match="--kv-cache-dtype fp8: on cuda needs --dtype bfloat16 or float16"):

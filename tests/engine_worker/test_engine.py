@@ -1,4 +1,4 @@
-"""The engine's events: which, in which order, with which indices; and that a request's trouble stays its own."""
+"""Engine events: their kinds, order, and indices, and that a failing request does not affect the others."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -25,7 +25,7 @@ from tests.builders import (
 CANCELLED, LENGTH, STOP = FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP
 
 
-def test_one_token_event_a_step_and_the_end_with_the_last() -> None:
+def test_engine_step_gives_one_token_event_then_finish() -> None:
     engine = make_engine()
     engine.add_request(request := make_request(5, "a", max_tokens=3, ignore_eos=True))
     first, second, third = expected_output(request)
@@ -38,13 +38,13 @@ def test_one_token_event_a_step_and_the_end_with_the_last() -> None:
     assert not engine.has_work
 
 
-def test_a_prompt_in_chunks_gives_no_event_before_its_end() -> None:
+def test_chunked_prompt_gives_no_event_before_last_chunk() -> None:
     engine = make_engine(max_num_batched_tokens=8)
     engine.add_request(request := make_request(20, "a"))
     assert [engine.step() for _ in range(3)] == [[], [], [TokenEvent("a", 0, expected_output(request)[:1])]]
 
 
-def test_log_probabilities_of_those_who_ask() -> None:
+def test_logprobs_only_for_requests_that_set_them() -> None:
     engine = make_engine()
     asking = make_request(5, "asking", max_tokens=2, ignore_eos=True, logprobs=0)
     other = make_request(5, "other", max_tokens=2, ignore_eos=True)
@@ -57,7 +57,7 @@ def test_log_probabilities_of_those_who_ask() -> None:
 
 
 def request_that_stops() -> tuple[Any, list[int]]:
-    """A greedy request, and its first 6 tokens when nothing stops it; the tests below make one of them a stop token."""
+    """Return a greedy request and its first 6 tokens without a stop. Tests make one of them a stop token."""
     request = make_request(5, "a", max_tokens=6, ignore_eos=True)
     tokens = expected_output(request)
     assert len(set(tokens)) == 6
@@ -68,7 +68,7 @@ def with_sampling(request: Any, **changes: Any) -> Any:
     return make_request(request.prompt_token_ids, request.request_id, **{"max_tokens": 6, **changes})
 
 
-def test_the_stop_token_is_the_last_token_sent() -> None:
+def test_stop_token_is_last_token_sent() -> None:
     request, tokens = request_that_stops()
     engine = make_engine()
     engine.add_request(with_sampling(request, ignore_eos=True, stop_token_ids=(tokens[2],)))
@@ -78,7 +78,7 @@ def test_the_stop_token_is_the_last_token_sent() -> None:
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_end_of_sequence_stops_unless_ignored(ignore_eos: bool) -> None:
+def test_eos_stops_unless_ignored(ignore_eos: bool) -> None:
     request, tokens = request_that_stops()
     engine = make_engine(eos_token_ids=[tokens[1], 999])
     engine.add_request(with_sampling(request, ignore_eos=ignore_eos))
@@ -87,7 +87,7 @@ def test_end_of_sequence_stops_unless_ignored(ignore_eos: bool) -> None:
     assert transcript.ends["a"].reason is (LENGTH if ignore_eos else STOP)  # type: ignore[union-attr]
 
 
-def test_min_tokens_keeps_stop_tokens_away_and_then_lets_them_stop() -> None:
+def test_min_tokens_masks_stop_tokens_until_reached() -> None:
     request, tokens = request_that_stops()
     sampling = {"max_tokens": 30, "min_tokens": 4, "stop_token_ids": (tokens[1],)}
     engine = make_engine(vocab_size=1000)
@@ -95,24 +95,24 @@ def test_min_tokens_keeps_stop_tokens_away_and_then_lets_them_stop() -> None:
     output = run_to_end(engine).tokens["a"]
     assert output == expected_output(stopped)
     assert len(output) >= 4 and tokens[1] not in output[:4]
-    assert output[1] == tokens[1] + 1  # what the fake sampler takes in place of a masked token
+    assert output[1] == tokens[1] + 1  # the fake sampler's substitute for a masked token
 
 
-def test_context_end_is_length() -> None:
+def test_max_model_len_reached_finishes_with_length() -> None:
     engine = make_engine(max_model_len=8)
     engine.add_request(make_request(5, "a", max_tokens=100, ignore_eos=True))
     transcript = run_to_end(engine)
     assert transcript.ends == {"a": FinishEvent("a", LENGTH, Usage(prompt_tokens=5, completion_tokens=3))}
 
 
-def test_the_whole_cache_used_by_one_sequence_is_length() -> None:
+def test_full_kv_cache_single_sequence_finishes_with_length() -> None:
     engine = make_engine(num_blocks=4, block_size=4)
     engine.add_request(make_request(5, "a", max_tokens=100, ignore_eos=True))
     transcript = run_to_end(engine)
     assert transcript.ends == {"a": FinishEvent("a", LENGTH, Usage(prompt_tokens=5, completion_tokens=7))}
 
 
-# Trouble of one request
+# Failures of one request
 
 
 def bystander_is_undisturbed(transcript: Transcript, request: Any) -> bool:
@@ -132,7 +132,7 @@ def bystander_is_undisturbed(transcript: Transcript, request: Any) -> bool:
         ([5] * 128, {}, [], ErrorCode.CAPACITY_EXCEEDED),
     ],
 )
-def test_a_refused_request_ends_alone(
+def test_refused_request_does_not_affect_others(
     prompt: list[int], sampling: dict[str, Any], resumed: list[int], code: ErrorCode
 ) -> None:
     engine = make_engine(num_blocks=33, block_size=4)  # 128 slots
@@ -148,7 +148,7 @@ def test_a_refused_request_ends_alone(
     assert engine.stats().counters.finished["error"] == 1
 
 
-def test_a_failed_sampling_ends_alone() -> None:
+def test_sampling_failure_ends_only_its_request() -> None:
     runner = FakeModelRunner()
     engine = make_engine(runner)
     engine.add_request(make_request(5, "a", ignore_eos=True))
@@ -163,7 +163,7 @@ def test_a_failed_sampling_ends_alone() -> None:
     assert engine.stats().kv_cache.num_active_blocks == 0
 
 
-def test_an_exception_of_the_executor_reaches_the_caller() -> None:
+def test_executor_exception_reaches_caller() -> None:
     def break_down(batch: ScheduledBatch) -> None:
         raise RuntimeError("device lost")
 
@@ -173,7 +173,7 @@ def test_an_exception_of_the_executor_reaches_the_caller() -> None:
         engine.step()
 
 
-def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:
+def test_request_id_in_use_is_refused_until_it_ends() -> None:
     engine = make_engine()
     engine.add_request(request := make_request(5, "a", max_tokens=1))
     with pytest.raises(DuplicateRequest, match="a"):
@@ -183,10 +183,10 @@ def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:
     assert run_to_end(engine).tokens["a"] == expected_output(request)
 
 
-# Cancelling
+# Cancellation
 
 
-def test_abort_frees_the_blocks_at_once_and_gives_no_event() -> None:
+def test_abort_frees_blocks_at_once_without_event() -> None:
     engine = make_engine()
     engine.add_request(make_request(9, "a", max_tokens=50, ignore_eos=True))
     engine.add_request(bystander := make_request(6, "b", ignore_eos=True))
@@ -202,7 +202,7 @@ def test_abort_frees_the_blocks_at_once_and_gives_no_event() -> None:
     assert engine.stats().counters.finished == {"stop": 0, "length": 1, "cancelled": 1, "error": 0}
 
 
-def test_abort_of_a_request_that_waits_or_was_refused_gives_no_event() -> None:
+def test_abort_of_waiting_or_refused_gives_no_event() -> None:
     engine = make_engine(max_num_seqs=1)
     for request in (make_request(5, "a", max_tokens=2, ignore_eos=True), make_request(5, "b"), make_request([], "c")):
         engine.add_request(request)
@@ -213,7 +213,7 @@ def test_abort_of_a_request_that_waits_or_was_refused_gives_no_event() -> None:
     assert run_to_end(engine).ends.keys() == {"a"}
 
 
-def test_an_aborted_id_can_come_back() -> None:
+def test_aborted_request_id_can_be_reused() -> None:
     engine = make_engine()
     engine.add_request(request := make_request(9, "a"))
     engine.step()
@@ -225,7 +225,7 @@ def test_an_aborted_id_can_come_back() -> None:
 # Resuming
 
 
-def test_a_resumed_request_continues_at_the_next_index() -> None:
+def test_resumed_request_continues_at_next_index() -> None:
     request = make_request(5, "a", max_tokens=6, ignore_eos=True)
     tokens = expected_output(request)
     engine = make_engine()
@@ -245,7 +245,7 @@ def test_a_resumed_request_continues_at_the_next_index() -> None:
         ([7] * 27, {"max_tokens": 1000}, LENGTH),  # context of 32
     ],
 )
-def test_a_journal_that_is_complete_finishes_without_a_step(
+def test_complete_journal_finishes_without_step(
     journal: list[int], sampling: dict[str, Any], reason: FinishReason
 ) -> None:
     def never(batch: ScheduledBatch) -> None:
@@ -258,14 +258,14 @@ def test_a_journal_that_is_complete_finishes_without_a_step(
     assert not engine.has_work
 
 
-# Figures
+# Statistics
 
 
 def ticks() -> Iterator[float]:
     return (float(number) for number in count())
 
 
-def test_stats_of_a_step_with_a_running_and_a_waiting_request() -> None:
+def test_stats_count_running_and_waiting_requests() -> None:
     engine = make_engine(max_num_seqs=1, clock=ticks().__next__)
     engine.add_request(make_request(9, "a", max_tokens=3, ignore_eos=True))
     engine.add_request(make_request(5, "b", max_tokens=2, ignore_eos=True))
@@ -286,7 +286,7 @@ def test_stats_of_a_step_with_a_running_and_a_waiting_request() -> None:
     assert counters.finished == {"stop": 0, "length": 2, "cancelled": 0, "error": 0}
 
 
-def test_what_a_preemption_computes_again_is_counted_again() -> None:
+def test_stats_preemption_counts_recomputed_tokens() -> None:
     engine = make_engine(num_blocks=8, block_size=4, enable_prefix_caching=False)
     for name in ("a", "b"):
         engine.add_request(make_request(8, name, max_tokens=12, ignore_eos=True))
@@ -297,7 +297,7 @@ def test_what_a_preemption_computes_again_is_counted_again() -> None:
     assert counters.generated_tokens == 24
 
 
-def test_a_step_that_computes_nothing_is_not_counted_and_repeats_no_figures() -> None:
+def test_stats_empty_step_is_not_counted() -> None:
     engine = make_engine()
     engine.add_request(make_request(5, "a", max_tokens=1))
     engine.step()
@@ -309,11 +309,11 @@ def test_a_step_that_computes_nothing_is_not_counted_and_repeats_no_figures() ->
     assert engine.stats().counters.steps == 1
 
 
-# The fake itself
+# The fake model
 
 
-def test_the_fake_model_reads_its_cache_through_the_block_table() -> None:
-    """A table that names a wrong block changes the next token: else the exactness tests would prove nothing."""
+def test_fake_model_reads_cache_through_block_table() -> None:
+    """A wrong block in the table must change the next token. Otherwise the exactness tests prove nothing."""
     engine = make_engine()
     engine.add_request(request := make_request(6, "a", ignore_eos=True))
     engine.step()
@@ -324,7 +324,7 @@ def test_the_fake_model_reads_its_cache_through_the_block_table() -> None:
     assert isinstance(event, TokenEvent) and event.token_ids != expected_output(request)[1:2]
 
 
-def test_seeded_tokens_of_the_fake_depend_on_seed_and_index() -> None:
+def test_fake_model_seeded_tokens_depend_on_seed_and_index() -> None:
     def token(seed: int, index: int) -> int:
         return next_token([5, 6], index, make_sampling(temperature=1.0, seed=seed), frozenset(), 1000)
 

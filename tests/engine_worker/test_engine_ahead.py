@@ -1,4 +1,4 @@
-"""The engine one step ahead: the same events, a step later, and nothing of a step that nobody needs any more."""
+"""Async scheduling: the engine runs one step ahead, gives the same events, and discards unneeded results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 @dataclass
 class LoggedRunner:
-    """A FakeModelRunner that writes down when which batch is submitted and collected."""
+    """A FakeModelRunner that logs when each batch is submitted and collected."""
 
     runner: FakeModelRunner
     log: list[str]
@@ -45,7 +45,7 @@ def ahead(runner: FakeModelRunner | LoggedRunner | None = None, **config: Any) -
     return make_engine(runner, async_scheduling=True, **config)
 
 
-def test_a_batch_is_submitted_before_the_one_before_it_is_collected() -> None:
+def test_async_batch_is_submitted_before_previous_collect() -> None:
     log: list[str] = []
     engine = ahead(LoggedRunner(FakeModelRunner(), log))
     engine.add_request(make_request(5, max_tokens=3, ignore_eos=True))
@@ -53,7 +53,7 @@ def test_a_batch_is_submitted_before_the_one_before_it_is_collected() -> None:
     assert log == ["submit 0", "submit 1", "collect 0", "submit 2", "collect 1", "collect 2"]
 
 
-def test_events_come_a_step_later_and_there_is_work_until_the_last() -> None:
+def test_async_events_arrive_one_step_later() -> None:
     engine = ahead()
     engine.add_request(request := make_request(5, "a", max_tokens=2, ignore_eos=True))
     first, second = expected_output(request)
@@ -64,14 +64,14 @@ def test_events_come_a_step_later_and_there_is_work_until_the_last() -> None:
     ]
 
 
-def test_figures_are_those_of_the_step_that_was_collected() -> None:
+def test_async_stats_describe_the_collected_step() -> None:
     engine = ahead()
     engine.add_request(make_request(5, max_tokens=2, ignore_eos=True))
     assert [(engine.step(), engine.last_step.num_tokens)[1] for _ in range(4)] == [0, 5, 1, 0]
     assert engine.stats().counters.steps == 2
 
 
-def test_an_end_by_length_is_foreseen_and_costs_no_step() -> None:
+def test_async_end_by_length_costs_no_extra_step() -> None:
     runner = FakeModelRunner()
     engine = ahead(runner, max_model_len=9)
     engine.add_request(make_request(5, "a", max_tokens=3, ignore_eos=True))
@@ -81,7 +81,7 @@ def test_an_end_by_length_is_foreseen_and_costs_no_step() -> None:
     assert runner.num_computed_tokens == 5 + 2 + 5 + 3
 
 
-def test_what_is_sampled_after_a_stop_token_is_dropped() -> None:
+def test_async_token_after_stop_is_dropped() -> None:
     runner = FakeModelRunner()
     engine = ahead(runner)
     tokens = expected_output(make_request(5, "a", ignore_eos=True))
@@ -89,12 +89,12 @@ def test_what_is_sampled_after_a_stop_token_is_dropped() -> None:
     transcript = run_to_end(engine)
     assert transcript.tokens == {"a": tokens[:3]}
     assert transcript.ends == {"a": FinishEvent("a", STOP, Usage(prompt_tokens=5, completion_tokens=3))}
-    assert runner.num_computed_tokens == 5 + 3  # the third was computed for nothing
+    assert runner.num_computed_tokens == 5 + 3  # the third result is discarded
     assert engine.stats().counters.generated_tokens == 3
     assert engine.stats().kv_cache.num_active_blocks == 0
 
 
-def test_abort_with_a_step_in_flight_frees_at_once_and_gives_no_event() -> None:
+def test_async_abort_in_flight_frees_blocks_without_event() -> None:
     engine = ahead()
     engine.add_request(make_request(9, "a", max_tokens=50, ignore_eos=True))
     engine.step()
@@ -106,7 +106,7 @@ def test_abort_with_a_step_in_flight_frees_at_once_and_gives_no_event() -> None:
     assert not engine.has_work
 
 
-def test_an_aborted_id_can_come_back_while_its_last_step_is_in_flight() -> None:
+def test_async_aborted_id_in_flight_can_be_reused() -> None:
     engine = ahead()
     engine.add_request(make_request(9, "a", max_tokens=50, ignore_eos=True))
     engine.step()
@@ -116,7 +116,7 @@ def test_an_aborted_id_can_come_back_while_its_last_step_is_in_flight() -> None:
     assert run_to_end(engine).tokens == {"a": expected_output(request)}
 
 
-def test_a_failed_sampling_ends_alone_though_its_next_step_is_in_flight() -> None:
+def test_async_sampling_failure_ends_only_its_request() -> None:
     runner = FakeModelRunner()
     engine = ahead(runner)
     engine.add_request(make_request(5, "a", ignore_eos=True))
@@ -130,7 +130,7 @@ def test_a_failed_sampling_ends_alone_though_its_next_step_is_in_flight() -> Non
     assert transcript.tokens["b"] == expected_output(bystander)
 
 
-def test_an_exception_of_a_step_in_flight_reaches_the_caller() -> None:
+def test_async_exception_in_flight_reaches_caller() -> None:
     def break_down(number: int) -> None:
         if number == 1:
             raise RuntimeError("device lost")
@@ -144,7 +144,7 @@ def test_an_exception_of_a_step_in_flight_reaches_the_caller() -> None:
 
 
 def tokens_until_preemption(engine: Engine) -> int:
-    """How many tokens of the newest of two sequences are out when it has yielded while a sample of it is in flight."""
+    """Return the number of tokens sent for "b" when it is preempted while one of its samples is in flight."""
     transcript = Transcript()
     while not engine.stats().counters.preemptions["recompute"]:
         transcript.add(engine.step())
@@ -153,7 +153,7 @@ def tokens_until_preemption(engine: Engine) -> int:
     return len(transcript.tokens["b"])
 
 
-def test_a_sample_of_a_sequence_that_yields_meanwhile_is_kept() -> None:
+def test_async_sample_of_preempted_sequence_is_kept() -> None:
     config: dict[str, Any] = {"num_blocks": 8, "block_size": 4}
     requests = [make_request(8, name, max_tokens=12, ignore_eos=True) for name in ("a", "b")]
     first, second = ahead(**config), ahead(**config)
@@ -162,7 +162,7 @@ def test_a_sample_of_a_sequence_that_yields_meanwhile_is_kept() -> None:
         second.add_request(request)
     num_tokens = tokens_until_preemption(first)
     assert run_to_end(second).tokens == {request.request_id: expected_output(request) for request in requests}
-    # The same, but the last token of b is the one in flight when it yields: it ends where it waits.
+    # The last token of b is in flight when b is preempted, so b ends while it waits.
     third = ahead(**config)
     stop = expected_output(requests[1])[num_tokens - 1]
     third.add_request(requests[0])
@@ -172,7 +172,7 @@ def test_a_sample_of_a_sequence_that_yields_meanwhile_is_kept() -> None:
     assert third.stats().counters.preemptions["recompute"] == 1 and len(transcript.tokens["b"]) == num_tokens
 
 
-def test_steps_of_a_beam_search_follow_one_another() -> None:
+def test_async_beam_search_steps_are_sequential() -> None:
     log: list[str] = []
     engine = ahead(LoggedRunner(FakeModelRunner(), log))
     engine.add_request(make_request(5, "a", max_tokens=4, ignore_eos=True))
@@ -185,7 +185,7 @@ def test_steps_of_a_beam_search_follow_one_another() -> None:
     assert len(transcript.tokens["a"]) == 4
 
 
-def test_penalties_do_not_end_the_step_ahead() -> None:
+def test_async_penalties_keep_step_ahead() -> None:
     log: list[str] = []
     engine = ahead(LoggedRunner(FakeModelRunner(), log))
     engine.add_request(make_request(5, max_tokens=3, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5))

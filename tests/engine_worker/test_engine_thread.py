@@ -1,4 +1,4 @@
-"""The engine's own thread: bounded steps ahead, calls between steps, and exact seats."""
+"""The engine thread: a bounded number of steps ahead, calls between steps, and an exact count of free slots."""
 
 import asyncio
 import contextlib
@@ -28,12 +28,12 @@ async def thread(gate: Gate) -> AsyncIterator[EngineThread]:
         await thread.stop()
 
 
-async def test_steps_run_ahead_of_the_store_by_two_at_most(thread: EngineThread, gate: Gate) -> None:
+async def test_thread_runs_at_most_two_unacknowledged_steps(thread: EngineThread, gate: Gate) -> None:
     turns: list[Turn] = []
     thread.start(make_engine(FakeModelRunner(before_step=gate)), turns.append)
     thread.add_request(make_request(3, max_tokens=50, ignore_eos=True), ())
     await eventually(lambda: len(turns) == MAX_STEPS_AHEAD)
-    await thread.stats()  # it still answers, and takes no step of its own accord
+    await thread.stats()  # calls are answered while no further step may run
     await thread.stats()
     assert thread.num_steps == MAX_STEPS_AHEAD == 2
     thread.acknowledge()
@@ -42,12 +42,12 @@ async def test_steps_run_ahead_of_the_store_by_two_at_most(thread: EngineThread,
     assert thread.num_steps == 3
 
 
-async def test_seats_count_what_was_added_since_the_last_turn(thread: EngineThread, gate: Gate) -> None:
+async def test_thread_demand_counts_requests_added_since_last_turn(thread: EngineThread, gate: Gate) -> None:
     thread.start(make_engine(FakeModelRunner(before_step=gate), max_num_seqs=4), lambda turn: thread.acknowledge())
     assert (await thread.wait_for_demand()).requests == 4
     for _ in range(3):
         thread.add_request(make_request(3, max_tokens=100, ignore_eos=True), ())
-    assert (await thread.wait_for_demand()).requests == 1  # before the engine has seen any of them
+    assert (await thread.wait_for_demand()).requests == 1  # before the engine has taken any of them
     thread.add_request(make_request(3, max_tokens=100, ignore_eos=True), ())
     waiting = asyncio.create_task(thread.wait_for_demand())
     await thread.stats()
@@ -56,7 +56,7 @@ async def test_seats_count_what_was_added_since_the_last_turn(thread: EngineThre
     assert (await asyncio.wait_for(waiting, PATIENCE_SECONDS)).requests == 4
 
 
-async def test_nothing_of_a_dropped_request_comes_after_the_drop(thread: EngineThread, gate: Gate) -> None:
+async def test_thread_dropped_requests_give_no_more_events(thread: EngineThread, gate: Gate) -> None:
     turns: list[Turn] = []
 
     def deliver(turn: Turn) -> None:
@@ -72,7 +72,7 @@ async def test_nothing_of_a_dropped_request_comes_after_the_drop(thread: EngineT
     assert (len(turns), stats.num_running, stats.kv_cache.num_active_blocks) == (num_turns, 0, 0)
 
 
-async def test_figures_of_an_engine_that_did_nothing_are_not_asked_for_again(
+async def test_thread_stats_idle_engine_are_cached(
     thread: EngineThread, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, asked = make_engine(FakeModelRunner(before_step=gate)), list[EngineStats]()
@@ -88,13 +88,13 @@ async def test_figures_of_an_engine_that_did_nothing_are_not_asked_for_again(
     assert len(asked) == 1
     thread.add_request(make_request(3, max_tokens=4, ignore_eos=True), ())
     await eventually(lambda: thread.num_steps == 4)
-    await thread.call(lambda: None)  # the thread has done what the steps left to it
+    await thread.call(lambda: None)  # returns after the thread has finished its work for the steps
     after = [await thread.stats() for _ in range(3)]
     assert [figures.counters for figures in after] == [Engine.stats(engine).counters] * 3
     assert len(asked) == 2 and asked[0].counters != asked[1].counters
 
 
-async def test_what_a_call_raises_is_its_callers_alone(thread: EngineThread, gate: Gate) -> None:
+async def test_thread_call_exception_reaches_only_its_caller(thread: EngineThread, gate: Gate) -> None:
     def fail() -> None:
         raise ValueError("no such file")
 
@@ -103,7 +103,7 @@ async def test_what_a_call_raises_is_its_callers_alone(thread: EngineThread, gat
     assert await thread.call(lambda: 7) == 7
 
 
-async def test_what_a_step_raises_ends_the_thread(thread: EngineThread, gate: Gate) -> None:
+async def test_thread_step_exception_ends_thread(thread: EngineThread, gate: Gate) -> None:
     gate.failure = RuntimeError("device lost")
     thread.start(make_engine(FakeModelRunner(before_step=gate)), lambda turn: None)
     thread.add_request(make_request(3), ())

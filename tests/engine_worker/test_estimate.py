@@ -1,3 +1,5 @@
+"""Capacity estimates (`pagestream estimate`): parameters, KV bytes per token, and sequences that fit a device."""
+
 import json
 import re
 import subprocess
@@ -22,13 +24,13 @@ LLAMA_8B = {
 
 
 def of_llama(memory_bytes: int = 141 * 10**9, **changes: object) -> Estimate:
-    """Estimate for a device of `memory_bytes`, of which nine tenths are for weights and KV."""
+    """Return the estimate for a device of `memory_bytes`; 90 % of it is for weights and KV."""
     config = spec_from_json(LLAMA_8B, {})
     usual = {"memory_bytes": int(memory_bytes * 0.9), "block_size": 16, "max_model_len": 8192}
     return estimate(config, **{**usual, "dtype": "bfloat16", **changes})  # type: ignore[arg-type]
 
 
-def test_llama_8b_as_its_authors_count_it() -> None:
+def test_estimate_llama_8b_matches_model_card() -> None:
     found = of_llama()
     assert found.parameters == 8_030_261_248  # "8.03B" in the model's card
     assert found.kv_bytes_per_token == 131_072
@@ -41,8 +43,8 @@ def test_llama_8b_as_its_authors_count_it() -> None:
     }
 
 
-def test_a_sequence_whose_layers_all_have_a_window_takes_what_it_sees() -> None:
-    """Mistral 7B v0.1: 4,096 tokens of 32,768, in 257 blocks; where a layer has no window, all of them."""
+def test_estimate_sliding_window_limits_blocks_per_sequence() -> None:
+    """Mistral 7B v0.1: a window of 4,096 tokens takes 257 blocks. One layer without a window needs all tokens."""
     mistral = {**LLAMA_8B, "model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 4096}
     options = {"memory_bytes": 40 * 2**30, "block_size": 16, "max_model_len": 32768, "dtype": "bfloat16"}
     found = estimate(spec_from_json(mistral, {}), **options)  # type: ignore[arg-type]
@@ -53,7 +55,7 @@ def test_a_sequence_whose_layers_all_have_a_window_takes_what_it_sees() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_agrees_with_what_is_really_loaded(tied: bool) -> None:
+def test_estimate_agrees_with_loaded_weights(tied: bool) -> None:
     config = spec_from_json(
         {**LLAMA_8B, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}, {},
@@ -66,14 +68,14 @@ def test_it_agrees_with_what_is_really_loaded(tied: bool) -> None:
     assert found.kv_block_bytes == kv_layout(config, 8, "float32").block_bytes
 
 
-def test_a_cache_in_fp8_has_twice_the_tokens() -> None:
+def test_estimate_fp8_kv_cache_has_twice_the_tokens() -> None:
     wide, narrow = of_llama(), of_llama(kv_dtype="fp8")
     assert (narrow.kv_cache_dtype, narrow.kv_bytes_per_token) == ("float8_e4m3fn", wide.kv_bytes_per_token // 2)
     assert narrow.weights_bytes == wide.weights_bytes
-    assert narrow.kv_blocks in {2 * wide.kv_blocks + 1, 2 * wide.kv_blocks + 2}  # of both, one is padding
+    assert narrow.kv_blocks in {2 * wide.kv_blocks + 1, 2 * wide.kv_blocks + 2}  # each pool has one padding block
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_estimate_too_large_model_is_refused_with_numbers() -> None:
     message = r"take 15.0 GiB and leave 3.9 GiB for KV; .* 131072 tokens needs 16.0 GiB"
     with pytest.raises(DoesNotFit, match=message) as refused:
         of_llama(memory_bytes=21 * 2**30, max_model_len=131072)
@@ -84,7 +86,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         of_llama(memory_bytes=8 * 2**30, max_model_len=1024)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_command_prints_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main([str(tmp_path), "--gpu-memory", "80G", "--max-model-len", "8K", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["max_model_len"] == 8192
@@ -94,16 +96,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_devices_that_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_tensor_parallel_divides_weights_and_kv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     command = [str(tmp_path), "--gpu-memory", "141G", "--max-model-len", "8K"]
 
-    def told(size: int) -> dict[str, int]:
+    def estimate_with(size: int) -> dict[str, int]:
         assert main([*command, "--tensor-parallel-size", str(size), "--json"]) == 0
         found: dict[str, int] = json.loads(capsys.readouterr().out)
         return found
 
-    by_size = {size: told(size) for size in (1, 2, 16)}
+    by_size = {size: estimate_with(size) for size in (1, 2, 16)}
     assert {size: found["kv_bytes_per_token"] for size, found in by_size.items()} == {1: 131072, 2: 65536, 16: 16384}
     assert {found["parameters"] for found in by_size.values()} == {8_030_261_248}
     replicated = 2 * (128256 + 65) * 4096  # the embedding and the norms, bfloat16
@@ -112,7 +114,7 @@ def test_devices_that_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "may be 1, 2, 4, 8, 16 or 32, not 3" in capsys.readouterr().err
 
 
-def test_devices_share_a_model_where_they_must(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_tensor_parallel_advice_depends_on_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     command = [str(tmp_path), "--max-model-len", "8K", "--tensor-parallel-size", "2", "--gpu-memory"]
     assert main([*command, "80G"]) == 0
@@ -122,7 +124,7 @@ def test_devices_share_a_model_where_they_must(tmp_path: Path, capsys: pytest.Ca
     assert "The model does not fit one device" in capsys.readouterr().out
 
 
-def test_it_needs_no_torch() -> None:
+def test_estimate_does_not_import_torch() -> None:
     code = "import sys, engine_worker.estimate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -130,7 +132,7 @@ def test_it_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("quantization", ["auto", "fp8", "none"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_fp8_is_a_byte_and_its_scales(
+def test_estimate_fp8_weights_count_bytes_and_scales(
     quantization: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -141,13 +143,13 @@ def test_fp8_is_a_byte_and_its_scales(
     found = json.loads(capsys.readouterr().out)
     rows = {"qkv": 6144, "out": 4096, "gate_up": 28672, "down": 4096}
     columns = {"qkv": 4096, "out": 4096, "gate_up": 4096, "down": 14336}
-    products = 32 * sum(rows[name] * columns[name] for name in rows)
-    # Rows that are split by inputs have their scales on every rank.
+    linear_weights = 32 * sum(rows[name] * columns[name] for name in rows)
+    # Layers split by input columns keep all their scales on every rank.
     by_rows = 32 * (rows["qkv"] + rows["gate_up"] + size * (rows["out"] + rows["down"]))
-    scales = {"auto": products // 128**2, "fp8": by_rows, "none": 0}[quantization]
+    scales = {"auto": linear_weights // 128**2, "fp8": by_rows, "none": 0}[quantization]
     head = 128256 * 4096
-    rest = 2 * ((8_030_261_248 - products - 2 * head) + head + head // size) if size == 1 else None
-    expected = products // size * (2 if quantization == "none" else 1) + 4 * scales // size
+    rest = 2 * ((8_030_261_248 - linear_weights - 2 * head) + head + head // size) if size == 1 else None
+    expected = linear_weights // size * (2 if quantization == "none" else 1) + 4 * scales // size
     norms_and_embeddings = 2 * (head + head // size + 4096 * 65)
     assert rest in (None, norms_and_embeddings)
     assert found["weights_bytes"] == expected + norms_and_embeddings
@@ -155,9 +157,7 @@ def test_fp8_is_a_byte_and_its_scales(
     assert found["weight_format"] == names[quantization]
 
 
-def test_token_counts_of_running_slots_take_memory_from_the_kv_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_estimate_token_counts_reduce_kv_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     found = []
     for max_num_seqs in ("1", "1001"):

@@ -1,4 +1,4 @@
-"""Requests wait for their grammar without holding up anybody, and leave no trace when they are dropped."""
+"""The grammar gate: only requests with a grammar wait, and a dropped request leaves no state."""
 
 import threading
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ GRAMMAR = Grammar(GrammarKind.REGEX, "a")
 
 
 class SlowCompiler:
-    """Compiles when it is told to."""
+    """Blocks in each compilation until `go_on` is set."""
 
     def __init__(self, problem: str = "") -> None:
         self.go_on = threading.Event()
@@ -39,7 +39,7 @@ class Passed:
         self.problems.append(problem)
 
 
-async def test_only_the_request_with_a_grammar_waits() -> None:
+async def test_gate_only_requests_with_grammar_wait() -> None:
     compiler, passed = SlowCompiler(), Passed()
     gate = GrammarGate(compiler, passed)
     gate.add(make_request(3, "waits", grammar=GRAMMAR), ())
@@ -50,7 +50,7 @@ async def test_only_the_request_with_a_grammar_waits() -> None:
     assert gate.num_waiting == 0 and compiler.compiled == [GRAMMAR] and passed.problems == ["", ""]
 
 
-async def test_a_dropped_request_does_not_pass() -> None:
+async def test_gate_dropped_request_does_not_pass() -> None:
     compiler, passed = SlowCompiler(), Passed()
     gate = GrammarGate(compiler, passed)
     for request_id in ("one", "two", "three"):
@@ -62,7 +62,7 @@ async def test_a_dropped_request_does_not_pass() -> None:
     assert gate.drop_all() == ["four"] and gate.num_waiting == 0
 
 
-async def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason() -> None:
+async def test_gate_invalid_grammar_ends_request_with_reason() -> None:
     thread, turns = EngineThread(), list[Turn]()
     compiler = SlowCompiler("a bad regex")
     compiler.go_on.set()
@@ -73,7 +73,7 @@ async def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(
     assert list(turns[0].events) == [ErrorEvent("bad", ErrorCode.INVALID_REQUEST, "grammar: a bad regex")]
 
 
-async def test_a_request_that_is_dropped_while_it_waits_gives_its_seat_back() -> None:
+async def test_gate_dropped_while_waiting_frees_its_slot() -> None:
     thread, compiler = EngineThread(), SlowCompiler()
     thread.start(make_engine(FakeModelRunner(), max_num_seqs=4), lambda turn: None, compiler)
     assert (await thread.wait_for_demand()).requests == 4

@@ -1,5 +1,6 @@
-"""Requests of several choices: the prompt is computed once, blocks are shared until somebody writes, and each choice is
-admitted and preempted by itself.
+"""Requests with several sequences (n > 1 or beams).
+
+The prompt is computed once, blocks are copied on write, and each sequence is admitted and preempted separately.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ def sampled(prompt: int = 9, request_id: str = "a", **sampling: Any) -> Any:
 
 
 class Batches:
-    """What every step was to do."""
+    """Records every batch."""
 
     def __init__(self) -> None:
         self.seen: list[ScheduledBatch] = []
@@ -70,7 +71,7 @@ def num_active_blocks(engine: Engine) -> int:
 # Events
 
 
-def test_each_choice_tells_its_end_and_the_request_ends_once() -> None:
+def test_group_sequences_end_separately_request_ends_once() -> None:
     engine = make_engine()
     engine.add_request(request := sampled(n=2, max_tokens=2))
     (first, second), (third, fourth) = expected(request)
@@ -85,7 +86,7 @@ def test_each_choice_tells_its_end_and_the_request_ends_once() -> None:
     assert not engine.has_work and num_active_blocks(engine) == 0
 
 
-def test_a_choice_that_stops_leaves_the_others() -> None:
+def test_group_stopped_sequence_leaves_others_running() -> None:
     request = sampled(max_tokens=6)
     stop = expected(request)[1][2]
     assert all(stop not in output for output in (expected(request)[0], expected(request)[2]))
@@ -98,7 +99,7 @@ def test_a_choice_that_stops_leaves_the_others() -> None:
     assert transcript.ends["a"] == FinishEvent("a", LENGTH, Usage(prompt_tokens=9, completion_tokens=15))
 
 
-def test_the_first_choice_is_that_of_n_1() -> None:
+def test_group_first_sequence_equals_n_1() -> None:
     assert expected(sampled(n=3))[0] == expected(sampled(n=1))[0]
     assert len({tuple(output) for output in expected(sampled(n=8))}) == 8
 
@@ -106,8 +107,8 @@ def test_the_first_choice_is_that_of_n_1() -> None:
 # Blocks
 
 
-def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_one() -> None:
-    """9 tokens in blocks of 4: two full blocks stay shared; the third, with one token, becomes three."""
+def test_group_prompt_is_computed_once_last_block_copied() -> None:
+    """9 tokens in blocks of 4: two full blocks stay shared; the third holds one token and gets two copies."""
     engine, batches = counted_engine()
     engine.add_request(sampled())
     engine.step()
@@ -121,14 +122,14 @@ def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_one()
     assert batches.num_copies == [0, 2, 0]
 
 
-def test_a_prompt_that_fills_its_blocks_needs_no_copy() -> None:
+def test_group_prompt_filling_its_blocks_needs_no_copy() -> None:
     engine, batches = counted_engine()
     engine.add_request(sampled(8))
     run_to_end(engine)
     assert (batches.num_tokens, batches.num_copies) == ([8, 3, 3], [0, 0, 0])
 
 
-def test_a_prompt_in_chunks_forks_at_its_end() -> None:
+def test_group_chunked_prompt_forks_after_last_chunk() -> None:
     engine, batches = counted_engine(max_num_batched_tokens=8)
     engine.add_request(request := sampled(20))
     assert outputs(run_to_end(engine), request) == expected(request)
@@ -145,7 +146,7 @@ def test_beams_copy_at_most_one_block_each() -> None:
     assert batches.num_tokens == [9, *[4] * (len(batches.seen) - 1)]
 
 
-def test_a_search_says_that_it_goes_on_and_answers_at_its_end() -> None:
+def test_beam_search_sends_tokens_only_at_its_end() -> None:
     engine = make_engine()
     request = make_request(9, "a", use_beam_search=True, beam_width=3, n=2, max_tokens=2, ignore_eos=True)
     engine.add_request(request)
@@ -160,10 +161,10 @@ def test_a_search_says_that_it_goes_on_and_answers_at_its_end() -> None:
     ]
 
 
-# One by one
+# Admission of single sequences
 
 
-def test_choices_fork_as_slots_become_free() -> None:
+def test_group_sequences_fork_as_slots_become_free() -> None:
     engine, batches = counted_engine(max_num_seqs=4)
     for name, n in (("a", 3), ("b", 2), ("c", 1)):
         engine.add_request(sampled(request_id=name, n=n, max_tokens=4))
@@ -171,14 +172,14 @@ def test_choices_fork_as_slots_become_free() -> None:
     choices = [
         {(item.sequence.request_id, item.sequence.sequence_index) for item in batch.sequences} for batch in batches.seen
     ]
-    # The first choices go before the third of a and the second of b.
+    # First sequences are admitted before the third of a and the second of b.
     assert choices[0] == {("a", 0), ("a", 1), ("b", 0), ("c", 0)}
     assert choices[4] == {("a", 2), ("b", 1)} and len(choices) == 8
     assert transcript.ends.keys() == {"a", "b", "c"}
 
 
-def test_the_newest_choice_yields_alone() -> None:
-    """15 blocks: a grows from 3 to 12, so the third and then the second choice of b have to leave."""
+def test_group_newest_sequence_is_preempted_alone() -> None:
+    """15 blocks: a grows from 3 to 12, so the third and then the second sequence of b are preempted."""
     engine, batches = counted_engine(num_blocks=16)
     requests = [sampled(8, "a", n=1, max_tokens=40), sampled(9, "b", max_tokens=12)]
     for request in requests:
@@ -187,14 +188,12 @@ def test_the_newest_choice_yields_alone() -> None:
     assert [outputs(transcript, request) for request in requests] == [expected(request) for request in requests]
     assert {name for batch in batches.seen for name in preempted(engine._scheduler, batch)} == {"b"}
     prompts = [item.sequence.sequence_index for batch in batches.seen for item in batch.sequences if item.start == 0]
-    assert prompts == [0, 0, 2]  # of a, of b, and of the choice that came back after all that held the prompt had ended
+    assert prompts == [0, 0, 2]  # of a, of b, and of the sequence resumed after all holders of the prompt ended
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_choices_that_do_not_fit_together_are_not_shortened(
-    enable_prefix_caching: bool, async_scheduling: bool
-) -> None:
+def test_group_exceeding_kv_cache_gives_full_outputs(enable_prefix_caching: bool, async_scheduling: bool) -> None:
     shape: dict[str, Any] = {"num_blocks": 65, "block_size": 16}
     engine = make_engine(
         FakeModelRunner(**shape),
@@ -210,8 +209,8 @@ def test_choices_that_do_not_fit_together_are_not_shortened(
     assert all(len(output) == 500 for output in outputs(transcript, request))
 
 
-def test_beams_alone_grow_as_far_as_all_of_them_fit() -> None:
-    """12 blocks, 2 of them shared: 3 beams get 3 each of their own."""
+def test_beams_alone_grow_until_kv_cache_is_full() -> None:
+    """12 blocks, 2 of them shared: each of 3 beams gets 3 of its own."""
     engine = make_engine(num_blocks=13)
     request = make_request(9, "a", use_beam_search=True, beam_width=3, n=3, max_tokens=100, ignore_eos=True)
     engine.add_request(request)
@@ -219,14 +218,14 @@ def test_beams_alone_grow_as_far_as_all_of_them_fit() -> None:
     assert outputs(run_to_end(engine), request) == outputs_of_20
 
 
-def test_beams_that_never_fit_are_refused() -> None:
+def test_beams_larger_than_kv_cache_are_refused() -> None:
     engine = make_engine(num_blocks=7, max_num_seqs=16)
     engine.add_request(make_request(9, "a", use_beam_search=True, beam_width=5, n=5, max_tokens=2))
     (event,) = engine.step()
     assert isinstance(event, ErrorEvent) and event.code is ErrorCode.CAPACITY_EXCEEDED
 
 
-def test_beams_above_half_of_the_slots_are_refused() -> None:
+def test_beams_above_half_of_slots_are_refused() -> None:
     engine = make_engine(max_num_seqs=8)
     for width in (4, 5):
         engine.add_request(make_request(9, f"{width}", use_beam_search=True, beam_width=width, n=1, max_tokens=2))
@@ -236,7 +235,7 @@ def test_beams_above_half_of_the_slots_are_refused() -> None:
     assert refused.message == "beam_width is 5; this worker computes at most 4 beams"
 
 
-def test_abort_and_failure_end_the_whole_group() -> None:
+def test_group_abort_and_failure_end_all_sequences() -> None:
     runner = FakeModelRunner()
     engine = make_engine(runner)
     for name in ("a", "b", "c"):
@@ -255,7 +254,7 @@ def test_abort_and_failure_end_the_whole_group() -> None:
 
 @pytest.mark.parametrize("num_stored", [(1, 1, 1), (2, 5, 3), (6, 5, 6), (1, 6, 2), (0, 0, 0), (0, 2, 1), (2, 0, 3)])
 @pytest.mark.parametrize("config", [{}, {"async_scheduling": True}, {"max_num_batched_tokens": 8}], ids=str)
-def test_a_group_is_resumed_where_each_choice_was(num_stored: tuple[int, ...], config: dict[str, Any]) -> None:
+def test_group_resumes_each_sequence_at_its_index(num_stored: tuple[int, ...], config: dict[str, Any]) -> None:
     request = sampled(max_tokens=6)
     stored = [
         StoredChoice(output[:length], LENGTH if length == 6 else None)
@@ -269,8 +268,8 @@ def test_a_group_is_resumed_where_each_choice_was(num_stored: tuple[int, ...], c
     run_to_end(engine, transcript)
     assert outputs(transcript, request) == expected(request)
     assert transcript.ends["a"] == FinishEvent("a", LENGTH, Usage(prompt_tokens=9, completion_tokens=18))
-    # The prompt once (its last token again for a choice that has nothing while others have), then all that is unknown
-    # but each choice's last token.
+    # The prompt once, its last token again for a sequence without tokens when others have some, then all unknown
+    # tokens except the last of each sequence.
     num_again = 9 + sum(max(0, length - 1) for length in num_stored if length < 6)
     num_new = sum(6 - length - (length == 0) for length in num_stored if length < 6)
     num_extra = num_stored.count(0) if any(num_stored) and num_stored[0] else 0
@@ -278,14 +277,14 @@ def test_a_group_is_resumed_where_each_choice_was(num_stored: tuple[int, ...], c
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {"n": 2, "use_beam_search": True, "beam_width": 2, "temperature": 0.0}])
-def test_a_journal_of_all_answers_is_the_end(sampling: dict[str, Any]) -> None:
+def test_group_complete_journal_finishes_at_once(sampling: dict[str, Any]) -> None:
     engine = make_engine()
     request = sampled(max_tokens=6, **sampling)
     engine.add_request(request, [StoredChoice([7] * 6, LENGTH), StoredChoice([8, EOS_TOKEN_ID], STOP)])
     assert engine.step() == [FinishEvent("a", STOP, Usage(prompt_tokens=9, completion_tokens=8))]
 
 
-def test_a_search_begins_anew() -> None:
+def test_beam_search_resumed_starts_from_the_prompt() -> None:
     engine = make_engine()
     engine.add_request(request := make_request(9, "a", use_beam_search=True, beam_width=3, n=3, max_tokens=7))
     for _ in range(3):

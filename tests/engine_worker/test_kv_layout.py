@@ -1,4 +1,4 @@
-"""One formula of a block's bytes, whoever asks."""
+"""The size of a KV block in bytes, by shape, dtype, and group."""
 
 from typing import Any
 
@@ -12,18 +12,18 @@ def group(**changes: int | str) -> KVGroup:
     return KVGroup(**{**shape, **changes})
 
 
-def test_a_block_of_llama_8b_is_2_mib() -> None:
+def test_layout_llama_8b_block_is_2_mib() -> None:
     layout = KVLayout(groups=(group(),), block_size=16)
     assert (layout.block_bytes, layout.token_bytes) == (2 * 2**20, 128 * 2**10)
     assert layout.pool_shape(layout.groups[0], 100) == (100, 32, 2, 8, 16, 128)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
-def test_blocks_of_tokens(num_tokens: int, num_blocks: int) -> None:
+def test_layout_blocks_of_tokens_rounds_up(num_tokens: int, num_blocks: int) -> None:
     assert KVLayout(groups=(group(),), block_size=16).blocks_of(num_tokens) == num_blocks
 
 
-def test_the_type_of_kv_is_its_own() -> None:
+def test_layout_kv_dtype_sets_block_bytes() -> None:
     in_float32 = KVLayout(groups=(group(dtype="float32"),), block_size=16)
     assert in_float32.block_bytes == 2 * KVLayout(groups=(group(),), block_size=16).block_bytes
     assert KVLayout(groups=(group(dtype="float8_e4m3fn"),), block_size=16).token_bytes == 64 * 2**10
@@ -40,12 +40,12 @@ def test_the_type_of_kv_is_its_own() -> None:
         ("float32", "float32"),
     ],
 )
-def test_the_words_for_a_type(wanted: str, dtype: str) -> None:
+def test_kv_cache_dtype_accepts_aliases(wanted: str, dtype: str) -> None:
     assert kv_cache_dtype(wanted, "float16") == dtype
     assert kv_cache_dtype("fp8_e4m3", "float16") == kv_cache_dtype("fp8", "float16")
 
 
-def test_groups_of_one_pool_have_equal_blocks() -> None:
+def test_layout_groups_must_have_equal_block_bytes() -> None:
     pair = KVLayout(groups=(group(num_layers=16), group(num_layers=16)), block_size=16)
     assert (pair.block_bytes, pair.token_bytes) == (2**20, 128 * 2**10)
     with pytest.raises(AssertionError, match="must have one size"):

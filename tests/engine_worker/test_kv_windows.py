@@ -1,6 +1,6 @@
-"""A sequence holds what its next tokens see, where every layer has a window, and no block more: counts, exact.
+"""Sliding windows: a sequence holds exactly the blocks that its next tokens can attend to.
 
-Histories that order, share, preempt and fork at will are in scheduling/test_random_schedules.py and test_kv_world.py.
+scheduling/test_random_schedules.py and test_kv_world.py cover random sequences of operations.
 """
 
 import pytest
@@ -24,8 +24,8 @@ from tests.builders import (
     ("window", "num_blocks"),
     [(512, 33), (511, 33), (513, 33), (514, 34), (1, 1), (2, 2), (17, 2), (18, 3), (4096, 257), (5000, 257), (0, 257)],
 )
-def test_a_sequence_of_4k_tokens_holds_its_window_and_the_block_between(window: int, num_blocks: int) -> None:
-    """ceil((window - 1) / 16) + 1 once it decodes, whatever its length; all 257 blocks of 4,097 tokens without one."""
+def test_window_sequence_of_4k_tokens_holds_exact_blocks(window: int, num_blocks: int) -> None:
+    """A decoding sequence holds ceil((window - 1) / 16) + 1 blocks; without a window, all 257 of 4,097 tokens."""
     engine = make_engine(
         FakeModelRunner(num_blocks=400, block_size=16, window=window),
         num_blocks=400,
@@ -51,8 +51,8 @@ def test_a_sequence_of_4k_tokens_holds_its_window_and_the_block_between(window: 
     assert held[-1] == 0
 
 
-def test_a_sequence_may_be_longer_than_the_pool() -> None:
-    """20 blocks of 4 hold 80 tokens; with a window of 16, which is 5 of them, 1,000 come one after another."""
+def test_window_sequence_may_exceed_the_pool() -> None:
+    """20 blocks of 4 hold 80 tokens. A window of 16 takes 5 of them, so 1,000 tokens fit in turn."""
     engine = make_engine(
         FakeModelRunner(num_blocks=21, block_size=4, window=16),
         num_blocks=21,
@@ -73,7 +73,7 @@ def test_a_sequence_may_be_longer_than_the_pool() -> None:
 
 
 def computed(kv_cache: KVCacheManager, num_tokens: int, request_id: str = "a") -> Sequence:
-    """A sequence that was admitted, and computed in steps of 8 tokens."""
+    """Return an admitted sequence that was computed in steps of 8 tokens."""
     sequence = make_sequence(make_prompt(num_tokens), request_id)
     assert kv_cache.try_admit(sequence)
     while sequence.num_uncomputed_tokens:
@@ -86,13 +86,13 @@ def computed(kv_cache: KVCacheManager, num_tokens: int, request_id: str = "a") -
     return sequence
 
 
-def test_a_hit_needs_the_blocks_of_the_last_window_alone() -> None:
+def test_window_prefix_hit_needs_only_last_window() -> None:
     kv_cache = KVCacheManager(num_blocks=30, block_size=4, window=8, max_new_tokens=8)
     first = computed(kv_cache, 40)
-    assert (first.kv.block_table[:8], len(first.kv.blocks)) == ([0] * 8, 2)  # 40 sees 33 and what is behind it
+    assert (first.kv.block_table[:8], len(first.kv.blocks)) == ([0] * 8, 2)  # token 40 attends from token 33 on
     last = list(first.kv.blocks)
     kv_cache.free(first)
-    # Cached blocks are given to others, the least recently used first: all but those of the last window.
+    # Cached blocks are evicted in LRU order: all except those of the last window.
     taken = kv_cache.device_pool.allocate(kv_cache.num_available_blocks - 4)
     second = make_sequence(make_prompt(41), "b")
     kv_cache.device_pool.free(taken[:10])
@@ -104,7 +104,7 @@ def test_a_hit_needs_the_blocks_of_the_last_window_alone() -> None:
 
 
 @pytest.mark.parametrize("caches", [False, True])
-def test_a_swapped_sequence_takes_its_window_along_and_no_more(caches: bool) -> None:
+def test_window_swap_moves_only_the_window(caches: bool) -> None:
     host_tier = HostTierConfig(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
     kv_cache = KVCacheManager(30, 4, window=8, max_new_tokens=8, enable_prefix_caching=caches, host_tier=host_tier)
     sequence = computed(kv_cache, 42)
@@ -112,7 +112,7 @@ def test_a_swapped_sequence_takes_its_window_along_and_no_more(caches: bool) -> 
     transfers = kv_cache.take_transfers()
     assert (len(transfers.swap_out), len(sequence.kv.host_block_table), len(sequence.kv.host_blocks)) == (3, 11, 3)
     kv_cache.check_integrity([sequence])
-    taken = kv_cache.device_pool.allocate(kv_cache.num_available_blocks)  # what was cached is lost here
+    taken = kv_cache.device_pool.allocate(kv_cache.num_available_blocks)  # evicts all cached blocks
     kv_cache.device_pool.free(taken)
     assert kv_cache.try_swap_in([sequence])
     assert len(kv_cache.take_transfers().swap_in) == 3
@@ -122,8 +122,8 @@ def test_a_swapped_sequence_takes_its_window_along_and_no_more(caches: bool) -> 
     assert kv_cache.stats([]).num_active_blocks == 0
 
 
-def test_a_prompt_that_forks_is_computed_at_its_end_though_more_of_it_is_cached() -> None:
-    """Its choices begin behind the prompt and see tokens that a hit in the middle of an output need not have."""
+def test_window_forking_prompt_is_computed_at_its_end() -> None:
+    """Its sequences start after the prompt and attend to tokens that a hit inside an output may lack."""
     kv_cache = KVCacheManager(num_blocks=60, block_size=4, window=8, max_new_tokens=8)
     tokens = computed(kv_cache, 40)
     kv_cache.free(tokens)
@@ -144,7 +144,7 @@ def test_a_prompt_that_forks_is_computed_at_its_end_though_more_of_it_is_cached(
 
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 9, 100])
 @pytest.mark.parametrize("lost", [set(), {0}, {3}, {7}, {9}, {1, 6}])
-def test_the_longest_hit_is_that_of_trying_every_length(window: int, lost: set[int]) -> None:
+def test_window_longest_hit_equals_exhaustive_search(window: int, lost: set[int]) -> None:
     span, asked = KVSpan(4, window, 8), list[int]()
 
     def find(index: int) -> int | None:

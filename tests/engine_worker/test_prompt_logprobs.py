@@ -1,4 +1,4 @@
-"""Scores of prompts: each token once, before the answer's first, whatever chunks, caches, preemption or takeover."""
+"""Prompt logprobs: each token once and before the first output token, with chunks, caches, preemption, or takeover."""
 
 from collections import Counter
 from typing import Any
@@ -42,7 +42,7 @@ def assert_each_token_once(scores: list[PromptLogprobs], prompt: list[int], star
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_chunk_by_chunk_before_the_first_token(async_scheduling: bool) -> None:
+def test_prompt_logprobs_come_by_chunk_before_first_token(async_scheduling: bool) -> None:
     engine = make_engine(max_num_batched_tokens=8, async_scheduling=async_scheduling)
     engine.add_request(request := make_request(20, "a", max_tokens=2, ignore_eos=True, prompt_logprobs=0))
     events = run(engine)
@@ -52,13 +52,13 @@ def test_chunk_by_chunk_before_the_first_token(async_scheduling: bool) -> None:
     assert_each_token_once(scores_of(events, "a"), request.prompt_token_ids)
 
 
-def test_a_prompt_of_one_token_has_no_score() -> None:
+def test_prompt_logprobs_one_token_prompt_has_none() -> None:
     engine = make_engine()
     engine.add_request(make_request([7], "a", max_tokens=1, prompt_logprobs=0))
     assert scores_of(run(engine), "a") == []
 
 
-def test_the_prefix_cache_hides_nothing_and_still_serves_others() -> None:
+def test_prompt_logprobs_skip_prefix_cache_only_for_request() -> None:
     engine = make_engine()
     prompt = make_request(20).prompt_token_ids
     engine.add_request(make_request(prompt, "first", max_tokens=1))
@@ -72,8 +72,8 @@ def test_the_prefix_cache_hides_nothing_and_still_serves_others() -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_preempted_requests_give_each_score_once(async_scheduling: bool) -> None:
-    """16 blocks of 4 for three requests of 50 tokens and 20 to come: they push each other out."""
+def test_prompt_logprobs_preempted_come_once(async_scheduling: bool) -> None:
+    """39 blocks of 4 for four requests of 40 prompt and 30 output tokens: they preempt each other."""
     executor = FakeModelRunner(num_blocks=40)
     engine = make_engine(executor, num_blocks=40, max_num_batched_tokens=16, async_scheduling=async_scheduling)
     requests = [
@@ -87,7 +87,7 @@ def test_preempted_requests_give_each_score_once(async_scheduling: bool) -> None
         assert_each_token_once(scores_of(events, request.request_id), request.prompt_token_ids)
 
 
-def test_choices_share_the_scores() -> None:
+def test_prompt_logprobs_are_shared_by_sequences() -> None:
     engine = make_engine()
     engine.add_request(request := make_request(9, "a", n=3, temperature=1.0, max_tokens=3, prompt_logprobs=0))
     assert_each_token_once(scores_of(run(engine), "a"), request.prompt_token_ids)
@@ -99,7 +99,7 @@ def resumed(request: GenerationRequest, num_tokens: int, num_scored: int) -> Sto
 
 
 @pytest.mark.parametrize(("num_tokens", "num_scored"), [(0, 0), (0, 9), (3, 20)])
-def test_a_takeover_scores_what_is_left(num_tokens: int, num_scored: int) -> None:
+def test_prompt_logprobs_takeover_sends_the_rest(num_tokens: int, num_scored: int) -> None:
     engine = make_engine()
     request = make_request(20, "a", max_tokens=6, ignore_eos=True, prompt_logprobs=0)
     choice = resumed(request, num_tokens, num_scored)
@@ -116,22 +116,22 @@ def test_a_takeover_scores_what_is_left(num_tokens: int, num_scored: int) -> Non
     assert Counter(isinstance(event, TokenEvent) and bool(event.token_ids) for event in events)[True] == 6 - num_tokens
 
 
-def test_a_beam_search_refuses() -> None:
+def test_prompt_logprobs_with_beam_search_are_refused() -> None:
     engine = make_engine()
     engine.add_request(make_request(5, "a", use_beam_search=True, beam_width=2, prompt_logprobs=1))
     (event,) = run(engine)
     assert isinstance(event, ErrorEvent) and "prompt_logprobs" in event.message
 
 
-def test_what_was_computed_twice_is_told_once() -> None:
-    """A sequence that was preempted while a step with it ran: that step's scores, and those of its new beginning."""
+def test_prompt_logprobs_recomputed_are_sent_once() -> None:
+    """A sequence preempted while its step runs gives the results of that step and of its recomputation."""
     sequence = make_sequence(9, prompt_logprobs=0)
     first, again = ([fake_logprobs(token_id) for token_id in sequence.prompt_token_ids[1:stop]] for stop in (4, 7))
-    told = [
+    sent = [
         _prompt_events(StepResult([], prompt_logprobs=[(sequence, PromptLogprobs(1, scores))]))
         for scores in (first, again, first)
     ]
-    assert [[event.prompt_logprobs for event in events if isinstance(event, TokenEvent)] for events in told] == [
+    assert [[event.prompt_logprobs for event in events if isinstance(event, TokenEvent)] for events in sent] == [
         [PromptLogprobs(1, first)],
         [PromptLogprobs(4, again[3:])],
         [],

@@ -1,4 +1,4 @@
-"""One trace from the client through gateway, queue and worker: parents, names and order; nothing where nobody asks."""
+"""Trace spans of a request in gateway, queue, and worker: parents, names, and order; none without a traceparent."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def trace_id(span: ReadableSpan) -> str:
     return f"{span.context.trace_id:032x}"
 
 
-async def test_the_worker_joins_the_trace_of_the_request(
+async def test_spans_worker_joins_the_request_trace(
     connections: RedisConnections, keys: RedisKeys, tracing: Tracing, exporter: InMemorySpanExporter
 ) -> None:
     gateway = tracing.begin("gateway", CLIENT)
@@ -51,7 +51,7 @@ async def test_the_worker_joins_the_trace_of_the_request(
     gateway.end()
     spans: dict[str, Any] = {span.name: span for span in exporter.get_finished_spans()}
     assert spans.keys() == {"gateway", "queue", "prefill", "decode"}
-    assert len(exporter.get_finished_spans()) == 4  # none of the request without a trace
+    assert len(exporter.get_finished_spans()) == 4  # none for the request without a trace
     assert {trace_id(span) for span in spans.values()} == {TRACE_ID}
     assert f"{spans['gateway'].parent.span_id:016x}" == CLIENT.split("-")[2]
     for part in ("queue", "prefill", "decode"):
@@ -64,13 +64,13 @@ async def test_the_worker_joins_the_trace_of_the_request(
 @pytest.mark.parametrize(
     "text", ["", "x", CLIENT.upper(), f"00-{'0' * 32}-00f067aa0ba902b7-01", CLIENT + "-x", "01" + CLIENT[2:]]
 )
-def test_what_is_no_traceparent_is_none(text: str) -> None:
+def test_traceparent_invalid_is_dropped(text: str) -> None:
     assert valid_traceparent(text) == ""
 
 
-def test_a_traceparent_stays_as_it_is() -> None:
+def test_traceparent_valid_is_unchanged() -> None:
     assert valid_traceparent(CLIENT) == CLIENT
 
 
-def test_off_is_nothing() -> None:
+def test_tracing_without_endpoint_is_off() -> None:
     assert open_tracing("", "x") is None

@@ -1,4 +1,4 @@
-"""The parts of a request's time, by a clock of the test's."""
+"""Durations of a request's phases, measured with a test clock."""
 
 from engine_worker.request_times import RequestClock, RequestTimes
 from engine_worker.transport.claims import ClaimedRequest
@@ -7,16 +7,16 @@ from tests.builders import make_request
 
 class Sink:
     def __init__(self) -> None:
-        self.heard: list[tuple[object, ...]] = []
+        self.events: list[tuple[object, ...]] = []
 
     def claimed(self, times: RequestTimes, *, is_resumed: bool) -> None:
-        self.heard.append(("claimed", times.queued, times.claimed, is_resumed))
+        self.events.append(("claimed", times.queued, times.claimed, is_resumed))
 
     def began(self, times: RequestTimes) -> None:
-        self.heard.append(("began", times.first_token))
+        self.events.append(("began", times.first_token))
 
     def ended(self, times: RequestTimes, ended: float, reason: str) -> None:
-        self.heard.append(("ended", times.first_token, ended, reason))
+        self.events.append(("ended", times.first_token, ended, reason))
 
 
 def claim(request_id: str, queued_ms: int, attempt: int = 1) -> ClaimedRequest:
@@ -26,7 +26,7 @@ def claim(request_id: str, queued_ms: int, attempt: int = 1) -> ClaimedRequest:
     )
 
 
-def test_each_part_is_told_once() -> None:
+def test_request_clock_reports_each_phase_once() -> None:
     now, sink = [100.0], Sink()
     clock = RequestClock([sink], lambda: now[0])
     clock.claimed(claim("a", 98500))
@@ -35,20 +35,20 @@ def test_each_part_is_told_once() -> None:
     now[0] = 102.0
     clock.stored(["a"])
     clock.ended("a", "stop")
-    assert sink.heard == [("claimed", 98.5, 100.0, False), ("began", 101.0), ("ended", 101.0, 102.0, "stop")]
+    assert sink.events == [("claimed", 98.5, 100.0, False), ("began", 101.0), ("ended", 101.0, 102.0, "stop")]
 
 
-def test_a_store_whose_clock_is_ahead_makes_no_negative_wait() -> None:
+def test_request_clock_store_ahead_gives_no_negative_wait() -> None:
     sink = Sink()
     RequestClock([sink], lambda: 100.0).claimed(claim("a", 100500, attempt=2))
-    assert sink.heard == [("claimed", 100.0, 100.0, True)]
+    assert sink.events == [("claimed", 100.0, 100.0, True)]
 
 
-def test_a_request_may_come_back_after_a_fence() -> None:
+def test_request_clock_accepts_same_request_after_fence() -> None:
     sink = Sink()
     clock = RequestClock([sink], lambda: 100.0)
     clock.claimed(claim("a", 1))
     clock.forget_everything()
     clock.claimed(claim("a", 1, attempt=2))
     clock.ended("a", "cancelled")
-    assert sink.heard[-1] == ("ended", None, 100.0, "cancelled")
+    assert sink.events[-1] == ("ended", None, 100.0, "cancelled")

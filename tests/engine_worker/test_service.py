@@ -1,4 +1,4 @@
-"""A worker's process around the Worker: what others hear of it."""
+"""The worker process: its heartbeats during startup."""
 
 import asyncio
 import os
@@ -33,13 +33,13 @@ def load(report: Report) -> LoadedEngine:
     return LoadedEngine(make_engine(), info)
 
 
-async def test_gateways_hear_that_it_is_ready_before_its_next_heartbeat(
+async def test_service_ready_is_published_before_next_heartbeat(
     valkey: Valkey, connections: RedisConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_tick(_seconds: float) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("engine_worker.service.next_tick", no_tick)  # so there is one heartbeat by the clock, the first
+    monkeypatch.setattr("engine_worker.service.next_tick", no_tick)  # leaves only the first timed heartbeat
     settings = WorkerSettings(
         execution=ExecutionSettings(model=Path("m")),
         scheduling=SchedulingSettings(),

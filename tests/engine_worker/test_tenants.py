@@ -1,4 +1,4 @@
-"""Two keys on one engine: neither what is cached nor how long it takes tells one what the other has asked."""
+"""Tenant isolation: neither cached tokens nor timing reveals what another tenant has sent."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from shared.messages import FinishEvent, TokenEvent
 from tests.builders import make_engine, make_prompt, make_request
 
 PROMPT = make_prompt(40)
-STEP_TOKENS = 8  # so the prompt takes five steps, and a cached one fewer
+STEP_TOKENS = 8  # the prompt takes five steps, a cached one fewer
 
 
 @dataclass
 class Seen:
-    """What a client can tell of its request."""
+    """What a client can observe of its request."""
 
     cached_tokens: int
     steps_to_first_token: int
@@ -44,16 +44,16 @@ def engine():
 
 
 @pytest.mark.parametrize(("tenant", "salt"), [("b", ""), ("", ""), ("a", "salt"), ("ab", ""), ("", "a")])
-def test_another_tenants_prompt_leaves_no_trace(engine, tenant: str, salt: str) -> None:
+def test_tenant_prompt_of_another_tenant_is_not_cached(engine, tenant: str, salt: str) -> None:
     cold = ask(engine, "a")
     assert (cold.cached_tokens, cold.steps_to_first_token) == (0, 5)
     assert ask(engine, tenant, salt) == cold
     again = ask(engine, "a")
-    assert again.cached_tokens > 30 and again.steps_to_first_token < 5  # the same tenant is faster: there is a trace
+    assert again.cached_tokens > 30 and again.steps_to_first_token < 5  # the same tenant is faster: the test can fail
     assert again.token_ids == cold.token_ids
 
 
-def test_two_tenants_at_once_compute_each_for_itself(engine) -> None:
+def test_tenants_at_once_do_not_share_cache(engine) -> None:
     for tenant in ("a", "b"):
         request = make_request(PROMPT, max_tokens=1)
         engine.add_request(msgspec.structs.replace(request, tenant=tenant))

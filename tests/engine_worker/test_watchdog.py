@@ -1,4 +1,4 @@
-"""The watchdog counts its own ticks: a hung step ends the process, a paused process or an idle engine does not."""
+"""The watchdogs count their own ticks: a hung step ends the process, a paused process or an idle engine does not."""
 
 import signal
 import subprocess
@@ -34,7 +34,7 @@ def make_watchdog(engine: Any, hung: list[str]) -> StepWatchdog:
     return StepWatchdog(engine, timeout_ticks=3, on_hung=lambda: hung.append("exit"))
 
 
-def test_a_step_that_lasts_too_many_ticks(engine: Any, hung: list[str]) -> None:
+def test_watchdog_step_exceeding_ticks_is_hung(engine: Any, hung: list[str]) -> None:
     watchdog = make_watchdog(engine, hung)
     engine.in_step = True
     for _ in range(2):
@@ -44,7 +44,7 @@ def test_a_step_that_lasts_too_many_ticks(engine: Any, hung: list[str]) -> None:
     assert hung == ["exit"]
 
 
-def test_steps_that_end_start_the_count_anew(engine: Any, hung: list[str]) -> None:
+def test_watchdog_finished_step_resets_count(engine: Any, hung: list[str]) -> None:
     watchdog = make_watchdog(engine, hung)
     engine.in_step = True
     for _ in range(20):
@@ -55,7 +55,7 @@ def test_steps_that_end_start_the_count_anew(engine: Any, hung: list[str]) -> No
 
 
 @pytest.mark.parametrize(("is_cpu", "num_ticks"), [(False, 3), (True, 30)])
-def test_a_step_that_computes_on_a_cpu_has_ten_times_as_long(
+def test_watchdog_busy_cpu_step_has_ten_times_the_limit(
     engine: Any, hung: list[str], is_cpu: bool, num_ticks: int
 ) -> None:
     watchdog = make_watchdog(engine, hung)
@@ -69,10 +69,10 @@ def test_a_step_that_computes_on_a_cpu_has_ten_times_as_long(
     assert hung == ["exit"]
 
 
-def test_a_step_that_waits_on_a_cpu_is_hung(engine: Any, hung: list[str]) -> None:
+def test_watchdog_cpu_step_without_cpu_time_is_hung(engine: Any, hung: list[str]) -> None:
     watchdog = make_watchdog(engine, hung)
     watchdog.is_cpu, engine.in_step, engine.cpu_seconds = True, True, 40.0
-    for _ in range(4):  # the first has the CPU time of before
+    for _ in range(4):  # the first tick sees the CPU time used before
         watchdog.tick()
     assert hung == ["exit"]
 
@@ -98,25 +98,25 @@ def start_ticking(how: str) -> "subprocess.Popen[str]":
     return process
 
 
-def test_a_process_without_ticks_ends_with_its_stacks() -> None:
+def test_loop_watch_without_ticks_aborts_with_stacks() -> None:
     process = start_ticking("hangs")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == -signal.SIGABRT
     assert "made no tick for 2 s" in errors and "most recent call first" in errors
 
 
-def test_a_process_that_was_stopped_serves_on() -> None:
+def test_loop_watch_survives_stopped_process() -> None:
     process = start_ticking("ticks")
     process.send_signal(signal.SIGSTOP)
-    time.sleep(5)  # more than twice its limit: the watch must see that the process stands still
+    time.sleep(5)  # more than twice the limit: the watch must detect that the process was stopped
     process.send_signal(signal.SIGCONT)
     time.sleep(2)
     assert process.poll() is None
     process.kill()
-    process.communicate(timeout=PATIENCE_SECONDS)  # the watch ends with it: it has this one's stderr
+    process.communicate(timeout=PATIENCE_SECONDS)  # the watch shares stderr and ends with the process
 
 
-def test_an_idle_engine_is_not_hung(engine: Any, hung: list[str]) -> None:
+def test_watchdog_idle_engine_is_not_hung(engine: Any, hung: list[str]) -> None:
     watchdog = make_watchdog(engine, hung)
     for _ in range(20):
         watchdog.tick()

@@ -1,4 +1,4 @@
-"""The worker's shell on a real store: requests become tokens, joins and cancels take a step, drains lose nothing."""
+"""The Worker on a real store: requests become tokens, new requests and cancels take one step, drains lose nothing."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from tests.engine_worker.worker_harness import FOREVER_STEPS, WorkerHarness, eve
 from tests.patience import PATIENCE_SECONDS
 
 
-async def test_requests_become_tokens_and_leave_the_queue(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_worker_requests_become_tokens_and_leave_queue(connections: RedisConnections, keys: RedisKeys) -> None:
     requests = [make_request(prompt, f"{prompt}-tokens", max_tokens=9) for prompt in (1, 5, 40, 70)]
     async with WorkerHarness(connections, keys).serving() as harness:
         for request in requests:
@@ -29,7 +29,7 @@ async def test_requests_become_tokens_and_leave_the_queue(connections: RedisConn
         assert await harness.num_unacknowledged() == 0
 
 
-async def test_a_bad_request_ends_alone(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_worker_bad_request_does_not_affect_others(connections: RedisConnections, keys: RedisKeys) -> None:
     bad, good = make_request([5, 10**6]), make_request(3)
     async with WorkerHarness(connections, keys).serving() as harness:
         await harness.submit(bad)
@@ -39,9 +39,7 @@ async def test_a_bad_request_ends_alone(connections: RedisConnections, keys: Red
         assert (await harness.finish(good.request_id))[0] == expected_output(good)
 
 
-async def test_a_new_request_joins_the_running_batch_within_one_step(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
+async def test_worker_new_request_joins_batch_within_one_step(connections: RedisConnections, keys: RedisKeys) -> None:
     first, second = make_request(3, max_tokens=50, ignore_eos=True), make_request(3)
     async with WorkerHarness(connections, keys, num_steps=2).serving() as harness:
         await harness.submit(first)
@@ -54,9 +52,7 @@ async def test_a_new_request_joins_the_running_batch_within_one_step(
         assert harness.gate.batches[3] == {first.request_id, second.request_id}
 
 
-async def test_it_claims_what_fits_and_leaves_the_rest_to_others(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
+async def test_worker_claims_only_what_fits(connections: RedisConnections, keys: RedisKeys) -> None:
     requests = [make_request(3, max_tokens=20, ignore_eos=True) for _ in range(5)]
     async with WorkerHarness(connections, keys, num_steps=0, max_num_seqs=2).serving() as harness:
         for request in requests:
@@ -71,10 +67,8 @@ async def test_it_claims_what_fits_and_leaves_the_rest_to_others(
         assert max(len(batch) for batch in harness.gate.batches) == 2
 
 
-async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_nothing(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
-    """A step that never ends: what was claimed for the ones behind it waits here, until another worker is there."""
+async def test_worker_gives_unstarted_requests_to_idle_peer(connections: RedisConnections, keys: RedisKeys) -> None:
+    """While a step blocks, requests claimed after it wait here until another worker has room."""
     running = make_request(4, max_tokens=50, ignore_eos=True)
     waiting = [make_request(3, f"waiting-{number}", max_tokens=5, ignore_eos=True) for number in range(6)]
     async with WorkerHarness(connections, keys, num_steps=2).serving() as harness:
@@ -84,7 +78,7 @@ async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_noth
             await harness.submit(request)
         await eventually(lambda: harness.num_held == 7)
         calls = harness.thread._calls
-        # Six requests, and that the second step is stored, if the thread has not heard of it before the third began.
+        # Six requests, plus the acknowledgment of the second step if the third began before it.
         await eventually(lambda: calls.qsize() >= 6 + harness.thread._steps_ahead)
         before = calls.qsize()
         joiner, demand = "joiner.1", Demand(8, room=8)
@@ -102,7 +96,7 @@ async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_noth
             assert (await harness.finish(request.request_id))[0] == expected_output(request)
 
 
-async def test_only_a_worker_that_holds_something_looks_at_what_its_peers_hold(
+async def test_worker_checks_peers_only_while_it_holds_requests(
     connections: RedisConnections, keys: RedisKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
@@ -121,10 +115,10 @@ async def test_only_a_worker_that_holds_something_looks_at_what_its_peers_hold(
         await eventually(lambda: looks == [SHARE_SECONDS])
 
 
-async def test_what_waits_here_for_longer_than_its_time_in_the_queue_is_timed_out(
+async def test_worker_request_waiting_past_queue_deadline_times_out(
     connections: RedisConnections, keys: RedisKeys
 ) -> None:
-    """A step that never ends: what was claimed for those behind it gets no turn, as it gets no KV blocks."""
+    """While a step blocks, requests claimed after it are not scheduled, as without free KV blocks."""
     running, patient = make_request(4, max_tokens=30, ignore_eos=True), make_request(3, "patient", max_tokens=5)
     async with WorkerHarness(connections, keys, num_steps=2).serving() as harness:
         await harness.submit(running)
@@ -133,8 +127,8 @@ async def test_what_waits_here_for_longer_than_its_time_in_the_queue_is_timed_ou
         for request in (patient, overdue):
             await harness.submit(request)
         await eventually(lambda: harness.num_held == 3)
-        # Two requests, that one of them, whose time is over, is to be withdrawn, and that the second step is stored,
-        # if the thread has not heard of it before the third began.
+        # Two requests, the withdrawal of the overdue one, plus the acknowledgment of the second step if the third
+        # began before it.
         await eventually(lambda: harness.thread._calls.qsize() >= 3 + harness.thread._steps_ahead)
         harness.gate.allow(FOREVER_STEPS)
         end = await harness.end("overdue")
@@ -145,10 +139,8 @@ async def test_what_waits_here_for_longer_than_its_time_in_the_queue_is_timed_ou
         assert await harness.num_unacknowledged() == 0
 
 
-async def test_a_request_that_is_accepted_anew_gets_no_token_of_the_attempt_before(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
-    """Ended and accepted again while a step with it is running: its old tokens come after its new entry was read."""
+async def test_worker_accepted_again_gets_no_old_tokens(connections: RedisConnections, keys: RedisKeys) -> None:
+    """The request ends and is accepted again while a step computes it: old tokens arrive after its new entry."""
     request = make_request(5, max_tokens=30, ignore_eos=True)
     expected = expected_output(request)
     async with WorkerHarness(connections, keys, num_steps=6).serving() as harness:
@@ -164,7 +156,9 @@ async def test_a_request_that_is_accepted_anew_gets_no_token_of_the_attempt_befo
 
 
 @pytest.mark.parametrize("hint", ["hint arrives", "hint is lost"])
-async def test_a_cancelled_request_frees_its_blocks(connections: RedisConnections, keys: RedisKeys, hint: str) -> None:
+async def test_worker_cancelled_request_frees_its_blocks(
+    connections: RedisConnections, keys: RedisKeys, hint: str
+) -> None:
     cancelled = make_request(9, max_tokens=200, ignore_eos=True)
     other = make_request(3, max_tokens=200, ignore_eos=True)
     async with WorkerHarness(connections, keys, num_steps=4).serving() as harness:
@@ -180,7 +174,7 @@ async def test_a_cancelled_request_frees_its_blocks(connections: RedisConnection
         harness.gate.allow(FOREVER_STEPS)
         await harness.finish(other.request_id)
         late = [batch for batch in harness.gate.batches[num_steps:] if cancelled.request_id in batch]
-        # A lost hint is found by the next EMIT: the steps ahead of it may still compute the request.
+        # The next EMIT detects a lost hint; the steps ahead of it may still compute the request.
         assert len(late) <= MAX_STEPS_AHEAD + 1
         stats = await harness.thread.stats()
         assert stats.kv_cache.num_active_blocks == 0
@@ -188,7 +182,7 @@ async def test_a_cancelled_request_frees_its_blocks(connections: RedisConnection
         assert await harness.num_unacknowledged() == 0
 
 
-async def test_a_hint_frees_the_blocks_before_the_next_step(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_worker_cancel_hint_frees_blocks_before_next_step(connections: RedisConnections, keys: RedisKeys) -> None:
     request = make_request(9, max_tokens=200, ignore_eos=True)
     async with WorkerHarness(connections, keys, num_steps=3).serving() as harness:
         await harness.submit(request)
@@ -201,7 +195,7 @@ async def test_a_hint_frees_the_blocks_before_the_next_step(connections: RedisCo
         assert (await harness.thread.stats()).kv_cache.num_active_blocks == 0
 
 
-async def test_a_resumed_request_continues_after_its_journal(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_worker_resumed_request_continues_after_journal(connections: RedisConnections, keys: RedisKeys) -> None:
     request = make_request(6, max_tokens=12, ignore_eos=True)
     whole = expected_output(request)
     journal = encode(JournalFrame(0, whole[:3])) + encode(JournalFrame(3, whole[3:5]))
@@ -212,7 +206,7 @@ async def test_a_resumed_request_continues_after_its_journal(connections: RedisC
     assert end.usage.completion_tokens == 12
 
 
-async def test_a_request_whose_journal_is_complete_only_ends(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_worker_complete_journal_only_ends(connections: RedisConnections, keys: RedisKeys) -> None:
     request = make_request(6, max_tokens=4, ignore_eos=True)
     whole = expected_output(request)
     async with WorkerHarness(connections, keys).serving() as harness:
@@ -222,9 +216,7 @@ async def test_a_request_whose_journal_is_complete_only_ends(connections: RedisC
     assert not any(harness.gate.batches)
 
 
-async def test_a_fenced_worker_drops_everything_and_returns_under_a_new_id(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
+async def test_worker_fenced_drops_all_and_gets_new_id(connections: RedisConnections, keys: RedisKeys) -> None:
     requests = [make_request(prompt, max_tokens=30, ignore_eos=True) for prompt in (4, 30)]
     async with WorkerHarness(connections, keys, num_steps=6).serving() as harness:
         for request in requests:
@@ -240,9 +232,7 @@ async def test_a_fenced_worker_drops_everything_and_returns_under_a_new_id(
         assert (await harness.thread.stats()).kv_cache.num_active_blocks == 0
 
 
-async def test_a_drain_finishes_what_runs_and_claims_nothing_more(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
+async def test_worker_drain_finishes_running_and_claims_nothing(connections: RedisConnections, keys: RedisKeys) -> None:
     running, late = make_request(4, max_tokens=20, ignore_eos=True), make_request(4)
     async with WorkerHarness(connections, keys, num_steps=2, max_num_seqs=1).serving() as harness:
         await harness.submit(running)
@@ -257,21 +247,19 @@ async def test_a_drain_finishes_what_runs_and_claims_nothing_more(
         assert await harness.num_claimed() == 0
 
 
-async def test_what_a_drain_cannot_finish_goes_back_and_counts_no_attempt(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
+async def test_worker_drain_timeout_requeues_without_attempt(connections: RedisConnections, keys: RedisKeys) -> None:
     request = make_request(4, max_tokens=60, ignore_eos=True)
     async with WorkerHarness(connections, keys, num_steps=5, drain_seconds=0.0).serving() as harness:
         await harness.submit(request)
         await eventually(lambda: len(harness.gate.batches) == 6)
         harness.worker.drain()
         assert harness.running is not None
-        while not harness.running.done():  # step by step, so that it has not finished before it is dropped
+        while not harness.running.done():  # step by step, so that the request cannot finish before the drop
             harness.gate.allow(1)
             await asyncio.wait([harness.running], timeout=0.05)
         await harness.running
         tokens = await harness.tokens(request.request_id)
-        assert 6 <= len(tokens) == harness.thread.num_steps < 60  # what was computed is in the journal
+        assert 6 <= len(tokens) == harness.thread.num_steps < 60  # computed tokens are in the journal
         assert tokens == expected_output(request)[: len(tokens)]
         assert await harness.scripts.redis.hget(keys.request(request.request_id), "attempt") == b"1"
         assert await harness.num_unacknowledged() == 1 and await harness.num_claimed() == 0
@@ -279,7 +267,7 @@ async def test_what_a_drain_cannot_finish_goes_back_and_counts_no_attempt(
         assert (await successor.finish(request.request_id))[0] == expected_output(request)
 
 
-async def test_an_exception_in_a_step_ends_the_worker(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_worker_step_exception_ends_worker(connections: RedisConnections, keys: RedisKeys) -> None:
     async with WorkerHarness(connections, keys).serving() as harness:
         harness.gate.failure = RuntimeError("illegal memory access")
         await harness.submit(make_request(4))

@@ -1,4 +1,4 @@
-"""The worker's own routes: alive at once, ready only when it claims, fresh figures for each scrape."""
+"""The worker's HTTP routes: alive at once, ready in phase READY, and fresh statistics for each scrape."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -43,7 +43,7 @@ async def health() -> AsyncIterator[Health]:
         yield health
 
 
-async def test_ready_follows_the_phase(health: Health) -> None:
+async def test_readyz_follows_the_phase(health: Health) -> None:
     async with aiohttp.ClientSession() as session:
         health.status.report("load", 0.4, "110 MiB")
         async with session.get(f"{health.url}/readyz") as reply:
@@ -60,7 +60,7 @@ async def test_ready_follows_the_phase(health: Health) -> None:
             assert reply.status == 503
 
 
-async def test_a_scrape_asks_for_fresh_figures(health: Health) -> None:
+async def test_metrics_scrape_refreshes_stats(health: Health) -> None:
     async with aiohttp.ClientSession() as session, session.get(f"{health.url}/metrics") as reply:
         assert reply.status == 200
         assert reply.content_type == "text/plain"
@@ -68,7 +68,7 @@ async def test_a_scrape_asks_for_fresh_figures(health: Health) -> None:
     assert health.num_refreshed == 1
 
 
-async def test_the_kv_cache_can_be_looked_at_once_the_engine_is_loaded(health: Health) -> None:
+async def test_debug_kv_is_available_after_load(health: Health) -> None:
     assert (await health.get("/debug/kv"))[0] == 503
     health.status.stats = health.engine.stats()
     health.engine.add_request(make_request(6, "a", max_tokens=4, ignore_eos=True))
@@ -81,14 +81,14 @@ async def test_the_kv_cache_can_be_looked_at_once_the_engine_is_loaded(health: H
     assert (sequence["num_tokens"], sequence["num_computed_tokens"], sequence["num_empty_slots"]) == (7, 6, 2)
 
 
-async def test_events_are_read_on_from_a_number(health: Health) -> None:
+async def test_debug_kv_events_validates_since(health: Health) -> None:
     health.status.stats = health.engine.stats()
     assert await health.get("/debug/kv/events") == (200, {"events": [], "last": 0, "num_lost": 0})
     for wrong in ("-1", "1.0", "x", "", "9" * 30):
         assert (await health.get(f"/debug/kv/events?since={wrong}"))[0] == 400
 
 
-async def test_a_port_that_is_taken_is_named(health: Health) -> None:
+async def test_health_server_port_in_use_is_named(health: Health) -> None:
     port = int(health.url.rsplit(":", 1)[1])
     with pytest.raises(PortUnavailable, match=f"--metrics-port {port}"):
         async with Health().server.listen("127.0.0.1", port):

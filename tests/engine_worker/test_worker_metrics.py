@@ -1,4 +1,4 @@
-"""The exposition that Prometheus gets: parsed by its own library, block states add up, histograms count steps."""
+"""The worker's Prometheus metrics, parsed by the official client: families, sums of block states, histograms."""
 
 from dataclasses import fields
 
@@ -53,7 +53,7 @@ def value(metric: Metric) -> float:
 
 
 def run_steps(status: WorkerStatus, metrics: WorkerMetrics, num_steps: int) -> None:
-    """Two requests of 6 and 9 prompt tokens in a pool of 64 blocks of 4."""
+    """Run two requests of 6 and 9 prompt tokens in a pool of 64 blocks of 4."""
     engine = make_engine()
     memory = {"weights": 700, "kv": 65 * BLOCK_BYTES}
     metrics.engine_is_ready(
@@ -74,14 +74,14 @@ def run_steps(status: WorkerStatus, metrics: WorkerMetrics, num_steps: int) -> N
     status.stats = engine.stats()
 
 
-def test_every_promised_family_is_there_and_nothing_else_of_ours(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+def test_metrics_families_are_exactly_the_documented(status: WorkerStatus, metrics: WorkerMetrics) -> None:
     run_steps(status, metrics, 3)
     ours = {name.removeprefix("pagestream_") for name in scrape(metrics) if name.startswith("pagestream_")}
     assert ours == set(EVERY_FAMILY.split())
     assert b"_created" not in metrics.render()
 
 
-def test_what_the_transport_counts_is_told_from_the_first_scrape(status: WorkerStatus) -> None:
+def test_metrics_fault_counters_start_at_zero(status: WorkerStatus) -> None:
     faults = FaultCounts()
     metrics = WorkerMetrics("w0", "tiny", "1.2.3", status, faults)
     exported = {
@@ -96,7 +96,7 @@ def test_what_the_transport_counts_is_told_from_the_first_scrape(status: WorkerS
         assert value(scrape(metrics)[f"pagestream_{exported[name]}"]) == number
 
 
-def test_block_states_add_up_to_the_capacity(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+def test_metrics_block_states_add_up_to_capacity(status: WorkerStatus, metrics: WorkerMetrics) -> None:
     run_steps(status, metrics, 3)
     families = scrape(metrics)
     blocks = values(families["pagestream_kv_blocks"], "worker", "model", "device", "state")
@@ -113,7 +113,7 @@ def test_block_states_add_up_to_the_capacity(status: WorkerStatus, metrics: Work
     assert value(families["pagestream_kv_internal_waste_ratio"]) == pytest.approx(1 / 20)
 
 
-def test_counters_and_histograms_follow_the_steps(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+def test_metrics_counters_and_histograms_follow_steps(status: WorkerStatus, metrics: WorkerMetrics) -> None:
     run_steps(status, metrics, 3)
     families = scrape(metrics)
     assert value(families["pagestream_generation_tokens"]) == 6
@@ -135,7 +135,7 @@ def test_counters_and_histograms_follow_the_steps(status: WorkerStatus, metrics:
     assert phases == dict.fromkeys(("schedule", "prepare", "forward", "sample", "apply", "publish"), 3.0)
 
 
-def test_durations_of_blocks_and_swaps_are_histograms(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+def test_metrics_block_and_swap_durations_are_histograms(status: WorkerStatus, metrics: WorkerMetrics) -> None:
     run_steps(status, metrics, 1)
     assert status.stats is not None
     status.stats.kv_durations.cached.add(0.05)
@@ -154,7 +154,7 @@ def test_durations_of_blocks_and_swaps_are_histograms(status: WorkerStatus, metr
     assert samples[f"{SWAP_DURATION}_count", "in", None] == 0
 
 
-def test_before_the_engine_is_loaded_the_phase_is_told(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+def test_metrics_before_load_export_only_the_phase(status: WorkerStatus, metrics: WorkerMetrics) -> None:
     status.report(WorkerPhase.LOAD, 0.5)
     families = scrape(metrics)
     phases = values(families["pagestream_worker_start_phase"], "phase")
@@ -165,12 +165,12 @@ def test_before_the_engine_is_loaded_the_phase_is_told(status: WorkerStatus, met
     assert value(scrape(metrics)["pagestream_worker_up"]) == 1
 
 
-def test_the_parts_of_a_request_and_the_lives_of_the_worker(metrics: WorkerMetrics) -> None:
+def test_metrics_request_phases_and_incarnations(metrics: WorkerMetrics) -> None:
     times = RequestTimes(traceparent="", queued=1.0, claimed=1.5, first_token=2.5)
     metrics.claimed(times, is_resumed=True)
     metrics.began(times)
     metrics.ended(times, 5.5, "stop")
-    metrics.ended(RequestTimes(traceparent="", queued=1.0, claimed=1.5), 5.5, "cancelled")  # never began
+    metrics.ended(RequestTimes(traceparent="", queued=1.0, claimed=1.5), 5.5, "cancelled")  # no first token
     metrics.incarnation_began()
     families = scrape(metrics)
     for part, seconds in (("queue", 0.5), ("prefill", 1.0), ("decode", 3.0)):

@@ -1,4 +1,4 @@
-"""Options of the worker: what is refused, with the flag's name, and what depends on the device."""
+"""Worker settings: invalid values are refused with the flag's name; defaults depend on the device."""
 
 import pytest
 
@@ -31,12 +31,12 @@ def load(*argv: str) -> WorkerSettings:
         (["--preemption-mode", "drop"], "--preemption-mode"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(argv: list[str], flag: str) -> None:
+def test_settings_invalid_value_names_the_flag(argv: list[str], flag: str) -> None:
     with pytest.raises(SettingsError, match=flag):
         load(*argv)
 
 
-def test_the_device_fills_in_what_was_left_open() -> None:
+def test_settings_defaults_depend_on_device() -> None:
     cpu, cuda = load().for_device("cpu"), load().for_device("cuda")
     assert (cpu.execution.max_num_seqs, cpu.execution.max_num_batched_tokens) == (MAX_NUM_SEQS["cpu"], 512)
     assert (cuda.execution.max_num_seqs, cuda.execution.max_num_batched_tokens) == (MAX_NUM_SEQS["cuda"], 8192)
@@ -48,19 +48,19 @@ def test_the_device_fills_in_what_was_left_open() -> None:
     assert (given.max_num_seqs, given.max_num_batched_tokens, given.num_threads) == (600, 600, 3)
 
 
-def test_a_budget_below_the_sequences_is_refused() -> None:
+def test_settings_token_budget_below_num_seqs_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"--max-num-batched-tokens: expected at least --max-num-seqs \(64\)"):
         load("--max-num-seqs", "64", "--max-num-batched-tokens", "32").for_device("cpu")
     assert load("--max-num-batched-tokens", "32").for_device("cpu").execution.max_num_seqs == 32
 
 
-def test_only_a_gpu_can_be_deterministic() -> None:
+def test_settings_deterministic_requires_cuda() -> None:
     assert load("--deterministic").for_device("cuda").execution.deterministic
     with pytest.raises(SettingsError, match="--deterministic: needs --device cuda"):
         load("--deterministic").for_device("cpu")
 
 
-def test_swap_space_is_beside_a_gpu_unless_told_and_swapping_needs_it() -> None:
+def test_settings_swap_space_default_and_swap_requirement() -> None:
     assert load().for_device("cpu").execution.swap_space_bytes == 0
     assert load().for_device("cuda").execution.swap_space_bytes == 4 * 2**30
     assert load("--swap-space-bytes", "1G").for_device("cpu").execution.swap_space_bytes == 2**30
@@ -69,6 +69,6 @@ def test_swap_space_is_beside_a_gpu_unless_told_and_swapping_needs_it() -> None:
         load("--preemption-mode", "swap").for_device("cpu")
 
 
-def test_the_models_name_is_its_directorys_unless_told() -> None:
+def test_settings_model_name_defaults_to_directory() -> None:
     assert load().model_name == "tiny"
     assert load("--served-model-name", "smol").model_name == "smol"

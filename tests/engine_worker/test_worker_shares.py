@@ -1,4 +1,4 @@
-"""A worker whose slots one key holds takes the next request of each other key from the queue, and starts it."""
+"""Fair shares: a worker whose slots one key fills still claims and starts the next request of each other key."""
 
 from msgspec import structs
 
@@ -19,7 +19,7 @@ def of_key(tenant: str, count: int, max_tokens: int = 100, **fields: int) -> lis
 
 
 async def fill(harness: WorkerHarness, requests: list[GenerationRequest], num_slots: int) -> int:
-    """Let `requests` take all slots, and return the number of steps that have begun; the last one waits."""
+    """Fill all slots with `requests`. Return the number of started steps; the last one blocks."""
     await harness.submit_all(*requests)
     await eventually(lambda: harness.num_held >= num_slots)
     harness.gate.allow(6)
@@ -28,9 +28,7 @@ async def fill(harness: WorkerHarness, requests: list[GenerationRequest], num_sl
     return 7
 
 
-async def test_the_next_request_of_another_key_starts_in_two_steps(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
+async def test_shares_other_key_starts_within_two_steps(connections: RedisConnections, keys: RedisKeys) -> None:
     hostile, other = of_key("a", 40), of_key("b", 1, max_tokens=1)
     async with WorkerHarness(connections, keys, num_steps=0, max_num_seqs=4).serving() as harness:
         num_steps = await fill(harness, hostile, 4)
@@ -44,9 +42,7 @@ async def test_the_next_request_of_another_key_starts_in_two_steps(
             assert (await harness.finish(request.request_id))[0] == expected_output(request)
 
 
-async def test_requests_over_the_limit_of_their_key_keep_nobody_out(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
+async def test_shares_key_at_its_limit_does_not_block_others(connections: RedisConnections, keys: RedisKeys) -> None:
     limited, others = of_key("a", 40, max_tokens=20, tenant_max_running=1), of_key("b", 20, max_tokens=20)
     async with WorkerHarness(connections, keys, max_num_seqs=4).serving() as harness:
         await harness.submit_all(*limited)
@@ -58,7 +54,7 @@ async def test_requests_over_the_limit_of_their_key_keep_nobody_out(
         assert sum(len(batch) == 4 for batch in batches) >= 100  # three slots of b beside one of a: 20 * 20 / 3
 
 
-async def test_one_request_of_each_key_waits_at_a_full_worker(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_shares_full_worker_claims_one_request_per_key(connections: RedisConnections, keys: RedisKeys) -> None:
     async with WorkerHarness(connections, keys, num_steps=0, max_num_seqs=4).serving() as harness:
         await fill(harness, of_key("a", 40), 4)
         for tenant in "bcde":

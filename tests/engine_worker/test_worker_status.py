@@ -1,4 +1,4 @@
-"""What is said of a start: one line when a phase begins and ends, one every 10 s of a long one, and the heartbeat."""
+"""Startup status: log lines when a phase begins and ends and every 10 s between, and the heartbeat's fields."""
 
 import logging
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def test_a_phase_has_a_line_at_its_beginning_and_at_its_end(clock: Clock, lines: pytest.LogCaptureFixture) -> None:
+def test_status_phase_logs_begin_and_end(clock: Clock, lines: pytest.LogCaptureFixture) -> None:
     status = WorkerStatus("w0", "1", clock)
     status.report("load", 0.0, "weights")
     clock.now_seconds += 1.5
@@ -39,7 +39,7 @@ def test_a_phase_has_a_line_at_its_beginning_and_at_its_end(clock: Clock, lines:
     assert lines.messages == ["load   0 % after 0.0 s weights", "load 100 % after 3.0 s 270 MiB"]
 
 
-def test_a_long_phase_is_never_silent_for_over_ten_seconds(clock: Clock, lines: pytest.LogCaptureFixture) -> None:
+def test_status_long_phase_logs_every_ten_seconds(clock: Clock, lines: pytest.LogCaptureFixture) -> None:
     status = WorkerStatus("w0", "1", clock)
     status.report("warmup", 0.2, "8 sequences")
     for _ in range(25):
@@ -54,7 +54,7 @@ def test_a_long_phase_is_never_silent_for_over_ten_seconds(clock: Clock, lines: 
     assert lines.messages == []
 
 
-def test_the_heartbeat_tells_phase_step_and_blocks() -> None:
+def test_heartbeat_has_phase_step_and_blocks() -> None:
     status = WorkerStatus("w0", "1")
     status.report("load", 0.25, "x")
     loading = status.heartbeat(num_steps=0)

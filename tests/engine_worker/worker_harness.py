@@ -1,6 +1,6 @@
-"""A whole Worker on a fake model and a real store, stepped by the test.
+"""A real Worker with a fake model and a real store, stepped by the test.
 
-The store is asked directly, as a gateway's journal catch-up would: no message can be lost that matters here.
+Results are read from the store, as in a gateway's journal catch-up, so a lost pub/sub message cannot fail a test.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from shared.tasks import cancel_and_wait
 from tests.builders import VOCAB_SIZE, FakeModelRunner, make_engine
 from tests.patience import PATIENCE_SECONDS
 
-FOREVER_STEPS = 20_000  # no test takes so many; a semaphore gives a million permits in 0.4 s, and each test asks
+FOREVER_STEPS = 20_000  # more than any test needs; a million semaphore permits would take 0.4 s per test
 
 
 async def eventually(holds: Callable[[], Any]) -> None:
-    """Wait until it is so; a state of another thread or of the server has no event to wait for."""
+    """Wait until `holds()` is true. States of another thread or of the server have no event to wait for."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not holds():
             await asyncio.sleep(0.002)
 
 
 class Gate:
-    """Lets a given number of engine steps pass, and notes which requests each of them computed."""
+    """Lets a given number of engine steps pass and records the request ids of each batch."""
 
     def __init__(self, num_steps: int) -> None:
         self.batches: list[set[str]] = []
@@ -75,7 +75,7 @@ class WorkerHarness:
         clock: RequestClock | None = None,
         **engine: Any,
     ) -> None:
-        """To be made in the event loop. `num_steps`: how many pass before the test allows more."""
+        """Create it inside the event loop. `num_steps`: steps that may run before the test allows more."""
         self.scripts = RedisScripts(connections.commands, keys)
         self.keys = keys
         self.gate = Gate(num_steps)
@@ -94,7 +94,7 @@ class WorkerHarness:
 
     @property
     def num_held(self) -> int:
-        """How many requests the worker holds."""
+        """Number of requests that the worker holds."""
         return len(self.worker.tenants())
 
     @asynccontextmanager
@@ -116,7 +116,7 @@ class WorkerHarness:
         return request.request_id
 
     async def submit_all(self, *requests: GenerationRequest) -> None:
-        """As one body of the key that is their tenant."""
+        """Submit all in one batch, for the API key of the first request's tenant."""
         new = [NewRequest(request.request_id, encode(request), num_prompt_tokens=1) for request in requests]
         share = Share(requests[0].tenant)
         await self.scripts.accept_all(new, gateway_id="g", priority_class="interactive", share=share)
@@ -139,11 +139,11 @@ class WorkerHarness:
         return await self.tokens(request_id), end
 
     async def num_unacknowledged(self) -> int:
-        """Entries in all queues, claimed or not."""
+        """Return the number of entries in all queues, claimed or not."""
         return sum([await self.scripts.redis.xlen(queue) for queue in self.keys.queues])
 
     async def num_claimed(self) -> int:
-        """Entries that a worker holds."""
+        """Return the number of entries that a worker holds."""
         pending = [await self.scripts.redis.xpending(queue, GROUP) for queue in self.keys.queues]
         return sum(reply["pending"] for reply in pending)
 
@@ -154,9 +154,9 @@ class WorkerHarness:
         return incarnation
 
     async def _listen_for_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
-        def hear(request_id: str) -> None:
+        def on_hint(request_id: str) -> None:
             on_cancel(request_id)
             self.hinted.append(request_id)
 
-        hints = CancelHints(self._connections.subscriber, self.keys, hear, incarnation.claims.attach)
+        hints = CancelHints(self._connections.subscriber, self.keys, on_hint, incarnation.claims.attach)
         await hints.run(incarnation.worker_id)

@@ -1,4 +1,4 @@
-"""Two gateways and one worker on a real store, all in this process: the worker steps when a test lets it."""
+"""Two gateways and one worker on a real store, all in this process. The worker steps when the test allows it."""
 
 import asyncio
 import json
@@ -30,12 +30,12 @@ from tests.engine_worker.worker_harness import WorkerHarness
 from tests.patience import PATIENCE_SECONDS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-VOCAB_SIZE = 49_152  # the demo model's
+VOCAB_SIZE = 49_152  # of the demo model
 
 
 @dataclass
 class Event:
-    """One of a stream: what came before its blank line."""
+    """One server-sent event."""
 
     event_id: str
     data: str
@@ -50,7 +50,7 @@ class Gateway:
     state: GatewayState
     client: InferenceClient
     session: aiohttp.ClientSession
-    scripts: RedisScripts  # of its client, for who loses their replies
+    scripts: RedisScripts  # of the client, so that tests can lose its replies
     keys: dict[str, str] = field(default_factory=dict)
 
     async def post(self, route: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
@@ -69,7 +69,7 @@ class Gateway:
             yield EventReader(reply)
 
     async def events(self, request_id: str, last_event_id: str = "") -> list[Event]:
-        """What a client that has `last_event_id` gets, to its end."""
+        """Return all events that a client with `last_event_id` still receives."""
         headers = {"Last-Event-ID": last_event_id} if last_event_id else {}
         async with self.session.get(f"/v1/requests/{request_id}/events", headers=headers) as reply:
             assert reply.status == 200, await reply.text()
@@ -141,7 +141,7 @@ class World:
             async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
                 gateway = Gateway(app[STATE], client, session, scripts=scripts)
                 await app[STATE].models_loaded.wait()
-                await self._hears_the_worker(gateway)
+                await self._wait_for_worker(gateway)
                 self.gateways.append(gateway)
                 yield gateway
         finally:
@@ -149,23 +149,23 @@ class World:
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """The worker is heard of; after ten seconds without it counts as gone, and a busy machine takes those."""
+        """Publish heartbeats while the context is open. A worker counts as gone after ten seconds without one."""
 
         async def beat_on() -> None:
             while True:
                 await self.beat()
-                await asyncio.sleep(1.0)  # the rhythm of the beats, not a wait for anything
+                await asyncio.sleep(1.0)  # the heartbeat period
 
         task = asyncio.create_task(beat_on())
         yield
         await cancel_and_wait([task])
 
     async def beat(self) -> None:
-        """Once, of the worker."""
+        """Publish one heartbeat of the worker."""
         beat = encode(WorkerHeartbeat(worker_id="w.1", phase=WorkerPhase.READY))
         await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
 
-    async def _hears_the_worker(self, gateway: Gateway) -> None:
+    async def _wait_for_worker(self, gateway: Gateway) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not gateway.client.fleet.snapshot():
                 await self.beat()
@@ -174,7 +174,7 @@ class World:
 
 @pytest.fixture(scope="session")
 def load_once() -> Callable[..., ServedModel]:
-    """Reading the demo's vocabulary takes 0.3 s a gateway."""
+    """Cache the served model, because reading the demo's vocabulary takes 0.3 s per gateway."""
     return cache(load_served_model)
 
 
@@ -210,11 +210,11 @@ async def make_world(
 
 @pytest.fixture
 async def world(make_world: Callable[..., Awaitable[World]]) -> World:
-    """The worker waits for world.worker.gate.allow()."""
+    """Return two gateways and a worker that waits for `world.worker.gate.allow()`."""
     return await make_world()
 
 
 @pytest.fixture
-async def one_seat(make_world: Callable[..., Awaitable[World]]) -> World:
-    """Its worker runs one request at a time."""
+async def one_slot(make_world: Callable[..., Awaitable[World]]) -> World:
+    """Return a world whose worker runs one request at a time."""
     return await make_world(max_num_seqs=1)

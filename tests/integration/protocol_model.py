@@ -1,9 +1,9 @@
-"""A small world in which everything goes wrong, built from the product's own transport and a real server.
+"""A small fleet with injected faults, built from the product's transport and a real server.
 
-Simulated are only the engine (it draws random tokens, so that two attempts never agree), the clients and the disasters:
-replies lost after the server applied the command, lost pub/sub messages, kills at any await, workers that sleep through
-their own reaping and then go on, repeated ACCEPT calls, cancels, requests that crash their worker. `run_world` raises
-Violation if a client did not get exactly what the journal holds, or if anything stays behind in the store.
+Only the engine, the clients, and the faults are simulated. The engine draws random tokens, so attempts never agree.
+Faults: lost replies to applied commands, lost pub/sub messages, kills at any await, workers that sleep until they are
+reaped and then continue, repeated ACCEPTs, cancels, and requests that crash their worker. `run_world` raises
+Violation if a client's stream differs from the journal, or if anything remains in the store.
 """
 
 import asyncio
@@ -48,35 +48,35 @@ from shared.tasks import cancel_and_wait
 
 LOST_REPLY_RATIO = 0.10
 LOST_MESSAGE_RATIO = 0.15
-SPEED = 20  # the product's time-outs of seconds pass in a twentieth
-CAPACITY = 4  # sequences of one worker
+SPEED = 20  # the product's timeouts pass 20 times as fast
+CAPACITY = 4  # sequences per worker
 GIVEN_BACK_RATIO = 0.1
-MAX_CUT_OFFS = 5  # of one request: it goes on for a while between two, or it would never end
-CUT_OFF = b"cut off: "  # on a gateway's channel, with the id of its request that was ended meanwhile
+MAX_CUT_OFFS = 5  # per request: it must progress between two, or it would never end
+CUT_OFF = b"cut off: "  # published on a gateway's channel with the id of a request that was ended meanwhile
 POISON_AT_ONCE, POISON_LATER, POISON_LATER_INDEX = 666, 667, 3
 
 
 class Violation(AssertionError):
-    """The protocol broke a promise."""
+    """The protocol broke a guarantee."""
 
 
 class Crash(Exception):
-    """A simulated engine that a poisonous request has killed."""
+    """A simulated engine crash caused by a poisonous request."""
 
 
 @dataclass
 class Faults:
-    """What differs from the product: nothing, or one mutant."""
+    """Differences from the product: none, or one mutant."""
 
     lua: Mapping[str, str] | None = None
     publishes_before_journal: bool = False
     ignores_gaps: bool = False
     never_rereads: bool = False
-    # From one cut-off gateway to the next, at most; 0 = none: its return would hide that a mutant has lost its request,
-    # and zombies alone must show that one lets them in.
+    # Maximum interval between cut-offs of gateways; 0 disables them. A returning gateway would hide that a mutant has
+    # lost its request, and some mutants must be detected by zombies alone.
     cut_off_seconds: float = 0.04
-    claims_what_runs: bool = False  # second entries too, whose claims the worker then ignores
-    num_spared_workers: int = 1  # they live for ever: only they show whether entries of lost reads are found again
+    claims_what_runs: bool = False  # also claims second entries, which the worker then ignores
+    num_spared_workers: int = 1  # never killed: only these show whether entries of lost reads are found again
 
     @property
     def stream_class(self) -> type[RequestStream]:
@@ -113,7 +113,7 @@ async def fast_sleep(seconds: float) -> None:
 
 
 class LossyScripts(RedisScripts):
-    """Applies every script, then sometimes loses its reply."""
+    """Applies every script and sometimes loses its reply."""
 
     def __init__(self, world: "World", connections: RedisConnections) -> None:
         super().__init__(connections.commands, world.keys, world.faults.lua)
@@ -154,7 +154,7 @@ class LossyClient(InferenceClient):
 
     async def _handle_message(self, message: Message) -> None:
         if message.data.startswith(CUT_OFF):
-            return  # the auditor's
+            return  # a message for the auditor
         if self._world.random.random() < LOST_MESSAGE_RATIO:
             self._world.tally.lost_messages += 1
         else:
@@ -182,7 +182,7 @@ class HastyRequestStream(RequestStream):
 
 
 class SimulatedWorker:
-    """One process: it lives through several incarnations until it is killed or crashes."""
+    """One worker process with several incarnations, until it is killed or crashes."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
@@ -224,7 +224,7 @@ class SimulatedWorker:
                 await world.give_back(requests, given_back)
             events = [event for request, output in running.values() for event in self._sample(request, output)]
             await asyncio.sleep(world.random.random() * 0.003)
-            await self.awake.wait()  # a zombie wakes up here, with a step in its hands
+            await self.awake.wait()  # a zombie wakes up here with a computed step
             cancelled = await tokens.emit(events)
             endings = [_ending(*running[request_id], FinishReason.CANCELLED) for request_id in cancelled]
             endings += [
@@ -241,7 +241,7 @@ class SimulatedWorker:
         if kind == POISON_AT_ONCE or (kind == POISON_LATER and len(output) == POISON_LATER_INDEX):
             raise Crash
         if len(output) >= request.sampling.max_tokens:
-            return []  # the attempt before died between its last token and FINISH
+            return []  # the previous attempt died between its last token and FINISH
         output.append(self.world.random.randrange(50_000))
         return [TokenEvent(request.request_id, len(output) - 1, output[-1:])]
 
@@ -263,7 +263,7 @@ class World:
         self.gateways = [LossyClient(self, f"gateway{number}") for number in range(3)]
         self.workers = [SimulatedWorker(self) for _ in range(4)]
         self.worker_tasks: dict[int, asyncio.Task[None]] = {}
-        self.answers: dict[str, list[int]] = {}  # what clients got, of requests that were not cancelled
+        self.answers: dict[str, list[int]] = {}  # tokens that clients received, without cancelled requests
         self.endings: dict[str, FinishEvent | ErrorEvent] = {}
         self.poisons: set[str] = set()
         self.cancelled: set[str] = set()
@@ -285,7 +285,7 @@ class World:
     # -- sharing
 
     def draw_demand(self, num_free: int) -> Demand:
-        """What a worker says of itself is sometimes absurd."""
+        """Return a demand; sometimes with an absurd number."""
         room = self.random.choice([num_free, num_free, num_free, 0, 10**9]) if num_free else 0
         return Demand(num_free, room=room)
 
@@ -296,13 +296,13 @@ class World:
     # -- disasters
 
     async def _go_on(self, num_events: int) -> None:
-        """Disasters wait for answers to go on: else a busy machine had so many that each request dies of them."""
+        """Wait for progress between faults. Otherwise a busy machine would kill every attempt of a request."""
         due = self.tally.events + num_events
         while self.tally.events < due:
             await asyncio.sleep(0.002)
 
     async def keep_worker(self, slot: int) -> None:
-        """The supervisor of one worker: whenever it ends, its requests are requeued and a new one starts."""
+        """Supervise one worker: when it ends, requeue its requests and start a new one."""
         while True:
             self.workers[slot] = worker = SimulatedWorker(self)
             self.worker_tasks[slot] = task = asyncio.create_task(worker.run())
@@ -334,7 +334,7 @@ class World:
                 worker.awake.set()
 
     async def cut_off_gateways(self) -> None:
-        """Ends requests of gateways that only seemed to be gone, and that come back at once."""
+        """End requests of gateways that seemed to be gone and return at once."""
         while True:
             await asyncio.sleep(self.random.random() * self.faults.cut_off_seconds)
             await self._go_on(3)
@@ -346,14 +346,14 @@ class World:
             request, gateway_id = self.random.choice(candidates), client.gateway_id
             self.tally.cut_offs += 1
             self.cut_offs[request.request_id] += 1
-            with suppress(ConnectionError):  # the reply was lost
+            with suppress(ConnectionError):  # a lost reply
                 await self.scripts.cancel(request.request_id, request.priority_class, gone_gateway_id=gateway_id)
             channel = self.keys.gateway_channel(gateway_id)
             await self.connections.commands.publish(channel, CUT_OFF + request.request_id.encode())
             client.streams.mark_behind(client.streams.of(request.request_id))
 
     async def reap_zombies(self) -> None:
-        """The reapers of the product, without their counting of heartbeats: who dies is decided above."""
+        """Run the product's reaper without heartbeats; bring_disasters() decides which workers die."""
         reaper = Reaper(self.connections, self.keys)
         while True:
             await asyncio.sleep(0.1)
@@ -365,10 +365,10 @@ class World:
         for _ in range(num_requests):
             request, client = self._draw_request(), self.random.choice(self.gateways)
             try:
-                share = Share(self.random.choice(["", "a", "b"]))  # whose turns their requests have
+                share = Share(self.random.choice(["", "a", "b"]))  # the key whose turns the request uses
                 (stream,) = await client.submission.submit_all([request], share=share)
             except StoreUnavailable:
-                self.cancelled.add(request.request_id)  # three lost replies in a row: the client got its 503
+                self.cancelled.add(request.request_id)  # three lost replies in a row: the client received a 503
                 continue
             self.tally.requests += 1
             await self._read(client, stream)
@@ -412,7 +412,7 @@ class World:
             raise Violation(f"{request_id} has no end")
         if request_id not in self.cancelled:
             self.answers[request_id], self.endings[request_id] = tokens, terminal
-            await self._check_answer(request_id)  # and at the end, in case that somebody wrote afterwards
+            await self._check_answer(request_id)  # check_answers() repeats this at the end to detect later writes
 
     async def _accept_again(self, request: GenerationRequest) -> None:
         again = self.scripts.accept(
@@ -426,10 +426,10 @@ class World:
     async def watch_progress(self, stall_seconds: float) -> None:
         while True:
             await asyncio.sleep(0.1)
-            _require(time.monotonic() - self.tally.last_progress < stall_seconds, "stalled: an answer does not go on")
+            _require(time.monotonic() - self.tally.last_progress < stall_seconds, "stalled: no stream makes progress")
 
     async def listen_to_all(self) -> None:
-        """An auditor whose messages are not lost: what is published must be in the journal."""
+        """Audit messages without losses: everything that is published must be in the journal."""
         connections = connect(self.url)
         channels = [self.keys.gateway_channel(f"gateway{number}") for number in range(len(self.gateways))]
         subscription = Subscription(connections.subscriber, channels)
@@ -443,7 +443,7 @@ class World:
             await connections.aclose()
 
     def _note(self, data: bytes) -> None:
-        if data.startswith(CUT_OFF):  # what was published until here belonged to a journal that is gone
+        if data.startswith(CUT_OFF):  # earlier messages belong to a journal that no longer exists
             request_id = data.removeprefix(CUT_OFF).decode()
             self.published = [event for event in self.published if event.request_id != request_id]
         else:
@@ -458,7 +458,7 @@ class World:
                 _require(held == event.token_ids, f"{event.request_id}: published tokens are not in the journal")
 
     async def _check_answer(self, request_id: str) -> list[int]:
-        """Returns the tokens of its journal."""
+        """Check one response and return the tokens of its journal."""
         stored: Any = await self.connections.commands.get(self.keys.journal(request_id))
         journal = self._decoded_journal(request_id, stored or b"")
         _require(self.answers[request_id] == journal, f"{request_id}: the client's stream is not the journal")
@@ -483,7 +483,7 @@ class World:
         _require(int(stored[b"strikes"]) >= 3 or int(stored[b"attempt"]) >= 10, f"{request_id}: given up too early")
 
     async def check_store_is_empty(self, timeout_seconds: float) -> None:
-        """Cancelled entries may need another claim or re-read to go."""
+        """Wait until the store is empty, because cancelled entries may need another claim or read to go."""
         redis = self.connections.commands
         deadline = time.monotonic() + timeout_seconds
         while True:

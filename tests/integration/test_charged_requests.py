@@ -1,4 +1,4 @@
-"""A kept answer is charged for as long as it is made, by whom it is made for, also when nobody listens."""
+"""A retained request is charged to its API key while it is generated, also without a connected client."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ async def limited(world: World, model: Path, tmp_path: Path, limit: str) -> Asyn
 
 
 async def left(gateway: Gateway, body: dict[str, Any]) -> str:
-    """The id of a stream whose client has gone."""
+    """Start a stream, disconnect, and return its id."""
     async with gateway.streaming(COMPLETIONS, {**body, "stream": True}, **HEADERS) as reader:
         return reader.request_id
 
@@ -45,15 +45,15 @@ async def test_detached_request_keeps_its_reserve(world: World, demo_model_dir: 
         request_id = await left(gateway, {**GREEDY, "max_tokens": 500})
         for _ in range(3):
             assert await code(gateway, GREEDY) == "tokens_per_minute_exceeded"
-        status, shown = await gateway.shown(request_id, **HEADERS)  # to look costs nothing
+        status, shown = await gateway.shown(request_id, **HEADERS)  # reading the state is free
         assert (status, shown["state"]) in ((200, "queued"), (200, "running"))
         assert (await gateway.shown(request_id, "DELETE", **HEADERS))[0] == 200
         world.worker.gate.allow(FOREVER_STEPS)
         await eventually(gateway, GREEDY, None)
 
 
-async def test_max_concurrent_makes_requests_wait(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
-    """The scheduler has the limit; nothing is refused here."""
+async def test_max_concurrent_queues_further_requests(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+    """The scheduler applies the limit, so the gateway refuses nothing."""
     async with limited(world, demo_model_dir, tmp_path, "max_concurrent = 1") as gateway:
         await left(gateway, GREEDY)
         second = asyncio.create_task(code(gateway, GREEDY))
@@ -61,11 +61,11 @@ async def test_max_concurrent_makes_requests_wait(world: World, demo_model_dir: 
         assert await second is None
 
 
-async def test_its_tokens_are_charged_without_its_client(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+async def test_detached_request_is_charged_for_its_tokens(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
     async with limited(world, demo_model_dir, tmp_path, "tokens_per_minute = 40") as gateway:
         request_id = await left(gateway, {**GREEDY, "max_tokens": 60})
         world.worker.gate.allow(FOREVER_STEPS)
-        # To read it is charged as well, but to look at what runs, to cancel and to count is not.
+        # Reading the result is also charged. Reading the state of a running request, cancelling, and counting are free.
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (await gateway.shown(request_id, **HEADERS))[0] == 200:
                 await asyncio.sleep(0.01)
@@ -76,7 +76,7 @@ async def test_its_tokens_are_charged_without_its_client(world: World, demo_mode
         assert (await gateway.post("/tokenize", {"prompt": "Hi"}, **HEADERS))[0] == 200
 
 
-async def test_reading_it_again_is_a_request_and_its_tokens(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+async def test_reading_a_result_again_is_charged(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     async with limited(world, demo_model_dir, tmp_path, "requests_per_minute = 4\ntokens_per_minute = 70") as gateway:
         _, made = await gateway.post(COMPLETIONS, GREEDY, **HEADERS)

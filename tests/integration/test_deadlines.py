@@ -1,4 +1,4 @@
-"""Requests whose time is over: no token of them is computed, and their clients are told what happened."""
+"""Deadlines: an expired request is never computed, and its client gets an error that names the reason."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ BODY = {"prompt": "Hi", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 
 
 async def occupy(world: World) -> asyncio.Task[Any]:
-    """The worker's only seat, until it is let go."""
+    """Occupy the worker's only slot until the gate opens."""
     task = asyncio.create_task(world.gateways[0].post(COMPLETIONS, BODY))
     while not world.worker.gate.batches:
         await asyncio.sleep(0.005)
@@ -26,36 +26,36 @@ def computed(world: World) -> set[str]:
     return set().union(*world.worker.gate.batches)
 
 
-@pytest.mark.parametrize("kept", [{}, {"detach_seconds": 60}], ids=["forgotten", "kept"])
-async def test_what_waits_too_long_is_never_computed(one_seat: World, kept: dict[str, Any]) -> None:
-    running = await occupy(one_seat)
-    status, error = await one_seat.gateways[0].post(COMPLETIONS, {**BODY, **kept, "queue_timeout_seconds": 0.3})
+@pytest.mark.parametrize("kept", [{}, {"detach_seconds": 60}], ids=["forgotten", "retained"])
+async def test_queue_timeout_request_is_never_computed(one_slot: World, kept: dict[str, Any]) -> None:
+    running = await occupy(one_slot)
+    status, error = await one_slot.gateways[0].post(COMPLETIONS, {**BODY, **kept, "queue_timeout_seconds": 0.3})
     assert (status, error["error"]["code"]) == (503, "queue_timeout")
-    one_seat.worker.gate.allow(FOREVER_STEPS)
+    one_slot.worker.gate.allow(FOREVER_STEPS)
     assert (await running)[0] == 200
-    await nothing_is_left(one_seat)
-    assert len(computed(one_seat)) == 1
+    await nothing_is_left(one_slot)
+    assert len(computed(one_slot)) == 1
 
 
-async def test_a_refusal_says_when_to_come_again(one_seat: World) -> None:
-    await occupy(one_seat)
+async def test_queue_timeout_response_has_retry_after(one_slot: World) -> None:
+    await occupy(one_slot)
     body = {**BODY, "queue_timeout_seconds": 0.1}
-    async with one_seat.gateways[0].session.post(COMPLETIONS, json=body) as reply:
+    async with one_slot.gateways[0].session.post(COMPLETIONS, json=body) as reply:
         assert (reply.status, reply.headers["Retry-After"], reply.headers["x-should-retry"]) == (503, "5", "true")
 
 
-async def test_what_was_begun_in_time_is_not_ended_by_the_queue_timeout(world: World) -> None:
+async def test_queue_timeout_does_not_end_started_request(world: World) -> None:
     begun = asyncio.create_task(world.gateways[0].post(COMPLETIONS, {**BODY, "queue_timeout_seconds": 3.0}))
     while not world.worker.gate.batches:
         await asyncio.sleep(0.005)
-    while not any(stream.has_begun for stream in world.gateways[0].client.streams):  # it was looked at, over its time
+    while not any(stream.has_begun for stream in world.gateways[0].client.streams):  # checked after the timeout
         await asyncio.sleep(0.01)
     world.worker.gate.allow(FOREVER_STEPS)
     assert (await begun)[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_deadline_ends_what_runs(world: World, stream: bool) -> None:
+async def test_deadline_ends_running_request(world: World, stream: bool) -> None:
     world.worker.gate.allow(3)
     body = {**BODY, "timeout_seconds": 4.0, "detach_seconds": 60}
     if stream:
@@ -71,8 +71,8 @@ async def test_a_deadline_ends_what_runs(world: World, stream: bool) -> None:
     await nothing_is_left(world)
 
 
-async def test_a_worker_computes_nothing_of_what_comes_too_late(world: World) -> None:
-    """Also where no gateway is left to end it: the worker looks itself, on the same clock."""
+async def test_worker_does_not_compute_expired_requests(world: World) -> None:
+    """The worker checks the deadline with the fleet clock itself, because the gateway may be gone."""
     clock = FleetClock(world.worker.scripts)
     await clock.tick()
     world.worker.gate.allow(FOREVER_STEPS)
@@ -89,23 +89,23 @@ async def test_a_worker_computes_nothing_of_what_comes_too_late(world: World) ->
     assert computed(world) == {early.request_id}
 
 
-async def test_the_defaults_and_the_limit_are_the_gateways(world: World, demo_model_dir: Any) -> None:
+async def test_timeout_defaults_and_limits_come_from_gateway(world: World, demo_model_dir: Any) -> None:
     options = {"default_queue_timeout_seconds": 2.0, "max_timeout_seconds": 60}
     async with world.another_gateway(demo_model_dir, **options) as gateway:
         for param in ("timeout_seconds", "queue_timeout_seconds"):
             for value in (61, 0, -1, "1"):
                 status, error = await gateway.post(COMPLETIONS, {**BODY, param: value})
                 assert (status, error["error"]["param"]) == (400, param)
-        assert (await gateway.post(COMPLETIONS, {**BODY, "timeout_seconds": 3}))[0] == 504  # it was begun at once
+        assert (await gateway.post(COMPLETIONS, {**BODY, "timeout_seconds": 3}))[0] == 504  # it started at once
 
 
-async def test_prompts_that_wait_are_bounded_in_tokens(one_seat: World, demo_model_dir: Any) -> None:
-    running = await occupy(one_seat)
-    async with one_seat.another_gateway(demo_model_dir, max_num_queued_tokens=100) as gateway:
+async def test_queued_prompt_tokens_are_limited(one_slot: World, demo_model_dir: Any) -> None:
+    running = await occupy(one_slot)
+    async with one_slot.another_gateway(demo_model_dir, max_num_queued_tokens=100) as gateway:
         waiting = asyncio.create_task(gateway.post(COMPLETIONS, {**BODY, "prompt": [5] * 60}))
         while gateway.client.streams.num_waiting_tokens < 60:
             await asyncio.sleep(0.005)
         status, error = await gateway.post(COMPLETIONS, {**BODY, "prompt": [5] * 41})
         assert (status, error["error"]["code"]) == (503, "queue_full")
-        one_seat.worker.gate.allow(FOREVER_STEPS)
+        one_slot.worker.gate.allow(FOREVER_STEPS)
         assert (await waiting)[0] == (await running)[0] == 200

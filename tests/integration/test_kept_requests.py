@@ -1,4 +1,4 @@
-"""Answers that are kept: cut anywhere and resumed at another gateway, read after their end, asked for twice."""
+"""Retained requests: resumed at another gateway after any event, read after their end, and repeated by name."""
 
 import asyncio
 from typing import Any
@@ -15,12 +15,12 @@ GREEDY = {"prompt": "Hi", "max_tokens": 30, "temperature": 0, "ignore_eos": True
 
 
 def by_choice(events: list[Event]) -> dict[int, list[str]]:
-    """The order in which choices come together is nobody's promise."""
-    told: dict[int, list[str]] = {}
+    """Group the events by choice, because the order between choices is not defined."""
+    grouped: dict[int, list[str]] = {}
     for event in events:
         choices = event.chunk["choices"] if event.data != "[DONE]" else []
-        told.setdefault(choices[0]["index"] if choices else -1, []).append(event.data)
-    return told
+        grouped.setdefault(choices[0]["index"] if choices else -1, []).append(event.data)
+    return grouped
 
 
 async def eventually_state(world: World, request_id: str, state: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_stream_resumed_behind_any_event_is_the_rest_of_it(world: World, name: str) -> None:
+async def test_stream_resumed_after_any_event_gives_the_rest(world: World, name: str) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     route, body = BODIES[name]
     body = {**body, "stream_options": {"include_usage": True}}
@@ -57,7 +57,7 @@ async def test_a_stream_resumed_behind_any_event_is_the_rest_of_it(world: World,
         assert by_choice(rest) == by_choice(events[cut + 1 :]), cut
 
 
-async def test_a_running_stream_goes_on_at_another_gateway(world: World) -> None:
+async def test_running_stream_continues_at_another_gateway(world: World) -> None:
     world.worker.gate.allow(10)
     async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
         first = await reader.take(8)
@@ -72,8 +72,8 @@ async def test_a_running_stream_goes_on_at_another_gateway(world: World) -> None
     }  # fmt: skip
 
 
-async def test_new_tokens_reach_the_other_gateway_without_reading_the_journal(world: World) -> None:
-    """Its worker was told of it: the journal is for what was missed."""
+async def test_attached_gateway_gets_tokens_without_journal_reads(world: World) -> None:
+    """The worker publishes to both gateways; the journal is only for missed tokens."""
     world.worker.gate.allow(4)
     async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
         first = await reader.take(3)
@@ -82,7 +82,7 @@ async def test_new_tokens_reach_the_other_gateway_without_reading_the_journal(wo
         f"/v1/requests/{reader.request_id}/events", headers={"Last-Event-ID": first[-1].event_id}
     ) as reply:
         attached = type(reader)(reply)
-        await attached.take(1)  # the fourth token, out of the journal
+        await attached.take(1)  # the fourth token, from the journal
         num_reads = client.counts.num_journal_reads
         for _ in range(10):
             world.worker.gate.allow(1)
@@ -90,7 +90,7 @@ async def test_new_tokens_reach_the_other_gateway_without_reading_the_journal(wo
         assert client.counts.num_journal_reads - num_reads <= 2  # the hint and the first token may race
 
 
-async def test_the_whole_answer_is_the_one_of_an_unstreamed_request(world: World) -> None:
+async def test_retained_result_equals_unstreamed_response(world: World) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     body = {"messages": HI, "seed": 3, "max_tokens": 9, "detach_seconds": 1}
     status, answer = await world.gateways[0].post(CHAT, body)
@@ -100,7 +100,7 @@ async def test_the_whole_answer_is_the_one_of_an_unstreamed_request(world: World
     assert shown["id"] == answer["id"].removeprefix("chatcmpl-") and shown["kind"] == "chat.completion"
 
 
-async def test_the_state_on_the_way(world: World) -> None:
+async def test_request_state_while_running_has_counts(world: World) -> None:
     async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
         _, shown = await world.gateways[1].shown(reader.request_id)
         assert shown["state"] in ("queued", "running") and shown["completion_tokens"] == 0
@@ -111,14 +111,14 @@ async def test_the_state_on_the_way(world: World) -> None:
 
 
 class TestLeaving:
-    async def test_a_detached_request_goes_on_alone(self, world: World) -> None:
+    async def test_detached_request_continues_alone(self, world: World) -> None:
         async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
             pass
         world.worker.gate.allow(FOREVER_STEPS)
         shown = await eventually_state(world, reader.request_id, "finished")
         assert shown["completion_tokens"] == 30
 
-    async def test_it_is_cancelled_when_its_grace_is_over(self, world: World) -> None:
+    async def test_detached_request_is_cancelled_after_grace(self, world: World) -> None:
         world.worker.gate.allow(3)
         async with world.gateways[0].streaming(COMPLETIONS, {**GREEDY, "detach_seconds": 0.2}) as reader:
             events = await reader.take(3)
@@ -129,7 +129,7 @@ class TestLeaving:
         again = await world.gateways[1].events(reader.request_id)
         assert again[: len(events)] == events and again[-2].chunk["error"]["code"] == "request_cancelled"
 
-    async def test_whoever_still_reads_keeps_it(self, world: World) -> None:
+    async def test_detached_request_with_another_reader_continues(self, world: World) -> None:
         world.worker.gate.allow(2)
         body = {**GREEDY, "detach_seconds": 0}
         async with world.gateways[0].streaming(COMPLETIONS, body) as reader:
@@ -144,7 +144,7 @@ class TestLeaving:
         world.worker.gate.allow(FOREVER_STEPS)
         assert len(await asyncio.wait_for(attached, PATIENCE_SECONDS)) == 32  # 30 tokens, end, [DONE]
 
-    async def test_a_stop_string_is_met_also_when_nobody_reads(self, world: World) -> None:
+    async def test_stop_string_ends_request_without_reader(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         _, whole = await world.gateways[0].post(COMPLETIONS, GREEDY)
         text = whole["choices"][0]["text"]
@@ -157,14 +157,14 @@ class TestLeaving:
         await nothing_is_left(world)
         assert shown == (await world.gateways[0].shown(reader.request_id))[1]
 
-    async def test_without_retention_it_ends_with_its_connection(self, world: World) -> None:
+    async def test_request_without_retention_ends_with_connection(self, world: World) -> None:
         body = {**GREEDY, "detach_seconds": None}
         async with world.gateways[0].streaming(COMPLETIONS, body) as reader:
             assert "Content-Location" not in reader.reply.headers
         world.worker.gate.allow(FOREVER_STEPS)
         await nothing_is_left(world)
 
-    async def test_a_gateway_that_ends_leaves_its_requests_to_others(self, world: World, demo_model_dir: Any) -> None:
+    async def test_stopping_gateway_leaves_requests_to_others(self, world: World, demo_model_dir: Any) -> None:
         world.worker.gate.allow(4)
         async with world.another_gateway(demo_model_dir) as leaving, leaving.streaming(COMPLETIONS, GREEDY) as reader:
             first = await reader.take(3)
@@ -175,7 +175,7 @@ class TestLeaving:
 
 
 class TestCancel:
-    async def test_at_another_gateway(self, world: World) -> None:
+    async def test_cancel_at_another_gateway_ends_stream(self, world: World) -> None:
         world.worker.gate.allow(3)
         async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
             await reader.take(3)
@@ -186,7 +186,7 @@ class TestCancel:
         world.worker.gate.allow(FOREVER_STEPS)
         await nothing_is_left(world)
 
-    async def test_one_that_has_ended_stays_as_it_is(self, world: World) -> None:
+    async def test_cancel_after_end_keeps_the_result(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         _, answer = await world.gateways[0].post(COMPLETIONS, GREEDY)
         _, shown = await world.gateways[1].shown(answer["id"], "DELETE")
@@ -194,7 +194,7 @@ class TestCancel:
 
 
 class TestIdempotency:
-    async def test_a_repeat_gets_the_same_answer(self, world: World) -> None:
+    async def test_idempotency_repeat_gets_same_response(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         body = {"messages": HI, "max_tokens": 8}
         answers = [await gateway.post(CHAT, body, Idempotency_Key="k") for gateway in world.gateways]
@@ -202,14 +202,14 @@ class TestIdempotency:
         _, another = await world.gateways[0].post(CHAT, body, Idempotency_Key="other")
         assert another["id"] != answers[0][1]["id"]
 
-    async def test_two_at_once_are_one(self, world: World) -> None:
+    async def test_idempotency_concurrent_repeats_are_one_request(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         body = {"messages": HI, "max_tokens": 8}
         posts = [gateway.post(CHAT, body, Idempotency_Key="k") for gateway in world.gateways * 4]
         answers = await asyncio.gather(*posts)
         assert len({answer["id"] for _, answer in answers}) == 1 and {status for status, _ in answers} == {200}
 
-    async def test_a_repeat_after_a_lost_connection_attaches(self, world: World) -> None:
+    async def test_idempotency_repeat_attaches_to_running_request(self, world: World) -> None:
         body = {**GREEDY, "detach_seconds": None}
         world.worker.gate.allow(3)
         async with world.gateways[0].streaming(COMPLETIONS, body, Idempotency_Key="k") as reader:
@@ -221,18 +221,18 @@ class TestIdempotency:
             rest = await again.rest()
         assert len(first + rest) == 32 and rest[0].chunk["id"] == first[0].chunk["id"]
 
-    async def test_another_body_is_refused(self, world: World) -> None:
+    async def test_idempotency_other_body_is_refused(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         await world.gateways[0].post(COMPLETIONS, GREEDY, Idempotency_Key="k")
         status, error = await world.gateways[1].post(COMPLETIONS, {**GREEDY, "seed": 1}, Idempotency_Key="k")
         assert (status, error["error"]["code"]) == (409, "idempotency_key_reused")
 
-    async def test_the_order_of_fields_is_no_other_body(self, world: World) -> None:
+    async def test_idempotency_ignores_order_of_fields(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         first = await world.gateways[0].post(COMPLETIONS, GREEDY, Idempotency_Key="k")
         assert await world.gateways[1].post(COMPLETIONS, dict(reversed(GREEDY.items())), Idempotency_Key="k") == first
 
-    async def test_a_name_whose_request_is_gone_is_free(self, world: World) -> None:
+    async def test_idempotency_key_of_lost_request_is_free(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         _, first = await world.gateways[0].post(COMPLETIONS, GREEDY, Idempotency_Key="k")
         request_id = first["id"].removeprefix("cmpl-")
@@ -242,7 +242,7 @@ class TestIdempotency:
         assert await world.gateways[1].post(COMPLETIONS, GREEDY, Idempotency_Key="k") == (200, second)
 
 
-async def test_a_retention_that_cannot_be_granted(world: World) -> None:
+async def test_retention_invalid_header_or_field_is_refused(world: World) -> None:
     cases: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({"Idempotency_Key": ""}, {}, "Idempotency-Key"),
         ({"Idempotency_Key": "k" * 256}, {}, "Idempotency-Key"),
@@ -258,7 +258,7 @@ async def test_a_retention_that_cannot_be_granted(world: World) -> None:
         assert (status, error["error"]["param"]) == (400, param)
 
 
-async def test_a_client_that_has_it_all_is_told_to_stay_away(world: World) -> None:
+async def test_events_after_the_last_event_give_204(world: World) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     _, answer = await world.gateways[0].post(COMPLETIONS, GREEDY)
     url = f"/v1/requests/{answer['id']}/events"
@@ -266,7 +266,7 @@ async def test_a_client_that_has_it_all_is_told_to_stay_away(world: World) -> No
         assert (reply.status, await reply.read()) == (204, b"")
 
 
-async def test_another_keys_request_is_not_found(world: World, demo_model_dir: Any, tmp_path: Any) -> None:
+async def test_request_of_another_key_is_not_found(world: World, demo_model_dir: Any, tmp_path: Any) -> None:
     names = {name: f"sk-{name}-0123456789abcdef" for name in ("one", "two")}
     keys_file = write_keys(tmp_path, names)
     world.worker.gate.allow(FOREVER_STEPS)

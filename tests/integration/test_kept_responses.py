@@ -1,4 +1,4 @@
-"""/v1/responses on a real store, by OpenAI's client: read, continued, cancelled and deleted at any gateway."""
+"""/v1/responses on a real store with OpenAI's client: read, continued, cancelled, and deleted at any gateway."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12, "extra_body
 
 @pytest.fixture
 async def clients(world: World) -> AsyncIterator[list[openai.AsyncOpenAI]]:
-    """One a gateway."""
+    """Return one client for each gateway."""
     async with AsyncExitStack() as stack:
         opened = []
         for gateway in world.gateways:
@@ -56,7 +56,7 @@ async def raw_events(world: World, response_id: str, **query: Any) -> list[Any]:
         return checked_events(await reply.text())
 
 
-async def test_a_stored_response_is_the_same_at_another_gateway(world: World, clients: Any) -> None:
+async def test_stored_response_is_equal_at_another_gateway(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     made = await make(clients[0], world, metadata={"a": "b"}, instructions="be")
     read = await clients[1].responses.retrieve(made.id)
@@ -64,7 +64,7 @@ async def test_a_stored_response_is_the_same_at_another_gateway(world: World, cl
     checked_response(read.model_dump(exclude_unset=True))
 
 
-async def test_a_stream_is_read_again_behind_any_event(world: World, clients: Any) -> None:
+async def test_response_stream_can_be_read_again_after_any_event(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     events = [event async for event in await make(clients[0], world, stream=True)]
     whole = await raw_events(world, events[0].response.id)
@@ -75,11 +75,11 @@ async def test_a_stream_is_read_again_behind_any_event(world: World, clients: An
     assert await raw_events(world, events[0].response.id, starting_after=10_000) == whole[-1:]
 
 
-async def test_a_response_in_the_background(world: World, clients: Any) -> None:
+async def test_background_response_is_queued_then_readable(world: World, clients: Any) -> None:
     named: dict[str, Any] = {"background": True, "extra_headers": {"Idempotency-Key": "k"}}
     made = await make(clients[0], world, **named)
     assert (made.status, made.background, made.output) == ("queued", True, [])
-    again = await make(clients[1], world, **named)  # a repeat is told how it stands
+    again = await make(clients[1], world, **named)  # a repeat returns the current state
     assert again.id == made.id and again.status in ("queued", "in_progress")
     with pytest.raises(openai.BadRequestError) as early:
         await make(clients[1], world, previous_response_id=made.id)
@@ -95,9 +95,7 @@ async def test_a_response_in_the_background(world: World, clients: Any) -> None:
     assert same.output_text == ended.output_text
 
 
-async def test_one_in_the_background_outlives_its_reader_and_its_gateway(
-    world: World, clients: Any, demo_model_dir: Any
-) -> None:
+async def test_background_response_outlives_reader_and_gateway(world: World, clients: Any, demo_model_dir: Any) -> None:
     async with world.another_gateway(demo_model_dir) as leaving:
         body = {"input": "Hi", "background": True, "max_output_tokens": 12, "temperature": 0, "ignore_eos": True}
         async with leaving.streaming(URL, body) as reader:
@@ -108,31 +106,31 @@ async def test_one_in_the_background_outlives_its_reader_and_its_gateway(
     assert ended.output_text == (await make(clients[0], world)).output_text
 
 
-async def test_a_response_that_is_not_in_the_background_ends_with_its_reader(world: World, clients: Any) -> None:
+async def test_foreground_response_ends_with_its_reader(world: World, clients: Any) -> None:
     stream = await make(clients[0], world, stream=True)
     created = await anext(aiter(stream))
     await stream.close()
     assert (await eventually(clients[1], created.response.id, "cancelled")).output == []
-    world.worker.gate.allow(FOREVER_STEPS)  # a step may have begun with it
+    world.worker.gate.allow(FOREVER_STEPS)  # a step with it may have begun
     await nothing_is_left(world)
 
 
-async def test_cancelled_at_another_gateway(world: World, clients: Any) -> None:
+async def test_response_can_be_cancelled_at_another_gateway(world: World, clients: Any) -> None:
     made = await make(clients[0], world, background=True)
     cancelled = await clients[1].responses.cancel(made.id)
     assert (cancelled.id, cancelled.status, cancelled.error) == (made.id, "cancelled", None)
     running = await make(clients[0], world, background=True)
-    await clients[1].responses.delete(running.id)  # which cancels it first
+    await clients[1].responses.delete(running.id)  # also cancels it
     world.worker.gate.allow(FOREVER_STEPS)
     await nothing_is_left(world)
     assert (await clients[0].responses.retrieve(made.id)).status == "cancelled"
     last = (await raw_events(world, made.id))[-1]
     assert (last.type, last.response.status) == ("response.failed", "cancelled")
     ended = await eventually(clients[0], (await make(clients[0], world, background=True)).id, "incomplete")
-    assert await clients[1].responses.cancel(ended.id) == ended  # it stays as it was
+    assert await clients[1].responses.cancel(ended.id) == ended  # unchanged
 
 
-async def test_a_kept_conversation_is_counted_and_summed_up(world: World, clients: Any) -> None:
+async def test_stored_conversation_can_be_counted_and_compacted(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     model = world.keys.model_name
     first = await make(clients[0], world)
@@ -144,7 +142,7 @@ async def test_a_kept_conversation_is_counted_and_summed_up(world: World, client
     )
     assert [item.type for item in compacted.output] == ["message", "message", "compaction"]
     assert compacted.usage.output_tokens == 5 and compacted.usage.input_tokens > second.usage.input_tokens
-    # The client has the items of an answer for a type, of which those of a user are none.
+    # The client's type covers only output items, which those of a user are not.
     items = [item.model_dump(exclude_unset=True, warnings=False) for item in compacted.output]
     third = await make(clients[1], world, input=[*items, {"role": "user", "content": "So?"}])
     assert third.status == "incomplete"
@@ -153,7 +151,7 @@ async def test_a_kept_conversation_is_counted_and_summed_up(world: World, client
     assert [item.type for item in listed] == ["message", "message", "compaction", "message", "message", "message"]
 
 
-async def test_a_compaction_is_repeated_by_its_name(world: World, clients: Any) -> None:
+async def test_compaction_repeated_by_idempotency_key_is_equal(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     named = {"extra_headers": {"Idempotency-Key": "k"}, "extra_body": {"max_output_tokens": 5}}
     compacted = [await client.responses.compact(model=world.keys.model_name, input="Hi", **named) for client in clients]
@@ -163,21 +161,21 @@ async def test_a_compaction_is_repeated_by_its_name(world: World, clients: Any) 
     assert json.loads(data) == compacted[1].model_dump(exclude_unset=True, warnings=False)
 
 
-async def test_a_synchronous_response_cannot_be_cancelled(world: World, clients: Any) -> None:
+async def test_synchronous_response_cannot_be_cancelled(world: World, clients: Any) -> None:
     stream = await make(clients[0], world, stream=True)
     created = await anext(aiter(stream))
-    for _ in ("it runs", "it has ended"):
+    for _ in ("running", "ended"):
         with pytest.raises(openai.BadRequestError) as refused:
             await clients[1].responses.cancel(created.response.id)
         assert refused.value.param == "id" and "synchronous" in refused.value.message
         world.worker.gate.allow(FOREVER_STEPS)
-        await eventually(clients[1], created.response.id, "incomplete")  # it goes on meanwhile
+        await eventually(clients[1], created.response.id, "incomplete")  # it continues after the refusal
 
 
-async def test_when_a_response_was_completed_is_told_alike_everywhere(world: World, clients: Any) -> None:
+async def test_response_completed_at_is_equal_everywhere(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     cut = await make(clients[0], world)
-    assert cut.completed_at is None  # for it was cut
+    assert cut.completed_at is None  # because it is incomplete
     ended_by = {"stop": [cut.output_text[1:3]], "ignore_eos": True}
     before = int(time.time())
     made = await make(clients[0], world, extra_body=ended_by)
@@ -188,10 +186,10 @@ async def test_when_a_response_was_completed_is_told_alike_everywhere(world: Wor
         assert (await raw_events(world, response.id))[-1].response.completed_at == response.completed_at
     stored: Any = await world.connections.commands.hget(world.keys.request(cut.id[5:]), "terminal")
     end = decode_terminal_event(stored)
-    assert isinstance(end, FinishEvent) and before - 60 <= end.ended_at <= time.time()  # the worker tells it
+    assert isinstance(end, FinishEvent) and before - 60 <= end.ended_at <= time.time()  # set by the worker
 
 
-async def test_a_response_goes_on_from_another(world: World, clients: Any) -> None:
+async def test_response_continues_a_previous_response(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     first = await make(clients[0], world, instructions="be brief")
     second = await make(clients[1], world, input="And?", previous_response_id=first.id)
@@ -203,7 +201,7 @@ async def test_a_response_goes_on_from_another(world: World, clients: Any) -> No
     ]  # fmt: skip
     by_hand = await make(clients[1], world, input=said)
     assert third.output_text == by_hand.output_text
-    assert third.usage.input_tokens == by_hand.usage.input_tokens  # instructions are not carried over
+    assert third.usage.input_tokens == by_hand.usage.input_tokens  # instructions are not inherited
     assert (third.previous_response_id, third.instructions) == (second.id, None)
     items = [item async for item in clients[0].responses.input_items.list(third.id, order="asc", limit=2)]
     assert [(item.type, item.role, item.content[0].text) for item in items] == [
@@ -214,7 +212,7 @@ async def test_a_response_goes_on_from_another(world: World, clients: Any) -> No
     assert newest.data[0].id == items[-1].id and newest.has_more
 
 
-async def test_it_goes_on_when_the_one_before_is_gone(world: World, clients: Any) -> None:
+async def test_response_continues_after_earlier_one_was_deleted(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     first = await make(clients[0], world)
     second = await make(clients[0], world, input="And?", previous_response_id=first.id)
@@ -226,14 +224,14 @@ async def test_it_goes_on_when_the_one_before_is_gone(world: World, clients: Any
     assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-async def test_what_is_deleted_or_not_stored_is_gone(world: World, clients: Any) -> None:
+async def test_response_deleted_or_not_stored_is_not_found(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     deleted = await make(clients[0], world)
-    named = {"Idempotency-Key": "k"}  # kept for a repeat, and not to be read
+    named = {"Idempotency-Key": "k"}  # retained for a repeat, but not readable
     unstored = await make(clients[0], world, store=False, extra_headers=named)
     assert await clients[1].responses.delete(deleted.id) is None
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "detach_seconds": 1}
-    _, chat = await world.gateways[0].post(CHAT, body)  # kept, but no response
+    _, chat = await world.gateways[0].post(CHAT, body)  # retained, but not a response
     for response_id in (deleted.id, unstored.id, chat["id"]):
         for call in (clients[0].responses.retrieve, clients[1].responses.delete, clients[0].responses.cancel):
             with pytest.raises(openai.NotFoundError):
@@ -245,7 +243,7 @@ async def test_what_is_deleted_or_not_stored_is_gone(world: World, clients: Any)
     assert 0 < await redis.ttl(world.keys.request(request_id)) <= 600
 
 
-async def test_another_keys_response_is_not_found(world: World, demo_model_dir: Any, tmp_path: Any) -> None:
+async def test_response_of_another_key_is_not_found(world: World, demo_model_dir: Any, tmp_path: Any) -> None:
     names = {name: f"sk-{name}-0123456789abcdef" for name in ("one", "two")}
     world.worker.gate.allow(FOREVER_STEPS)
     async with world.another_gateway(demo_model_dir, api_keys_file=write_keys(tmp_path, names)) as gateway:
@@ -261,14 +259,14 @@ async def test_another_keys_response_is_not_found(world: World, demo_model_dir: 
             assert reply.status == 200
 
 
-async def test_long_conversations_are_read_and_joined_beside_the_event_loop(
+async def test_long_conversations_are_processed_off_event_loop(
     world: World, clients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, set[int]] = {}
     for module, name in ((responses_history, "_merged"), (kept_answers, "_read")):
         monkeypatch.setattr(module, name, _watched(getattr(module, name), threads.setdefault(name, set())))
     world.worker.gate.allow(FOREVER_STEPS)
-    monkeypatch.setattr("gateway.fair_pool.INLINE_BYTES", 0)  # as if each were long
+    monkeypatch.setattr("gateway.fair_pool.INLINE_BYTES", 0)  # treats every conversation as long
     first = await make(clients[0], world)
     second = await make(clients[0], world, previous_response_id=first.id)
     assert second.previous_response_id == first.id

@@ -1,4 +1,4 @@
-"""A client's own name for a request: one answer, whoever else asks, and one at last, whatever was refused before."""
+"""Idempotency keys: repeats get one response, and a refused request can be repeated successfully."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,8 +23,8 @@ NUM_ROUNDS, ROUNDS_AT_ONCE = 1000, 8
 
 
 class TestTwoBodiesOfOneName:
-    async def test_one_is_answered_and_the_other_refused(self, world: World) -> None:
-        """A thousand times, at two gateways, both past the look at the name before either is accepted."""
+    async def test_idempotency_race_of_two_bodies_refuses_one(self, world: World) -> None:
+        """Race a thousand times at two gateways, both past the name check before either request is accepted."""
         world.worker.gate.allow(FOREVER_STEPS)
         rounds = asyncio.Semaphore(ROUNDS_AT_ONCE)
         bodies = [{**SHORT, "max_tokens": 1, "prompt": prompt} for prompt in ("ALPHA", "BRAVO")]
@@ -43,7 +43,7 @@ class TestTwoBodiesOfOneName:
         ends = await asyncio.gather(*(race(number) for number in range(NUM_ROUNDS)))
         assert ends == [(200, 409)] * NUM_ROUNDS
 
-    async def test_each_gets_the_answer_to_its_own(self, world: World) -> None:
+    async def test_idempotency_race_gives_each_body_its_own_result(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         bodies = [{**SHORT, "prompt": prompt, "echo": True} for prompt in ("ALPHA", "BRAVO")] * 4
         posts = [
@@ -58,11 +58,11 @@ class TestTwoBodiesOfOneName:
 
 
 class TestAfterARefusal:
-    """What says "try again" is answered when it is tried again."""
+    """A request whose refusal says "try again" succeeds when it is repeated."""
 
-    async def test_of_a_queue_without_room_for_every_prompt(self, one_seat: World, demo_model_dir: Path) -> None:
-        """Requests that a worker has read take no place: four are sent so that two wait."""
-        world = one_seat
+    async def test_repeat_after_full_queue_succeeds(self, one_slot: World, demo_model_dir: Path) -> None:
+        """Requests that a worker has read take no place, so four are sent to have two wait."""
+        world = one_slot
         redis, queue = world.connections.commands, world.keys.queue("interactive")
         async with world.another_gateway(demo_model_dir, max_num_queued_reqs=3) as gateway:
             others = [asyncio.create_task(gateway.post(COMPLETIONS, SHORT)) for _ in range(4)]
@@ -70,22 +70,24 @@ class TestAfterARefusal:
             await eventually(lambda: world.worker.gate.batches)
             status, error = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
             assert (status, error["error"]["code"]) == (503, "queue_full")
-            assert await redis.xlen(queue) == 4, "neither was accepted"
+            assert await redis.xlen(queue) == 4, "no prompt was accepted"
             world.worker.gate.allow(FOREVER_STEPS)
             await asyncio.gather(*others)
             status, answer = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
             assert (status, len(answer["choices"])) == (200, 2)
             assert await world.gateways[1].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k") == (200, answer)
 
-    async def test_more_prompts_than_the_queue_has_places(self, world: World, demo_model_dir: Path) -> None:
-        """They are taken when it is empty, or they never would be."""
+    async def test_more_prompts_than_queue_places_are_accepted_when_empty(
+        self, world: World, demo_model_dir: Path
+    ) -> None:
+        """An empty queue accepts them; otherwise they never could be."""
         world.worker.gate.allow(FOREVER_STEPS)
         async with world.another_gateway(demo_model_dir, max_num_queued_reqs=1) as gateway:
             status, answer = await gateway.post(COMPLETIONS, TWO_PROMPTS)
         assert (status, len(answer["choices"])) == (200, 2)
 
-    async def test_of_a_store_whose_replies_are_lost(self, world: World) -> None:
-        """It has accepted the request, which is withdrawn when it can be reached again. A token would be a reply."""
+    async def test_repeat_after_lost_store_replies_succeeds(self, world: World) -> None:
+        """The store has accepted the request. It is withdrawn when the store answers; a token would be an answer."""
         with lost_replies(world.gateways[0].scripts, "accept"):
             status, error = await world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
         assert (status, error["error"]["code"]) == (503, "store_unavailable")
@@ -94,18 +96,18 @@ class TestAfterARefusal:
             status, answer = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
             assert (status, len(answer["choices"])) == (200, 2)
 
-    async def test_of_a_queue_time_out(self, one_seat: World) -> None:
-        body = {**SHORT, "queue_timeout_seconds": 2.0}  # so long may the repeat wait for its step, too
-        first = asyncio.create_task(one_seat.gateways[0].post(COMPLETIONS, SHORT))
-        await eventually(lambda: one_seat.worker.gate.batches)
-        status, error = await one_seat.gateways[0].post(COMPLETIONS, body, Idempotency_Key="k")
+    async def test_repeat_after_queue_timeout_succeeds(self, one_slot: World) -> None:
+        body = {**SHORT, "queue_timeout_seconds": 2.0}  # also the time that the repeat may wait for its step
+        first = asyncio.create_task(one_slot.gateways[0].post(COMPLETIONS, SHORT))
+        await eventually(lambda: one_slot.worker.gate.batches)
+        status, error = await one_slot.gateways[0].post(COMPLETIONS, body, Idempotency_Key="k")
         assert (status, error["error"]["code"]) == (503, "queue_timeout")
-        one_seat.worker.gate.allow(FOREVER_STEPS)
+        one_slot.worker.gate.allow(FOREVER_STEPS)
         await first
-        repeats = [await gateway.post(COMPLETIONS, body, Idempotency_Key="k") for gateway in one_seat.gateways]
+        repeats = [await gateway.post(COMPLETIONS, body, Idempotency_Key="k") for gateway in one_slot.gateways]
         assert repeats[0] == repeats[1] and repeats[0][0] == 200
 
-    async def test_of_a_gateway_that_lets_nobody_in(self, world: World) -> None:
+    async def test_repeat_after_draining_succeeds(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         open_requests = world.gateways[0].state.open_requests
         open_requests.draining = True
@@ -116,7 +118,7 @@ class TestAfterARefusal:
 
 
 class TestAnswersThatNobodyHad:
-    async def test_whose_client_left_before_the_end(self, world: World) -> None:
+    async def test_repeat_after_client_left_starts_again(self, world: World) -> None:
         world.worker.gate.allow(1)
         async with world.gateways[0].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as reader:
             await reader.take(1)
@@ -125,8 +127,8 @@ class TestAnswersThatNobodyHad:
         async with world.gateways[1].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as again:
             assert again.request_id != reader.request_id and len(await again.rest()) == 32  # 30 tokens, end, [DONE]
 
-    async def test_a_repeat_that_sees_it_run_and_attaches_too_late(self, world: World) -> None:
-        """Between the look at the name and the attachment its last holder lets go: it is made anew."""
+    async def test_repeat_attaching_too_late_starts_again(self, world: World) -> None:
+        """The last holder releases the request between the name check and the attachment."""
         world.worker.gate.allow(1)
         other = world.gateways[1].client.submission
         attach_all, num_attached = other.attach_all, 0
@@ -146,7 +148,7 @@ class TestAnswersThatNobodyHad:
                 assert again.request_id != reader.request_id and len(await again.rest()) == 32
         assert num_attached == 1
 
-    async def test_one_that_somebody_cancelled_stays_cancelled(self, world: World) -> None:
+    async def test_repeat_of_cancelled_request_stays_cancelled(self, world: World) -> None:
         async with world.gateways[0].streaming(COMPLETIONS, SHORT, Idempotency_Key="k") as reader:
             await world.gateways[1].shown(reader.request_id, "DELETE")
             await reader.rest()
@@ -154,7 +156,7 @@ class TestAnswersThatNobodyHad:
             assert again.request_id == reader.request_id
             assert (await again.rest())[-2].chunk["error"]["code"] == "request_cancelled"
 
-    async def test_a_lost_part_is_not_queued_behind_everybodys_back(self, world: World) -> None:
+    async def test_repeat_with_lost_prompt_starts_again(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
         _, answer = await world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
         answer_id = answer["id"].removeprefix("cmpl-")
@@ -167,7 +169,7 @@ class TestAnswersThatNobodyHad:
         assert sum(gateway.client.counts.num_restored_requests for gateway in world.gateways) == 0
 
 
-async def test_a_name_is_kept_for_as_long_as_its_answer(world: World) -> None:
+async def test_idempotency_name_expires_with_its_response(world: World) -> None:
     ttl = world.connections.commands.ttl
     posted = asyncio.create_task(world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k"))
     await becomes(lambda: num_stored(world, "i"), 1)
@@ -182,7 +184,7 @@ async def test_a_name_is_kept_for_as_long_as_its_answer(world: World) -> None:
 
 @contextmanager
 def lost_replies(scripts: RedisScripts, script: str) -> Iterator[None]:
-    """The store does what it is told, and nobody learns of it."""
+    """Lose the replies of `script` after the store applied it."""
     call = scripts._call
 
     async def lossy(name: str, *arguments: Any) -> Any:
@@ -210,7 +212,7 @@ async def stored_state(world: World, request_id: str) -> bytes | None:
 
 
 async def stored_keys(world: World, kind: str) -> list[bytes]:
-    """r: requests, i: names."""
+    """Return the store keys of a kind: r for requests, i for names."""
     pattern = world.keys.request("*").replace(":r:", f":{kind}:").replace("{", "[{]").replace("}", "[}]")
     return [key async for key in world.connections.commands.scan_iter(pattern)]
 
@@ -219,5 +221,5 @@ async def num_stored(world: World, kind: str) -> int:
     return len(await stored_keys(world, kind))
 
 
-async def is_at_most(number: Awaitable[Any], most: int) -> bool:
-    return bool(await number <= most)
+async def is_at_most(number: Awaitable[Any], limit: int) -> bool:
+    return bool(await number <= limit)

@@ -1,4 +1,4 @@
-"""One key that keeps all it can does not take the store from the others."""
+"""Store shares: an API key that retains as much as it can leaves room for the others."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ STORE_BYTES = 24 * 2**20
 
 @pytest.fixture
 async def store(world: World) -> AsyncIterator[World]:
-    """The tests' server with a limit, and gateways that come later know it before they take a request."""
+    """Limit the store's memory. Gateways started later know the limit before they accept a request."""
     redis = world.connections.commands
     world.worker.gate.allow(FOREVER_STEPS)
     await redis.config_set("maxmemory", STORE_BYTES)
@@ -41,7 +41,7 @@ async def knows_the_store(gateway: Gateway) -> None:
     await eventually(lambda: gateway.client.store_memory.max_bytes == STORE_BYTES)
 
 
-async def test_megabytes_that_say_nothing_are_not_kept(store: World, demo_model_dir: Path, tmp_path: Path) -> None:
+async def test_retained_records_omit_unused_megabytes(store: World, demo_model_dir: Path, tmp_path: Path) -> None:
     async with store.another_gateway(demo_model_dir, api_keys_file=write_keys(tmp_path, KEYS)) as gateway:
         before = await used_bytes(store)
         for _ in range(8):
@@ -53,10 +53,10 @@ async def test_megabytes_that_say_nothing_are_not_kept(store: World, demo_model_
         assert max(kept) < 200 and await used_bytes(store) - before < 2 * 2**20
 
 
-async def test_a_key_that_keeps_all_it_can_is_refused_and_the_others_are_answered(
+async def test_store_share_full_key_is_refused_others_are_not(
     store: World, demo_model_dir: Path, tmp_path: Path
 ) -> None:
-    """Conversations that no packing makes short, at two gateways, until it has its share."""
+    """Incompressible conversations at two gateways fill the share of one key."""
     keys_file, noise = write_keys(tmp_path, KEYS), random.Random(1)
     async with (
         store.another_gateway(demo_model_dir, api_keys_file=keys_file) as gateway,
@@ -80,7 +80,7 @@ async def test_a_key_that_keeps_all_it_can_is_refused_and_the_others_are_answere
             assert (await each.post(COMPLETIONS, {**SHORT, "detach_seconds": None}, **TWO))[0] == 200
 
 
-async def test_a_refused_name_is_free(store: World, demo_model_dir: Path, tmp_path: Path) -> None:
+async def test_store_share_refused_idempotency_name_is_free(store: World, demo_model_dir: Path, tmp_path: Path) -> None:
     keys_file = write_keys(tmp_path, KEYS)
     entries = keys_file.read_text()
     keys_file.write_text(entries.replace('name = "one"', 'name = "one"\nstore_ratio = 0.0001'))

@@ -1,6 +1,6 @@
-"""rediss://: the protocol through TLS, and no word to a server whose certificate is not the right one.
+"""rediss://: the protocol over TLS, and refusal of servers with a wrong certificate.
 
-The embedded Valkey is built without TLS, so a proxy ends it here: what is tested is our side.
+The embedded Valkey has no TLS, so a proxy terminates it: this tests the client side.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from tests.builders import make_request
 from tests.conftest import Valkey
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("openssl") is None, reason="openssl, which makes the certificates, is not here"
+    shutil.which("openssl") is None, reason="openssl is required to create the certificates"
 )
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NAME.pem and NAME.key, signed by themselves: two for 127.0.0.1, `elsewhere` for another name."""
+    """Create self-signed NAME.pem and NAME.key: two for 127.0.0.1, `elsewhere` for another name."""
     folder = tmp_path_factory.mktemp("certificates")
     for name, subject in (("right", "IP:127.0.0.1"), ("stranger", "IP:127.0.0.1"), ("elsewhere", "DNS:store.example")):
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
@@ -48,7 +48,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tls_server(valkey: Valkey, certificates: Path) -> Callable[..., object]:
-    """`async with tls_server("right") as port`: the test's Valkey behind that certificate."""
+    """Return a context manager that serves the test's Valkey with a certificate and gives its port."""
 
     @asynccontextmanager
     async def serve(name: str) -> AsyncIterator[int]:
@@ -61,8 +61,8 @@ def tls_server(valkey: Valkey, certificates: Path) -> Callable[..., object]:
             assert task is not None
             connections.add(task)
             upstream_reader, upstream_writer = await asyncio.open_unix_connection(valkey.socket_path)
-            ways = ((reader, upstream_writer), (upstream_reader, writer))
-            pumps = [asyncio.create_task(pump(*way)) for way in ways]
+            directions = ((reader, upstream_writer), (upstream_reader, writer))
+            pumps = [asyncio.create_task(pump(*direction)) for direction in directions]
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
@@ -82,7 +82,7 @@ def tls_server(valkey: Valkey, certificates: Path) -> Callable[..., object]:
             for task in connections:
                 task.cancel()
             await asyncio.gather(*connections, return_exceptions=True)
-            await asyncio.sleep(0)  # lets the transports report their end to the loop
+            await asyncio.sleep(0)  # lets the transports report their close to the loop
 
     return serve
 
@@ -103,7 +103,7 @@ async def connected(url: str) -> AsyncIterator[RedisConnections]:
         await asyncio.sleep(0)
 
 
-async def test_a_request_travels_through_tls(tls_server, certificates: Path, keys: RedisKeys) -> None:
+async def test_request_is_served_over_tls(tls_server, certificates: Path, keys: RedisKeys) -> None:
     ca = certificates / "right.pem"
     async with tls_server("right") as port, connected(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={ca}") as connections:
         client = InferenceClient(connections, keys, "g0")
@@ -126,17 +126,17 @@ async def test_a_request_travels_through_tls(tls_server, certificates: Path, key
 
 
 @pytest.mark.parametrize(("server", "trusted"), [("stranger", "right"), ("elsewhere", "elsewhere"), ("right", None)])
-async def test_another_certificate_ends_the_connection(
+async def test_tls_wrong_certificate_ends_connection(
     tls_server, certificates: Path, keys: RedisKeys, server: str, trusted: str | None
 ) -> None:
-    """Of a stranger; of the right signer for another name; of a signer that nobody named."""
+    """Cases: an untrusted signer, a trusted signer with another name, and no trusted signer."""
     trust = f"?ssl_ca_certs={certificates / trusted}.pem" if trusted else ""
     async with tls_server(server) as port, connected(f"rediss://127.0.0.1:{port}/0{trust}") as connections:
         with pytest.raises(ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
             await connections.commands.set(keys.write_probe, b"1")
 
 
-async def test_a_client_without_tls_is_not_served(tls_server, keys: RedisKeys) -> None:
+async def test_client_without_tls_is_refused(tls_server, keys: RedisKeys) -> None:
     async with tls_server("right") as port, connected(f"redis://127.0.0.1:{port}/0") as connections:
         with pytest.raises(RedisError):
             await connections.commands.set(keys.write_probe, b"1")

@@ -1,4 +1,4 @@
-"""The store's users (users.acl of deploy/kustomize): the protocol runs under them; nothing else is theirs to do."""
+"""The store's users (users.acl in deploy/kustomize): they allow the protocol and nothing else."""
 
 import asyncio
 import re
@@ -38,7 +38,7 @@ class Store:
     port: int
 
     def url(self, user: str) -> str:
-        """`default` is whoever names no user."""
+        """Return the store's URL for `user`; `default` is a client that names no user."""
         return f"redis://{'' if user == 'default' else user + '@'}127.0.0.1:{self.port}/0"
 
 
@@ -55,7 +55,7 @@ async def as_gateway(store: Store) -> AsyncIterator[RedisConnections]:
     opened = connect(store.url("gateway"))
     yield opened
     await opened.aclose()
-    await asyncio.sleep(0)  # lets the transports of closed connections report their end to the loop
+    await asyncio.sleep(0)  # lets the transports of closed connections report their close to the loop
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def start_worker(fleet: Fleet, store: Store, keys: RedisKeys, name: str, *flags:
     return fleet.start(name, WORKER, *argv, "--metrics-port", "0", "--worker-id", name, *flags, PYTHONPATH=".")
 
 
-async def test_the_protocol_runs_under_the_users(
+async def test_store_users_allow_the_whole_protocol(
     store: Store, as_gateway: RedisConnections, keys: RedisKeys, fleet: Fleet
 ) -> None:
-    """Tokens, a cancel, a killed worker whose work goes on, a poison request, its dead letter, snapshots of the KV."""
+    """Covers tokens, a cancel, a takeover, retention, a dead letter, and KV snapshots."""
     client = InferenceClient(as_gateway, keys, "g0")
     await client.start()
     as_worker = connect(store.url("worker"))
@@ -104,7 +104,7 @@ async def test_the_protocol_runs_under_the_users(
 
         stream = await client.submission.submit(make_request())
         scripts = RedisScripts(as_worker.commands, keys)
-        for life in ("w2.1", "w2.2", "w2.3"):  # each reads the request and dies
+        for life in ("w2.1", "w2.2", "w2.3"):  # each claims the request and dies
             await scripts.register(life)
             (entry,) = (await scripts.take(life, Demand(1))).entries
             await scripts.claim(life, [entry])
@@ -125,10 +125,10 @@ async def test_the_protocol_runs_under_the_users(
 OF_TURNS = (" +zadd +zrem", " +zscore", " +hlen")
 
 
-async def test_under_the_users_of_before_requests_are_read_as_they_come(
+async def test_store_users_of_old_release_read_in_arrival_order(
     request: pytest.FixtureRequest, tmp_path: Path, keys: RedisKeys
 ) -> None:
-    """A store whose users were not written anew with the release: they may do nothing of turns."""
+    """The users of an older release permit no commands for turns."""
     users = USERS.read_text()
     for words in OF_TURNS:
         assert words in users
@@ -170,7 +170,7 @@ FORBIDDEN_TO_ALL: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("user", FORBIDDEN)
-async def test_anything_else_is_refused(store: Store, user: str) -> None:
+async def test_store_users_forbid_other_commands(store: Store, user: str) -> None:
     client = Redis.from_url(store.url(user))
     try:
         for command in [*FORBIDDEN_TO_ALL, *FORBIDDEN[user]]:
@@ -180,7 +180,7 @@ async def test_anything_else_is_refused(store: Store, user: str) -> None:
         await client.aclose()
 
 
-async def test_a_script_has_no_more_rights_than_its_user(store: Store) -> None:
+async def test_store_users_limit_scripts_to_their_commands(store: Store) -> None:
     client = Redis.from_url(store.url("worker"))
     try:
         for body in ("return redis.call('KEYS', '*')", "return redis.call('GET', 'secret')"):
@@ -190,8 +190,8 @@ async def test_a_script_has_no_more_rights_than_its_user(store: Store) -> None:
         await client.aclose()
 
 
-async def test_who_names_no_user_sees_the_lengths_of_the_queues(store: Store, as_gateway: RedisConnections) -> None:
-    """What a health check and a scaler by queue length need."""
+async def test_store_default_user_sees_queue_lengths(store: Store, as_gateway: RedisConnections) -> None:
+    """A health check and an autoscaler need these."""
     await as_gateway.commands.xadd("{m}:q:batch", {"r": "1"})
     client = Redis.from_url(store.url("default"))
     try:
@@ -207,7 +207,7 @@ def words_of(user: str, mark: str) -> set[str]:
     return {word.removeprefix(mark) for word in words if word.startswith(mark)}
 
 
-# Methods of the client whose name is not the command's.
+# Client methods whose name differs from their command.
 COMMAND_OF = {
     "xpending_range": "xpending", "xinfo_groups": "xinfo|groups", "xinfo_consumers": "xinfo|consumers",
     "pubsub_numsub": "pubsub|numsub", "pubsub": "subscribe",
@@ -223,15 +223,15 @@ CALL = re.compile(r"(?:redis|pipeline|commands|blocking|subscriber)\.([a-z_]+)\(
         ("worker", ["engine_worker/transport/*.py", "shared/subscription.py", "shared/reaping.py"]),
     ],
 )
-def test_each_user_may_do_what_its_program_does(user: str, files: list[str]) -> None:
-    """Whatever method of a Redis client a program calls is a command that its user has."""
+def test_store_user_may_run_commands_of_its_program(user: str, files: list[str]) -> None:
+    """Every client method that a program calls must be a command that its user has."""
     text = "".join(path.read_text() for pattern in files for path in sorted(ROOT.glob(pattern)))
     called = {COMMAND_OF.get(name, name) for name in CALL.findall(text)} - NO_COMMANDS
     assert {"publish", "subscribe"} & called
     assert called <= words_of(user, "+")
 
 
-def test_every_kind_of_key_is_somebodys() -> None:
+def test_store_users_cover_every_kind_of_key() -> None:
     names = re.findall(r'_name\(f?"([^"]+)"\)', (ROOT / "shared" / "redis_keys.py").read_text())
     patterns = {re.sub(r"\{.*?\}", "*", name) for name in names}
     assert len(patterns) > 10
@@ -259,11 +259,11 @@ def commands_of_scripts(names: set[str]) -> set[str]:
         ("worker", WORKER_SCRIPTS | {"cancel", "tick"}),
     ],
 )
-def test_each_user_may_do_what_its_scripts_do(user: str, names: set[str]) -> None:
+def test_store_user_may_run_commands_of_its_scripts(user: str, names: set[str]) -> None:
     assert commands_of_scripts(names) <= words_of(user, "+")
 
 
-def test_every_script_has_its_user() -> None:
-    """A new script: say above whose it is, and let that user do what it does."""
+def test_every_script_is_assigned_to_a_user() -> None:
+    """A new script must be listed above, and users.acl must allow its commands."""
     of_gateway = {"accept", "attach", "prolong"}
     assert set(SCRIPT_NAMES) == {*of_gateway, *WORKER_SCRIPTS, "cancel", "tick"}

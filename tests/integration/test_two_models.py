@@ -1,4 +1,4 @@
-"""Two models behind one gateway, on a real store: a queue and a worker each, which step when a test lets them."""
+"""Two models behind one gateway on a real store. Each has a queue and a worker that steps when the test allows it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -73,7 +73,7 @@ class Deployment:
                 async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
                     await app[STATE].models_loaded.wait()
                     for service in app[STATE].models:
-                        await _hear_a_worker(service.client, connections, RedisKeys(service.name))
+                        await _wait_for_worker(service.client, connections, RedisKeys(service.name))
                     options, first = next(iter(clients.items()))
                     scripts = RedisScripts(connections.commands, RedisKeys(options.name))
                     yield Gateway(app[STATE], first, session, scripts)
@@ -81,7 +81,7 @@ class Deployment:
                 await runner.cleanup()
 
 
-async def _hear_a_worker(client: InferenceClient, connections: RedisConnections, keys: RedisKeys) -> None:
+async def _wait_for_worker(client: InferenceClient, connections: RedisConnections, keys: RedisKeys) -> None:
     beat = encode(WorkerHeartbeat(worker_id="w.1", phase=WorkerPhase.READY))
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not client.fleet.snapshot():
@@ -98,14 +98,14 @@ async def deployment(valkey: Valkey, keys: RedisKeys, tmp_path: Path) -> AsyncIt
         yield made
 
 
-async def test_one_model_goes_on_while_the_other_stands_still(deployment: Deployment) -> None:
+async def test_two_models_stalled_one_does_not_delay_the_other(deployment: Deployment) -> None:
     still, lively = deployment.names
     async with deployment.gateway() as gateway:
         waiting = asyncio.create_task(gateway.post(COMPLETIONS, {**ANSWER, "model": still}))
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not await deployment.workers[still].num_unacknowledged():
                 await asyncio.sleep(0.01)
-        assert await deployment.workers[lively].num_unacknowledged() == 0  # it went into its own model's queue
+        assert await deployment.workers[lively].num_unacknowledged() == 0  # queued for its own model only
         deployment.workers[lively].gate.allow(FOREVER_STEPS)
         status, answer = await gateway.post(COMPLETIONS, {**ANSWER, "model": f"{lively}-alias"})
         assert (status, answer["model"], answer["usage"]["completion_tokens"]) == (200, lively, 20)
@@ -115,7 +115,7 @@ async def test_one_model_goes_on_while_the_other_stands_still(deployment: Deploy
         assert (status, late["model"], late["choices"][0]["text"]) == (200, still, answer["choices"][0]["text"])
 
 
-async def test_a_kept_answer_of_either_model_is_resumed_at_another_gateway(deployment: Deployment) -> None:
+async def test_two_models_retained_request_resumes_elsewhere(deployment: Deployment) -> None:
     async with deployment.gateway() as first, deployment.gateway() as second:
         for name in deployment.names:
             worker = deployment.workers[name]

@@ -1,8 +1,7 @@
-"""Random damage to every kind of message: make fuzz,
-python -m tests.shared.fuzz_frames [--seconds 60 | --inputs N] [--seed N]
+"""Fuzz the message decoders: python -m tests.shared.fuzz_frames [--seconds 60 | --inputs N] [--seed N], or make fuzz.
 
-Whatever the bytes, a decoder gives a message or raises FormatError, within a second and little memory. A process of its
-own, so that it may limit its memory and run beside other tests; a failure prints the bytes in hex, to go among SAVED.
+A decoder must return a message or raise FormatError for any bytes, within a second and with little memory. The fuzzer
+runs in its own process to limit its memory. A failure prints the bytes in hex; add them to SAVED.
 """
 
 import argparse
@@ -22,10 +21,10 @@ from shared import messages
 from shared.kv_snapshot import KVMove, KVRequest, KVSnapshot
 from shared.messages import FormatError, encode
 
-MEMORY_BYTES = 2 * 2**30  # of address space; the modules themselves take 0.3
+MEMORY_BYTES = 2 * 2**30  # limit of the address space; the modules take 0.3 of it
 GROWTH_BYTES = 128 * 2**20
 INPUT_SECONDS = 1.0
-INPUT_BYTES = 2**20  # a journal of empty frames takes 40 bytes of memory for each of its own
+INPUT_BYTES = 2**20  # a journal of empty frames takes 40 bytes of memory per byte
 
 DECODERS: list[Callable[[bytes], Any]] = [
     function for name, function in inspect.getmembers(messages, inspect.isfunction) if name.startswith("decode_")
@@ -57,7 +56,7 @@ def valid_samples() -> list[bytes]:
     return [*map(encode, (request, batch, beat, snapshot, end, error)), b"".join(map(encode, frames))]
 
 
-# Headers that promise much, and values at the edges of their kinds.
+# Headers that announce large sizes, and values at the limits of their types.
 PROMISES = [bytes([kind]) + b"\xff" * 4 for kind in (0xDD, 0xDF, 0xDB, 0xC6, 0xC9)]
 PROMISES += [b"\xdd\x00\x10\x00\x00", b"\xdc\xff\xff", b"\x91" * 600, b"\x81\xa1a" * 600, b"\xc1"]
 EDGES: list[Any] = [-1, 0, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**64 - 1, -(2**63), True, False, None, float("nan"),
@@ -65,7 +64,7 @@ EDGES: list[Any] = [-1, 0, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**64 - 1, -(
          "\x00", "stop", "t", "f", "e"]  # fmt: skip
 EDGE_BYTES = [msgpack.packb(edge) for edge in EDGES]
 
-# Once a crash, or a near miss: kept so that they are tried first, every time.
+# Inputs that once crashed a decoder or nearly did. They are tried first in every run.
 SAVED = [
     bytes.fromhex(text)
     for text in (
@@ -112,9 +111,9 @@ class Fuzzer:
 
     def repeat(self, data: bytes) -> bytes:
         start, end = sorted((self.place(data), self.place(data)))
-        # What would be cut off again is not made: 50 times a mebibyte is memory of this program, not of a decoder.
-        most = 1 + INPUT_BYTES // max(1, end - start)
-        return data[:end] + data[start:end] * min(most, self.rng.choice((1, 1, 2, 50))) + data[end:]
+        # Repetitions beyond INPUT_BYTES would be cut: 50 MiB would count as this program's memory, not a decoder's.
+        max_repeats = 1 + INPUT_BYTES // max(1, end - start)
+        return data[:end] + data[start:end] * min(max_repeats, self.rng.choice((1, 1, 2, 50))) + data[end:]
 
     def splice(self, data: bytes) -> bytes:
         other = self.rng.choice(self.samples)
@@ -133,7 +132,7 @@ class Fuzzer:
         return data[:position] + b"\xcf" + struct.pack(">Q", self.rng.getrandbits(64)) + data[position + 1 :]
 
     def replace_item(self, data: bytes) -> bytes:
-        """Valid MessagePack with one value exchanged: gets past the parser, to the types."""
+        """Exchange one value of valid MessagePack, to get past the parser to the types."""
         try:
             item = msgpack.unpackb(data, strict_map_key=False)
         except (ValueError, TypeError, msgpack.UnpackException):
@@ -167,14 +166,16 @@ def up_to(num_inputs: int) -> Callable[[int], bool]:
 
 
 def until(deadline: float) -> Callable[[int], bool]:
-    """`deadline`: of the monotonic clock."""
+    """Return whether the monotonic clock has passed `deadline`, for any number of inputs."""
     return lambda num_tried: time.monotonic() > deadline
 
 
 def fuzz(is_enough: Callable[[int], bool], seed: int) -> tuple[int, int]:
-    """Return how many inputs were tried until they were enough, and how many decoded.
+    """Try inputs until `is_enough(number)` and return (inputs tried, inputs decoded).
 
-    Raises whatever a decoder raises beside FormatError.
+    Raises:
+        AssertionError: If an input takes too long.
+        BaseException: What a decoder raises, except FormatError.
     """
     fuzzer = Fuzzer(random.Random(seed), valid_samples())
     num_decoded = 0
@@ -199,7 +200,7 @@ def fuzz(is_enough: Callable[[int], bool], seed: int) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--inputs", type=int, help="that many instead, the same on every machine")
+    parser.add_argument("--inputs", type=int, help="number of inputs instead of a duration; equal on every machine")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

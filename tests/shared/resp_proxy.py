@@ -1,4 +1,4 @@
-"""A server of the store's protocol that passes commands on to a real one, and answers some by a planned fault."""
+"""A RESP proxy in front of a real store; it answers selected commands with a planned fault."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ import hiredis
 
 from shared.tasks import cancel_and_wait
 
-CLOSE = "close"  # instead of a reply
+CLOSE = "close"  # closes the connection instead of replying
 
 
 @dataclass
 class RespProxy:
-    """`async with RespProxy("/path/of/socket") as proxy:` and connect to `proxy.url`."""
+    """A proxy. Use `async with RespProxy("/path/of/socket") as proxy:` and connect to `proxy.url`."""
 
     socket_path: str
     url: str = ""
     num_faults: int = 0
-    num_connections: int = 0  # that were ever opened
+    num_connections: int = 0  # opened in total
     script_names: Mapping[str, str] = field(default_factory=dict)  # by digest
     _planned: list[tuple[str, str]] = field(default_factory=list)
     _clients: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -35,10 +35,10 @@ class RespProxy:
         for writer in self._clients:
             writer.transport.abort()
         await asyncio.gather(*self._tasks)
-        await asyncio.sleep(0)  # lets the transports report their end to the loop
+        await asyncio.sleep(0)  # lets the transports report their close to the loop
 
     def plan(self, command: str, reply: str, times: int = 1) -> None:
-        """The next commands or scripts of this name get the error `reply`, or no reply."""
+        """Answer the next `times` commands or scripts of this name with the error `reply`, or with CLOSE."""
         self._planned += [(command, reply)] * times
 
     def forget_plans(self) -> None:

@@ -1,4 +1,4 @@
-"""What one key's requests hold in the store: counted by ACCEPT, within a limit, and mended whatever is lost."""
+"""The account of each API key in the store: counted by ACCEPT, limited, and corrected after losses."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ def redis(connections: RedisConnections) -> Redis:
 
 
 class Owner:
-    """A key that may hold so many requests of BODY_BYTES."""
+    """A key that may hold a number of requests of BODY_BYTES each."""
 
     def __init__(self, scripts: RedisScripts, max_requests: float, name: str = "owner") -> None:
         self.scripts = scripts
@@ -44,7 +44,7 @@ class Owner:
         return self.scripts.keys.account(self.share.owner_key_hash)
 
     async def end(self, *request_ids: str, tokens: bytes = b"") -> None:
-        """As a worker ends them, in any order."""
+        """End these requests in the given order, as a worker does."""
         await self.scripts.register(WORKER)
         taken = await self.scripts.take(WORKER, Demand(10_000))
         entries = {entry.request_id: entry for entry in taken.entries}
@@ -61,7 +61,7 @@ class Owner:
             )
 
 
-async def test_who_holds_all_that_it_may_is_refused_and_others_are_not(scripts: RedisScripts, redis: Redis) -> None:
+async def test_account_full_key_is_refused_and_others_are_not(scripts: RedisScripts, redis: Redis) -> None:
     owner, other = Owner(scripts, 3), Owner(scripts, 3, "other")
     assert [await owner.accept(name) for name in "abcd"] == [AcceptStatus.OK] * 3 + [AcceptStatus.FULL]
     assert await owner.num_bytes() == 3 * OF_ONE
@@ -71,7 +71,7 @@ async def test_who_holds_all_that_it_may_is_refused_and_others_are_not(scripts: 
     assert await other.accept("d") is AcceptStatus.OK
 
 
-async def test_the_requests_of_an_answer_count_together(scripts: RedisScripts) -> None:
+async def test_account_requests_of_one_body_count_together(scripts: RedisScripts) -> None:
     owner = Owner(scripts, 3)
     await owner.accept("a")
     assert await owner.accept("b", "c", "d") is AcceptStatus.FULL
@@ -79,15 +79,15 @@ async def test_the_requests_of_an_answer_count_together(scripts: RedisScripts) -
     assert await owner.num_bytes() == 3 * OF_ONE
 
 
-async def test_one_that_is_larger_than_all_is_taken_alone(scripts: RedisScripts) -> None:
+async def test_account_single_oversized_request_is_accepted(scripts: RedisScripts) -> None:
     owner = Owner(scripts, 0.5)
     assert [await owner.accept(name) for name in "ab"] == [AcceptStatus.OK, AcceptStatus.FULL]
     await owner.expire("a")
     assert await owner.accept("b") is AcceptStatus.OK
 
 
-async def test_what_is_gone_makes_room(scripts: RedisScripts) -> None:
-    """Expired, cancelled or forgotten: nobody tells the account."""
+async def test_account_expired_requests_make_room(scripts: RedisScripts) -> None:
+    """Expired, cancelled, or forgotten requests do not notify the account."""
     owner = Owner(scripts, 40)
     names = [f"{number}" for number in range(40)]
     assert {await owner.accept(name) for name in names} == {AcceptStatus.OK}
@@ -97,7 +97,7 @@ async def test_what_is_gone_makes_room(scripts: RedisScripts) -> None:
     assert await owner.num_bytes() == 40 * OF_ONE
 
 
-async def test_what_ended_counts_as_it_is_and_not_as_it_might_have_become(scripts: RedisScripts) -> None:
+async def test_account_ended_request_counts_its_actual_size(scripts: RedisScripts) -> None:
     owner = Owner(scripts, 10)
     assert await owner.accept("a", reserved_bytes=9 * OF_ONE) is AcceptStatus.OK
     assert await owner.accept("b") is AcceptStatus.FULL
@@ -106,8 +106,8 @@ async def test_what_ended_counts_as_it_is_and_not_as_it_might_have_become(script
     assert await owner.num_bytes() == 2 * OF_ONE + 500
 
 
-async def test_a_journal_counts_beyond_what_was_reserved(scripts: RedisScripts, redis: Redis) -> None:
-    """Seen when the limit is near, and with every sixteenth request of the key."""
+async def test_account_journal_counts_beyond_reserved_bytes(scripts: RedisScripts, redis: Redis) -> None:
+    """Journals are measured when the limit is near and with every sixteenth request of the key."""
     owner = Owner(scripts, 100)
     await owner.accept("a", reserved_bytes=100)
     await redis.append(scripts.keys.journal("a"), bytes(90 * OF_ONE))
@@ -116,7 +116,7 @@ async def test_a_journal_counts_beyond_what_was_reserved(scripts: RedisScripts, 
     assert await owner.num_bytes() == 106 * OF_ONE
 
 
-async def test_an_erased_answer_counts_no_more_than_its_bare_self(scripts: RedisScripts, redis: Redis) -> None:
+async def test_account_erased_response_counts_as_bare_request(scripts: RedisScripts, redis: Redis) -> None:
     owner = Owner(scripts, 2.5)
     await owner.accept("a", "b")
     await redis.hdel(scripts.keys.request("a"), "body", "record", "owner")
@@ -126,7 +126,7 @@ async def test_an_erased_answer_counts_no_more_than_its_bare_self(scripts: Redis
     assert await owner.num_bytes() == OF_ONE + 2 * BARE_REQUEST_BYTES
 
 
-async def test_a_refusal_of_the_queue_counts_nothing(scripts: RedisScripts) -> None:
+async def test_account_busy_queue_counts_nothing(scripts: RedisScripts) -> None:
     owner = Owner(scripts, 10)
     await owner.accept("a")
     new = NewRequest("b", bytes(BODY_BYTES))
@@ -135,15 +135,15 @@ async def test_a_refusal_of_the_queue_counts_nothing(scripts: RedisScripts) -> N
     assert await owner.num_bytes() == OF_ONE
 
 
-async def test_a_record_counts(scripts: RedisScripts) -> None:
+async def test_account_retention_record_counts(scripts: RedisScripts) -> None:
     owner = Owner(scripts, 10)
     new = NewRequest("a", b"", terms=RetentionTerms(bytes(777), "h"))
     await scripts.accept_all([new], gateway_id="g", priority_class="interactive", share=owner.share)
     assert await owner.num_bytes() == 777 + BARE_REQUEST_BYTES
 
 
-async def test_many_at_once_at_several_gateways_are_within_the_limit(valkey: Valkey, keys: RedisKeys) -> None:
-    """Each by a connection of its own: no two see the same room."""
+async def test_account_concurrent_gateways_stay_within_limit(valkey: Valkey, keys: RedisKeys) -> None:
+    """Each gateway has its own connection; they must not use the same room twice."""
     opened = [connect(valkey.url) for _ in range(4)]
     try:
         owners = [Owner(RedisScripts(connections.commands, keys), 50) for connections in opened]
@@ -152,12 +152,12 @@ async def test_many_at_once_at_several_gateways_are_within_the_limit(valkey: Val
     finally:
         for connections in opened:
             await connections.aclose()
-        await asyncio.sleep(0)  # lets the transports of closed connections report their end to the loop
+        await asyncio.sleep(0)  # lets the transports of closed connections report their close to the loop
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_in_any_history_it_knows_what_there_is(scripts: RedisScripts, redis: Redis, seed: int) -> None:
-    """It counts no less than what is there, and is exact again when it was full: then it has looked everywhere."""
+async def test_account_random_histories_never_undercount(scripts: RedisScripts, redis: Redis, seed: int) -> None:
+    """The account never counts less than exists. After it was full it is exact, because it has measured everything."""
     chance, owner = random.Random(seed), Owner(scripts, 30)
     there: list[str] = []
     ended: set[str] = set()
@@ -176,19 +176,19 @@ async def test_in_any_history_it_knows_what_there_is(scripts: RedisScripts, redi
             await owner.expire(there.pop(chance.randrange(len(there))))
     await owner.expire(*there)
     await owner.accept("last")
-    for number in range(400):  # some look at the oldest
+    for number in range(400):  # some of these measure the oldest requests
         await owner.accept(f"last-{number}")
         await owner.expire(f"last-{number}")
     assert await owner.num_bytes() <= 33 * OF_ONE
     assert await redis.hlen(owner.key) <= 3 + 32
 
 
-async def test_it_is_forgotten_when_its_key_is_silent(scripts: RedisScripts, redis: Redis) -> None:
+async def test_account_expires_when_its_key_is_silent(scripts: RedisScripts, redis: Redis) -> None:
     owner = Owner(scripts, 3)
     await owner.accept("a")
     assert ACCOUNT_SECONDS - 5 < await redis.ttl(owner.key) <= ACCOUNT_SECONDS
 
 
-async def test_without_a_share_nothing_is_counted(scripts: RedisScripts, redis: Redis) -> None:
+async def test_account_without_share_is_not_created(scripts: RedisScripts, redis: Redis) -> None:
     await scripts.accept("a", b"x", gateway_id="g", priority_class="interactive")
     assert not [key async for key in redis.scan_iter("*:i:*")]

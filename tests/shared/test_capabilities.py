@@ -1,4 +1,4 @@
-"""Requests that not every worker can serve: who takes them, and where the others wait."""
+"""Requests that some workers cannot serve: which workers take them and where they wait."""
 
 from typing import Any
 
@@ -45,36 +45,36 @@ async def take(scripts: RedisScripts, worker_id: str, abilities: Abilities = ALL
 
 class TestNeeds:
     @pytest.mark.parametrize("capability", Capability)
-    def test_each_bit_has_its_fields(self, capability: Capability) -> None:
+    def test_needs_of_each_capability_has_its_bit(self, capability: Capability) -> None:
         assert needs_of(make_request(5, **NEEDY[capability])) == capability
         assert needs_of(make_request(5)) == 0
 
-    def test_the_release_supports_every_bit(self) -> None:
+    def test_supported_has_every_bit(self) -> None:
         assert SUPPORTED == sum(Capability) < 2**31
 
-    def test_an_old_worker_cannot_read_a_body_with_needs(self) -> None:
+    def test_body_with_needs_is_unreadable_for_old_workers(self) -> None:
         request = make_request(5, bad_words=((7,),))
         body = encode_request(request, 2)
         with pytest.raises(msgspec.ValidationError):
-            msgspec.msgpack.decode(body, type=GenerationRequest)  # as workers of protocol version 2 read it
+            msgspec.msgpack.decode(body, type=GenerationRequest)  # as workers of protocol version 2 do
         assert decode_request(body) == decode_request(body, 2) == request
         with pytest.raises(FormatError, match="needs 0x2; supported: 0x1"):
             decode_request(body, 1)
 
-    def test_a_body_without_needs_is_as_before(self) -> None:
+    def test_body_without_needs_is_unchanged(self) -> None:
         request = make_request(5)
         assert encode_request(request, 0) == encode(request)
 
-    def test_each_field_since_101a539_has_a_bit(self) -> None:
-        """A new field needs a bit, or a reason here why an older worker may ignore it."""
+    def test_every_new_request_field_has_a_capability_bit(self) -> None:
+        """A field added since commit 101a539 needs a bit, or a reason here why older workers may ignore it."""
         assert SamplingParams.__struct_fields__[21:] == ("allowed_token_ids", "bad_words", "logprob_token_ids")
-        # A worker that ignores these shares slots unevenly between keys; its answers are right.
+        # A worker that ignores these divides slots unevenly between keys, but its outputs are correct.
         shares = ("tenant_weight", "tenant_max_running")
         assert GenerationRequest.__struct_fields__[-4:] == ("deadline", "queue_deadline", *shares)
 
 
 class TestTake:
-    async def test_a_worker_leaves_what_it_cannot_serve_to_others(self, scripts: RedisScripts) -> None:
+    async def test_take_leaves_unsupported_request_to_other_worker(self, scripts: RedisScripts) -> None:
         for worker_id in ("old.1", "new.1"):
             await scripts.register(worker_id)
         await accept(scripts, "a", needs=2)
@@ -88,7 +88,7 @@ class TestTake:
         (claim,) = await scripts.claim("new.1", [entry])
         assert claim is not None
 
-    async def test_a_worker_with_a_shorter_context_takes_what_fits(self, scripts: RedisScripts) -> None:
+    async def test_take_short_context_worker_gets_what_fits(self, scripts: RedisScripts) -> None:
         for worker_id in ("short.1", "long.1"):
             await scripts.register(worker_id)
         await accept(scripts, "a", context_tokens=513)
@@ -96,7 +96,7 @@ class TestTake:
         assert await take(scripts, "short.1", SHORT) == ["b"]
         assert await take(scripts, "long.1") == ["a"]
 
-    async def test_newer_is_read_before_classes_as_far_as_it_fits(self, scripts: RedisScripts) -> None:
+    async def test_take_reads_newer_queue_first_if_supported(self, scripts: RedisScripts) -> None:
         await scripts.register("w.1")
         await accept(scripts, "c")
         for request_id, needs in (("a", 1), ("b", 2)):
@@ -104,7 +104,7 @@ class TestTake:
         assert await take(scripts, "w.1", Abilities(capabilities=1)) == ["a", "c"]
         assert await take(scripts, "w.1") == ["b"]
 
-    async def test_a_moved_entry_keeps_its_waiting_time(self, scripts: RedisScripts) -> None:
+    async def test_take_moved_entry_keeps_its_waiting_time(self, scripts: RedisScripts) -> None:
         for worker_id in ("old.1", "new.1"):
             await scripts.register(worker_id)
         await accept(scripts, "a", needs=1)
@@ -114,7 +114,7 @@ class TestTake:
         (entry,) = (await scripts.take("new.1", Demand(1))).entries
         assert entry.queued_ms == int(before.split(b"-")[0])
 
-    async def test_moved_entries_leave_no_turns(self, scripts: RedisScripts) -> None:
+    async def test_take_moved_entries_leave_no_turns(self, scripts: RedisScripts) -> None:
         await scripts.register("old.1")
         for key, needs in (("k1", 1), ("k2", 1), ("k1", 0)):
             new = NewRequest(f"{key}-{needs}", b"body", num_prompt_tokens=5, needs=needs)
@@ -126,9 +126,7 @@ class TestTake:
 
 class TestWaitingAgain:
     @pytest.mark.parametrize("needs", [0, 4])
-    async def test_requests_of_a_dead_worker_wait_where_able_workers_read(
-        self, scripts: RedisScripts, needs: int
-    ) -> None:
+    async def test_reaped_request_waits_where_able_workers_read(self, scripts: RedisScripts, needs: int) -> None:
         await scripts.register("w.1")
         await accept(scripts, "a", NEWER if needs else "", needs=needs, context_tokens=600)
         await take(scripts, "w.1")
@@ -139,7 +137,7 @@ class TestWaitingAgain:
         await scripts.register("w.2")
         assert await take(scripts, "w.2") == ["a"]
 
-    async def test_a_request_given_back_keeps_its_needs(self, scripts: RedisScripts) -> None:
+    async def test_unclaimed_request_keeps_its_needs(self, scripts: RedisScripts) -> None:
         await scripts.register("w.1")
         await accept(scripts, "a", NEWER, needs=4)
         entries = (await scripts.take("w.1", Demand(1))).entries
@@ -147,14 +145,14 @@ class TestWaitingAgain:
         assert await scripts.unclaim("w.1", entries) == 1
         assert (await scripts.take("w.1", Demand(1))).entries[0].needs == 4
 
-    async def test_an_unclaimed_entry_is_passed_on_once(self, scripts: RedisScripts) -> None:
+    async def test_unclaim_passes_an_entry_on_once(self, scripts: RedisScripts) -> None:
         await scripts.register("short.1")
         await accept(scripts, "a", context_tokens=600)
         entries = (await scripts.take("short.1", Demand(1))).entries
         assert [await scripts.unclaim("short.1", entries, queue_name=NEWER) for _ in range(2)] == [1, 0]
         assert await lengths(scripts) == {NEWER: 1}
 
-    async def test_an_orphaned_request_keeps_its_needs(self, scripts: RedisScripts) -> None:
+    async def test_orphaned_request_keeps_its_needs(self, scripts: RedisScripts) -> None:
         await scripts.register("w.1")
         await accept(scripts, "a", NEWER, needs=4, terms=RetentionTerms(b"record", "h"))
         await scripts.cancel("a", INTERACTIVE, gone_gateway_id="g", event=b"end")
@@ -162,11 +160,11 @@ class TestWaitingAgain:
         assert await scripts.attach("a", "h", "g", again=True) is AttachStatus.QUEUED_AGAIN
         assert await lengths(scripts) == {NEWER: 1}
 
-    async def test_a_waiting_request_with_needs_is_cancelled(self, scripts: RedisScripts) -> None:
+    async def test_cancel_waiting_request_with_needs_removes_it(self, scripts: RedisScripts) -> None:
         await accept(scripts, "a", NEWER, needs=4)
         assert await scripts.cancel("a", INTERACTIVE)
         assert await lengths(scripts) == {}
 
 
-def test_the_refusal_that_gateways_recognize_does_not_change() -> None:
-    assert UNREADABLE_MESSAGE == "the stored request is unreadable"  # of commit 101a539
+def test_unreadable_message_for_gateways_is_pinned() -> None:
+    assert UNREADABLE_MESSAGE == "the stored request is unreadable"  # as in commit 101a539

@@ -1,6 +1,6 @@
-"""A whole answer, with the store's connection closed before each of its writes in turn, on both event loops.
+"""A whole request with the store's connection closed before each write in turn, on both event loops.
 
-Only uvloop raises RuntimeError when a closed transport is written to, so asyncio alone would not show it.
+Only uvloop raises RuntimeError on a write to a closed transport, so asyncio alone would not expose it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
 class Closing:
-    """Closes the connection before its write number `at`, of all connections together."""
+    """Closes the connection before write number `at`, counted over all connections."""
 
     def __init__(self, at: int) -> None:
         self.num_writes = 0
@@ -39,11 +39,11 @@ class Closing:
         self.num_writes += 1
         if self.num_writes == self._at and connection.is_connected:
             connection._writer.transport.abort()
-            await asyncio.sleep(0.001)  # a busy loop's turn, in which the transport forgets its socket
+            await asyncio.sleep(0.001)  # lets the loop run once, so that the transport drops its socket
 
 
 async def answer(url: str, keys: RedisKeys) -> None:
-    """Submit, claim, emit, finish and read, each with the real parts."""
+    """Submit, claim, emit, finish, and read a request with the real components."""
     of_gateway, of_worker = connect(url), connect(url)
     owners = OwnerTasks()
     client = InferenceClient(of_gateway, keys, "g", quiet_seconds=0.02)
@@ -68,19 +68,19 @@ async def answer(url: str, keys: RedisKeys) -> None:
         await client.close()
         for connections in (of_gateway, of_worker):
             await connections.aclose()
-        await asyncio.sleep(0)  # lets the transports report their end to the loop
+        await asyncio.sleep(0)  # lets the transports report their close to the loop
 
 
 async def submitted(client: InferenceClient) -> ResponseStream:
     while True:
         try:
             return await client.submission.submit(make_request(3))
-        except StoreUnavailable:  # as a client that repeats after 503
+        except StoreUnavailable:  # a client retries after 503
             pass
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
-def test_an_answer_survives_a_connection_closed_before_any_write(
+def test_request_survives_connection_closed_before_any_write(
     valkey: Valkey, monkeypatch: pytest.MonkeyPatch, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     monkeypatch.setattr(store_errors, "MIN_BACKOFF_SECONDS", 0.001)
@@ -108,7 +108,7 @@ def test_an_answer_survives_a_connection_closed_before_any_write(
 
 @pytest.mark.parametrize("new_loop", LOOPS)
 @pytest.mark.parametrize("client", ["commands", "blocking"])
-def test_a_write_on_a_closed_transport_is_a_connection_error(
+def test_write_on_closed_transport_raises_connection_error(
     valkey: Valkey, new_loop: Callable[[], asyncio.AbstractEventLoop], client: str
 ) -> None:
     async def write() -> None:
@@ -117,7 +117,7 @@ def test_a_write_on_a_closed_transport_is_a_connection_error(
         try:
             connection = await redis.connection_pool.get_connection()
             connection._writer.transport.abort()
-            await asyncio.sleep(0.001)  # a busy loop's turn, in which the transport forgets its socket
+            await asyncio.sleep(0.001)  # lets the loop run once, so that the transport drops its socket
             with pytest.raises(ConnectionError):
                 await connection.send_command("PING")
             await redis.connection_pool.release(connection)

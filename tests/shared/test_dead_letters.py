@@ -1,4 +1,4 @@
-"""Dead letters on a real server, made by REAP as in life."""
+"""Dead letters on a real server, created by REAP."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def letters(connections: RedisConnections, keys: RedisKeys) -> DeadLetters:
     return DeadLetters(connections.commands, keys)
 
 
-async def test_newest_first_with_what_was_asked(
+async def test_dead_letters_are_listed_newest_first(
     letters: DeadLetters, scripts: RedisScripts, connections: RedisConnections, keys: RedisKeys
 ) -> None:
     for request_id in ("first", "second"):
@@ -45,7 +45,7 @@ async def test_newest_first_with_what_was_asked(
     assert KEEP_DEAD_SECONDS - 60 < kept_seconds <= KEEP_DEAD_SECONDS
 
 
-async def test_a_retry_is_a_new_request_and_ends_the_letter(
+async def test_dead_letter_retry_creates_new_request(
     letters: DeadLetters, scripts: RedisScripts, connections: RedisConnections, keys: RedisKeys
 ) -> None:
     await kill_three_workers_with(scripts, "poison")
@@ -61,7 +61,7 @@ async def test_a_retry_is_a_new_request_and_ends_the_letter(
     assert await connections.commands.exists(keys.request("poison"), keys.journal("poison")) == 0
 
 
-async def test_a_dropped_letter_leaves_nothing(
+async def test_dead_letter_drop_leaves_nothing(
     letters: DeadLetters, scripts: RedisScripts, connections: RedisConnections, keys: RedisKeys
 ) -> None:
     await kill_three_workers_with(scripts, "poison")
@@ -72,7 +72,7 @@ async def test_a_dropped_letter_leaves_nothing(
     assert await connections.commands.exists(keys.request("poison")) == 0
 
 
-async def test_a_body_that_is_gone_is_told(
+async def test_dead_letter_retry_after_body_expired_is_refused(
     letters: DeadLetters, scripts: RedisScripts, connections: RedisConnections, keys: RedisKeys
 ) -> None:
     await kill_three_workers_with(scripts, "poison")

@@ -1,4 +1,4 @@
-"""A clock that several processes count together, each by its own monotonic clock."""
+"""The fleet clock: several processes advance it together, each by its own monotonic clock."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def clocks(scripts: RedisScripts, monotonic: list[Monotonic]) -> list[FleetClock
     return [FleetClock(scripts, own) for own in monotonic]
 
 
-async def test_all_agree_whatever_their_own_clocks_say(clocks, monotonic):
+async def test_fleet_clock_all_processes_agree(clocks, monotonic):
     monotonic[0].now += 100
     await clocks[0].tick()
     await clocks[1].tick()
@@ -35,21 +35,21 @@ async def test_all_agree_whatever_their_own_clocks_say(clocks, monotonic):
     assert [clock.now() for clock in clocks] == [107.25, 107.25]
 
 
-async def test_it_is_never_ahead_of_the_time_that_passed_and_never_goes_back(clocks, monotonic):
+async def test_fleet_clock_is_monotonic_and_never_ahead(clocks, monotonic):
     for step in range(20):
         for own in monotonic:
             own.now += 1.0
         await clocks[step % 2].tick()
     assert clocks[0].now() == clocks[1].now() == 20.0
     monotonic[0].now += 1.0
-    await clocks[1].tick()  # it did not count that second
+    await clocks[1].tick()  # this process did not count that second
     assert (clocks[0].now(), clocks[1].now()) == (21.0, 20.0)
     await clocks[0].tick()
     await clocks[1].tick()
     assert clocks[1].now() == 21.0
 
 
-async def test_a_store_that_lost_its_memory_learns_it_again(clocks, monotonic, connections):
+async def test_fleet_clock_is_restored_after_store_loss(clocks, monotonic, connections):
     monotonic[0].now += 100
     await clocks[0].tick()
     await connections.commands.flushall()
@@ -61,7 +61,7 @@ async def test_a_store_that_lost_its_memory_learns_it_again(clocks, monotonic, c
     assert newcomer.now() == 100.0
 
 
-async def test_the_wall_clock_of_the_store_has_no_part_in_it(clocks, monotonic, connections, keys):
+async def test_fleet_clock_ignores_wall_clock_of_store(clocks, monotonic, connections, keys):
     await clocks[0].tick()
     monotonic[0].now += 3
     await clocks[0].tick()

@@ -1,5 +1,4 @@
-"""The fuzzer's first inputs, the same on every machine (`make fuzz` is a minute of others), and proof that it finds
-what there is to find."""
+"""The fuzzer's first inputs, equal on every machine (`make fuzz` runs others), and proof that it detects errors."""
 
 import subprocess
 import sys
@@ -13,13 +12,13 @@ from tests.shared import fuzz_frames
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_decoder_is_fuzzed() -> None:
+def test_fuzz_covers_every_decoder() -> None:
     names = {decode.__name__ for decode in fuzz_frames.DECODERS}
     assert {"decode_request", "decode_event_batch", "decode_heartbeat", "decode_journal", "decode_kv_snapshot"} <= names
 
 
 @pytest.mark.parametrize("sample", fuzz_frames.valid_samples(), ids=lambda sample: f"{len(sample)}-bytes")
-def test_every_sample_is_somebodys_message(sample: bytes) -> None:
+def test_fuzz_every_sample_is_a_valid_message(sample: bytes) -> None:
     def decodes(decode) -> bool:
         try:
             return decode(sample) is not None
@@ -29,14 +28,14 @@ def test_every_sample_is_somebodys_message(sample: bytes) -> None:
     assert any(decodes(decode) for decode in fuzz_frames.DECODERS)
 
 
-def test_thirty_thousand_inputs() -> None:
+def test_fuzz_thirty_thousand_inputs_are_decoded_or_refused() -> None:
     num_tried, num_decoded = fuzz_frames.fuzz(fuzz_frames.up_to(30_000), seed=1)
     assert num_tried == 30_000
-    assert num_decoded > num_tried / 10  # enough gets through to the types and beyond
+    assert num_decoded > num_tried / 10  # enough inputs pass the parser and reach the types
 
 
-def test_a_hundred_thousand_in_little_memory() -> None:
-    """Of processes whose address space is limited."""
+def test_fuzz_hundred_thousand_inputs_take_little_memory() -> None:
+    """The processes have a limited address space."""
     command = [sys.executable, "-m", "tests.shared.fuzz_frames", "--inputs", "50000", "--seed"]
     processes = [subprocess.Popen([*command, seed], cwd=ROOT, stdout=subprocess.DEVNULL) for seed in ("2", "3")]
     assert [process.wait() for process in processes] == [0, 0]
@@ -47,7 +46,7 @@ def test_a_hundred_thousand_in_little_memory() -> None:
     [lambda data: data.decode(), lambda data: data[40], lambda data: data.index(b"\xdd")],
     ids=["UTF-8", "index", "absent"],
 )
-def test_another_error_is_found(monkeypatch: pytest.MonkeyPatch, broken) -> None:
+def test_fuzz_detects_other_errors(monkeypatch: pytest.MonkeyPatch, broken) -> None:
     monkeypatch.setattr(fuzz_frames, "DECODERS", [broken])
     with pytest.raises((ValueError, IndexError)):
         fuzz_frames.fuzz(fuzz_frames.up_to(30_000), seed=1)

@@ -1,4 +1,4 @@
-"""Searches for garbage leave out what was loaded, and still find what a request leaves behind."""
+"""Garbage collection: loaded objects are frozen, and garbage of requests is still collected."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ class Cycle:
         self.itself = self
 
 
-def test_what_was_loaded_is_not_searched_and_garbage_is_found() -> None:
+def test_gc_skips_loaded_objects_and_collects_garbage() -> None:
     loaded = [[number] for number in range(1_000)]
     before = weakref.ref(Cycle())
     search_rarely()
@@ -27,7 +27,7 @@ def test_what_was_loaded_is_not_searched_and_garbage_is_found() -> None:
     assert after() is None and many
 
 
-def test_nothing_is_searched_while_modules_are_imported_and_again_after_an_error() -> None:
+def test_no_searches_disables_gc_and_restores_after_error() -> None:
     with pytest.raises(ImportError), no_searches():
         assert not gc.isenabled()
         raise ImportError

@@ -1,4 +1,4 @@
-"""What grammars mean, and which are refused: in words for the client, and in bounded time."""
+"""Grammars: which are accepted, and which are refused with a message and in bounded time."""
 
 import json
 from typing import Any
@@ -47,35 +47,35 @@ BAD = [
     (KINDS.GRAMMAR, "what is this", ""),
     (KINDS.GRAMMAR, "root ::= (", ""),
 ]
-# Each is small, and would take a naive compiler for ever, or its stack.
+# Small grammars that would exhaust the time or the stack of a naive compiler.
 BOMBS = {
-    "deep JSON": (KINDS.JSON_SCHEMA, '{"items":' * 6000 + "{}" + "}" * 6000),
-    "deep regex": (KINDS.REGEX, "(" * 30_000 + "a" + ")" * 30_000),
-    "deep Lark": (KINDS.GRAMMAR, "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
-    "deep GBNF": (KINDS.GRAMMAR, "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
-    "doubling terminals": (
+    "deep_json": (KINDS.JSON_SCHEMA, '{"items":' * 6000 + "{}" + "}" * 6000),
+    "deep_regex": (KINDS.REGEX, "(" * 30_000 + "a" + ")" * 30_000),
+    "deep_lark": (KINDS.GRAMMAR, "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "deep_gbnf": (KINDS.GRAMMAR, "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "doubling_terminals": (
         KINDS.GRAMMAR,
         "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40)) + '\nA40: "a"',
     ),
-    "terminals that double to 0.7 s and a place in the default limits": (
+    "terminals_that_take_0.7_s_within_default_limits": (
         KINDS.GRAMMAR,
         "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(24)) + '\nA24: "a"',
     ),
-    "product of alternatives": (
+    "product_of_alternatives": (
         KINDS.JSON_SCHEMA,
         json.dumps({"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(9)]}),
     ),
-    "too long": (KINDS.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)),
+    "too_long": (KINDS.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)),
 }
 
 
 @pytest.mark.parametrize(("kind", "text"), GOOD)
-def test_good_grammars_are_taken(kind: GrammarKind, text: str) -> None:
+def test_grammar_valid_is_accepted(kind: GrammarKind, text: str) -> None:
     check_grammar(Grammar(kind, text))
 
 
 @pytest.mark.parametrize(("kind", "text", "problem"), BAD)
-def test_bad_grammars_are_refused_in_words(kind: GrammarKind, text: str, problem: str) -> None:
+def test_grammar_invalid_is_refused_with_message(kind: GrammarKind, text: str, problem: str) -> None:
     with pytest.raises(GrammarError) as raised:
         check_grammar(Grammar(kind, text))
     assert problem in str(raised.value) and "\n" not in str(raised.value)
@@ -83,18 +83,18 @@ def test_bad_grammars_are_refused_in_words(kind: GrammarKind, text: str, problem
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_in_bounded_time_and_words(name: str) -> None:
+def test_grammar_bomb_is_refused_in_bounded_time(name: str) -> None:
     with pytest.raises(GrammarError) as raised:
         check_grammar(Grammar(*BOMBS[name]))
     assert len(str(raised.value)) <= MAX_PROBLEM_CHARS + 4
 
 
-def test_the_order_of_a_schemas_properties_is_kept() -> None:
+def test_grammar_keeps_order_of_schema_properties() -> None:
     schema: dict[str, Any] = {"properties": {"z": {}, "a": {}, "é": {}}}
     assert json_schema_grammar(schema) == Grammar(KINDS.JSON_SCHEMA, '{"properties": {"z": {}, "a": {}, "é": {}}}')
 
 
-def test_a_request_carries_its_grammar_and_one_of_before_has_none() -> None:
+def test_request_grammar_is_encoded_only_if_set() -> None:
     def request(sampling: SamplingParams) -> GenerationRequest:
         return GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
 

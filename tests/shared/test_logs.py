@@ -1,4 +1,4 @@
-"""Log lines: what they carry in both forms."""
+"""Log lines in JSON and text format."""
 
 import json
 import logging
@@ -36,23 +36,23 @@ def root_logger() -> Iterator[logging.Logger]:
         logger.setLevel(level)
 
 
-def test_a_json_line(record: logging.LogRecord, in_request: None) -> None:
+def test_json_line_has_all_fields(record: logging.LogRecord, in_request: None) -> None:
     assert json.loads(JsonFormatter().format(record)) == {
         "time": "2023-11-14T22:13:20.125Z", "level": "info", "logger": "gateway", "message": "took 7 ms",
         "request_id": "r1", "status": 200,
     }  # fmt: skip
 
 
-def test_a_text_line(record: logging.LogRecord, in_request: None) -> None:
+def test_text_line_has_all_fields(record: logging.LogRecord, in_request: None) -> None:
     assert TextFormatter().format(record).endswith(" INFO gateway: took 7 ms status=200 [r1]")
 
 
-def test_outside_of_a_request_no_id_is_made_up(record: logging.LogRecord) -> None:
+def test_log_line_outside_request_has_no_request_id(record: logging.LogRecord) -> None:
     assert "request_id" not in json.loads(JsonFormatter().format(record))
     assert TextFormatter().format(record).endswith("status=200")
 
 
-def test_a_json_line_stays_one_line_with_an_exception(record: logging.LogRecord) -> None:
+def test_json_line_with_exception_is_one_line(record: logging.LogRecord) -> None:
     try:
         raise ValueError("two\nlines")
     except ValueError as error:
@@ -62,7 +62,7 @@ def test_a_json_line_stays_one_line_with_an_exception(record: logging.LogRecord)
     assert "ValueError: two\nlines" in json.loads(line)["exception"]
 
 
-def test_libraries_are_quiet(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_loggers_are_quiet(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("json")
     logging.getLogger("aiohttp.access").info("GET /metrics")
     logging.getLogger("gateway").info("hello")

@@ -1,4 +1,4 @@
-"""The identity of a queue's model: which files change it, and whom REGISTER refuses."""
+"""The identity of a queue's model: which files change it, and which workers REGISTER refuses."""
 
 import asyncio
 from collections.abc import Callable
@@ -45,14 +45,14 @@ class TestFiles:
             lambda directory: write_model(directory, name="v"),
         ],
     )
-    def test_other_tensors_change_the_weights(self, tmp_path: Path, change: Callable[[Path], Path]) -> None:
+    def test_files_identity_other_tensors_change_weights(self, tmp_path: Path, change: Callable[[Path], Path]) -> None:
         before = files_identity(write_model(tmp_path))
         after = files_identity(change(tmp_path))
         assert (before["config"], before["weights"]) == (after["config"], before["weights"])
         assert before["weights"] != after["weights"]
 
     @pytest.mark.parametrize("name", CONFIG_FILES)
-    def test_another_config_file_changes_the_config(self, tmp_path: Path, name: str) -> None:
+    def test_files_identity_config_file_changes_config(self, tmp_path: Path, name: str) -> None:
         before = files_identity(write_model(tmp_path))
         (tmp_path / "README.md").write_text("not part of a model")
         assert files_identity(tmp_path) == before
@@ -60,18 +60,18 @@ class TestFiles:
         after = files_identity(tmp_path)
         assert after["weights"] == before["weights"] and after["config"] != before["config"]
 
-    def test_tensors_divided_between_files_are_the_same_weights(self, tmp_path: Path) -> None:
+    def test_files_identity_is_independent_of_sharding(self, tmp_path: Path) -> None:
         (tmp_path / "two").mkdir()
         one = files_identity(write_model(tmp_path / "one"))
         for name, size in (("w", 4096), ("b", 2)):
             save_file({name: np.zeros(size, np.float32)}, tmp_path / "two" / f"{name}.safetensors")
         assert files_identity(tmp_path / "two")["weights"] == one["weights"]
 
-    def test_dummy_weights_are_none_of_the_files(self, tmp_path: Path) -> None:
+    def test_files_identity_dummy_weights_ignore_files(self, tmp_path: Path) -> None:
         assert files_identity(write_model(tmp_path), "dummy")["weights"] == "dummy:0"
 
     @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0notjson!", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]"])
-    def test_a_broken_file_is_refused_by_name(self, tmp_path: Path, content: bytes) -> None:
+    def test_files_identity_broken_file_is_named(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(ModelFilesError, match=r"model\.safetensors"):
             files_identity(tmp_path)
@@ -92,7 +92,7 @@ async def accept(scripts: RedisScripts, request_id: str = "a") -> None:
 
 class TestRegister:
     @pytest.mark.parametrize("field", FIRST)
-    async def test_a_worker_with_another_field_is_refused(self, scripts: RedisScripts, field: str) -> None:
+    async def test_register_worker_with_other_model_is_refused(self, scripts: RedisScripts, field: str) -> None:
         await scripts.register("w0.a", FIRST)
         with pytest.raises(ModelDiffers, match=rf"{field} {FIRST[field]}, and this one has {field} other") as refused:
             await scripts.register("w1.a", FIRST | {field: "other"})
@@ -100,11 +100,11 @@ class TestRegister:
         assert not await scripts.redis.exists(scripts.keys.fence("w1.a"))
         assert (await scripts.take("w0.a", Demand(1))).entries == []
 
-    async def test_the_same_model_joins(self, scripts: RedisScripts) -> None:
+    async def test_register_same_model_joins(self, scripts: RedisScripts) -> None:
         for worker_id in ("w0.a", "w1.a"):
             await scripts.register(worker_id, FIRST)
 
-    async def test_a_queue_without_workers_and_requests_changes_model(self, scripts: RedisScripts) -> None:
+    async def test_register_empty_queue_accepts_other_model(self, scripts: RedisScripts) -> None:
         other = FIRST | {"dtype": "bfloat16"}
         await scripts.register("w0.a", FIRST)
         await reap_worker(scripts, "w0.a")
@@ -112,7 +112,7 @@ class TestRegister:
         with pytest.raises(ModelDiffers, match="dtype bfloat16"):
             await scripts.register("w0.b", FIRST)
 
-    async def test_waiting_requests_keep_the_model(self, scripts: RedisScripts) -> None:
+    async def test_register_waiting_requests_keep_the_model(self, scripts: RedisScripts) -> None:
         await scripts.register("w0.a", FIRST)
         await accept(scripts)
         await scripts.take("w0.a", Demand(1))
@@ -121,21 +121,21 @@ class TestRegister:
             await scripts.register("w1.a", FIRST | {"weights": "w2"})
         assert refused.value.is_certain(set())
 
-    async def test_comparing_writes_nothing(self, scripts: RedisScripts) -> None:
+    async def test_compare_identity_writes_nothing(self, scripts: RedisScripts) -> None:
         await scripts.compare_identity(FIRST)
         await scripts.register("w0.a", FIRST)
         await reap_worker(scripts, "w0.a")
         await scripts.compare_identity(FIRST | {"weights": "w2"})
         assert (await scripts.redis.hgetall(scripts.keys.model))[b"weights"] == b"w1"
 
-    async def test_a_worker_without_identity_is_not_compared(self, scripts: RedisScripts) -> None:
+    async def test_register_without_identity_is_not_compared(self, scripts: RedisScripts) -> None:
         await scripts.register("w0.a", FIRST)
         await scripts.register("old.a")
         assert (await scripts.redis.hgetall(scripts.keys.model))[b"weights"] == b"w1"
 
 
 class TestWaiting:
-    async def test_a_silent_worker_in_the_way_is_waited_for(self, scripts: RedisScripts) -> None:
+    async def test_wait_for_match_waits_for_silent_worker(self, scripts: RedisScripts) -> None:
         await scripts.register("w0.a", FIRST)
         other = FIRST | {"dtype": "bfloat16"}
         waiting = asyncio.create_task(wait_for_match(lambda: scripts.register("w1.a", other), set(), 60.0))
@@ -143,7 +143,7 @@ class TestWaiting:
         await waiting
         assert (await scripts.redis.hgetall(scripts.keys.model))[b"dtype"] == b"bfloat16"
 
-    async def test_a_worker_that_was_heard_is_not_waited_for(self, scripts: RedisScripts) -> None:
+    async def test_wait_for_match_live_worker_is_refused_at_once(self, scripts: RedisScripts) -> None:
         await scripts.register("w0.a", FIRST)
         other = FIRST | {"dtype": "bfloat16"}
         async with asyncio.timeout(30):
@@ -153,7 +153,7 @@ class TestWaiting:
                 await refuse_other_model(lambda: scripts.compare_identity(other), {"w0.a"})
 
 
-async def test_clearing_a_queue_ends_each_waiting_request(scripts: RedisScripts, connections: RedisConnections) -> None:
+async def test_clear_queue_ends_each_waiting_request(scripts: RedisScripts, connections: RedisConnections) -> None:
     await scripts.register("w0.a", FIRST)
     for request_id in "abc":
         await accept(scripts, request_id)
@@ -171,5 +171,5 @@ async def test_clearing_a_queue_ends_each_waiting_request(scripts: RedisScripts,
     ]
     stored: Any = await scripts.redis.hget(scripts.keys.request("b"), "terminal")
     assert decode_terminal_event(stored) == events[0]
-    assert await scripts.redis.hget(scripts.keys.request("a"), "state") == b"running"  # the live worker goes on
+    assert await scripts.redis.hget(scripts.keys.request("a"), "state") == b"running"  # unaffected: its worker lives
     assert await clear_queue(scripts.redis, scripts.keys) == 0

@@ -1,4 +1,4 @@
-"""The file of several models: what it may say, what is wrong in it, and that it is written as it is read."""
+"""The models file (--models-file): its fields, its errors, and that written files are read back."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from shared.models_file import ModelEntry, check_names, models_text, read_models
 from shared.settings import SettingsError
 
 
-def test_what_it_says(tmp_path: Path) -> None:
+def test_models_file_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_text(
         '[[models]]\nmodel = "/models/qwen"\nnames = ["qwen", "gpt-4o-mini"]\nmax_model_len = 8192\nworkers = 2\n'
@@ -27,7 +27,7 @@ def test_what_it_says(tmp_path: Path) -> None:
     ]
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_models_file_round_trips(tmp_path: Path) -> None:
     entries = [
         ModelEntry(model='/a "b"\\c\x7f\té\U0001f600', names=("a", "b c"), tool_call_parser="hermes", workers=3),
         ModelEntry(model="/d", worker={"block size": 16, "swap": 0.5, "eager": False}),
@@ -49,7 +49,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("[[models", "Expected ']]'"),
     ],
 )
-def test_what_is_wrong_is_told_with_the_file(tmp_path: Path, text: str, problem: str) -> None:
+def test_models_file_error_names_the_file(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "models.toml"
     path.write_text(text)
     with pytest.raises(SettingsError) as refused:
@@ -57,13 +57,13 @@ def test_what_is_wrong_is_told_with_the_file(tmp_path: Path, text: str, problem:
     assert str(path) in str(refused.value) and problem in str(refused.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_models_file_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
         read_models(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize("names", [[""], ["a{b"], ["a,b"], ["a\nb"], ["x" * 256], ["a", "b", "a"]])
-def test_names_that_cannot_be_used(names: list[str]) -> None:
+def test_model_names_invalid_are_refused(names: list[str]) -> None:
     with pytest.raises(SettingsError):
         check_names(names)
     check_names(["organisation/Model-1.5 (q4)", "é"])

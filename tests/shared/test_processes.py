@@ -1,4 +1,4 @@
-"""A child that exits with its parent leaves no orphan, even when the parent is killed."""
+"""A child with exit_with_parent() ends with its parent, even if the parent is killed."""
 
 import signal
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.patience import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl exists only on Linux")
 
 CHILD = """
 import os, signal, sys
@@ -25,7 +25,7 @@ signal.pause()
 """
 
 
-def test_the_child_of_a_killed_parent_ends() -> None:
+def test_child_of_killed_parent_ends() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent.stdout:
@@ -36,6 +36,6 @@ def test_the_child_of_a_killed_parent_ends() -> None:
     assert not child.is_running()
 
 
-def test_a_parent_that_is_gone_already_is_noticed() -> None:
+def test_exit_with_parent_dead_parent_is_detected() -> None:
     program = "from shared.processes import *\ntry: exit_with_parent(1 << 30)\nexcept ParentGone: sys.exit(7)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 7

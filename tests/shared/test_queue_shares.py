@@ -1,4 +1,4 @@
-"""Queue places are divided between API keys (accept.lua), and turns survive cancellation and older versions."""
+"""Queue places are divided between API keys (accept.lua); turns survive cancellations and older versions."""
 
 from itertools import product
 from typing import Any
@@ -38,11 +38,11 @@ async def accept(
     cap: int = CAP,
     **share: float,
 ) -> AcceptStatus:
-    """Queue one body with `count` prompts; `share`: fields of Share."""
+    """Queue one body with `count` prompts. `share` sets fields of Share."""
     requests = [NewRequest(f"{key}{name}-{number}", b"body", num_prompt_tokens=tokens) for number in range(count)]
-    whose = Share(key, **{"divides_queue": True, **share})  # type: ignore[arg-type]
+    queue_share = Share(key, **{"divides_queue": True, **share})  # type: ignore[arg-type]
     return await scripts.accept_all(
-        requests, gateway_id="g", priority_class=priority_class, max_queued=cap, share=whose
+        requests, gateway_id="g", priority_class=priority_class, max_queued=cap, share=queue_share
     )
 
 
@@ -124,7 +124,7 @@ class TestShares:
         assert refused.value.max_places == 80
 
     async def test_body_over_the_free_places_of_a_fair_key_is_busy(self, store: RedisScripts) -> None:
-        """The queue is full there; its key holds nothing."""
+        """The queue has fewer free places than the body needs, although its key holds none."""
         await accept(store, "a", 90, divides_queue=False)
         assert await accept(store, "b", 11) is AcceptStatus.BUSY
 
@@ -181,7 +181,7 @@ class TestTurns:
 
 
 class TestOlderVersions:
-    """The gateway of the version before wrote no `f`, and left cancelled entries in `order`."""
+    """The gateway of the previous version wrote no `f` and left cancelled entries in `order`."""
 
     @staticmethod
     async def leave_cancelled(redis: Redis, keys: RedisKeys, count: int) -> None:
@@ -217,7 +217,7 @@ class TestOlderVersions:
     async def test_places_that_an_older_worker_read_come_back(
         self, store: RedisScripts, redis: Redis, keys: RedisKeys
     ) -> None:
-        """It reads without a count. What waits bounds the count."""
+        """An older worker reads without a count. The waiting entries limit the count."""
         for number in range(40):
             assert await accept(store, "a", 10, name=f"{number}") is AcceptStatus.OK
             await redis.xreadgroup(GROUP, WORKER, {keys.queue(INTERACTIVE): ">"}, count=9)

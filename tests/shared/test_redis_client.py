@@ -1,4 +1,4 @@
-"""Commands as an observer hears of them, and as they are sent: on a real server, and to one that reads nothing."""
+"""The store client on a real server: observed commands, few calls and no task per command, timeouts, connections."""
 
 import asyncio
 import sys
@@ -13,21 +13,21 @@ from shared.redis_client import connect
 from tests.conftest import Valkey
 
 
-async def test_an_observer_hears_of_each_command_and_of_its_failure(valkey: Valkey) -> None:
-    heard = []
-    connections = connect(valkey.url, observe=lambda command, seconds, failed: heard.append((command, seconds, failed)))
+async def test_observer_sees_each_command_and_its_failure(valkey: Valkey) -> None:
+    seen = []
+    connections = connect(valkey.url, observe=lambda command, seconds, failed: seen.append((command, seconds, failed)))
     try:
         await connections.commands.set("x", "text")
         with pytest.raises(ResponseError):
             await connections.commands.incr("x")
     finally:
         await connections.aclose()
-    assert [(command, failed) for command, _, failed in heard] == [("SET", False), ("INCRBY", True)]
-    assert all(0 < seconds < 10 for _, seconds, _ in heard)
+    assert [(command, failed) for command, _, failed in seen] == [("SET", False), ("INCRBY", True)]
+    assert all(0 < seconds < 10 for _, seconds, _ in seen)
 
 
-async def test_a_command_makes_no_task(valkey: Valkey) -> None:
-    """redis-py sends each in a task of its own, with a timer: they are the dearest part of a request's only command."""
+async def test_command_creates_no_task(valkey: Valkey) -> None:
+    """redis-py sends each command in its own task with a timer, which is most of the cost of a single command."""
     loop, made = asyncio.get_running_loop(), list[Any]()
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -36,7 +36,7 @@ async def test_a_command_makes_no_task(valkey: Valkey) -> None:
 
     connections = connect(valkey.url)
     try:
-        await connections.commands.set("x", b"text")  # on an open connection now
+        await connections.commands.set("x", b"text")  # opens the connection
         loop.set_task_factory(make)
         await connections.commands.set("x", b"y" * 100_000)
         assert await connections.commands.get("x") == b"y" * 100_000
@@ -46,7 +46,7 @@ async def test_a_command_makes_no_task(valkey: Valkey) -> None:
         await connections.aclose()
 
 
-async def test_what_a_server_does_not_read_is_waited_for_no_longer_than_its_time_out(
+async def test_command_unread_by_server_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(redis_client, "SOCKET_TIMEOUT_SECONDS", 0.5)
@@ -54,7 +54,7 @@ async def test_what_a_server_does_not_read_is_waited_for_no_longer_than_its_time
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         held.append(writer)
-        for _ in range(2):  # the client says who it is; nothing after that is read
+        for _ in range(2):  # the client identifies itself; nothing after that is read
             await reader.readuntil(b"SETINFO")
             writer.write(b"+OK\r\n")
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ async def test_what_a_server_does_not_read_is_waited_for_no_longer_than_its_time
                 writer.close()
 
 
-async def test_a_connection_that_was_lost_is_no_reply(valkey: Valkey) -> None:
+async def test_command_on_lost_connection_raises(valkey: Valkey) -> None:
     connections = connect(valkey.url)
     try:
         await connections.commands.set("x", "text")
@@ -80,13 +80,13 @@ async def test_a_connection_that_was_lost_is_no_reply(valkey: Valkey) -> None:
         connection._writer.transport.abort()
         with pytest.raises(ConnectionError):
             await connection.send_command("GET", "x")
-        assert await connections.commands.get("x") == b"text"  # on another one
+        assert await connections.commands.get("x") == b"text"  # on another connection
     finally:
         await connections.aclose()
 
 
-async def test_a_command_is_few_calls(valkey: Valkey) -> None:
-    """By itself redis-py makes 183 of one, which is a tenth of all that a request is to a gateway; these are 84."""
+async def test_command_takes_few_python_calls(valkey: Valkey) -> None:
+    """Plain redis-py makes 183 calls, a tenth of a gateway's work per request. This client makes 84."""
     calls = 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -104,7 +104,7 @@ async def test_a_command_is_few_calls(valkey: Valkey) -> None:
     assert calls <= 100
 
 
-async def test_more_callers_than_connections_are_served_in_order(valkey: Valkey) -> None:
+async def test_commands_above_connection_limit_run_in_order(valkey: Valkey) -> None:
     connections = connect(valkey.url, max_command_connections=2)
     served: list[int] = []
 
@@ -113,12 +113,12 @@ async def test_more_callers_than_connections_are_served_in_order(valkey: Valkey)
         served.append(number)
 
     try:
-        for _ in range(3):  # also where connections are open already
+        for _ in range(3):  # also with connections already open
             served.clear()
             async with asyncio.TaskGroup() as tasks:
                 calls = [tasks.create_task(call(number)) for number in range(12)]
                 await asyncio.sleep(0)
-                calls[5].cancel()  # it waits: its place is the next one's
+                calls[5].cancel()  # it waits, so the next command takes its place
             assert sorted(served) == [number for number in range(12) if number != 5]
             assert max(abs(number - place) for place, number in enumerate(served)) <= 2
         assert len(await connections.commands.client_list()) == 2
@@ -126,12 +126,12 @@ async def test_more_callers_than_connections_are_served_in_order(valkey: Valkey)
         await connections.aclose()
 
 
-async def test_a_reply_that_nobody_waits_for_is_no_other_commands(valkey: Valkey) -> None:
+async def test_cancelled_command_reply_is_not_read_by_next(valkey: Valkey) -> None:
     connections = connect(valkey.url, max_command_connections=1)
     try:
         await connections.commands.set("x", "text")
         left = asyncio.ensure_future(connections.commands.execute_command("ECHO", "left"))
-        await asyncio.sleep(0)  # it is sent
+        await asyncio.sleep(0)  # lets the command be sent
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
             await left
@@ -140,13 +140,13 @@ async def test_a_reply_that_nobody_waits_for_is_no_other_commands(valkey: Valkey
         await connections.aclose()
 
 
-async def test_a_connection_that_the_server_has_closed_is_not_used(valkey: Valkey) -> None:
+async def test_connection_closed_by_server_is_not_reused(valkey: Valkey) -> None:
     connections, other = connect(valkey.url, max_command_connections=1), connect(valkey.url)
     try:
         await connections.commands.set("x", "text")
         await other.commands.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         (connection,) = connections.commands.connection_pool._available_connections
-        while not await connection.can_read():  # its end has come
+        while not await connection.can_read():  # until the close arrives
             await asyncio.sleep(0.001)
         assert await connections.commands.get("x") == b"text"
     finally:

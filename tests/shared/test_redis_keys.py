@@ -1,11 +1,11 @@
-"""Key names are a contract between processes of different versions: change them knowingly."""
+"""Store key names are a contract between processes of different versions. Change them only on purpose."""
 
 import pytest
 
 from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
 
 
-def test_names():
+def test_key_names_are_pinned():
     keys = RedisKeys("org/model")
     assert keys.queue("interactive") == "{org/model}:q:interactive"
     assert keys.queues == (
@@ -24,12 +24,12 @@ def test_names():
 
 
 @pytest.mark.parametrize("name", ["", "a{b", "a}b"])
-def test_a_name_that_would_break_the_hash_tag_is_refused(name):
+def test_model_name_with_braces_is_refused(name):
     with pytest.raises(ValueError, match="served model name"):
         RedisKeys(name)
 
 
-def test_an_unknown_class_is_refused():
+def test_queue_of_unknown_class_is_refused():
     with pytest.raises(ValueError, match="interactive, batch"):
         RedisKeys("m").queue("urgent")
-    assert RESUMED not in PRIORITY_CLASSES  # nobody can ask for it
+    assert RESUMED not in PRIORITY_CLASSES  # clients cannot select it

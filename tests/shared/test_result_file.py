@@ -1,4 +1,4 @@
-"""Files of results: what a writer that was cut off leaves, and what is no such file."""
+"""Result files of batches: recovery after an interrupted write, and refusal of other files."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from shared.result_file import ResultFile, ResultFileError
 
 
-def test_results_go_on_behind_the_last_whole_line(tmp_path: Path) -> None:
+def test_result_file_continues_after_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "out"
     results = ResultFile(path)
     results.add("a", "1", 200, b'{"x":1}')
@@ -28,7 +28,7 @@ def test_results_go_on_behind_the_last_whole_line(tmp_path: Path) -> None:
     assert statuses == [("a", 200), ("b", None), ("c", 400)]
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_result_file_other_content_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text('{"hello": 1}\n')
     with pytest.raises(ResultFileError, match="another file"):

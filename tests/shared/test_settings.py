@@ -1,4 +1,4 @@
-"""Settings: precedence, origins, and that every wrong value names what was wrong."""
+"""Settings: precedence, origins, and errors that name the source of a wrong value."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def load(*argv: str, environ: dict[str, str] | None = None, prog: str = "pagestr
     return load_settings(Example, ["--model", "/m", *argv], environ or {}, prog=prog)
 
 
-def test_defaults_and_their_origin() -> None:
+def test_settings_defaults_have_origin_default() -> None:
     loaded = load()
     assert loaded.settings == Example(model=Path("/m"))
     assert loaded.origins == {
@@ -54,7 +54,7 @@ class Composed:
     port: int = setting(80, help="port")
 
 
-def test_the_options_of_a_part_are_the_programs(tmp_path: Path) -> None:
+def test_settings_part_options_belong_to_program(tmp_path: Path) -> None:
     file = tmp_path / "pagestream.toml"
     file.write_text("ratio = 0.25\n")
     argv = ["--model", "/m", "--port", "1", "--no-warm-up", "--config", str(file)]
@@ -69,14 +69,14 @@ def test_the_options_of_a_part_are_the_programs(tmp_path: Path) -> None:
     assert "--ratio" in build_parser(Composed, "x").format_help()
 
 
-def test_a_wrong_value_of_a_part_is_refused_by_name() -> None:
+def test_settings_part_wrong_value_is_named() -> None:
     with pytest.raises(SettingsError, match="--ratio: expected over 0 and at most 1"):
         load_settings(Composed, ["--model", "/m", "--ratio", "2"], {}, prog="x")
     with pytest.raises(SettingsError, match="--model: a value is required"):
         load_settings(Composed, [], {}, prog="x")
 
 
-def test_two_parts_cannot_have_one_option() -> None:
+def test_settings_parts_with_same_option_are_refused() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Twins:
         example: Example
@@ -87,12 +87,12 @@ def test_two_parts_cannot_have_one_option() -> None:
 
 
 @pytest.mark.parametrize("words", [("a,b",), ("a", "b"), ("a,", "b")])
-def test_a_list_is_given_with_commas_or_spaces(words: tuple[str, ...]) -> None:
+def test_settings_list_accepts_commas_or_spaces(words: tuple[str, ...]) -> None:
     loaded = load("--names", *words, "--ratio", "0.25")
     assert (loaded.settings.names, loaded.settings.ratio) == (("a", "b"), 0.25)
 
 
-def test_a_flag_wins_over_the_environment_over_the_file(tmp_path: Path) -> None:
+def test_settings_flag_precedes_environment_precedes_file(tmp_path: Path) -> None:
     file = tmp_path / "pagestream.toml"
     file.write_text('block_size = 8\nratio = 0.25\nnames = ["a", "b"]\n[worker]\nmemory-bytes = "1K"\nratio = 0.75\n')
     loaded = load(
@@ -108,7 +108,7 @@ def test_a_flag_wins_over_the_environment_over_the_file(tmp_path: Path) -> None:
     assert load(environ={"PAGESTREAM_CONFIG": str(file)}, prog="pagestream gateway").settings.ratio == 0.25
 
 
-def test_booleans_have_both_flags_and_sizes_have_aliases() -> None:
+def test_settings_booleans_have_two_flags_sizes_have_aliases() -> None:
     assert load("--no-warm-up").settings.warm_up is False
     assert load("--warm-up", environ={"PAGESTREAM_WARM_UP": "0"}).settings.warm_up is True
     assert load("--memory", "2k").settings.memory_bytes == 2000
@@ -128,31 +128,31 @@ def test_booleans_have_both_flags_and_sizes_have_aliases() -> None:
         (["--config", "/nowhere.toml"], {}, "--config /nowhere.toml"),
     ],
 )
-def test_a_wrong_value_names_its_source(argv: list[str], environ: dict[str, str], named: str) -> None:
+def test_settings_wrong_value_names_its_source(argv: list[str], environ: dict[str, str], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         load(*argv, environ=environ)
 
 
-def test_what_is_needed_must_be_given() -> None:
+def test_settings_required_value_missing_is_refused() -> None:
     with pytest.raises(SettingsError, match="--model: a value is required"):
         load_settings(Example, [], {})
 
 
 @pytest.mark.parametrize("content", ["blocksize = 8", "[worker]\nblocksize = 8"])
-def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path, content: str) -> None:
+def test_settings_unknown_key_in_file_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "c.toml"
     file.write_text(content)
     with pytest.raises(SettingsError, match="worker has no setting blocksize"):
         load("--config", str(file))
 
 
-def test_the_tables_of_other_programs_are_left_alone(tmp_path: Path) -> None:
+def test_settings_tables_of_other_programs_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("block_size = 8\n[gateway]\nport = 80\n")
     assert load("--config", str(file)).settings.block_size == 8
 
 
-def test_show_config_tells_value_and_origin_and_hides_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_config_prints_origin_and_hides_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         load_settings(Example, ["--show-config", "json"], {"PAGESTREAM_API_KEY": "s3cret"}, prog="x")
     shown = capsys.readouterr().out
@@ -165,14 +165,14 @@ def test_show_config_tells_value_and_origin_and_hides_secrets(capsys: pytest.Cap
     assert "block_size    8     flag\n" in capsys.readouterr().out
 
 
-def test_settings_or_exit_says_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_or_exit_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         settings_or_exit(Example, ["--model", "/m", "--ratio", "x"], {}, prog="pagestream worker")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "pagestream worker: error: --ratio: expected a number, got 'x'\n"
 
 
-def test_help_tells_defaults_and_choices() -> None:
+def test_help_shows_defaults_and_choices() -> None:
     text = build_parser(Example, "x").format_help()
     assert "{8,16,32,64}" in text
     assert "(default: 16)" in text
@@ -183,17 +183,17 @@ def test_help_tells_defaults_and_choices() -> None:
     ("text", "size"),
     [("4096", 4096), ("4G", 4 * 2**30), ("4g", 4 * 10**9), ("1.5GiB", 3 * 2**29), ("512MB", 512 * 10**6), ("1K", 1024)],
 )
-def test_parse_bytes(text: str, size: int) -> None:
+def test_parse_bytes_accepts_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(("text", "count"), [("7", 7), ("16k", 16_000), ("16K", 16_384), ("1m", 1_000_000)])
-def test_parse_count(text: str, count: int) -> None:
+def test_parse_count_accepts_units(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4 GB of it", "1e3", "4GB"])
-def test_parse_count_refuses(text: str) -> None:
+def test_parse_count_invalid_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a number such as"):
         parse_count(text)
 
@@ -212,7 +212,7 @@ def test_settings_import_is_light() -> None:
         ("unix:///run/valkey.sock", "unix:///run/valkey.sock"),
     ],
 )  # fmt: skip
-def test_show_config_hides_the_password_of_a_url(capsys: pytest.CaptureFixture[str], url: str, shown: str) -> None:
+def test_show_config_hides_password_in_url(capsys: pytest.CaptureFixture[str], url: str, shown: str) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Settings:
         redis_url: str = setting("", help="the store")

@@ -1,4 +1,4 @@
-"""The dynamic threshold: how far keys may fill a resource."""
+"""The dynamic threshold: how much of a resource each key may fill."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from shared.shares import may_take
 
 
 def fill(capacity: int, num_keys: int) -> list[int]:
-    """Units that keys hold after each took one unit in turn until none may take more."""
+    """Return the units of each key after all took one unit in turn until none may take more."""
     held = [0] * num_keys
     progress = True
     while progress:
@@ -21,13 +21,13 @@ def fill(capacity: int, num_keys: int) -> list[int]:
 @pytest.mark.parametrize(
     ("num_keys", "ratio"),
     [(1, 0.8), (2, 0.444), (4, 0.235)],
-    ids=["one key", "two keys", "four keys"],
+    ids=["one_key", "two_keys", "four_keys"],
 )
 def test_keys_fill_a_resource_to_their_shares(num_keys: int, ratio: float) -> None:
     assert [held / 1000 for held in fill(1000, num_keys)] == pytest.approx([ratio] * num_keys, abs=0.01)
 
 
-def test_newcomer_finds_room_beside_a_full_share() -> None:
+def test_new_key_finds_room_beside_full_share() -> None:
     (held,) = fill(1000, 1)
     assert may_take(0, 100, 1000 - held)
 

@@ -1,4 +1,4 @@
-"""The table of store errors, row by row: as redis-py reports them, and at each real caller of gateway and worker."""
+"""The table of store errors, row by row: as redis-py reports them, and at each caller in gateway and worker."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -76,35 +76,35 @@ async def proxy(valkey: Valkey, connections: RedisConnections, keys: RedisKeys) 
 
 
 @pytest.fixture
-async def behind(proxy: RespProxy) -> AsyncIterator[RedisConnections]:
+async def proxied(proxy: RespProxy) -> AsyncIterator[RedisConnections]:
     opened = connect(proxy.url)
     yield opened
     await opened.aclose()
 
 
 @each_row
-async def test_an_error_of_the_store_has_its_row(
-    proxy: RespProxy, behind: RedisConnections, reply: str, outcome: Outcome
+async def test_store_error_has_its_row(
+    proxy: RespProxy, proxied: RedisConnections, reply: str, outcome: Outcome
 ) -> None:
     proxy.plan("PING", reply)
     with pytest.raises((RedisError, OSError)) as caught:
-        await behind.commands.ping()
+        await proxied.commands.ping()
     assert rule_of(caught.value).outcome is outcome
     assert rule_of(caught.value).closes_connections is (reply in CLOSING)
 
 
 @pytest.mark.parametrize("reply", CLOSING)
-async def test_a_demoted_store_resets_the_subscriber(proxy: RespProxy, behind: RedisConnections, reply: str) -> None:
-    subscription = Subscription(behind.subscriber, ["channel"])
+async def test_store_demotion_resets_subscriber(proxy: RespProxy, proxied: RedisConnections, reply: str) -> None:
+    subscription = Subscription(proxied.subscriber, ["channel"])
     try:
         assert await subscription.get(PATIENCE_SECONDS) is GAP
         proxy.plan("PING", reply)
         with pytest.raises(RedisError):
-            await behind.commands.ping()
+            await proxied.commands.ping()
         async with asyncio.timeout(PATIENCE_SECONDS):
             while await subscription.get(PATIENCE_SECONDS) is not GAP:
                 pass
-        assert await behind.commands.ping()
+        assert await proxied.commands.ping()
     finally:
         await subscription.aclose()
 
@@ -116,7 +116,7 @@ class TestRetry:
         def __call__(self) -> float:
             return self.now
 
-    def test_delays_double_up_to_a_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_retry_delays_double_up_to_a_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store_errors, "MIN_BACKOFF_SECONDS", 0.1)
         retry = StoreRetry()
         delays = [retry.delay_after(ResponseError("NOREPLICAS")) for _ in range(6)]
@@ -125,12 +125,12 @@ class TestRetry:
         assert retry.delay_after(ResponseError("NOREPLICAS")) == 0.1
 
     @pytest.mark.parametrize("reply", ["NOAUTH", "WRONGPASS", "NOPERM"])
-    def test_credentials_are_final_at_start(self, reply: str) -> None:
+    def test_retry_wrong_credentials_at_start_are_final(self, reply: str) -> None:
         with pytest.raises(StoreRefused, match=reply):
             StoreRetry().delay_after(ResponseError(reply))
 
     @pytest.mark.parametrize("reply", ["NOAUTH", "WRONGPASS", "NOPERM"])
-    def test_credentials_may_rotate_while_running(self, reply: str) -> None:
+    def test_retry_wrong_credentials_while_running_may_rotate(self, reply: str) -> None:
         clock = self.Clock()
         retry = StoreRetry(has_succeeded=True, clock=clock)
         for clock.now in (0.0, 59.0):
@@ -139,7 +139,7 @@ class TestRetry:
         with pytest.raises(StoreRefused, match=reply):
             retry.delay_after(ResponseError(reply))
 
-    def test_another_error_starts_the_time_anew(self) -> None:
+    def test_retry_another_error_resets_credential_time(self) -> None:
         clock = self.Clock()
         retry = StoreRetry(has_succeeded=True, clock=clock)
         retry.delay_after(ResponseError("NOAUTH"))
@@ -148,7 +148,7 @@ class TestRetry:
         clock.now = 61.0
         retry.delay_after(ResponseError("NOAUTH"))
 
-    def test_a_replica_is_refused_at_start_only(self) -> None:
+    def test_retry_replica_is_refused_only_at_start(self) -> None:
         clock = self.Clock()
         retry = StoreRetry(clock=clock)
         retry.delay_after(ResponseError("READONLY"))
@@ -161,11 +161,11 @@ class TestRetry:
         retry.delay_after(ResponseError("READONLY"))
 
 
-Arm = Callable[[str], None]  # the next command or script of this name fails
+Arm = Callable[[str], None]  # makes the next command or script of this name fail
 
 
 class Parts:
-    """A life of a worker, and a gateway's client, both behind the proxy."""
+    """An incarnation of a worker and a gateway's client, both connected to the proxy."""
 
     def __init__(self, connections: RedisConnections, keys: RedisKeys, incarnation: Incarnation) -> None:
         self.connections = connections
@@ -180,7 +180,7 @@ class Parts:
         await self.scripts.accept(request.request_id, body, gateway_id="g", priority_class="interactive")
 
     async def claimed(self) -> str:
-        """The id of a new request that the worker has."""
+        """Return the id of a new request that the worker has claimed."""
         request = make_request(3)
         await self.accept(request)
         (claimed,) = await self.incarnation.requests.claim(Demand(1))
@@ -193,11 +193,11 @@ class Parts:
 
 
 @pytest.fixture
-async def parts(behind: RedisConnections, keys: RedisKeys, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Parts]:
+async def parts(proxied: RedisConnections, keys: RedisKeys, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Parts]:
     monkeypatch.setattr("shared.fleet_clock.TICK_SECONDS", 0.02)
     monkeypatch.setattr("gateway.store.recovery.TICK_SECONDS", 0.02)
     monkeypatch.setattr("engine_worker.transport.request_stream.BLOCK_SECONDS", 0.02)
-    parts = Parts(behind, keys, await register(behind, keys, "w"))
+    parts = Parts(proxied, keys, await register(proxied, keys, "w"))
     yield parts
     await parts.client.close()
 
@@ -234,7 +234,7 @@ async def reading(parts: Parts, arm: Arm) -> None:
 
 
 async def claimed_in_the_end(parts: Parts) -> None:
-    """A reset of the connections may make further reads fail."""
+    """Claim with retries, because a connection reset may fail further reads."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not await parts.incarnation.requests.claim(Demand(1), block=True):
             pass
@@ -298,7 +298,7 @@ WORKER_CALLERS = [
 
 @each_row
 @pytest.mark.parametrize("caller", WORKER_CALLERS)
-async def test_a_worker_repeats_what_is_not_final(
+async def test_worker_retries_unless_error_is_final(
     parts: Parts, arm: Arm, proxy: RespProxy, caller: Callable[[Parts, Arm], Awaitable[None]], outcome: Outcome
 ) -> None:
     if outcome is FINAL:
@@ -310,7 +310,7 @@ async def test_a_worker_repeats_what_is_not_final(
 
 
 @each_row
-async def test_a_submission_is_repeated_only_without_a_reply(
+async def test_submission_is_retried_only_without_reply(
     parts: Parts, arm: Arm, proxy: RespProxy, outcome: Outcome
 ) -> None:
     arm("accept")
@@ -323,12 +323,12 @@ async def test_a_submission_is_repeated_only_without_a_reply(
 
 
 @each_row
-async def test_a_journal_is_read_again(parts: Parts, arm: Arm, proxy: RespProxy, outcome: Outcome) -> None:
-    """A final error ends the one stream."""
+async def test_journal_read_is_retried_unless_final(parts: Parts, arm: Arm, proxy: RespProxy, outcome: Outcome) -> None:
+    """A final error ends only this stream."""
     await parts.client.start(parts.owners)
     stream = await parts.client.submission.submit(make_request(3))
     claims = await parts.incarnation.requests.claim(Demand(1))
-    await parts.scripts.redis.hdel(parts.keys.request(stream.request_id), "gateway")  # nobody is told of the tokens
+    await parts.scripts.redis.hdel(parts.keys.request(stream.request_id), "gateway")  # suppresses token events
     arm("HMGET")
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not proxy.num_faults:
@@ -345,9 +345,7 @@ async def test_a_journal_is_read_again(parts: Parts, arm: Arm, proxy: RespProxy,
 
 
 @each_row
-async def test_a_cancel_is_repeated_unless_it_is_refused(
-    parts: Parts, arm: Arm, proxy: RespProxy, outcome: Outcome
-) -> None:
+async def test_cancel_is_retried_unless_refused(parts: Parts, arm: Arm, proxy: RespProxy, outcome: Outcome) -> None:
     await parts.client.start(parts.owners)
     stream = await parts.client.submission.submit(make_request(3))
     arm("cancel")
@@ -366,25 +364,23 @@ async def is_stored(parts: Parts, stream: ResponseStream) -> bool:
 
 @pytest.mark.parametrize("reply", ROWS)
 @pytest.mark.parametrize("command", ["INFO", "SET", "SUBSCRIBE"])
-async def test_a_gateways_watches_outlive_any_error(parts: Parts, arm: Arm, proxy: RespProxy, command: str) -> None:
+async def test_gateway_watches_survive_any_error(parts: Parts, arm: Arm, proxy: RespProxy, command: str) -> None:
     arm(command)
     await parts.client.start(parts.owners)
     async with parts.client.kv.into(asyncio.Queue()), asyncio.timeout(PATIENCE_SECONDS):
         while not proxy.num_faults:
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.02)  # for an owner that ends
+        await asyncio.sleep(0.02)  # gives a failing owner time to end
     assert not parts.owners.failed.is_set()
 
 
 @each_row
-async def test_a_store_that_cannot_be_used_ends_the_gateway(
-    parts: Parts, arm: Arm, proxy: RespProxy, outcome: Outcome
-) -> None:
+async def test_gateway_ends_on_final_store_error(parts: Parts, arm: Arm, proxy: RespProxy, outcome: Outcome) -> None:
     await parts.client.start(parts.owners)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await parts.client.probe.fleet_seconds()
         arm("tick")
         while not proxy.num_faults:
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.02)  # for an owner that ends
+        await asyncio.sleep(0.02)  # gives a failing owner time to end
     assert parts.owners.failed.is_set() is (outcome is FINAL)

@@ -1,4 +1,4 @@
-"""A subscription outlives its connection and says when it may have missed something."""
+"""A subscription survives connection losses and reports when messages may be missing."""
 
 import asyncio
 from typing import Any
@@ -25,7 +25,7 @@ class TestOnAServer:
         yield subscription
         await subscription.aclose()
 
-    async def test_begins_with_one_gap_then_messages_in_order(self, subscription, connections):
+    async def test_subscription_starts_with_gap_then_ordered_messages(self, subscription, connections):
         assert await next_of(subscription) is GAP
         for channel, data in (("a", b"1"), ("b", b"\xff"), ("c", b"2"), ("a", b"")):
             await connections.commands.publish(channel, data)
@@ -35,7 +35,7 @@ class TestOnAServer:
             Message("a", b""),
         ]
 
-    async def test_a_cut_connection_is_a_gap_and_goes_on(self, subscription, connections):
+    async def test_subscription_cut_connection_gives_gap_and_continues(self, subscription, connections):
         for _ in range(3):
             assert await next_of(subscription) is GAP
             await connections.commands.client_kill_filter(_type="pubsub")
@@ -43,20 +43,20 @@ class TestOnAServer:
         await connections.commands.publish("a", b"1")
         assert await next_of(subscription) == Message("a", b"1")
 
-    async def test_answers_to_its_pings_count_as_heard(self, subscription):
+    async def test_subscription_ping_replies_count_as_heard(self, subscription):
         assert await next_of(subscription) is GAP
         num_replies = subscription.num_replies
         async with asyncio.timeout(PATIENCE_SECONDS):
             while subscription.num_replies < num_replies + 3:
                 assert await subscription.get(1.0) is None
 
-    async def test_a_silent_connection_is_replaced(self, subscription, connections):
+    async def test_subscription_silent_connection_is_replaced(self, subscription, connections):
         assert await next_of(subscription) is GAP
         await connections.commands.client_pause(300, all=True)  # milliseconds: pings stay unanswered
         assert await next_of(subscription) is GAP
 
 
-async def test_who_is_heard_is_not_asked(connections):
+async def test_subscription_pings_only_after_silence(connections):
     clock = [0.0]
     subscription = Subscription(connections.subscriber, ["a"], ping_seconds=10, clock=lambda: clock[0])
 
@@ -80,7 +80,7 @@ async def test_who_is_heard_is_not_asked(connections):
         await subscription.aclose()
 
 
-async def test_a_store_that_is_away_is_only_silence(tmp_path):
+async def test_subscription_store_away_gives_no_messages(tmp_path):
     away = connect(f"unix://{tmp_path}/no-server")
     subscription = Subscription(away.subscriber, ["a"])
     try:
@@ -91,8 +91,8 @@ async def test_a_store_that_is_away_is_only_silence(tmp_path):
         await away.aclose()
 
 
-async def test_nothing_is_repeated_by_the_client_library(connections, keys):
-    """A cut in the middle of a blocking read is an error for its caller to judge, and not a second read."""
+async def test_client_library_does_not_retry_blocking_read(connections, keys):
+    """A connection cut during a blocking read must raise to the caller and not read a second time."""
     await connections.commands.xgroup_create("stream", "group", id="0", mkstream=True)
     read = asyncio.create_task(connections.blocking.xreadgroup("group", "me", {"stream": ">"}, block=5000))
     while not (await connections.commands.info("clients"))["blocked_clients"]:

@@ -1,4 +1,4 @@
-"""Requests of several keys are read in turns, whatever one of them has queued (order.lua)."""
+"""Requests of several keys are read in turns, independent of how many one of them has queued (order.lua)."""
 
 import random
 from collections import Counter
@@ -33,7 +33,7 @@ async def store(scripts: RedisScripts) -> RedisScripts:
 async def accept(
     scripts: RedisScripts, *request_ids: str, tokens: int = TOKENS, priority_class: str = "interactive"
 ) -> None:
-    """Requests of one answer, of the key that is their first letter."""
+    """Accept requests of one body, for the key that is their first letter."""
     requests = [NewRequest(request_id, b"body", num_prompt_tokens=tokens) for request_id in request_ids]
     await scripts.accept_all(requests, gateway_id="g", priority_class=priority_class, share=Share(request_ids[0][0]))
 
@@ -47,28 +47,28 @@ async def order(scripts: RedisScripts, count: int, each: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize("each", [1, 3, 100])
-async def test_a_key_does_not_wait_for_all_that_another_has_queued(store: RedisScripts, each: int) -> None:
+async def test_turns_key_does_not_wait_for_backlog_of_another(store: RedisScripts, each: int) -> None:
     await accept(store, *[f"h{number}" for number in range(50)])
     await accept(store, "p0")
     await accept(store, "p1")
     found = await order(store, 99, each)
     assert sorted(found[1:4]) == ["h1", "p0", "p1"] or sorted(found[:3]) == ["h0", "h1", "p0"]
     assert set(found) == {"p0", "p1", *[f"h{number}" for number in range(50)]}
-    for key in "hp":  # each key's own in their order
-        mine = [int(name[1:]) for name in found if name[0] == key]
-        assert all(a < b for a, b in pairwise(mine))
+    for key in "hp":  # each key's requests keep their order
+        numbers = [int(name[1:]) for name in found if name[0] == key]
+        assert all(a < b for a, b in pairwise(numbers))
 
 
-async def test_a_key_has_turns_by_what_they_cost(store: RedisScripts) -> None:
-    """A prompt of 1,152 tokens is as much as ten of none: a choice's place is worth PLACE_TOKENS."""
+async def test_turns_are_divided_by_cost(store: RedisScripts) -> None:
+    """A prompt of 1,152 tokens costs as much as ten empty ones, because a queue place costs PLACE_TOKENS."""
     await accept(store, *[f"h{number}" for number in range(20)], tokens=9 * PLACE_TOKENS)
     for number in range(40):
         await accept(store, f"p{number}", tokens=0)
     assert Counter(name[0] for name in await order(store, 33)) in ({"h": 3, "p": 30}, {"h": 4, "p": 29})
 
 
-async def test_a_worker_reads_no_more_prompts_than_it_can_compute_soon(store: RedisScripts) -> None:
-    """The last one may be longer than what is left, of one key as of several. Batches wait until it has read all."""
+async def test_take_reads_prompts_up_to_token_demand(store: RedisScripts) -> None:
+    """The last prompt may exceed the demand. Batch requests wait until all interactive ones are read."""
     await accept(store, *[f"h{number}" for number in range(9)], tokens=1_000)
     await accept(store, "b", priority_class="batch")
 
@@ -82,15 +82,15 @@ async def test_a_worker_reads_no_more_prompts_than_it_can_compute_soon(store: Re
     assert set(await take_tokens(10_000)) >= {"h4", "h5", "h6", "h7", "h8", "b"}
 
 
-async def test_a_prompt_of_which_nobody_says_is_as_long_as_is_likely(store: RedisScripts) -> None:
-    """A gateway of before does not, nor does whoever gives a request back."""
+async def test_take_unknown_prompt_length_uses_likely_length(store: RedisScripts) -> None:
+    """Older gateways do not send the length, and neither does an unclaim."""
     for number in range(9):
         await store.accept(f"a{number}", b"body", gateway_id="g", priority_class="interactive")
     demand = Demand(100, prompt_tokens=1_000, likely_prompt_tokens=300)
     assert [entry.request_id for entry in (await store.take(WORKER, demand)).entries] == ["a0", "a1", "a2", "a3"]
 
 
-async def test_who_comes_later_has_no_claim_to_the_past(store: RedisScripts) -> None:
+async def test_turns_new_key_does_not_catch_up(store: RedisScripts) -> None:
     await accept(store, *[f"h{number}" for number in range(40)])
     assert await order(store, 20, 5) == [f"h{number}" for number in range(20)]
     await accept(store, *[f"p{number}" for number in range(10)])
@@ -98,15 +98,15 @@ async def test_who_comes_later_has_no_claim_to_the_past(store: RedisScripts) -> 
     assert Counter(name[0] for name in found)["h"] in (4, 5)
 
 
-async def test_a_worker_may_read_as_many_as_there_are(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
-    """Lua hands no more than 8,000 arguments to a command."""
+async def test_take_may_read_thousands_at_once(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+    """Lua passes at most 8,000 arguments to a command."""
     for start in range(0, 9_000, 1_000):
         await accept(store, *[f"h{number}" for number in range(start, start + 1_000)])
     assert len(await take(store, 20_000)) == 9_000
     assert not await redis.exists(*keys.turns("interactive"))
 
 
-async def test_one_keys_requests_stay_in_the_queue_of_their_class(store: RedisScripts, keys: RedisKeys) -> None:
+async def test_turns_single_key_stays_in_queue_of_its_class(store: RedisScripts, keys: RedisKeys) -> None:
     for number in range(5):
         await accept(store, f"h{number}")
     entries = await take(store, 5)
@@ -114,10 +114,10 @@ async def test_one_keys_requests_stay_in_the_queue_of_their_class(store: RedisSc
     assert {entry.queue for entry in entries} == {keys.queue("interactive")}
 
 
-async def test_one_that_overtakes_goes_where_the_older_ones_are(
+async def test_turns_overtaking_entry_moves_to_resumed_queue(
     store: RedisScripts, redis: Redis, keys: RedisKeys
 ) -> None:
-    """So that the lengths of the queues are the requests that there are; its time of waiting is that of before."""
+    """Queue lengths still count every request, and the entry keeps its waiting time."""
     await accept(store, "h0", "h1", "h2")
     await accept(store, "p0")
     stored: Any = await redis.xrange(keys.queue("interactive"))
@@ -131,19 +131,19 @@ async def test_one_that_overtakes_goes_where_the_older_ones_are(
     assert await store.finish(WORKER, ended, []) == 3
 
 
-async def test_a_repeat_of_accept_has_one_turn(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+async def test_accept_repeated_has_one_turn(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
     await accept(store, "a")
     await accept(store, "a")
     assert await redis.zcard(keys.turns("interactive")[0]) == 1
 
 
-async def test_a_batch_has_no_turns(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+async def test_batch_requests_have_no_turns(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
     await accept(store, "a", priority_class="batch")
     assert not await redis.exists(*keys.turns("interactive"))
     assert [entry.request_id for entry in await take(store)] == ["a"]
 
 
-async def test_when_nothing_waits_all_keys_begin_anew(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+async def test_turns_are_deleted_when_nothing_waits(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
     await accept(store, *[f"h{number}" for number in range(5)])
     await accept(store, "p0")
     assert len(await take(store, 6)) == 6
@@ -151,7 +151,7 @@ async def test_when_nothing_waits_all_keys_begin_anew(store: RedisScripts, redis
     assert not await redis.exists(*keys.turns("interactive"))
 
 
-async def test_what_was_cancelled_has_no_turn(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+async def test_turns_cancelled_request_has_none(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
     await accept(store, *[f"h{number}" for number in range(5)])
     await accept(store, *[f"p{number}" for number in range(5)])
     for name in ("p0", "p2", "h0", "h1"):
@@ -161,8 +161,8 @@ async def test_what_was_cancelled_has_no_turn(store: RedisScripts, redis: Redis,
     assert not await redis.exists(*keys.turns("interactive"))
 
 
-async def test_what_another_has_read_is_left_to_it(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
-    """A worker that blocks reads the oldest without a script: `order` hears nothing of it."""
+async def test_turns_entry_read_by_another_is_skipped(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+    """A blocking worker reads the oldest entry without a script, so `order` still contains it."""
     await accept(store, "h0", "h1", "h2")
     await accept(store, "p0")
     await store.register("w.2")
@@ -171,10 +171,10 @@ async def test_what_another_has_read_is_left_to_it(store: RedisScripts, redis: R
     assert (await redis.xpending(keys.queue("interactive"), GROUP))["consumers"][-1]["name"] == b"w.2"
 
 
-async def test_entries_without_a_number_are_read_as_the_oldest(
+async def test_turns_entries_missing_in_order_are_read_first(
     store: RedisScripts, redis: Redis, keys: RedisKeys
 ) -> None:
-    """They are of gateways of before, or of a store that lost `order`: they wait for nobody's turn."""
+    """Older gateways and a store that lost `order` leave such entries. They must not wait for a turn."""
     await accept(store, "h0", "h1", "h2")
     await accept(store, "p0")
     await redis.delete(keys.turns("interactive")[0])
@@ -185,8 +185,8 @@ async def test_entries_without_a_number_are_read_as_the_oldest(
     assert sorted(found) == ["h0", "h1", "h2", "p0", "q0", "q1", "q2", "q3"]
 
 
-async def test_numbers_that_no_worker_reads_do_not_pile_up(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
-    """Workers of the release before know no `order`."""
+async def test_turns_unread_numbers_do_not_accumulate(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+    """Workers of the previous release do not use `order`."""
     for number in range(50):
         await accept(store, f"a{number}")
         reply: Any = await redis.xreadgroup(GROUP, WORKER, {keys.queue("interactive"): ">"})
@@ -197,7 +197,7 @@ async def test_numbers_that_no_worker_reads_do_not_pile_up(store: RedisScripts, 
 
 @dataclass
 class History:
-    """Accepts of many keys, takes of several workers, lost replies, cancels, ends, hand-backs and deaths."""
+    """Random accepts, takes, lost replies, cancels, ends, unclaims, and deaths of three workers and many keys."""
 
     scripts: RedisScripts
     chance: random.Random
@@ -230,7 +230,7 @@ class History:
         self.num_moved += sum(entry.queue == self.scripts.keys.queue(RESUMED) for entry in entries)
 
     async def die(self, worker: str) -> None:
-        """It dies of the reply to a blocking read, which `order` hears nothing of."""
+        """Die after the reply to a blocking read, which does not update `order`."""
         await self.scripts.redis.xreadgroup(GROUP, worker, {self.scripts.keys.queue("interactive"): ">"}, count=1)
         await reap_worker(self.scripts, worker, ReapMode.DRAIN)
         self.held[worker].clear()
@@ -255,7 +255,9 @@ class History:
             self.alive.discard(name)
 
 
-async def test_random_histories_lose_and_double_nothing(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_turns_random_histories_lose_and_duplicate_nothing(
+    connections: RedisConnections, keys: RedisKeys
+) -> None:
     redis, num_moved = connections.commands, 0
     for seed in range(30):
         await redis.flushall()
@@ -270,7 +272,7 @@ async def test_random_histories_lose_and_double_nothing(connections: RedisConnec
         assert sorted(rest) == waiting, seed
         assert sum([await redis.xlen(queue) for queue in keys.queues]) == len(history.alive)
         num_moved += history.num_moved
-    assert num_moved > 100  # or little was tried
+    assert num_moved > 100  # otherwise the histories test too little
 
 
 async def take_of_others(scripts: RedisScripts, count: int, *waiting: str, wanted: int = 0) -> list[str]:
@@ -278,7 +280,7 @@ async def take_of_others(scripts: RedisScripts, count: int, *waiting: str, wante
     return [entry.request_id for entry in taken.entries]
 
 
-async def test_a_full_worker_reads_one_request_of_each_other_key(store: RedisScripts) -> None:
+async def test_take_full_worker_reads_one_request_per_other_key(store: RedisScripts) -> None:
     await accept(store, *[f"h{number}" for number in range(300)])
     assert await take_of_others(store, 2, "h") == []
     for key in "pqr":
@@ -286,19 +288,19 @@ async def test_a_full_worker_reads_one_request_of_each_other_key(store: RedisScr
     assert await take_of_others(store, 2, "h") == ["p0", "q0"]
     assert await take_of_others(store, 9, "h", "p", "q") == ["r0"]
     assert await take_of_others(store, 9, "h", "p", "q", "r") == []
-    assert set(await order(store, 306, each=306)) >= {"h299", "p2", "q2", "r2"}  # nothing is lost
+    assert set(await order(store, 306, each=306)) >= {"h299", "p2", "q2", "r2"}  # none is lost
 
 
-async def test_requests_of_others_come_beside_those_wanted(store: RedisScripts) -> None:
+async def test_take_reads_other_keys_beside_wanted_requests(store: RedisScripts) -> None:
     await accept(store, *[f"h{number}" for number in range(9)])
     await accept(store, "p0")
     assert await take_of_others(store, 1, "h", wanted=1) in (["h0", "p0"], ["p0"])
 
 
-async def test_a_full_worker_leaves_what_was_given_back_to_others(store: RedisScripts) -> None:
+async def test_take_full_worker_skips_unclaimed_requests(store: RedisScripts) -> None:
     await accept(store, "h0", "h1")
     await accept(store, "p0")
     (entry,) = await take(store)
     await store.claim(WORKER, [entry])
     await store.unclaim(WORKER, [entry])
-    assert await take_of_others(store, 4, "h") == []  # it has a class above, and whose it is nobody knows
+    assert await take_of_others(store, 4, "h") == []  # it is in a class above, and its key is unknown

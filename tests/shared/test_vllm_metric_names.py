@@ -1,4 +1,4 @@
-"""Names, labels and sums as a scraper of vLLM's metrics reads them."""
+"""vLLM metric aliases: names, labels, and sums as a scraper of vLLM's metrics reads them."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,13 +20,13 @@ def read(source: CollectorRegistry) -> dict[str, dict[tuple[tuple[str, str], ...
     }
 
 
-def test_each_alias_is_of_a_metric_that_exists() -> None:
+def test_vllm_aliases_refer_to_existing_metrics() -> None:
     registries = [LoadedWorker().metrics.registry, ModelMetrics(CollectorRegistry()).registry]
     ours = {family.name.removeprefix("pagestream_") for registry in registries for family in registry.collect()}
     assert {alias.ours for alias in ALIASES} <= ours
 
 
-def test_values_are_summed_over_what_vllm_does_not_tell_apart() -> None:
+def test_vllm_values_are_summed_over_other_labels() -> None:
     worker = LoadedWorker().metrics.registry
     found, labels = read(worker), (("engine", "0"), ("model_name", "m"))
 
@@ -47,7 +47,7 @@ def test_values_are_summed_over_what_vllm_does_not_tell_apart() -> None:
     assert {"stop", "length"} <= reasons
 
 
-def test_histograms_keep_their_buckets() -> None:
+def test_vllm_histograms_keep_their_buckets() -> None:
     metrics = ModelMetrics(CollectorRegistry())
     metrics.time_to_first_token.observe(0.03)
     found = read(metrics.registry)

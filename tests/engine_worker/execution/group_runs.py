@@ -1,10 +1,10 @@
-"""Long runs of a group as an engine drives it, for tests: what each rank has seen, and what the group says.
+"""Long engine runs on a group of two ranks, for tests.
 
-    run_watched(ranks, settings, requests)   a job of tests.engine_worker.model.ranks.Ranks: steps on both ranks, and of
-                                             each rank a checksum of the hidden states of all of them
-    tokens_of_runs(settings, runs)           a worker's runner with real followers, in a process of its own
+    run_watched(ranks, settings, requests)   a job of tests.engine_worker.model.ranks.Ranks that returns, for each rank,
+                                             a checksum of its hidden states
+    tokens_of_runs(settings, runs)           a runner with real followers, in a separate process
 
-On a CPU they run over gloo, on GPUs over NCCL and each other's memory, with the graphs that the settings ask for.
+CPU ranks use gloo. GPU ranks use NCCL and peer memory, with the graphs that the settings select.
 """
 
 import json
@@ -36,12 +36,12 @@ from shared.messages import GenerationRequest
 from tests.builders import Transcript
 from tests.engine_worker.execution.reference import make_engine
 
-END = b"the run is over"  # no message of a group
+END = b"the run is over"  # not a valid message of a group
 
 
 @dataclass(frozen=True)
 class Watched:
-    """The account of one rank. `checksum` is of the rows that went into the head, of every step in order."""
+    """The result of one rank. `checksum` covers the rows passed to the head in every step, in order."""
 
     checksum: int
     num_steps: int
@@ -52,7 +52,7 @@ class Watched:
 
 
 class WatchedHead:
-    """A head that keeps account of its inputs on the device, so that graphs do it too."""
+    """A head that updates a checksum of its inputs on the device, so that graphs include it."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -60,13 +60,13 @@ class WatchedHead:
 
     def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
         if not len(self.account):
-            self.account = torch.zeros(2, dtype=torch.int64, device=x.device)  # the checksum, how often it was called
+            self.account = torch.zeros(2, dtype=torch.int64, device=x.device)  # [checksum, number of calls]
         add_to(self.account, x)
         return self._head(x, logits)
 
 
 def add_to(account: Tensor, x: Tensor) -> None:
-    """Every bit of `x`, and where it stands, changes account[0], a number modulo 2^64, for good."""
+    """Update account[0], a checksum modulo 2^64, with every bit of `x` and its position; count the call."""
     bits = x.contiguous().view(torch.int16).flatten().to(torch.int64)
     places = torch.arange(1, len(bits) + 1, device=x.device)
     account[0].mul_(31).add_((bits * places).sum())
@@ -84,7 +84,7 @@ class WatchedBlueprint(NativeBlueprint):
 
 
 class RunEnded(Exception):
-    """To a follower, which is never told to return."""
+    """Ends the loop of a follower, which otherwise never returns."""
 
 
 class EndingReceiver(BroadcastReceiver):
@@ -95,7 +95,7 @@ class EndingReceiver(BroadcastReceiver):
 
 
 def write_shape(directory: Path, **config: Any) -> Path:
-    """A model without weights."""
+    """Write a model directory that has a config and no weights."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -108,7 +108,15 @@ def run_watched(
     requests: list[GenerationRequest],
     config: dict[str, Any],
 ) -> Watched:
-    """`by_peers`: sums go through each other's memory, with the norms behind them; on GPUs. `config`: the engine's."""
+    """Run `requests` on both ranks and return this rank's result.
+
+    Args:
+        ranks: The group of this rank.
+        settings: The engine's settings.
+        by_peers: Whether all-reduces and norms use peer memory (GPUs only).
+        requests: The requests to run.
+        config: The scheduler's settings.
+    """
     plan = load_plan(settings, ranks.rank)
     blueprint = WatchedBlueprint(plan.blueprint.shape)  # type: ignore[arg-type]
     plan = replace(plan, blueprint=blueprint)
@@ -117,7 +125,7 @@ def run_watched(
     replica = load_replica(plan, lambda phase, progress, detail: None, ranks).replica
     channel = dist.new_group(backend="gloo")
     with torch.inference_mode():
-        replica.kv_cache.pool.zero_()  # what captures have written
+        replica.kv_cache.pool.zero_()  # clears what graph captures have written
         blueprint.head.account.zero_()
     if ranks.rank == 0:
         sender = BroadcastSender(channel)
@@ -139,8 +147,8 @@ def _runner(plan: LoadPlan, replica: Replica, ranks: ProcessGroup, sender: Broad
 
 
 def _by_peers(plan: LoadPlan) -> ProcessGroup:
-    """As rank_group.sum_by_peers() does it, and with less patience: it must work."""
-    from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - of GPUs alone
+    """Do what rank_group.sum_by_peers() does, and fail if peer memory is not available."""
+    from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - only for GPUs
     from engine_worker.model.peer_norm import peer_norm  # noqa: PLC0415
 
     ranks = ProcessGroup(plan.device)
@@ -150,7 +158,7 @@ def _by_peers(plan: LoadPlan) -> ProcessGroup:
 
 
 def tokens_of(runner: ModelRunner, requests: list[GenerationRequest], **config: Any) -> dict[str, list[int]]:
-    """However many steps it takes."""
+    """Run all requests to their end and return their tokens by request id."""
     engine, transcript = make_engine(runner, **config), Transcript()
     for request in requests:
         engine.add_request(request)
@@ -162,14 +170,14 @@ def tokens_of(runner: ModelRunner, requests: list[GenerationRequest], **config: 
 
 @dataclass(frozen=True)
 class Run:
-    """Requests, and the engine's settings under which they run."""
+    """Requests and the scheduler settings to run them with."""
 
     requests: list[GenerationRequest]
     config: dict[str, Any]
 
 
 def tokens_of_runs(settings: ExecutionSettings, runs: Iterable[Run]) -> list[dict[str, list[int]]]:
-    """In a process of its own: some settings must be made before CUDA starts. Its followers end with it."""
+    """Run in a separate process, because some settings must precede CUDA's start. Followers end with it."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(_tokens_of_runs, settings, list(runs)).result()
 

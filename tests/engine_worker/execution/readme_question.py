@@ -1,7 +1,7 @@
-"""python -m tests.engine_worker.execution.readme_question MODEL DTYPE...: README's question, greedy, asked twice.
+"""python -m tests.engine_worker.execution.readme_question MODEL DTYPE...: ask README's question greedily, twice.
 
-Prints as JSON, by dtype, both answers and how many tokens of the prompt the second one found in the prefix cache. It is
-a program of its own, because oneDNN reads ONEDNN_MAX_CPU_ISA when a process begins.
+Prints JSON by dtype: both answers and the cached prompt tokens of the second request. It is a separate program because
+oneDNN reads ONEDNN_MAX_CPU_ISA when a process starts.
 """
 
 import json
@@ -25,7 +25,7 @@ def ask(directory: Path, dtype: str) -> dict[str, Any]:
 
 
 def answers_of(runner: ModelRunner, directory: Path) -> dict[str, Any]:
-    """`answers`, and `cached_tokens` of the second one's prompt. `directory`: of the model that `runner` has."""
+    """Return `answers` and the second request's `cached_tokens`. `directory` is the runner's model."""
     encoder = load_served_model(directory).encoder
     question: list[ChatMessage] = [{"role": "user", "content": QUESTION}]
     prompt = encoder.encode_chat(question, add_generation_prompt=True, continue_final_message=False)

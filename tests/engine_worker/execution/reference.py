@@ -1,10 +1,9 @@
-"""transformers as the reference: tiny random Llama models, and how far each generated token is from its argmax.
+"""Tiny random Llama models and transformers as the reference for generated tokens.
 
-write_model(directory, ...)                a model directory with random weights
-Reference(directory).shortfalls(p, o)      for each token of output o after prompt p: best logit - its logit, fp32
+    write_model(directory, ...)                write a model directory with random weights
+    Reference(directory).shortfalls(p, o)      for each token of output o after prompt p: best logit - its logit, fp32
 
-transformers is imported where it is used: processes that only run an engine by this file, ranks most of all, would pay
-3 CPU seconds each for it.
+transformers is imported inside functions: its import costs 3 CPU seconds, and processes such as ranks do not need it.
 """
 
 from pathlib import Path
@@ -36,7 +35,7 @@ TINY = {
     "head_dim": 32,  # not hidden_size / heads
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
-    # Ten times the usual deviation: logits spread over +-10, so a wrong token is far from the argmax, not within 1e-3.
+    # Ten times the default deviation spreads logits over +-10, so that a wrong token misses the argmax by over 1e-3.
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -57,13 +56,13 @@ def write_model(directory: Path, *, max_shard_size: str = "50GB", **changes: Any
 
 
 def write_model_of_words(directory: Path, **changes: Any) -> Path:
-    """With the tokenizer of tests/tiny_model.py."""
+    """Write a model with the tokenizer of tests/tiny_model.py."""
     return write_model(write_tiny_model(directory), vocab_size=VOCAB_SIZE, **changes)
 
 
 class Reference:
     def __init__(self, directory: Path, *, attention: str | None = None) -> None:
-        """`attention`: a name in transformers' table of attention functions; None: the one it takes by itself."""
+        """Load the model. `attention` names a transformers attention function (default: transformers' choice)."""
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - see above
 
         self._model = AutoModelForCausalLM.from_pretrained(
@@ -95,9 +94,17 @@ def make_runner(
     tensor_parallel_size: int = 1,
     **options: Any,
 ) -> ModelRunner:
-    """`num_blocks` and `num_host_blocks` as the scheduler counts them; the bytes of block 0 come on top.
+    """Load a runner on the CPU.
 
-    `options`: others of ExecutionSettings.
+    Args:
+        directory: The model.
+        num_blocks: KV blocks for the scheduler; the padding block 0 is added.
+        block_size: Tokens per block.
+        dtype: The model's dtype.
+        num_host_blocks: Blocks of the swap space; the padding block is added.
+        model_impl: "auto", "native", or "transformers".
+        tensor_parallel_size: Number of ranks.
+        options: Other fields of ExecutionSettings.
     """
     config = blueprint_from_directory(directory, model_impl).shape
     layout = kv_layout(config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype))
@@ -109,10 +116,10 @@ def make_runner(
         model_impl=model_impl,
         tensor_parallel_size=tensor_parallel_size,
         block_size=block_size,
-        kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block // tensor_parallel_size,  # of a rank
+        kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block // tensor_parallel_size,  # per rank
         swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
         max_model_len=longest if layout.groups[0].window else min(num_blocks * block_size, longest),
-        max_num_seqs=16,  # of the sampler; the scheduler has its own
+        max_num_seqs=16,  # for the sampler; the scheduler has its own limit
         max_num_batched_tokens=16,
         **options,
     )
@@ -120,7 +127,7 @@ def make_runner(
 
 
 def generate(runner: ModelRunner, requests: list[GenerationRequest], **config: Any) -> tuple[dict[str, list[int]], int]:
-    """The outputs by request id, and how often a sequence was preempted."""
+    """Return the outputs by request id and the number of preemptions."""
     engine = make_engine(runner, **config)
     transcript = run_engine_to_end(engine, requests)
     return transcript.tokens, sum(engine.stats().counters.preemptions.values())
@@ -144,7 +151,7 @@ def make_engine(
     async_scheduling: bool = False,
     **config: int,
 ) -> Engine:
-    """It swaps if the runner has a host pool."""
+    """Create an engine. It can swap if the runner has a host pool."""
     host_tier = HostTierConfig(num_blocks=runner.num_host_blocks, preemption_mode=preemption_mode)
     manager = KVCacheManager(
         runner.num_blocks,

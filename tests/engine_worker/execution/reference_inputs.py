@@ -1,6 +1,6 @@
-"""The input of a step straight from its sequences, for comparison: no description between, no state between steps.
+"""A step's model input, computed directly from its sequences and without state, for comparison.
 
-Rows are in the order of the CPU's attention: sequences that decode by ascending length, then those that prefill.
+Rows are in the order of the CPU attention: decodes by length, then prefills by length.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _NONE: Mapping[Sequence, int] = MappingProxyType({})
 def reference_model_input(
     batch: ScheduledBatch, block_size: int, inflight_token_ids: Mapping[Sequence, int] = _NONE
 ) -> ModelInput:
-    """`inflight_token_ids`: what the step before sampled, for sequences that do not know it yet."""
+    """Build the input. `inflight_token_ids`: tokens sampled by the previous step and not yet in the sequences."""
     ordered = _in_row_order(batch)
     query_lens = np.array([scheduled.num_new_tokens for scheduled in ordered], dtype=np.int64)
     ends = np.array([scheduled.end for scheduled in ordered], dtype=np.int64)
@@ -38,7 +38,7 @@ def reference_model_input(
     last_row = {id(scheduled): int(end) - 1 for scheduled, end in zip(ordered, query_start_loc[1:], strict=True)}
     wanted, row = [], -1
     for scheduled in batch.sequences:
-        row = last_row.get(id(scheduled), row)  # a fork without tokens samples of the row before it
+        row = last_row.get(id(scheduled), row)  # a fork without tokens samples from the previous row
         if scheduled.samples:
             wanted.append(row)
 
@@ -67,7 +67,7 @@ def _row_order(scheduled: ScheduledSequence) -> tuple[bool, int]:
 
 
 def _block_tables(ordered: list[ScheduledSequence], ends: np.ndarray, block_size: int) -> np.ndarray:
-    """[S, B] of the blocks that hold tokens after this step; a table may already have more, for the next one."""
+    """Return [S, B] blocks that hold tokens after this step; a table may have more, for the next step."""
     used_blocks = -(-ends // block_size)
     tables = np.zeros((len(ordered), int(used_blocks.max())), dtype=np.int32)
     for row, (scheduled, used) in enumerate(zip(ordered, used_blocks, strict=True)):

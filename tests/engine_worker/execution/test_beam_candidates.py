@@ -1,4 +1,4 @@
-"""The best continuations of searches of several shapes in one batch, against a plain sort."""
+"""Beam candidates for searches of several shapes in one batch, compared with a plain sort."""
 
 import math
 
@@ -18,7 +18,7 @@ def beams(request_id: str, width: int, scores: list[float]) -> list[Sequence]:
     return made
 
 
-def test_searches_of_different_shapes_beside_samples() -> None:
+def test_beam_candidates_mixed_batch_equal_sorted_scores() -> None:
     sequences = [
         make_sequence(3, "sampled"),
         *beams("a", 2, [-1.0, -1.25]),
@@ -39,14 +39,14 @@ def test_searches_of_different_shapes_beside_samples() -> None:
                 for token_id in range(VOCAB_SIZE)
             )
         )[:num_candidates]
-        told = [(-candidate.score, candidate.beam, candidate.token_id) for candidate in found[request_id]]
-        assert told == expected
+        got = [(-candidate.score, candidate.beam, candidate.token_id) for candidate in found[request_id]]
+        assert got == expected
 
 
-def test_a_batch_without_searches_has_none() -> None:
+def test_beam_candidates_batch_without_search_are_empty() -> None:
     assert launch_beam_candidates(torch.zeros(1, VOCAB_SIZE), [make_sequence(3)]).collect() == {}
 
 
-def test_logits_that_are_not_finite_give_no_candidate() -> None:
+def test_beam_candidates_nan_logits_are_empty() -> None:
     logits = torch.full((1, VOCAB_SIZE), math.nan)
     assert launch_beam_candidates(logits, beams("a", 2, [0.0])).collect() == {"a": []}

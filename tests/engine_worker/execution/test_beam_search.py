@@ -1,4 +1,4 @@
-"""Beam search gives `transformers`' answers, token for token, and parallel samples are those of lone requests."""
+"""Beam search equals transformers token for token, and parallel samples equal single requests."""
 
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ EOS_TOKEN_IDS = list(range(2, 10))
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # 80 tokens, eight of them the end: searches end early, with texts of many lengths. Half the spread of logits that
-    # other tests have: beams stay close to each other and change places.
+    # 80 tokens, eight of them EOS: searches end early, with outputs of many lengths. Half the logit spread of other
+    # tests keeps beams close, so that they change places.
     sizes: dict[str, Any] = {"vocab_size": 80, "num_hidden_layers": 2, "initializer_range": 0.1}
     return write_model(tmp_path_factory.mktemp("beams"), **sizes, eos_token_id=EOS_TOKEN_IDS)
 
@@ -58,7 +58,7 @@ def beams_of(reference: LlamaForCausalLM, prompt: list[int], width: int, max_tok
 
 
 def _cut(output: list[int], eos_token_ids: list[int]) -> list[int]:
-    """Without what pads an answer to the longest."""
+    """Remove the padding after the end."""
     ends = [index for index, token_id in enumerate(output) if token_id in eos_token_ids]
     return output[: ends[0] + 1] if ends else output
 
@@ -75,8 +75,8 @@ def beam_requests(width: int, **sampling: Any) -> list[GenerationRequest]:
 
 
 WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING = (2, 4, 8), (1.0, 0.0, 2.0, -1.0), (False, True, "never")
-# Each two of the three meet in every pair of values: twelve searches of 36, which is what shows an error in one of them
-# or between two.
+# Pairwise coverage: twelve of 36 searches contain each pair of values, which exposes an error in one option or between
+# two.
 SEARCHES = [
     (width, length_penalty, EARLY_STOPPING[(i + j) % 3])
     for i, width in enumerate(WIDTHS)
@@ -85,7 +85,7 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize(("width", "length_penalty", "early_stopping"), SEARCHES)
-def test_answers_are_those_of_transformers(
+def test_beam_search_outputs_equal_transformers(
     runner: ModelRunner, reference: LlamaForCausalLM, width: int, length_penalty: float, early_stopping: Any
 ) -> None:
     search = {"length_penalty": length_penalty, "early_stopping": early_stopping}
@@ -96,8 +96,8 @@ def test_answers_are_those_of_transformers(
         assert answers_of(transcript, request) == expected
 
 
-def test_answers_end_early_and_late_and_at_different_lengths(reference: LlamaForCausalLM) -> None:
-    """Else the test above would prove little."""
+def test_beam_search_reference_outputs_have_many_lengths(reference: LlamaForCausalLM) -> None:
+    """The comparison with transformers needs outputs of different lengths to be meaningful."""
     lengths = {len(output) for prompt in PROMPTS for output in beams_of(reference, prompt, 8, 24)}
     assert len(lengths) > 5 and min(lengths) < 8 and max(lengths) == 24
 
@@ -113,7 +113,9 @@ def test_answers_end_early_and_late_and_at_different_lengths(reference: LlamaFor
     ],
     ids=str,
 )
-def test_no_schedule_changes_an_answer(model_dir: Path, runner: ModelRunner, schedule: dict[str, Any]) -> None:
+def test_beam_search_schedule_does_not_change_outputs(
+    model_dir: Path, runner: ModelRunner, schedule: dict[str, Any]
+) -> None:
     requests = [*beam_requests(4, n=2), *(sampled(prompt, n=3) for prompt in PROMPTS)]
     config: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 40}
     expected = run_engine(runner, requests, **config)
@@ -130,7 +132,7 @@ def sampled(prompt: list[int], **sampling: Any) -> GenerationRequest:
     return make_request(prompt, **{"max_tokens": 20, "temperature": 1.0, "seed": 7, "ignore_eos": True, **sampling})
 
 
-def test_choices_are_the_samples_of_lone_requests_with_derived_seeds(runner: ModelRunner) -> None:
+def test_parallel_samples_equal_requests_with_derived_seeds(runner: ModelRunner) -> None:
     groups = [sampled(prompt, n=3) for prompt in PROMPTS]
     together = run_engine(runner, groups, max_num_seqs=32, max_num_batched_tokens=40)
     for group in groups:

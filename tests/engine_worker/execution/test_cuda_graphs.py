@@ -1,4 +1,4 @@
-"""Which sizes are captured, and which graph serves a batch. The graphs themselves: test_cuda_runner.py."""
+"""CUDA graph sizes and the graph selected for a batch. test_cuda_runner.py tests the graphs themselves."""
 
 from itertools import pairwise
 from typing import cast
@@ -28,11 +28,11 @@ from tests.builders import make_sequence
     ("max_num_seqs", "expected"),
     [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],
 )
-def test_decode_sizes_end_with_the_most_sequences_there_are(max_num_seqs: int, expected: list[int]) -> None:
+def test_decode_sizes_end_at_max_num_seqs(max_num_seqs: int, expected: list[int]) -> None:
     assert decode_sizes(max_num_seqs) == expected
 
 
-def test_sizes_of_many_sequences_and_tokens() -> None:
+def test_graph_sizes_grow_in_bounded_steps() -> None:
     sizes = decode_sizes(1024)
     assert (len(sizes), sizes[:5], sizes[-2:]) == (67, [1, 2, 4, 8, 16], [992, 1024])
     assert max(after - before for before, after in pairwise(sizes)) == 32
@@ -75,22 +75,22 @@ def batch(*num_new_tokens: int, samples: bool = True) -> StepDescription:
     ],
     ids=str,
 )
-def test_the_next_size_serves_and_none_beyond_the_last(num_new_tokens: list[int], expected: GraphKey | None) -> None:
+def test_graph_key_is_next_size_or_none(num_new_tokens: list[int], expected: GraphKey | None) -> None:
     assert graphs(20).key_for(batch(*num_new_tokens)) == expected
 
 
-def test_more_logits_than_a_mixed_graph_has() -> None:
+def test_graph_key_considers_number_of_logits() -> None:
     many = graphs(1024)
     assert many.key_for(batch(*[1] * 255, 100)) == GraphKey(384, mixed=True)
     assert many.key_for(batch(*[1] * 256, 100)) == GraphKey(576, mixed=True)
     assert many.key_for(batch(*[1] * 256, 100, samples=False)) == GraphKey(384, mixed=True)
     assert many.key_for(batch(*[1] * 900, 100)) == GraphKey(1024, mixed=True)
     assert many.key_for(batch(*[1] * 900, 125)) is None
-    assert many.key_for(batch(*[1] * 100, 500)) is None, "few of so many rows are wanted"
+    assert many.key_for(batch(*[1] * 100, 500)) is None, "only few of these rows need logits"
     assert graphs(256).key_for(batch(*[1] * 256, 100)) is None
 
 
-def test_modes() -> None:
+def test_cudagraph_modes_select_graph_keys() -> None:
     (field,) = (field for field in options(WorkerSettings) if field.name == "cudagraph_mode")
     assert field.metadata["choices"] == CUDAGRAPH_MODES
     keys = {mode: graph_keys(mode, bounds(1024)) for mode in CUDAGRAPH_MODES}
@@ -100,6 +100,6 @@ def test_modes() -> None:
     assert decodes_only.key_for(batch(1, 2)) is None
 
 
-def test_forks_without_tokens_want_more_logits_than_there_are_tokens() -> None:
+def test_graph_key_counts_logits_of_forks_without_tokens() -> None:
     assert graphs(20).key_for(batch(10, 0, 0)) == GraphKey(16, mixed=True)
-    assert graphs(20).key_for(batch(1, 0, 0)) is None  # three logits, and a graph of one token
+    assert graphs(20).key_for(batch(1, 0, 0)) is None  # three logits exceed a graph of one token

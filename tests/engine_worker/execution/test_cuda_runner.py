@@ -1,4 +1,4 @@
-"""The runner on a GPU: an fp32 model gives what it gives on a CPU, with graphs, steps ahead, chunks and preemption."""
+"""The GPU runner equals the CPU in fp32, with graphs, async scheduling, chunked prefill, and preemption."""
 
 import itertools
 from pathlib import Path
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 
-# Prompts of up to 512 tokens beside decodes run as mixed graphs, longer ones kernel by kernel.
+# Prompts of up to 512 tokens with decodes run as mixed graphs, longer ones without a graph.
 LENGTHS = [1, 7, 15, 16, 17, 33, 64, 100, 129, 300, 640]
 # name: (KV bytes, scheduler)
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -72,7 +72,7 @@ def load_scheduled(
     [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}, {"temperature": 0.9, "seed": 7, "n": 2}],
     ids=["greedy", "seeded", "two_choices"],
 )
-def test_no_way_to_run_changes_an_output(model_dir: Path, sampling: dict[str, float]) -> None:
+def test_cuda_outputs_equal_cpu_with_every_schedule(model_dir: Path, sampling: dict[str, float]) -> None:
     expected, _ = outputs_and_preemptions(load(model_dir, "cpu", "roomy"), sampling, **SCHEDULES["roomy"][1])
     for schedule, mode in itertools.product(SCHEDULES, CUDAGRAPH_MODES):
         runner = load(model_dir, "cuda", schedule, mode)
@@ -84,8 +84,8 @@ def test_no_way_to_run_changes_an_output(model_dir: Path, sampling: dict[str, fl
 
 
 @pytest.mark.timeout(600)
-def test_graphs_of_hundreds_of_sequences_change_no_output(model_dir: Path) -> None:
-    """They come in over several steps, so that up to 1,024 tokens are computed at once, most of them of decodes."""
+def test_cuda_graphs_many_sequences_do_not_change_outputs(model_dir: Path) -> None:
+    """Requests arrive over several steps, so that steps compute up to 1,024 tokens, mostly decodes."""
     asked = [make_request(1 + number % 60, f"{number}", max_tokens=16, ignore_eos=True) for number in range(900)]
     config = MANY[1] | {"async_scheduling": True}
     transcripts = [
@@ -97,8 +97,8 @@ def test_graphs_of_hundreds_of_sequences_change_no_output(model_dir: Path) -> No
 
 
 @pytest.mark.timeout(600)
-def test_groups_are_those_of_the_cpu(model_dir: Path) -> None:
-    """Forks without tokens, copies of shared blocks, beams chosen on the device; a tight pool preempts whole groups."""
+def test_cuda_groups_equal_cpu(model_dir: Path) -> None:
+    """Covers forks without tokens, block copies, beams selected on the device, and preemption of whole groups."""
     kinds: dict[str, dict[str, Any]] = {
         "samples": {"n": 3, "temperature": 0.9, "seed": 7},
         "beams": {"n": 2, "use_beam_search": True, "beam_width": 4},

@@ -1,7 +1,7 @@
-"""The whole engine (scheduler, paged KV, batches, sampler) against transformers on the same weights.
+"""The engine (scheduler, paged KV, batches, sampler) compared with transformers on the same weights.
 
-Every greedy token must be an argmax of transformers' fp32 logits on the same prefix, within a margin; and nothing that
-the scheduler may choose (batch, chunk, block size, preemption) may change an output in fp32.
+Every greedy token must be an argmax of transformers' fp32 logits on the same prefix, within a margin. No choice of the
+scheduler (batch, chunk, block size, preemption) may change an fp32 output.
 """
 
 import random
@@ -25,13 +25,13 @@ from tests.engine_worker.execution.reference import (
 )
 
 FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
-# bf16 has 8 bits: it moves logits (deviation 3.2) by 0.06 on average. Measured on these prompts: the worst choice lies
-# 0.17 under the fp32 argmax with bmm attention, 0.20 with the fused one; other CPUs sum in another order.
+# bf16 has 8 bits of precision: it moves logits (deviation 3.2) by 0.06 on average. Measured on these prompts: the worst
+# token is 0.17 below the fp32 argmax with bmm attention, 0.20 with the fused one; other CPUs sum in another order.
 BF16_MARGIN = 0.5
 
 # Around every edge of blocks of 8, 16 and 32, of chunks of 64, and of the 64 keys that decode pads to.
 PROMPT_LENGTHS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 257, 511, 1500]
-# Real weights cross each kind of edge once: a token costs 500 times as much as one of the tiny models.
+# Real weights cover each kind of edge once: a token costs 500 times as much as with the tiny models.
 DEMO_PROMPT_LENGTHS = [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 257]
 
 TINY_MODELS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ def requests_of(
         make_request(
             [source.randrange(3, vocab_size) for _ in range(length)],
             f"{length} tokens",
-            # Many tokens after short prompts cross block edges; after long ones they would only cost time.
+            # Long outputs after short prompts cross block edges; after long prompts they would only cost time.
             max_tokens=long_output if length <= 129 else 6,
             ignore_eos=True,
             **sampling,
@@ -94,7 +94,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_every_greedy_token_is_an_argmax_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_are_argmax_of_transformers(name: str, tmp_path: Path) -> None:
     directory = write_model(tmp_path / name, **TINY_MODELS[name])
     block_size, num_blocks, scheduler = SCHEDULES["all_at_once"]
     runner = make_runner(directory, num_blocks=num_blocks, block_size=block_size)
@@ -103,7 +103,7 @@ def test_every_greedy_token_is_an_argmax_of_transformers(name: str, tmp_path: Pa
     assert_argmax(Reference(directory), requests, outputs, FP32_MARGIN)
 
 
-def test_the_margin_tells_right_from_wrong(tiny_dir: Path) -> None:
+def test_shortfall_margin_separates_best_from_second(tiny_dir: Path) -> None:
     reference = Reference(tiny_dir)
     prompt = list(range(3, 40))
     ranked = reference.logits(prompt, 1)[0].argsort(descending=True).tolist()
@@ -112,7 +112,7 @@ def test_the_margin_tells_right_from_wrong(tiny_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=["greedy", "seeded"])
-def test_no_schedule_changes_an_output(tiny_dir: Path, sampling: dict[str, Any]) -> None:
+def test_schedule_does_not_change_outputs(tiny_dir: Path, sampling: dict[str, Any]) -> None:
     by_schedule = {}
     for name, (block_size, num_blocks, scheduler) in SCHEDULES.items():
         runner = make_runner(tiny_dir, num_blocks=num_blocks, block_size=block_size)
@@ -123,7 +123,7 @@ def test_no_schedule_changes_an_output(tiny_dir: Path, sampling: dict[str, Any])
         assert outputs == by_schedule["one_by_one"], name
 
 
-# name -> (host blocks, preemption mode, prefix cache); 24 device blocks are a third of what the sequences want.
+# name -> (host blocks, preemption mode, prefix cache); 24 device blocks are a third of the demand.
 PRESSURE = {
     "recompute": (0, PreemptionMode.RECOMPUTE, False),
     "recompute, prefixes on the host": (24, PreemptionMode.RECOMPUTE, True),
@@ -133,8 +133,8 @@ PRESSURE = {
 }
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turn", "one ahead"])
-def test_how_a_preempted_sequence_gets_its_kv_back_changes_no_output(tiny_dir: Path, async_scheduling: bool) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_preemption_mode_does_not_change_outputs(tiny_dir: Path, async_scheduling: bool) -> None:
     schedule: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 96}
     source = random.Random(3)
     prompts = [[source.randrange(3, 500) for _ in range(20 + 7 * number)] for number in range(10)]
@@ -166,7 +166,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", GROUPS)
-def test_a_swapped_group_keeps_its_choices(tiny_dir: Path, kind: str) -> None:
+def test_swapped_group_keeps_its_sequences(tiny_dir: Path, kind: str) -> None:
     schedule: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 96}
     source = random.Random(4)
     prompts = [[source.randrange(3, 500) for _ in range(20 + 9 * number)] for number in range(4)]
@@ -182,7 +182,7 @@ def test_a_swapped_group_keeps_its_choices(tiny_dir: Path, kind: str) -> None:
 
 
 def shared_prefix_requests(vocab_size: int) -> list[GenerationRequest]:
-    """Prompts that agree with others up to tokens around every edge of a block of 16, and two turns of one chat."""
+    """Return prompts with common prefixes around every edge of a block of 16, and two turns of one chat."""
     source = random.Random(2)
     tokens = [source.randrange(3, vocab_size) for _ in range(200)]
     prompts = [[*tokens[:common], 5 + common, 9] for common in (1, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130, 200)]
@@ -190,7 +190,7 @@ def shared_prefix_requests(vocab_size: int) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(128, 16), (128, 2), (24, 16)])
-def test_the_prefix_cache_changes_no_output(tiny_dir: Path, num_blocks: int, max_num_seqs: int) -> None:
+def test_prefix_cache_does_not_change_outputs(tiny_dir: Path, num_blocks: int, max_num_seqs: int) -> None:
     outputs = {}
     for enabled in (True, False):
         runner = make_runner(tiny_dir, num_blocks=num_blocks, block_size=16)
@@ -205,7 +205,7 @@ def test_the_prefix_cache_changes_no_output(tiny_dir: Path, num_blocks: int, max
     assert outputs[True] == outputs[False]
 
 
-def test_a_second_turn_starts_from_the_first_ones_answer(tiny_dir: Path) -> None:
+def test_prefix_cache_second_turn_reuses_first_answer(tiny_dir: Path) -> None:
     runner = make_runner(tiny_dir, num_blocks=64, block_size=16)
     first, *_ = requests_of(runner.model_spec.vocab_size)[14:15]  # 100 tokens
     schedule = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
@@ -228,10 +228,10 @@ def demo_requests() -> list[GenerationRequest]:
     return requests_of(49_152, DEMO_PROMPT_LENGTHS, long_output=12)
 
 
-@pytest.mark.timeout(600)  # 10 CPU seconds or more: not to be judged by a busy machine
-def test_the_demo_model_equals_transformers_in_fp32(demo_model_dir: Path, demo_reference: Reference) -> None:
+@pytest.mark.timeout(600)  # at least 10 CPU seconds, so a busy machine needs a longer limit
+def test_demo_model_fp32_equals_transformers(demo_model_dir: Path, demo_reference: Reference) -> None:
     by_schedule = {}
-    # 48 blocks of 8 hold the longest, and half of what all want.
+    # 48 blocks of 8 hold the longest request and half of the total demand.
     for name, num_blocks in (("small_chunks", 64), ("preempted", 48)):
         block_size, _, scheduler = SCHEDULES[name]
         runner = make_runner(demo_model_dir, num_blocks=num_blocks, block_size=block_size)
@@ -241,8 +241,8 @@ def test_the_demo_model_equals_transformers_in_fp32(demo_model_dir: Path, demo_r
     assert_argmax(demo_reference, demo_requests(), by_schedule["preempted"], FP32_MARGIN)
 
 
-@pytest.mark.timeout(600)  # 10 CPU seconds or more: not to be judged by a busy machine
-def test_the_demo_model_is_within_the_margin_in_bf16(demo_model_dir: Path, demo_reference: Reference) -> None:
+@pytest.mark.timeout(600)  # at least 10 CPU seconds, so a busy machine needs a longer limit
+def test_demo_model_bf16_is_within_margin(demo_model_dir: Path, demo_reference: Reference) -> None:
     block_size, num_blocks, scheduler = SCHEDULES["all_at_once"]
     runner = make_runner(demo_model_dir, num_blocks=num_blocks, block_size=block_size, dtype="bfloat16")
     outputs, _ = generate(runner, demo_requests(), **scheduler)

@@ -1,4 +1,4 @@
-"""The end of a follower, however it comes, is told at once with its rank, its phase, its status and its own account."""
+"""The end of a follower process, for any reason, is reported with its rank, phase, status, and cause."""
 
 import os
 import queue
@@ -16,11 +16,11 @@ from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.batch import Transfers
 
 pytestmark = [pytest.mark.tp, pytest.mark.e2e]
-SECONDS = 100.0  # a busy machine imports torch for so long
+SECONDS = 100.0  # importing torch can take this long on a busy machine
 
 
 class Started:
-    """Followers of a group of two, and the queue of their ends."""
+    """Followers of a group of two, and the queue of their end reports."""
 
     def __init__(self, first: GroupStart | MoveBlocks | None = None, **options: int) -> None:
         self.ends: queue.SimpleQueue[FollowerEnd] = queue.SimpleQueue()
@@ -40,19 +40,19 @@ def start_with(model: Path) -> GroupStart:
     return GroupStart(ExecutionSettings(model=model, device="cpu", tensor_parallel_size=2))
 
 
-def test_one_that_cannot_load_says_why(tmp_path: Path) -> None:
+def test_follower_load_failure_reports_cause(tmp_path: Path) -> None:
     end = Started(start_with(tmp_path / "absent")).end()
     assert (end.rank, end.size, end.phase, end.status) == (1, 2, "import", 2)
     assert str(end).startswith("rank 1 of 2 ended in its phase 'import' with exit status 2: ")
     assert str(tmp_path / "absent") in end.cause
 
 
-def test_one_that_is_told_nonsense_says_what() -> None:
+def test_follower_invalid_first_message_reports_cause() -> None:
     end = Started(MoveBlocks(Transfers())).end()
     assert end.status == 2 and "first message of a group" in end.cause
 
 
-def test_one_that_is_killed_says_nothing() -> None:
+def test_follower_killed_reports_signal_without_cause() -> None:
     started = Started()
     os.kill(started.followers.pids[0], signal.SIGKILL)
     end = started.end()
@@ -60,8 +60,8 @@ def test_one_that_is_killed_says_nothing() -> None:
     assert str(end) == f"rank 1 of 2 ended in its phase {end.phase or 'start'!r} by signal 9"
 
 
-def test_one_that_has_ended_is_asked_for_no_stacks() -> None:
-    """The watchdog of steps asks all at any moment, and ends this process behind it."""
+def test_follower_ended_is_skipped_by_dump_stacks() -> None:
+    """The step watchdog may request stacks at any moment, before it ends this process."""
     started = Started()
     os.kill(started.followers.pids[0], signal.SIGKILL)
     started.ends.get(timeout=SECONDS)
@@ -80,10 +80,10 @@ RingReceiver.beat = beat_once
 """
 
 
-def test_one_that_stands_still_is_found_and_its_stacks_are_written(
+def test_follower_hung_is_detected_with_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before it serves: here it waits for a first message that does not come."""
+    """Covers the time before it serves: it waits for a first message that never arrives."""
     (tmp_path / "sitecustomize.py").write_text(HOLDS_THE_INTERPRETER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     end = Started(patience_beats=3).end()
@@ -95,11 +95,11 @@ def test_one_that_stands_still_is_found_and_its_stacks_are_written(
 NEVER_BEGINS = """
 import sys, threading
 if "engine_worker.follower" in sys.orig_argv:
-    threading.Event().wait()  # as an interpreter does whose files are on a disk that does not answer
+    threading.Event().wait()  # like an interpreter whose files are on an unresponsive disk
 """
 
 
-def test_one_that_never_begins_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follower_that_never_starts_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(NEVER_BEGINS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     end = Started(patience_beats=1).end()
@@ -107,8 +107,8 @@ def test_one_that_never_begins_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert str(end) == "rank 1 of 2 does not respond in its phase 'start'"
 
 
-def test_one_that_is_stopped_is_found_by_its_stop(capfd: pytest.CaptureFixture[str]) -> None:
-    """Not by its silence, which would be another minute; one that was continued at once stays."""
+def test_follower_stopped_by_signal_is_detected(capfd: pytest.CaptureFixture[str]) -> None:
+    """The stop itself is detected, because missed beats would take a minute. A follower continued at once stays."""
     started = Started()
     pid = started.followers.pids[0]
     while not started.channel.beats(1):
@@ -127,7 +127,7 @@ def test_one_that_is_stopped_is_found_by_its_stop(capfd: pytest.CaptureFixture[s
     assert "follower.py" in capfd.readouterr().err
 
 
-def test_a_follower_imports_no_store_no_http_and_no_metrics() -> None:
+def test_follower_imports_no_store_http_or_metrics() -> None:
     program = """
 import sys
 import engine_worker.follower, engine_worker.execution.rank_group, engine_worker.execution.replica_group

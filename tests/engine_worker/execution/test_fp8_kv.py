@@ -1,8 +1,8 @@
-"""The whole engine with keys and values in e4m3, against transformers with the same rounding of keys and values.
+"""The engine with an e4m3 KV cache, compared with transformers that rounds keys and values the same way.
 
-What a schedule, a swap or another worker makes of the cache must not show. A sum in another order moves a key by about
-1e-7 of itself; where that moves it over the middle between two numbers of e4m3 the stored one is another: of 384
-numbers a token it happens to one in a few hundred, and moves logits by less than the margin.
+Schedules, swaps, and takeovers must not affect the output. A different order of summation changes a key by about 1e-7
+of its value. If that crosses the middle between two e4m3 numbers, the stored number differs: this affects one in a few
+hundred of the 384 numbers per token and moves logits by less than the margin.
 """
 
 import random
@@ -35,8 +35,8 @@ from tests.engine_worker.execution.reference import (
 )
 
 ROUNDED = "keys and values in e4m3"
-# Logits spread over +-10. No token fell short where this was written; those of the model without rounding do by 3.2,
-# and with a cache in bf16 by 0.07 of the model in float32.
+# Logits spread over +-10. When measured, no token had a shortfall. Without rounding the shortfall is 3.2, and 0.07 for
+# a bf16 cache compared with the float32 model.
 MARGIN = 0.2
 
 
@@ -77,29 +77,27 @@ def worst(reference: Reference, requests: list[GenerationRequest], outputs: dict
 
 LENGTHS = (1, 8, 9, 33, 65, 129)
 SCHEDULES = {
-    "all at once": (16, {"max_num_seqs": 16, "max_num_batched_tokens": 1024}),
-    "small chunks beside decoding": (32, {"max_num_seqs": 8, "max_num_batched_tokens": 24}),
-    "one ahead": (8, {"max_num_seqs": 8, "max_num_batched_tokens": 64, "async_scheduling": True}),
-    "blocks of 64": (64, {"max_num_seqs": 4, "max_num_batched_tokens": 128}),
+    "all_at_once": (16, {"max_num_seqs": 16, "max_num_batched_tokens": 1024}),
+    "small_chunks_with_decodes": (32, {"max_num_seqs": 8, "max_num_batched_tokens": 24}),
+    "async": (8, {"max_num_seqs": 8, "max_num_batched_tokens": 64, "async_scheduling": True}),
+    "blocks_of_64": (64, {"max_num_seqs": 4, "max_num_batched_tokens": 128}),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_token_is_an_argmax_of_the_model_with_rounded_keys_and_values(
-    name: str, directory: Path, reference: Reference
-) -> None:
+def test_fp8_kv_tokens_are_argmax_of_rounded_reference(name: str, directory: Path, reference: Reference) -> None:
     block_size, schedule = SCHEDULES[name]
     runner = fp8_runner(directory, num_blocks=2048 // block_size, block_size=block_size)
     assert runner.replica.kv_cache.pool.dtype == torch.float8_e4m3fn
     requests = requests_of(LENGTHS)
     outputs, _ = generate(runner, requests, **schedule)
     assert worst(reference, requests, outputs) <= MARGIN
-    if name == "all at once":  # the margin tells rounded keys and values from others
+    if name == "all_at_once":  # the margin separates rounded from exact keys and values
         exact, _ = generate(make_runner(directory, num_blocks=128), requests, **schedule)
         assert worst(reference, requests, exact) > 3 * MARGIN
 
 
-def test_bf16_beside_float32_weights_is_another_type_too(directory: Path) -> None:
+def test_bf16_kv_with_float32_weights_is_within_margin(directory: Path) -> None:
     runner = make_runner(directory, num_blocks=128, kv_cache_dtype="bf16")
     assert runner.replica.kv_cache.pool.dtype == torch.bfloat16
     requests = requests_of(LENGTHS)
@@ -111,7 +109,7 @@ PRESSURE = {"recompute": (0, PreemptionMode.RECOMPUTE), "swap": (96, PreemptionM
 
 
 @pytest.mark.parametrize("name", PRESSURE)
-def test_a_preempted_sequence_gets_its_cache_back(name: str, directory: Path, reference: Reference) -> None:
+def test_fp8_kv_preempted_sequence_restores_its_cache(name: str, directory: Path, reference: Reference) -> None:
     num_host_blocks, mode = PRESSURE[name]
     runner = fp8_runner(directory, num_blocks=24, block_size=8, num_host_blocks=num_host_blocks)
     engine = make_engine(runner, preemption_mode=mode, max_num_seqs=12, max_num_batched_tokens=96)
@@ -121,7 +119,7 @@ def test_a_preempted_sequence_gets_its_cache_back(name: str, directory: Path, re
     assert worst(reference, requests, outputs) <= MARGIN
 
 
-def test_prefix_hits_read_what_others_stored(directory: Path, reference: Reference) -> None:
+def test_fp8_kv_prefix_hits_are_within_margin(directory: Path, reference: Reference) -> None:
     runner = fp8_runner(directory, num_blocks=128)
     engine = make_engine(runner, max_num_seqs=4, max_num_batched_tokens=256)
     prefix = requests_of((70,))[0].prompt_token_ids
@@ -133,7 +131,7 @@ def test_prefix_hits_read_what_others_stored(directory: Path, reference: Referen
         assert isinstance(end, FinishEvent) and end.usage.cached_tokens == (0 if common == 70 else common)
 
 
-def test_another_worker_goes_on_after_half_of_an_answer(directory: Path, reference: Reference) -> None:
+def test_fp8_kv_takeover_mid_answer_is_within_margin(directory: Path, reference: Reference) -> None:
     (request,) = requests_of((33,), max_tokens=24)
     first = run_engine(fp8_runner(directory, num_blocks=64), [request], max_num_seqs=2, max_num_batched_tokens=64)
     half = first.tokens[request.request_id][:11]
@@ -148,7 +146,7 @@ GROUPS = {"choices": {"n": 3}, "beams": {"n": 2, "use_beam_search": True, "beam_
 
 
 def run_group(kind: str, runner: ModelRunner) -> tuple[Engine, list[tuple[list[int], list[int]]]]:
-    """The engine, and (prompt, output) of every choice of four prompts that copy on write and, in 20 blocks, swap."""
+    """Return the engine and the (prompt, output) of every sequence. 20 blocks force copies on write and swaps."""
     requests = requests_of((20, 29, 38, 47), max_tokens=24, **GROUPS[kind])
     engine = make_engine(runner, max_num_seqs=12, max_num_batched_tokens=96)
     found = run_engine_to_end(engine, requests)
@@ -158,13 +156,13 @@ def run_group(kind: str, runner: ModelRunner) -> tuple[Engine, list[tuple[list[i
     return engine, [(prompts[name], choices[name, number]) for name, number in sorted(choices)]
 
 
-def test_choices_of_one_prompt_share_blocks_and_are_swapped(directory: Path, reference: Reference) -> None:
+def test_fp8_kv_parallel_samples_share_blocks_and_swap(directory: Path, reference: Reference) -> None:
     engine, choices = run_group("choices", fp8_runner(directory, num_blocks=20, block_size=8, num_host_blocks=60))
     assert engine.stats().counters.preemptions["swap"] > 0
     assert max(max(reference.shortfalls(prompt, output)) for prompt, output in choices) <= MARGIN
 
 
-def test_beams_are_as_likely_whether_they_were_swapped_or_not(directory: Path, reference: Reference) -> None:
+def test_fp8_kv_swapped_beams_have_equal_likelihood(directory: Path, reference: Reference) -> None:
     _, roomy = run_group("beams", fp8_runner(directory, num_blocks=200, block_size=8))
     engine, swapped = run_group("beams", fp8_runner(directory, num_blocks=20, block_size=8, num_host_blocks=60))
     assert engine.stats().counters.preemptions["swap"] > 0
@@ -173,16 +171,16 @@ def test_beams_are_as_likely_whether_they_were_swapped_or_not(directory: Path, r
 
 
 def likelihood(reference: Reference, prompt: list[int], output: list[int]) -> float:
-    """The log-probability of a whole output."""
+    """Return the log-probability of a whole output."""
     scores = reference.logits(prompt + output[:-1], len(output)).log_softmax(-1)
     return float(scores.gather(1, torch.tensor(output)[:, None]).sum())
 
 
-def test_blocks_move_to_the_host_and_to_copies_bit_by_bit() -> None:
+def test_fp8_kv_blocks_are_moved_bit_by_bit() -> None:
     group = KVGroup(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float8_e4m3fn")
     cache = KVCache(KVLayout(groups=(group,), block_size=8), 5, torch.device("cpu"), num_host_blocks=3)
     codes = cache.pool.view(torch.uint8)
-    codes[1] = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 8, 4)  # every code there is, both NaN among them
+    codes[1] = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 8, 4)  # every code, including both NaNs
     cache.copy_blocks([BlockCopy(1, 2)])
     cache.apply_transfers(Transfers(swap_out=[BlockCopy(2, 1)]))
     cache.apply_transfers(Transfers(swap_in=[BlockCopy(1, 4)]))
@@ -190,7 +188,7 @@ def test_blocks_move_to_the_host_and_to_copies_bit_by_bit() -> None:
     assert not codes[3].any() and not codes[0].any()
 
 
-def test_a_byte_a_number_is_half_the_bytes_of_bf16_everywhere(directory: Path) -> None:
+def test_fp8_kv_takes_half_the_bytes_of_bf16(directory: Path) -> None:
     by_type = {
         name: make_runner(directory, num_blocks=20, kv_cache_dtype=name, num_host_blocks=10) for name in ("bf16", "fp8")
     }

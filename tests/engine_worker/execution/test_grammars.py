@@ -1,4 +1,4 @@
-"""Grammars in the engine: what comes out is in the language, whatever the schedule does to the sequences."""
+"""Grammars in the engine: every output is in its language, for every schedule."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def is_of_schema(text: str) -> bool:
     return True
 
 
-# name -> its grammar, and whether a text is of it
+# name -> (grammar, check whether a text matches it)
 LANGUAGES: dict[str, tuple[Grammar, Callable[[str], object]]] = {
     "schema": (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), is_of_schema),
     "regex": (Grammar(GrammarKind.REGEX, r"\d{3}-[xyz]{2,9}é?"), re.compile(r"\d{3}-[xyz]{2,9}é?").fullmatch),
@@ -72,7 +72,7 @@ def runner(model_dir: Path) -> ModelRunner:
 
 
 def requests() -> list[GenerationRequest]:
-    """Three choices of each language, and one request without a grammar beside them."""
+    """Return a request with three sequences for each language, and one without a grammar."""
     sampling = {"temperature": 1.0, "max_tokens": 120, "stop_token_ids": (IM_END,), "n": 3}
     return [
         *(make_request(PROMPT, name, seed=1, grammar=grammar, **sampling) for name, (grammar, _) in LANGUAGES.items()),
@@ -96,26 +96,26 @@ def expected(runner: ModelRunner) -> Transcript:
     return run_engine(runner, requests(), **CONFIG)
 
 
-def test_every_output_is_in_its_language(model_dir: Path, expected: Transcript) -> None:
+def test_grammar_outputs_are_in_their_language(model_dir: Path, expected: Transcript) -> None:
     found = texts(model_dir, expected)
     for name, (_, is_in_language) in LANGUAGES.items():
         assert len(found[name]) == 3
         assert all(is_in_language(text) for text in found[name]), found[name]
-    assert len(set(found["schema"])) == 3  # each choice has a matcher of its own
+    assert len(set(found["schema"])) == 3  # each sequence has its own matcher
     assert {end.reason for end in expected.ends.values() if isinstance(end, FinishEvent)} == {
         FinishReason.STOP,
-        FinishReason.LENGTH,  # of the free one
+        FinishReason.LENGTH,  # of the request without a grammar
     }
 
 
-def test_one_step_ahead_gives_the_same(runner: ModelRunner, expected: Transcript) -> None:
+def test_grammar_async_scheduling_gives_same_outputs(runner: ModelRunner, expected: Transcript) -> None:
     found = run_engine(runner, requests(), async_scheduling=True, **CONFIG)
     assert (found.tokens, found.others) == (expected.tokens, expected.others)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one ahead"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_host_blocks", [0, 96], ids=["recompute", "swap"])
-def test_preempted_sequences_go_on_with_their_grammar(
+def test_grammar_preempted_sequences_continue(
     model_dir: Path, expected: Transcript, num_host_blocks: int, ahead: bool
 ) -> None:
     runner = make_runner(model_dir, num_blocks=36, block_size=8, num_host_blocks=num_host_blocks)
@@ -126,7 +126,7 @@ def test_preempted_sequences_go_on_with_their_grammar(
     assert (found.tokens, found.others) == (expected.tokens, expected.others)
 
 
-def test_a_resumed_request_advances_its_grammar_over_the_journal(runner: ModelRunner, expected: Transcript) -> None:
+def test_grammar_resumed_request_advances_over_journal(runner: ModelRunner, expected: Transcript) -> None:
     request = next(request for request in requests() if request.request_id == "schema")
     whole = [expected.choice("schema", choice) for choice in range(3)]
     engine, transcript = make_engine(runner, **CONFIG), Transcript()
@@ -148,7 +148,7 @@ def test_a_resumed_request_advances_its_grammar_over_the_journal(runner: ModelRu
         (Grammar(GrammarKind.REGEX, "a" * 70_000), "at most 65536"),
     ],
 )
-def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(
+def test_grammar_unsupported_ends_only_its_request(
     runner: ModelRunner, expected: Transcript, grammar: Grammar, problem: str
 ) -> None:
     bad = make_request(PROMPT, "bad", grammar=grammar)
@@ -158,7 +158,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(
     assert (found.tokens, found.others) == (expected.tokens, expected.others)
 
 
-def test_output_that_left_the_grammar_ends_the_request(runner: ModelRunner) -> None:
+def test_grammar_mismatched_journal_ends_request(runner: ModelRunner) -> None:
     engine = make_engine(runner, **CONFIG)
     request = make_request(PROMPT, "strayed", grammar=LANGUAGES["regex"][0])
     engine.add_request(request, [StoredChoice(token_ids=[ord("x")])])
@@ -166,7 +166,7 @@ def test_output_that_left_the_grammar_ends_the_request(runner: ModelRunner) -> N
     assert isinstance(end, ErrorEvent) and end.message.startswith("grammar:")
 
 
-def test_masks_allow_what_the_grammar_does_and_nothing_else(model_dir: Path) -> None:
+def test_grammar_masks_allow_exactly_the_grammar(model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     masks = GrammarMasks(GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END]), VOCAB_SIZE, torch.device("cpu"))
     begin = make_sequence(3, grammar=Grammar(GrammarKind.CHOICE, '["ab", "a", "b"]'))
@@ -179,18 +179,18 @@ def test_masks_allow_what_the_grammar_does_and_nothing_else(model_dir: Path) -> 
     assert allowed == [sorted([a, b]), sorted([IM_END, b])]
 
 
-def test_a_token_in_flight_counts_as_output(model_dir: Path) -> None:
+def test_grammar_token_in_flight_counts_as_output(model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     masks = GrammarMasks(GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END]), VOCAB_SIZE, torch.device("cpu"))
     going, ending = (make_sequence(3, eos_token_ids=[IM_END], grammar=Grammar(GrammarKind.REGEX, "ab?")) for _ in "12")
     in_flight: dict[SampledSequence, int] = {going: _id(tokenizer, "a"), ending: IM_END}
     found, problems = masks.of([going, ending], [1, 1], lambda: in_flight)
     assert found is not None and problems == {}
-    assert found.rows.tolist() == [0]  # whatever is sampled behind the end is dropped
+    assert found.rows.tolist() == [0]  # a sample after the end is dropped
     assert found.masks[0, 0] == 1 << IM_END
 
 
-def test_masks_that_were_begun_beside_the_forward_pass_are_the_same(model_dir: Path) -> None:
+def test_grammar_masks_begun_early_equal_plain_masks(model_dir: Path) -> None:
     compiler = GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END])
     a = _id(Tokenizer.from_file(str(model_dir / "tokenizer.json")), "a")
     grammar = Grammar(GrammarKind.REGEX, "ab?c*")
@@ -205,15 +205,13 @@ def test_masks_that_were_begun_beside_the_forward_pass_are_the_same(model_dir: P
         assert torch.equal(found.masks, expected.masks) and torch.equal(found.rows, expected.rows)
         assert problems == same_problems and list(problems) == ["bad"][: len(rows) - 2]
     begun.begin(sequences, [0, 1])
-    found, _ = begun.of(sequences[1:], [1], dict)  # what is asked is another batch after all
+    found, _ = begun.of(sequences[1:], [1], dict)  # a batch that differs from the one begun
     assert found is not None and expected is not None
     assert found.rows.tolist() == [0] and torch.equal(found.masks, expected.masks[1:])
 
 
-def test_what_was_begun_and_is_not_wanted_ends_before_others_are_filled(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both would write to the same buffer and the same matchers."""
+def test_grammar_unneeded_fill_ends_before_next_fill(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both fills would write to the same buffer and matchers."""
     masks = GrammarMasks(GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END]), VOCAB_SIZE, torch.device("cpu"))
     sequences = [make_sequence(3, grammar=Grammar(GrammarKind.REGEX, "ab?c*")) for _ in range(2)]
     fill, asked, overlaps = masks._fill, threading.Event(), list[bool]()
@@ -221,7 +219,7 @@ def test_what_was_begun_and_is_not_wanted_ends_before_others_are_filled(
     def watched(rows: list[int], matchers: list[Any]) -> Any:
         if threading.current_thread() is threading.main_thread():
             asked.set()
-        else:  # who may not come is waited for without a result: that long
+        else:  # the main thread must not start its fill during this time
             overlaps.append(asked.wait(0.2))
         return fill(rows, matchers)
 
@@ -235,7 +233,7 @@ def test_what_was_begun_and_is_not_wanted_ends_before_others_are_filled(
     assert overlaps == [False, False]
 
 
-def test_the_least_recently_used_grammars_are_forgotten(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_cache_evicts_least_recently_used(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_CACHED_BYTES", 2 * grammar_compiler._cost_bytes(_regex("a")))
     compiler = GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END])
     a = compiler.compile(_regex("a"))
@@ -247,7 +245,7 @@ def test_the_least_recently_used_grammars_are_forgotten(model_dir: Path, monkeyp
     assert compiler.compile(_regex("b")) is not b
 
 
-def test_what_a_worker_lacks_for_grammars_is_named(model_dir: Path, tmp_path: Path) -> None:
+def test_grammar_compiler_names_missing_tokenizer_or_eos(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"tokenizer\.json"):
         GrammarCompiler(tmp_path, VOCAB_SIZE, [IM_END]).compile(_regex("a"))
     with pytest.raises(GrammarError, match="no end-of-sequence token"):
@@ -266,8 +264,8 @@ def _regex(text: str) -> Grammar:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one ahead"])
-def test_a_gpu_gives_what_a_cpu_gives(model_dir: Path, expected: Transcript, ahead: bool) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_grammar_outputs_on_gpu_equal_cpu(model_dir: Path, expected: Transcript, ahead: bool) -> None:
     settings = ExecutionSettings(
         model=model_dir,
         device="cuda",

@@ -1,4 +1,4 @@
-"""A group that cannot be is refused in a sentence, before weights are read and before another process is started."""
+"""Invalid tensor-parallel groups are refused before weights are read and before a follower starts."""
 
 from pathlib import Path
 
@@ -35,18 +35,18 @@ def load(model_dir: Path, size: int, **changes: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -2])
-def test_a_size_that_is_none(model_dir: Path, size: int) -> None:
+def test_group_size_below_one_is_refused(model_dir: Path, size: int) -> None:
     with pytest.raises(SettingsError, match=rf"--tensor-parallel-size: expected at least 1, got {size}"):
         load(model_dir, size)
 
 
 @pytest.mark.parametrize("size", [4, 5])
-def test_a_size_that_does_not_divide_the_model_is_answered_with_those_that_do(model_dir: Path, size: int) -> None:
+def test_group_size_not_dividing_model_names_valid_sizes(model_dir: Path, size: int) -> None:
     with pytest.raises(ValueError, match=r"--tensor-parallel-size.* 1.* 2"):
         load(model_dir, size)
 
 
-def test_a_model_by_transformers_has_one_rank(model_dir: Path) -> None:
+def test_group_transformers_model_allows_one_rank(model_dir: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match="--tensor-parallel-size"):
         load(model_dir, 2, model_impl="transformers")
@@ -59,14 +59,16 @@ def has_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 @pytest.mark.parametrize("num_gpus", [1, 3])
-def test_more_ranks_than_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+def test_group_larger_than_gpu_count_is_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int
+) -> None:
     has_gpus(monkeypatch, *["H200"] * num_gpus)
     sentence = f"--tensor-parallel-size: expected at most {num_gpus}, got {num_gpus + 1}; this process sees"
     with pytest.raises(ValueError, match=sentence):
         load(model_dir, num_gpus + 1, device="cuda")
 
 
-def test_gpus_of_two_kinds(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_with_different_gpus_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_alike(["H200", "H200"])
     has_gpus(monkeypatch, "H200", "A10")
     with pytest.raises(

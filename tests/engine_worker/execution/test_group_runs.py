@@ -1,4 +1,4 @@
-"""Long runs of a group of two: every rank computes the same bits, and how steps are run changes no token."""
+"""Long runs of a group of two ranks: both compute the same bits, and the way steps run changes no token."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,24 +15,24 @@ from tests.engine_worker.model.ranks import Ranks
 
 pytestmark = [pytest.mark.tp, pytest.mark.e2e, pytest.mark.timeout(600)]
 ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices here")]
-# One head of keys and values, which both ranks have: so their pools are equal if their hidden states are.
+# Both ranks hold the single KV head, so their pools are equal if their hidden states are.
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "torch_dtype": "bfloat16", "num_attention_heads": 8, "num_key_value_heads": 1,
     "tie_word_embeddings": False,
 }  # fmt: skip
 SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 8}
 LARGE = {"vocab_size": 4000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "head_dim": 128}
-MOST_TOKENS = 10_496
+MAX_TOKENS = 10_496
 DECODES = {"cpu": 40, "cuda": 10_000}
 CONFIG: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
 
 
 @pytest.fixture(scope="module")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By the type of device."""
+    """Return the model directory for each device type."""
     directory = tmp_path_factory.mktemp("shapes")
     shapes = {"cpu": SMALL, "cuda": LARGE}
-    longest = {"max_position_embeddings": MOST_TOKENS}
+    longest = {"max_position_embeddings": MAX_TOKENS}
     return {name: write_shape(directory / name, **SHAPE, **sizes, **longest) for name, sizes in shapes.items()}
 
 
@@ -52,11 +52,13 @@ def settings_of(model_dirs: dict[str, Path], device: str, **changes: Any) -> Exe
 
 
 def of_lengths(num_tokens: list[int], **sampling: Any) -> list[GenerationRequest]:
-    """Requests for so many tokens each, behind prompts of several lengths."""
+    """Return requests with these output lengths, after prompts of several lengths."""
     lengths = (1, 17, 100, 300)
     return [
-        make_request([3 + (length + token) % 250 for token in range(length)], f"r{length}", max_tokens=most, **sampling)
-        for length, most in zip(lengths, num_tokens, strict=True)
+        make_request(
+            [3 + (length + token) % 250 for token in range(length)], f"r{length}", max_tokens=max_tokens, **sampling
+        )
+        for length, max_tokens in zip(lengths, num_tokens, strict=True)
     ]
 
 
@@ -64,17 +66,20 @@ def of_lengths(num_tokens: list[int], **sampling: Any) -> list[GenerationRequest
     ("device", "by_peers"),
     [("cpu", False), *(pytest.param("cuda", by_peers, marks=ON_GPUS) for by_peers in (False, True))],
 )
-def test_both_ranks_see_the_same_bits_in_every_step(model_dirs: dict[str, Path], device: str, by_peers: bool) -> None:
-    most = DECODES[device]
+def test_group_both_ranks_compute_same_bits_in_every_step(
+    model_dirs: dict[str, Path], device: str, by_peers: bool
+) -> None:
+    num_decodes = DECODES[device]
     settings = settings_of(model_dirs, device, cudagraph_mode="full_decode_only")
-    # Batches of 4, 2 and 1, each of which has a graph of its size: no row is padding.
-    requests = of_lengths([most // 10, most // 10, most // 2, most], ignore_eos=True)
+    # Batches of 4, 2, and 1 sequences have graphs of their exact size, so no row is padding.
+    output_lengths = [num_decodes // 10, num_decodes // 10, num_decodes // 2, num_decodes]
+    requests = of_lengths(output_lengths, ignore_eos=True)
     with Ranks(2, device) as ranks:
         first, second = ranks.run(2, run_watched, settings, by_peers, requests, CONFIG)
     assert {name: len(tokens) for name, tokens in first.tokens.items()} == {
         request.request_id: request.sampling.max_tokens for request in requests
     }
-    assert first.num_steps == second.num_steps >= most
+    assert first.num_steps == second.num_steps >= num_decodes
     assert first.checksum == second.checksum != 0
     assert torch.equal(first.pool, second.pool) and first.pool.any()
     assert first.takes_norms == second.takes_norms == by_peers
@@ -82,7 +87,7 @@ def test_both_ranks_see_the_same_bits_in_every_step(model_dirs: dict[str, Path],
     print(f"{first.num_steps} steps, sums by {first.all_reduce_path}")
 
 
-def test_a_checksum_sees_one_bit_of_one_step() -> None:
+def test_checksum_detects_one_bit_of_one_step() -> None:
     account, other = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     rows = torch.linspace(-1, 1, 64).to(torch.bfloat16).view(2, 32)
     changed = rows.clone()
@@ -102,12 +107,12 @@ AHEAD = {**CONFIG, "async_scheduling": True}
     ("device", "is_deterministic"),
     [("cpu", False), *(pytest.param("cuda", flag, marks=ON_GPUS) for flag in (False, True))],
 )
-def test_tokens_depend_on_no_way_to_run_a_step(
+def test_group_tokens_do_not_depend_on_how_steps_run(
     model_dirs: dict[str, Path], device: str, is_deterministic: bool
 ) -> None:
-    """Graphs or kernel by kernel, alone or in a batch, in chunks, one step ahead.
+    """Covers graphs and eager steps, single and batched sequences, chunks, and async scheduling.
 
-    With --deterministic by their bits in bfloat16; else in float32, where no two logits are so near.
+    With --deterministic, bfloat16 results are equal bit by bit. Otherwise float32 keeps any two logits apart.
     """
     dtype = "bfloat16" if is_deterministic else "float32"
     settings = settings_of(model_dirs, device, dtype=dtype, deterministic=is_deterministic)

@@ -1,4 +1,4 @@
-"""How many blocks fit, what the refusal says, and copies between blocks."""
+"""KV cache: the number of blocks that fit, refusals with numbers, and copies between blocks."""
 
 from pathlib import Path
 
@@ -43,30 +43,30 @@ def memory(free_mib: int, device: str = "cpu") -> DeviceMemory:
 @pytest.mark.parametrize(
     ("free_mib", "device", "num_bytes", "ratio", "max_blocks", "expected"),
     [
-        (4000, "cpu", 100 * MIB, None, 10**6, 100),  # as told
-        (10, "cpu", 100 * MIB, None, 10, 100),  # as told, whatever is free
-        (4000, "cpu", None, None, 10**6, 1000),  # a quarter of what is free
-        (12_000, "cpu", None, None, 10**6, 2048),  # but 2 GiB at most
-        (12_000, "cpu", None, 0.5, 10**6, 6000),  # unless told
-        (15_000, "cuda", None, None, 10**6, 0.92 * 16_000 - 1000 - 500),  # what is used and what a step needs go off
+        (4000, "cpu", 100 * MIB, None, 10**6, 100),  # explicit bytes
+        (10, "cpu", 100 * MIB, None, 10, 100),  # explicit bytes, more than is free
+        (4000, "cpu", None, None, 10**6, 1000),  # a quarter of the free memory
+        (12_000, "cpu", None, None, 10**6, 2048),  # limited to 2 GiB by default
+        (12_000, "cpu", None, 0.5, 10**6, 6000),  # explicit ratio
+        (15_000, "cuda", None, None, 10**6, 0.92 * 16_000 - 1000 - 500),  # less the memory in use and a step's needs
         (15_000, "cuda", None, 0.5, 10**6, 0.5 * 16_000 - 1000 - 500),
         (1500, "cuda", None, None, 10**6, 0),
-        (4000, "cpu", None, None, 77, 77),  # more could never be used
+        (4000, "cpu", None, None, 77, 77),  # more blocks could never be used
     ],
 )
-def test_size_of_the_pool(
+def test_kv_pool_size_follows_memory_and_settings(
     free_mib: int, device: str, num_bytes: int | None, ratio: float | None, max_blocks: int, expected: float
 ) -> None:
     assert num_blocks_that_fit(memory(free_mib, device), MIB, num_bytes, ratio, max_blocks) == expected
 
 
-def test_one_sequence_and_the_padding_block_must_fit() -> None:
+def test_kv_capacity_must_hold_one_sequence_and_padding() -> None:
     check_capacity(num_blocks=65, layout=MIB_A_BLOCK, max_model_len=1024, max_new_tokens=512, memory=memory(4000))
     with pytest.raises(KVCacheTooSmall):
         check_capacity(num_blocks=64, layout=MIB_A_BLOCK, max_model_len=1024, max_new_tokens=512, memory=memory(4000))
 
 
-def test_the_refusal_has_the_numbers_and_the_flags_that_fit() -> None:
+def test_kv_refusal_has_numbers_and_fitting_flags() -> None:
     with pytest.raises(KVCacheTooSmall) as refusal:
         check_capacity(num_blocks=101, layout=MIB_A_BLOCK, max_model_len=8192, max_new_tokens=512, memory=memory(4000))
     text = str(refusal.value)
@@ -75,7 +75,7 @@ def test_the_refusal_has_the_numbers_and_the_flags_that_fit() -> None:
     assert f"--kv-cache-memory-bytes {513 * MIB}" in text and "--max-model-len 1600" in text
 
 
-def test_the_advice_never_names_memory_that_is_not_there() -> None:
+def test_kv_refusal_advice_stays_within_free_memory() -> None:
     with pytest.raises(KVCacheTooSmall) as refusal:
         check_capacity(num_blocks=101, layout=MIB_A_BLOCK, max_model_len=8192, max_new_tokens=512, memory=memory(500))
     assert "--kv-cache-memory-bytes" not in str(refusal.value) and "--max-model-len 1600" in str(refusal.value)
@@ -83,7 +83,7 @@ def test_the_advice_never_names_memory_that_is_not_there() -> None:
         check_capacity(num_blocks=0, layout=MIB_A_BLOCK, max_model_len=8192, max_new_tokens=512, memory=memory(500))
 
 
-def test_copies_move_all_layers_of_a_block() -> None:
+def test_kv_copies_move_all_layers_of_a_block() -> None:
     cache = KVCache(LAYOUT, num_blocks=4, device=torch.device("cpu"))
     assert cache.pool.shape == (4, 2, 2, 1, 8, 4) and not cache.pool.any()
     cache.pool[1], cache.pool[2] = 1.0, 2.0
@@ -91,7 +91,7 @@ def test_copies_move_all_layers_of_a_block() -> None:
     assert [float(block.unique()) for block in cache.pool] == [0.0, 2.0, 2.0, 1.0]
 
 
-def test_a_container_limit_counts_as_the_machine(tmp_path: Path) -> None:
+def test_host_memory_respects_container_limit(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  8000 kB\nMemFree: 1 kB\nMemAvailable:  6000 kB\n")
     assert _host_memory(meminfo, tmp_path) == (8000 * 1024, 6000 * 1024)
@@ -102,12 +102,12 @@ def test_a_container_limit_counts_as_the_machine(tmp_path: Path) -> None:
     assert _host_memory(meminfo, tmp_path) == (3_072_000, 2_048_000)
 
 
-def test_unknown_memory_asks_for_the_flag(tmp_path: Path) -> None:
+def test_host_memory_unknown_asks_for_flag(tmp_path: Path) -> None:
     with pytest.raises(MemoryUnknown, match="--kv-cache-memory-bytes"):
         _host_memory(tmp_path / "absent", tmp_path)
 
 
-def test_a_block_goes_to_the_host_and_back_with_all_its_layers() -> None:
+def test_kv_block_swaps_out_and_in_with_all_layers() -> None:
     cache = KVCache(LAYOUT, 4, torch.device("cpu"), num_host_blocks=3)
     cache.pool[1], cache.pool[2] = 1.0, 2.0
     cache.apply_transfers(Transfers(swap_out=[BlockCopy(1, 2), BlockCopy(2, 1)], batch_number=7))
@@ -120,7 +120,7 @@ def test_a_block_goes_to_the_host_and_back_with_all_its_layers() -> None:
     assert cache.finished_transfers() == []
 
 
-def test_in_one_batch_blocks_go_out_before_others_come_in_and_copies_follow() -> None:
+def test_kv_transfers_run_out_then_in_then_copies() -> None:
     cache = KVCache(LAYOUT, 4, torch.device("cpu"), num_host_blocks=3)
     assert cache.host is not None
     cache.pool[1], cache.pool[2] = 1.0, 2.0
@@ -131,7 +131,7 @@ def test_in_one_batch_blocks_go_out_before_others_come_in_and_copies_follow() ->
     assert [float(block.unique()) for block in cache.pool] == [0.0, 9.0, 2.0, 2.0]
 
 
-def test_neighbours_on_both_sides_are_one_copy() -> None:
+def test_kv_copies_of_adjacent_blocks_are_merged() -> None:
     pairs = [(1, 4), (2, 5), (3, 6), (5, 7), (6, 9), (7, 8)]
     runs = list(_runs([BlockCopy(*pair) for pair in pairs]))
     assert [[copy.source_block_id for copy in run] for run in runs] == [[1, 2, 3], [5], [6], [7]]
@@ -141,11 +141,11 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "num_blocks"), [(0, 0), (2 * 4096, 2), (3 * 4096 - 1, 2)])
-def test_size_of_the_host_pool(num_bytes: int, num_blocks: int) -> None:
+def test_host_pool_size_rounds_down_to_blocks(num_bytes: int, num_blocks: int) -> None:
     assert num_host_blocks_that_fit(num_bytes, bytes_per_block=4096) == num_blocks
 
 
-def test_a_host_pool_of_one_block_or_more_than_the_host_has_is_refused() -> None:
+def test_host_pool_too_small_or_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected 0 or at least 8192 \(two blocks\)"):
         num_host_blocks_that_fit(8191, bytes_per_block=4096)
     with pytest.raises(ValueError, match="at most the free memory of this host"):

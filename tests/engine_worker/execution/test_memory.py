@@ -1,4 +1,4 @@
-"""The device's memory by use: on CUDA it adds up to all there is, on a CPU as far as can be known."""
+"""Device memory by use: on CUDA the uses add up to the total, on a CPU as far as they are known."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from engine_worker.execution.memory import memory_by_use
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_on_cuda_the_uses_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_by_use_on_cuda_adds_up_to_total(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))  # free, total
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 820)
     uses = memory_by_use(CUDA, weights_bytes=300, kv_bytes=400, host_kv_bytes=5000)
@@ -17,9 +17,9 @@ def test_on_cuda_the_uses_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(uses.values()) == 1000
 
 
-def test_on_a_cpu_the_pool_of_swapped_blocks_is_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_by_use_on_cpu_includes_host_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_memory", lambda: (1000, 200))  # total, free
     uses = memory_by_use(CPU, weights_bytes=100, kv_bytes=300, host_kv_bytes=50)
     assert uses == {"weights": 100, "kv": 300, "kv_host": 50, "other": 350, "free": 200}
-    monkeypatch.setattr(memory, "host_memory", lambda: (1000, 700))  # most of the pool was never touched
+    monkeypatch.setattr(memory, "host_memory", lambda: (1000, 700))  # most pages of the pool are untouched
     assert memory_by_use(CPU, 100, 300, 50)["other"] == 0

@@ -1,4 +1,4 @@
-"""ModelRunner and its loading: what a step answers, and that a sequence sees nothing but its own KV."""
+"""ModelRunner and its loading: the results of a step, and isolation of each sequence's KV."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def next_token(runner: ModelRunner, sequence: Sequence, start: int = 0) -> int |
     return runner.execute(ScheduledBatch([scheduled])).sampled_token_ids[0]
 
 
-def test_tokens_come_back_in_the_order_of_the_batch(runner: ModelRunner) -> None:
+def test_runner_tokens_are_in_batch_order(runner: ModelRunner) -> None:
     alone = []
     sequences = []
     for index, length in enumerate((20, 3, 9)):
@@ -50,7 +50,7 @@ def test_tokens_come_back_in_the_order_of_the_batch(runner: ModelRunner) -> None
     assert len(set(alone)) == 3
 
 
-def test_a_failed_row_ends_alone(runner: ModelRunner) -> None:
+def test_runner_nan_row_fails_alone(runner: ModelRunner) -> None:
     good, bad = make_sequence(5, "good"), make_sequence(5, "bad")
     good.kv.block_table, bad.kv.block_table = [1], [2]
     bad_start = 4  # its earlier keys are NaN in the cache
@@ -62,7 +62,7 @@ def test_a_failed_row_ends_alone(runner: ModelRunner) -> None:
     assert result.sampled_token_ids[1] is not None
 
 
-def test_what_an_earlier_owner_left_in_a_block_is_never_seen(model_dir: Path) -> None:
+def test_runner_stale_block_contents_are_never_read(model_dir: Path) -> None:
     requests = [make_request(length, f"{length}", max_tokens=20, ignore_eos=True) for length in (1, 7, 8, 30)]
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     clean, _ = generate(make_runner(model_dir, num_blocks=32, block_size=8), requests, **config)
@@ -71,7 +71,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_never_seen(model_dir: Path) ->
     assert generate(poisoned, requests, **config)[0] == clean
 
 
-def test_block_copies_come_before_the_step(runner: ModelRunner) -> None:
+def test_runner_block_copies_precede_the_step(runner: ModelRunner) -> None:
     original = make_sequence(13)
     original.kv.block_table = [1, 2]
     expected = next_token(runner, original)
@@ -82,7 +82,7 @@ def test_block_copies_come_before_the_step(runner: ModelRunner) -> None:
     assert result.sampled_token_ids == [expected]
 
 
-def test_loading_reports_its_phases_in_order(model_dir: Path) -> None:
+def test_load_reports_phases_in_order(model_dir: Path) -> None:
     reports: list[tuple[str, float]] = []
     load_model_runner(
         ExecutionSettings(model=model_dir, device="cpu", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32),
@@ -94,8 +94,8 @@ def test_loading_reports_its_phases_in_order(model_dir: Path) -> None:
         assert shares == sorted(shares) and shares[-1] == 1.0
 
 
-def test_a_cpu_is_warmed_by_a_step_of_each_kind(model_dir: Path) -> None:
-    """Nothing is compiled there: the shapes of a GPU would be most of a start."""
+def test_load_on_cpu_warms_up_one_step_of_each_kind(model_dir: Path) -> None:
+    """A CPU compiles nothing; the warmup shapes of a GPU would dominate its start."""
     ran: list[str] = []
     load_model_runner(
         ExecutionSettings(model=model_dir, device="cpu", max_model_len=64, max_num_seqs=64, max_num_batched_tokens=64),
@@ -104,8 +104,8 @@ def test_a_cpu_is_warmed_by_a_step_of_each_kind(model_dir: Path) -> None:
     assert ran == ["1 sequences, 32 tokens", "1 sequences, 1 tokens"]
 
 
-def test_what_few_requests_ask_for_has_run_before_any_does(model_dir: Path) -> None:
-    """On a GPU its kernels would be compiled in the middle of everybody's steps."""
+def test_load_runs_rare_kernels_before_first_request(model_dir: Path) -> None:
+    """On a GPU these kernels would otherwise be compiled during the steps of other requests."""
     settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
     masks = mock.patch("engine_worker.execution.sampling_inputs.apply_token_bitmask", wraps=apply_token_bitmask)
     copies = mock.patch.object(KVCache, "copy_blocks", autospec=True)
@@ -117,7 +117,7 @@ def test_what_few_requests_ask_for_has_run_before_any_does(model_dir: Path) -> N
     assert [len(call.args[1]) for call in copied.call_args_list if call.args[1]] == [1]
 
 
-def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> None:
+def test_load_dummy_weights_need_only_config(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     settings: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 8}
     runner = load_model_runner(
@@ -136,6 +136,6 @@ def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> N
         ({"deterministic": True}, "--deterministic: needs --device cuda"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], word: str, model_dir: Path) -> None:
+def test_load_settings_that_do_not_fit_are_refused(changes: dict[str, Any], word: str, model_dir: Path) -> None:
     with pytest.raises(ValueError, match=word):
         load_model_runner(ExecutionSettings(model=model_dir, device="cpu", **changes), lambda *report: None)

@@ -1,4 +1,4 @@
-"""Greedy texts with penalties are those of transformers, one step ahead, through preemptions, choices and takeovers."""
+"""Greedy outputs with penalties equal transformers: async, after preemption, with n > 1, and after a takeover."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ CONFIG: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
 class OutputPenalties:
-    """OpenAI's presence and frequency penalties, which transformers does not have."""
+    """OpenAI's presence and frequency penalties, which transformers lacks."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
@@ -68,7 +68,7 @@ def request(number: int, **changes: Any) -> Any:
 
 
 def outputs_of(engine: Engine, num_choices: int) -> list[list[int]]:
-    """Run the only request of `engine` to its end."""
+    """Run the only request of `engine` and return the output of each sequence."""
     outputs: list[list[int]] = [[] for _ in range(num_choices)]
     while engine.has_work:
         for event in engine.step():
@@ -77,9 +77,11 @@ def outputs_of(engine: Engine, num_choices: int) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turn", "one ahead"])
-@pytest.mark.parametrize("mode", [None, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE], ids=["room", "swap", "again"])
-def test_greedy_texts_equal_those_of_transformers(
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "mode", [None, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE], ids=["roomy", "swap", "recompute"]
+)
+def test_penalties_greedy_outputs_equal_transformers(
     runner: ModelRunner,
     small_runner: ModelRunner,
     expected: list[list[int]],
@@ -96,13 +98,13 @@ def test_greedy_texts_equal_those_of_transformers(
     assert (preemptions > 0) == (mode is not None)
 
 
-def test_a_resumed_request_counts_what_its_journal_has(runner: ModelRunner, expected: list[list[int]]) -> None:
+def test_penalties_resumed_request_counts_journal_tokens(runner: ModelRunner, expected: list[list[int]]) -> None:
     engine = make_engine(runner, async_scheduling=True, **CONFIG)
     engine.add_request(request(2), [StoredChoice(token_ids=expected[2][:17])])
     assert outputs_of(engine, 1) == [expected[2][17:]]
 
 
-def test_choices_of_a_request_count_on_their_own(runner: ModelRunner, expected: list[list[int]]) -> None:
+def test_penalties_are_counted_per_sequence(runner: ModelRunner, expected: list[list[int]]) -> None:
     engine = make_engine(runner, async_scheduling=True, **CONFIG)
     engine.add_request(request(1, n=3))
     assert outputs_of(engine, 3) == [expected[1]] * 3

@@ -1,6 +1,6 @@
-"""The inputs of both devices are those of the reference, also when block tables change between steps.
+"""Model inputs of CUDA and CPU equal the reference, also when block tables change between steps.
 
-PersistentInputs, those of CUDA, run on a CPU here: with what the kernel is compared with.
+PersistentInputs, the CUDA variant, runs on a CPU here, with the reference implementation of its kernel.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ BLOCK_SIZE = 4
 
 
 class Inputs:
-    """The inputs of CUDA and of a CPU, side by side, each with its own descriptions, which crossed a process."""
+    """The inputs of CUDA and of the CPU, each with its own describer. Descriptions are serialized."""
 
     def __init__(self, max_num_seqs: int = 8, max_num_tokens: int = 64) -> None:
         self.persistent = PersistentInputs(
@@ -61,7 +61,7 @@ def decode(of: Sequence) -> ScheduledSequence:
 
 
 def assert_inputs(actual: ModelInput, expected: ModelInput) -> None:
-    """`expected` is narrow: its block tables end with the longest of the batch."""
+    """Compare all fields; the block tables of `expected` are only as wide as the longest sequence."""
     for field in dataclasses.fields(ModelInput):
         ours, theirs = getattr(actual, field.name), getattr(expected, field.name)
         if field.name == "block_tables":
@@ -81,8 +81,8 @@ def assert_as_built(inputs: Inputs, scheduled: list[ScheduledSequence], **inflig
     assert_inputs(inputs.fill_on_cpu(batch), expected)
 
 
-def test_random_batches_equal_those_of_the_cpu() -> None:
-    """In the order of the CPU's rows: decodes by length, then chunks by length."""
+def test_inputs_random_batches_equal_reference() -> None:
+    """Batches use the CPU's row order: decodes by length, then chunks by length."""
     source = random.Random(0)
     inputs = Inputs(max_num_tokens=200)
     sequences = [sequence(source.randint(1, 30), *source.sample(range(1, 999), 16)) for _ in range(12)]
@@ -97,7 +97,7 @@ def test_random_batches_equal_those_of_the_cpu() -> None:
         assert_as_built(inputs, scheduled)
 
 
-def test_a_token_in_flight_comes_from_the_samples_of_the_step_before() -> None:
+def test_inputs_token_in_flight_comes_from_previous_samples() -> None:
     inputs = Inputs()
     first, second, third = sequence(3, 1), sequence(5, 2, 3), sequence(2, 4)
     inputs.fill(ScheduledBatch([decode(first), decode(second)]))
@@ -108,18 +108,18 @@ def test_a_token_in_flight_comes_from_the_samples_of_the_step_before() -> None:
     assert_as_built(inputs, scheduled, inflight_token_ids={second: 222})
 
 
-def test_tables_follow_growth_copies_and_returns() -> None:
+def test_inputs_block_tables_follow_growth_copy_and_readmission() -> None:
     inputs = Inputs()
     one, other = sequence(8, 1, 2), sequence(8, 3, 4)
     assert_as_built(inputs, [decode(one), decode(other)])
     one.output_token_ids.append(9)
-    one.kv.block_table += [5]  # the ninth token crossed an edge
+    one.kv.block_table += [5]  # the ninth token starts a new block
     assert_as_built(inputs, [decode(other), decode(one)])
-    one.kv.block_table[2] = 6  # what is written next was shared, and copied
+    one.kv.block_table[2] = 6  # a shared block was copied before a write
     assert_as_built(inputs, [decode(other), decode(one)])
-    other.kv.block_table = [7, 8]  # it was preempted and admitted again
+    other.kv.block_table = [7, 8]  # preempted and admitted again
     assert_as_built(inputs, [decode(other), decode(one)])
-    one.num_preemptions += 1  # the same, its table filled anew in place
+    one.num_preemptions += 1  # preempted and admitted again, with its table changed in place
     one.kv.block_table[:] = [10, 11, 12]
     assert_as_built(inputs, [decode(other), decode(one)])
     one.output_token_ids += [9] * 30
@@ -127,7 +127,7 @@ def test_tables_follow_growth_copies_and_returns() -> None:
     assert_as_built(inputs, [decode(other), decode(one)])
 
 
-def test_padding_up_to_a_graphs_rows() -> None:
+def test_inputs_are_padded_to_graph_rows() -> None:
     inputs = Inputs()
     one = sequence(6, 1, 2)
     padded = inputs.fill(ScheduledBatch([decode(one)]), size=4)
@@ -141,7 +141,7 @@ def test_padding_up_to_a_graphs_rows() -> None:
     assert (views.seq_lens.tolist(), views.query_start_loc.tolist()) == ([0, 0, 0], [0, 1, 2, 3])
 
 
-def test_a_chunk_is_padded_in_tokens_and_in_rows() -> None:
+def test_inputs_chunk_is_padded_in_tokens_and_rows() -> None:
     inputs = Inputs()
     padded = inputs.fill(ScheduledBatch([ScheduledSequence(sequence(6, 1, 2), 0, 6, samples=True)]), size=8)
     assert padded.query_start_loc.tolist() == [0, 6, 7, 8, 8, 8, 8, 8, 8]
@@ -149,13 +149,13 @@ def test_a_chunk_is_padded_in_tokens_and_in_rows() -> None:
     assert (padded.logits_indices.tolist(), padded.max_query_len) == ([5], 6)
 
 
-def test_tensors_keep_their_place() -> None:
+def test_inputs_tensors_keep_their_address() -> None:
     inputs = Inputs()
     pointers = [inputs.fill(ScheduledBatch([decode(sequence(2, 1))])).token_ids.data_ptr() for _ in range(5)]
     assert len(set(pointers)) == 1
 
 
-def test_forks_without_tokens_are_no_rows_and_want_the_logits_of_the_row_before_them() -> None:
+def test_inputs_forks_without_tokens_share_previous_logits() -> None:
     inputs = Inputs()
     first, forks, other = sequence(6, 1, 2), [sequence(6, 1, 2) for _ in range(2)], sequence(9, 3, 4, 5)
     scheduled = [
@@ -170,12 +170,12 @@ def test_forks_without_tokens_are_no_rows_and_want_the_logits_of_the_row_before_
     inputs.keep_samples([other, first, *forks], torch.tensor([11, 12, 13, 14]))
     for one in (other, first, *forks):
         one.num_inflight_tokens = 1
-    forks[1].kv.block_table = [1, 7]  # the shared block was copied
+    forks[1].kv.block_table = [1, 7]  # copied from the shared block
     in_flight = dict(zip([other, first, *forks], [11, 12, 13, 14], strict=True))
     assert_as_built(inputs, [decode(one) for one in (first, *forks)], inflight_token_ids=in_flight)
 
 
-def test_a_step_crosses_processes_as_bytes_with_its_block_moves() -> None:
+def test_step_description_survives_serialization() -> None:
     one, other = sequence(6, 1, 2), sequence(9, 3, 4, 5)
     batch = ScheduledBatch(
         [decode(other), ScheduledSequence(one, 0, 6, samples=True)],
@@ -196,7 +196,7 @@ def test_a_step_crosses_processes_as_bytes_with_its_block_moves() -> None:
     assert StepDescription.from_bytes(EMPTY.to_bytes()).block_tables.shape == (0, 0)
 
 
-def test_bytes_that_are_no_step_are_refused() -> None:
+def test_step_description_invalid_bytes_are_refused() -> None:
     described = StepDescriber(BLOCK_SIZE, decodes_first=False).describe(ScheduledBatch([decode(sequence(9, 3, 4, 5))]))
     data = described.to_bytes()
     for wrong in (b"", data[:-1], data + b"\0", b"\x90", data.replace(bytes([9, 0, 0, 0]), b"")):

@@ -1,4 +1,4 @@
-"""Scores of prompts are those of transformers, in chunks, in batches of mixed requests, and in parts of any size."""
+"""Prompt logprobs equal transformers in chunks, in mixed batches, and for any number of rows at once."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def scores(runner: ModelRunner, requests: list[GenerationRequest]) -> dict[str, 
 
 
 @pytest.mark.parametrize("rows_at_once", [5, 64])
-def test_they_are_those_of_transformers(
+def test_prompt_logprobs_equal_transformers(
     runner: ModelRunner, model_dir: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
 ) -> None:
     monkeypatch.setattr(prompt_scores, "ROWS_AT_ONCE", rows_at_once)
@@ -69,17 +69,17 @@ def test_they_are_those_of_transformers(
     for request, num_top in ((requests[0], 3), (requests[2], 0)):
         prompt = request.prompt_token_ids
         exact = reference.logits(prompt, len(prompt)).log_softmax(-1)[:-1]
-        told = decoded_logprobs([found[request.request_id][index] for index in range(1, len(prompt))])
+        got = decoded_logprobs([found[request.request_id][index] for index in range(1, len(prompt))])
         chosen = exact.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
-        # fp32 on both sides, in another order of sums: logits of +-10 differ by 1e-4.
-        assert [score.logprob for score in told] == pytest.approx(chosen.tolist(), abs=1e-3)
+        # Both sides use fp32 with different orders of summation: logits of +-10 differ by 1e-4.
+        assert [score.logprob for score in got] == pytest.approx(chosen.tolist(), abs=1e-3)
         top = exact.topk(num_top)
-        assert [list(score.top_token_ids) for score in told] == top.indices.tolist()
-        flat = [logprob for score in told for logprob in score.top_logprobs]
+        assert [list(score.top_token_ids) for score in got] == top.indices.tolist()
+        flat = [logprob for score in got for logprob in score.top_logprobs]
         assert flat == pytest.approx(top.values.flatten().tolist(), abs=1e-3)
 
 
-def test_the_answer_is_the_same_with_scores_and_without(runner: ModelRunner) -> None:
+def test_prompt_logprobs_do_not_change_the_answer(runner: ModelRunner) -> None:
     prompt = make_request(30).prompt_token_ids
 
     def answer(**sampling: int) -> list[int]:
@@ -91,7 +91,7 @@ def test_the_answer_is_the_same_with_scores_and_without(runner: ModelRunner) -> 
     assert answer() == answer(prompt_logprobs=2)
 
 
-def test_a_step_leaves_out_what_is_scored_already() -> None:
+def test_prompt_logprobs_skip_tokens_sent_before() -> None:
     sequence = make_sequence([10, 11, 12, 13, 14, 15], prompt_logprobs=0)
     sequence.num_scored_tokens = 4
     before = make_sequence([20, 21, 22])
@@ -104,6 +104,6 @@ def test_a_step_leaves_out_what_is_scored_already() -> None:
         return torch.zeros(len(wanted), 32)
 
     scores.launch(logits_of)
-    ((scored, told),) = scores.collect()
-    assert scored is sequence and (told.start, len(told.tokens)) == (4, 2)
-    assert asked == [3 + 3, 3 + 4]  # behind the three rows of the other: the positions before tokens 4 and 5
+    ((scored, result),) = scores.collect()
+    assert scored is sequence and (result.start, len(result.tokens)) == (4, 2)
+    assert asked == [3 + 3, 3 + 4]  # after three rows of `before`: the positions that predict tokens 4 and 5

@@ -1,4 +1,4 @@
-"""`--quantization auto`: blocks of a GGUF file on a CPU that multiplies them; what stands against it is told."""
+"""`--quantization auto`: a CPU with kernels multiplies GGUF blocks directly; otherwise the reason is logged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ def chosen(model: Path, why_no_kernels: Callable[[], str] = there_are, device: s
     return chosen_quantization(ExecutionSettings(model=model, **options), device, why_no_kernels).quantization
 
 
-def test_blocks_on_a_cpu_are_multiplied_as_they_lie_there(model: Path) -> None:
+def test_quantization_auto_gguf_on_cpu_is_as_stored(model: Path) -> None:
     choice = chosen_quantization(ExecutionSettings(model=model), "cpu", there_are)
     assert (choice.quantization, choice.lacks_kernels) == ("as-stored", False)
     assert choice.reason.startswith("--quantization auto is as-stored: ")
@@ -45,19 +45,19 @@ def test_blocks_on_a_cpu_are_multiplied_as_they_lie_there(model: Path) -> None:
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size over 1 does not support it"),
     ],
 )
-def test_what_is_asked_for_goes_before_blocks(model: Path, options: dict[str, Any], why: str) -> None:
+def test_quantization_auto_conflicting_setting_is_none(model: Path, options: dict[str, Any], why: str) -> None:
     choice = chosen_quantization(ExecutionSettings(model=model, **options), "cpu", not_asked)
     assert (choice.quantization, choice.lacks_kernels) == ("none", False)
     assert choice.reason == f"--quantization auto is none: {why}"
 
 
-def test_no_kernels_are_told_with_the_reason(model: Path) -> None:
+def test_quantization_auto_without_kernels_logs_reason(model: Path) -> None:
     choice = chosen_quantization(ExecutionSettings(model=model), "cpu", lambda: "there is no C++ compiler")
     assert (choice.quantization, choice.lacks_kernels) == ("none", True)
     assert choice.reason.endswith("there is no C++ compiler") and "slower" in choice.reason
 
 
-def test_a_flag_a_gpu_and_a_model_without_blocks_leave_nothing_to_choose(model: Path, tmp_path: Path) -> None:
+def test_quantization_explicit_gpu_or_no_blocks_is_kept(model: Path, tmp_path: Path) -> None:
     for flag in ("none", "fp8", "int8", "as-stored"):
         assert chosen(model, not_asked, quantization=flag) == flag
     assert chosen(model, not_asked, device="cuda") == "auto"

@@ -1,4 +1,4 @@
-"""README's question by weights of 4 and of 8 bits, on each instruction set of this processor, by both types of keys."""
+"""README's question with 4-bit and 8-bit weights, on each instruction set of this CPU, with both KV dtypes."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ ANSWER = "The capital of France is Paris."
 @pytest.mark.parametrize(("kv_cache_dtype", "kept"), [("auto", "bfloat16"), ("float32", "float32")])
 @pytest.mark.parametrize("quantization", IN_GROUPS)
 @pytest.mark.parametrize("instruction_set", InstructionSet)
-def test_the_answer_is_the_readmes_cached_or_not(
+def test_readme_answer_is_correct_cached_or_not(
     demo_model_dir: Path,
     instruction_set: InstructionSet,
     quantization: str,
@@ -26,7 +26,7 @@ def test_the_answer_is_the_readmes_cached_or_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     try:
-        found = linear_kernels()  # of all instruction sets, before one is taken
+        found = linear_kernels()  # before `instruction_sets` is replaced
     except NoLibrary as error:
         pytest.skip(f"no C++ kernels here: {error}")
     if instruction_set not in found:

@@ -1,4 +1,4 @@
-"""A replica that gets bytes alone computes what one beside the scheduler does."""
+"""A replica that receives serialized steps computes the same as a local one."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"))
 
 
-def test_steps_that_crossed_as_bytes_give_the_same_logits_and_the_same_pool(model_dir: Path) -> None:
+def test_replica_serialized_steps_give_same_logits_and_pool(model_dir: Path) -> None:
     here, there = (make_runner(model_dir, num_blocks=16, block_size=BLOCK_SIZE).replica for _ in range(2))
     describer = StepDescriber(BLOCK_SIZE, decodes_first=True)
     long, short = make_sequence(20, "long"), make_sequence(9, "short")
     long.kv.block_table, short.kv.block_table = [3, 9, 1], [4, 2]
     steps = [
         ScheduledBatch([ScheduledSequence(long, 0, 12, samples=False), ScheduledSequence(short, 0, 9, samples=True)]),
-        # The next token of `short` is in flight, and its last block was shared: it is copied first.
+        # The next token of `short` is in flight, and its last block was shared, so it is copied first.
         ScheduledBatch(
             [ScheduledSequence(short, 9, 1, samples=True), ScheduledSequence(long, 12, 8, samples=True)],
             block_copies=[BlockCopy(2, 5)],

@@ -1,4 +1,4 @@
-"""A whole engine on two and on three ranks gives what it gives on one: real followers, over gloo, in float32."""
+"""An engine on two and three ranks gives the same as on one: real followers, gloo, float32."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tests.tiny_model import IM_END
 pytestmark = [pytest.mark.tp, pytest.mark.e2e]
 BLOCK_SIZE = 8
 ROOMY = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
-# In a follower, whose command line no other process has.
+# Runs in followers only: their command line is unique.
 TELLS_OF_PICKLE = """
 import sys
 def watch(event, arguments):
@@ -62,7 +62,7 @@ def alone(model_dir: Path) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def unpickled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with what followers look up for an unpickler, from their first import to the last test."""
+    """Return a file that logs each class that followers unpickle, from their first import to the last test."""
     return tmp_path_factory.mktemp("unpickled") / "names"
 
 
@@ -106,7 +106,7 @@ def answers(runner: ModelRunner, requests: list[GenerationRequest], **config: An
 
 
 def requests_of(number: int, **sampling: Any) -> list[GenerationRequest]:
-    """Prompts from one token to several chunks."""
+    """Return `number` requests with prompts from one token to several chunks."""
     sizes = (1, 7, 16, 33, 90)
     return [
         make_request([IM_END + 1 + token % 200 for token in make_prompt(size, first=9 * size)], f"r{size}", **sampling)
@@ -120,11 +120,11 @@ GRAMMARS = {
     "choice": Grammar(GrammarKind.CHOICE, '["the end", "of"]'),
 }
 CASES: dict[str, tuple[list[GenerationRequest], dict[str, Any]]] = {
-    "a batch": (requests_of(4, max_tokens=24), {}),
-    "a batch, one step ahead": (requests_of(4, max_tokens=24), {"async_scheduling": True}),
-    "prompts in chunks": (requests_of(5, max_tokens=8), {"max_num_batched_tokens": 17}),
-    "draws": (requests_of(4, max_tokens=16, temperature=0.9, top_p=0.95, seed=3), {}),
-    "several choices": (requests_of(3, max_tokens=12, temperature=0.8, seed=3, n=3), {}),
+    "batch": (requests_of(4, max_tokens=24), {}),
+    "batch_async": (requests_of(4, max_tokens=24), {"async_scheduling": True}),
+    "chunked_prefill": (requests_of(5, max_tokens=8), {"max_num_batched_tokens": 17}),
+    "sampling": (requests_of(4, max_tokens=16, temperature=0.9, top_p=0.95, seed=3), {}),
+    "parallel_samples": (requests_of(3, max_tokens=12, temperature=0.8, seed=3, n=3), {}),
     "beams": (requests_of(3, max_tokens=10, n=3, use_beam_search=True), {}),
     "penalties": (requests_of(4, max_tokens=16, repetition_penalty=1.3, frequency_penalty=0.4), {}),
     "grammars": (
@@ -140,14 +140,14 @@ CASES: dict[str, tuple[list[GenerationRequest], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_one_rank(alone: ModelRunner, group: ModelRunner, case: str) -> None:
+def test_group_tokens_equal_one_rank(alone: ModelRunner, group: ModelRunner, case: str) -> None:
     requests, config = CASES[case]
     expected, found = (answers(runner, requests, **config).transcript for runner in (alone, group))
     assert found.tokens == expected.tokens and found.others == expected.others and found.ends == expected.ends
     assert all(len(tokens) > 1 for tokens in found.tokens.values())
 
 
-def test_prefixes_are_found_again(alone: ModelRunner, group: ModelRunner) -> None:
+def test_group_prefix_cache_hits_equal_one_rank(alone: ModelRunner, group: ModelRunner) -> None:
     requests = [make_request([7] * 40 + [token] * 9, f"r{token}", max_tokens=8) for token in range(20, 26)]
     expected, found = (answers(runner, requests, max_num_seqs=2) for runner in (alone, group))
     assert found.transcript.tokens == expected.transcript.tokens
@@ -158,7 +158,9 @@ def test_prefixes_are_found_again(alone: ModelRunner, group: ModelRunner) -> Non
     ("mode", "ahead"),
     [(PreemptionMode.SWAP, False), (PreemptionMode.SWAP, True), (PreemptionMode.RECOMPUTE, True)],
 )
-def test_preempted_sequences_go_on(alone: ModelRunner, group: ModelRunner, mode: PreemptionMode, ahead: bool) -> None:
+def test_group_preempted_sequences_equal_one_rank(
+    alone: ModelRunner, group: ModelRunner, mode: PreemptionMode, ahead: bool
+) -> None:
     requests = [make_request([10 + number] * 30, f"r{number}", max_tokens=40) for number in range(6)]
     config = {"preemption_mode": mode, "async_scheduling": ahead}
     expected, found = (answers(runner, requests, **config) for runner in (alone, group))
@@ -166,7 +168,7 @@ def test_preempted_sequences_go_on(alone: ModelRunner, group: ModelRunner, mode:
     assert found.transcript.tokens == expected.transcript.tokens
 
 
-def test_log_probabilities_are_those_of_one_rank(alone: ModelRunner, group: ModelRunner) -> None:
+def test_group_logprobs_equal_one_rank(alone: ModelRunner, group: ModelRunner) -> None:
     requests = [
         *requests_of(5, max_tokens=6, logprobs=3, prompt_logprobs=2),
         make_request(11, "plain", max_tokens=6),
@@ -175,7 +177,7 @@ def test_log_probabilities_are_those_of_one_rank(alone: ModelRunner, group: Mode
     assert found.transcript.tokens == expected.transcript.tokens
     assert found.logprobs.keys() == expected.logprobs.keys()
     for name, scores in expected.logprobs.items():
-        assert values(found.logprobs[name]) == pytest.approx(values(scores), abs=1e-4)  # fp32, other sums
+        assert values(found.logprobs[name]) == pytest.approx(values(scores), abs=1e-4)  # fp32, other order of sums
     for name, by_index in expected.prompt_logprobs.items():
         assert found.prompt_logprobs[name].keys() == by_index.keys()
         other = found.prompt_logprobs[name].values()
@@ -187,7 +189,7 @@ def values(scores: Iterable[EncodedLogprobs]) -> list[float]:
     return [number for score in decoded_logprobs(list(scores)) for number in (score.logprob, *score.top_logprobs)]
 
 
-def test_followers_have_no_store_and_no_socket_that_listens(group: ModelRunner) -> None:
+def test_followers_have_no_store_and_no_listening_socket(group: ModelRunner) -> None:
     assert isinstance(group.group, RankGroup)
     assert group.group.health().ranks_up == (True,) * (len(group.group.pids) + 1)
     listening = inodes_that_listen()
@@ -198,26 +200,26 @@ def test_followers_have_no_store_and_no_socket_that_listens(group: ModelRunner) 
         assert any(path.startswith("/memfd:pagestream-steps") for path in opened)
 
 
-def test_idle_followers_take_a_hundredth_of_a_core_at_most(group: ModelRunner) -> None:
+def test_followers_idle_use_at_most_1_percent_of_a_core(group: ModelRunner) -> None:
     assert isinstance(group.group, RankGroup)
     for pid in group.group.pids:
         assert least_share(partial(cpu_seconds, pid), at_most=0.01) <= 0.01
 
 
-def test_followers_have_unpickled_nothing(group: ModelRunner, unpickled: Path) -> None:
-    """In all that the tests above had them do."""
+def test_followers_unpickle_nothing(group: ModelRunner, unpickled: Path) -> None:
+    """Covers everything that the tests above made them do."""
     answers(group, requests_of(2, max_tokens=4))
-    told = unpickled.read_text().splitlines()
-    assert len(told) >= 1 and set(told) == {"begins"}
+    logged = unpickled.read_text().splitlines()
+    assert len(logged) >= 1 and set(logged) == {"begins"}
 
 
 def inodes_that_listen() -> set[str]:
-    """As /proc/PID/fd has them."""
+    """Return the inodes in the format of /proc/PID/fd."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
 
 
 def mapped_names(pid: int) -> set[str]:
-    """The parts of the paths of all files that the process has mapped: native modules' packages are among them."""
+    """Return the path parts of all mapped files; they include the packages of native modules."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {part for line in lines for part in line.split("/")[1:]}

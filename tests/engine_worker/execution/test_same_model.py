@@ -1,4 +1,4 @@
-"""Ranks of a group refuse to start with different files."""
+"""Ranks of a group refuse to start with different model files."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from engine_worker.execution.same_model import check_same_model
 
 
 class TwoRanks:
-    """Compares the own number with that of another rank."""
+    """Compares its own checksum with that of another rank."""
 
     def __init__(self, other: int | None = None) -> None:
         self.rank, self.size, self.other, self.own = 0, 2, other, 0
@@ -29,7 +29,7 @@ def compared(directory: Path, other: int | None = None) -> int:
 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json", "model.safetensors"])
-def test_ranks_with_another_file_are_refused(tmp_path: Path, file: str) -> None:
+def test_same_model_different_file_is_refused(tmp_path: Path, file: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"w": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
     first = compared(tmp_path)

@@ -1,3 +1,5 @@
+"""The sampler: exact distributions, greedy ties, penalties, reproducible draws, and logprobs."""
+
 import math
 from typing import Any
 
@@ -37,7 +39,7 @@ def random_logits(rows: int, vocab_size: int = VOCAB_SIZE, scale: float = 2.0, s
 
 
 def draws(logits: torch.Tensor, **kwargs: Any) -> np.ndarray:
-    """How often each token came, over NUM_DRAWS seeds."""
+    """Return how often each token was drawn with NUM_DRAWS seeds."""
     sequences = [sequence(str(seed), seed=seed, **kwargs) for seed in range(NUM_DRAWS)]
     token_ids, failures = sample(logits.expand(NUM_DRAWS, -1), sequences)
     assert not failures
@@ -45,7 +47,7 @@ def draws(logits: torch.Tensor, **kwargs: Any) -> np.ndarray:
 
 
 def reference_distribution(logits: torch.Tensor, seq: Sequence) -> np.ndarray:
-    """The distribution by the definitions, one token at a time, in float64."""
+    """Compute the distribution from the definitions, one token at a time, in float64."""
     s = seq.sampling
     scores = logits.double().numpy().copy()
     if len(seq.output_token_ids) < s.min_tokens:
@@ -73,8 +75,8 @@ def reference_distribution(logits: torch.Tensor, seq: Sequence) -> np.ndarray:
 
 
 def assert_drawn_from(counts: np.ndarray, expected: np.ndarray) -> None:
-    """Chi-square goodness of fit; tokens expected less than 5 times are one cell. 5 sigma: seeds are fixed anyway."""
-    assert not counts[expected == 0].any(), "a token was drawn that must not be"
+    """Check the chi-square goodness of fit within 5 sigma. Tokens expected less than 5 times form one cell."""
+    assert not counts[expected == 0].any(), "a token with probability 0 was drawn"
     expected = expected * counts.sum()
     rare = expected < 5
     observed_cells = np.append(counts[~rare], counts[rare].sum())
@@ -116,20 +118,20 @@ def assert_drawn_from(counts: np.ndarray, expected: np.ndarray) -> None:
     ],
     ids=str,
 )
-def test_draws_follow_the_exact_distribution(params: dict[str, Any]) -> None:
+def test_sampler_draws_follow_exact_distribution(params: dict[str, Any]) -> None:
     logits = random_logits(1)[0]
     assert_drawn_from(draws(logits, **params), reference_distribution(logits, sequence(**params)))
 
 
-def test_nucleus_wider_than_the_first_sort_is_exact() -> None:
-    """top-p over 1500 nearly equal tokens needs most of them: the sort grows (128, 1024, all) until it has them."""
+def test_sampler_wide_nucleus_is_exact() -> None:
+    """top-p over 1500 similar tokens needs most of them: the sort grows (128, 1024, all) until it has enough."""
     logits = random_logits(1, vocab_size=1500, scale=0.1)[0]
     expected = reference_distribution(logits, sequence(top_p=0.9))
     assert (expected > 0).sum() > 1024
     assert_drawn_from(draws(logits, top_p=0.9), expected)
 
 
-def test_rows_with_narrow_and_wide_nucleus_in_one_batch() -> None:
+def test_sampler_narrow_and_wide_nucleus_in_one_batch() -> None:
     logits = torch.cat([random_logits(1, 5000, scale=0.1), random_logits(1, 5000, scale=6.0)])
     together = [sequence("wide", top_p=0.9, seed=3), sequence("narrow", top_p=0.9, seed=4)]
     token_ids, _ = sample(logits, together)
@@ -137,7 +139,7 @@ def test_rows_with_narrow_and_wide_nucleus_in_one_batch() -> None:
     assert token_ids == alone
 
 
-def test_greedy_takes_the_argmax_and_the_first_of_equals() -> None:
+def test_sampler_greedy_takes_first_argmax() -> None:
     logits = random_logits(4)
     logits[3, [20, 200]] = 50.0
     token_ids, failures = sample(logits, [sequence(str(row), temperature=0.0) for row in range(4)])
@@ -145,7 +147,7 @@ def test_greedy_takes_the_argmax_and_the_first_of_equals() -> None:
     assert token_ids[3] == 20
 
 
-def test_greedy_obeys_penalties_bias_and_min_tokens() -> None:
+def test_sampler_greedy_applies_penalties_bias_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [EOS, 10, 11, 12]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
 
@@ -164,21 +166,21 @@ def test_greedy_obeys_penalties_bias_and_min_tokens() -> None:
     assert greedy(presence_penalty=0.6, output=[EOS, EOS]) == EOS
 
 
-def test_repetition_penalty_pushes_a_negative_logit_down() -> None:
+def test_repetition_penalty_lowers_negative_logit() -> None:
     logits = torch.full((1, VOCAB_SIZE), -10.0)
     logits[0, [10, 11]] = torch.tensor([-1.0, -1.4])
     seq = sequence(temperature=0.0, repetition_penalty=1.5, prompt=[10])
     assert sample(logits, [seq])[0] == [11]
 
 
-def test_frequency_and_presence_leave_the_prompt_alone() -> None:
+def test_output_penalties_ignore_the_prompt() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 10] = 9.0
     seq = sequence(temperature=0.0, repetition_penalty=1.01, presence_penalty=10.0, frequency_penalty=10.0, prompt=[10])
     assert sample(logits, [seq])[0] == [10]
 
 
-def test_sampling_leaves_the_logits_as_they_are() -> None:
+def test_sampler_does_not_change_logits() -> None:
     logits = random_logits(2)
     before = logits.clone()
     sample(logits, [sequence("a", top_p=0.5, repetition_penalty=2.0), sequence("b", temperature=0.0)])
@@ -198,7 +200,7 @@ def mixed_batch() -> list[Sequence]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_batch_composition_and_slot_do_not_matter(dtype: torch.dtype) -> None:
+def test_sampler_result_is_independent_of_batch_and_slot(dtype: torch.dtype) -> None:
     sequences, logits = mixed_batch(), random_logits(7).to(dtype)
     alone = [sample(logits[row : row + 1], [seq])[0][0] for row, seq in enumerate(sequences)]
     for order in (list(range(7)), [6, 2, 0, 4, 1, 5, 3], [3, 4], [1, 5]):
@@ -206,7 +208,7 @@ def test_batch_composition_and_slot_do_not_matter(dtype: torch.dtype) -> None:
         assert token_ids == [alone[row] for row in order]
 
 
-def test_a_resumed_sequence_continues_as_if_nothing_had_happened() -> None:
+def test_sampler_resumed_sequence_continues_unchanged() -> None:
     logits = random_logits(40)
 
     def run(seq: Sequence, start: int) -> list[int]:
@@ -228,7 +230,7 @@ def test_a_resumed_sequence_continues_as_if_nothing_had_happened() -> None:
     assert resumed == undisturbed
 
 
-def test_each_index_and_each_seed_has_its_own_draw() -> None:
+def test_sampler_each_index_and_seed_has_its_own_draw() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     by_index = [sample(logits, [sequence(seed=1, output=[0] * n)])[0][0] for n in range(64)]
     by_seed = [sample(logits, [sequence(seed=n)])[0][0] for n in range(64)]
@@ -237,14 +239,14 @@ def test_each_index_and_each_seed_has_its_own_draw() -> None:
     assert len(set(by_seed)) > 48
 
 
-def test_the_stream_of_a_seed_is_pinned() -> None:
-    """A release that draws other tokens for a seed breaks resume across versions: change this only on purpose."""
+def test_sampler_stream_of_a_seed_is_pinned() -> None:
+    """Other tokens for the same seed would break resume between versions. Change this only on purpose."""
     logits = torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / 100
     drawn = [sample(logits, [sequence(seed=42, output=[0] * n)])[0][0] for n in range(8)]
     assert drawn == [99, 272, 244, 287, 130, 156, 252, 52]
 
 
-def test_rows_that_are_not_finite_fail_alone() -> None:
+def test_sampler_non_finite_rows_fail_alone() -> None:
     logits = random_logits(5)
     healthy = logits.clone()
     logits[1, 5], logits[2, 6], logits[3] = math.nan, math.inf, -math.inf
@@ -261,7 +263,7 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
         }
 
 
-def test_masking_every_token_fails_the_row() -> None:
+def test_sampler_fully_masked_row_fails() -> None:
     everything = tuple(range(VOCAB_SIZE))
     sequences = [sequence("all", stop_token_ids=everything, min_tokens=1), sequence("none")]
     token_ids, failures = sample(random_logits(2), sequences)
@@ -270,14 +272,14 @@ def test_masking_every_token_fails_the_row() -> None:
     assert list(failures) == ["all"]
 
 
-def test_a_bias_outside_the_vocabulary_fails_the_row() -> None:
+def test_sampler_bias_outside_vocabulary_fails_row() -> None:
     sequences = [sequence("bad", logit_bias={VOCAB_SIZE: 1.0}), sequence("good", logit_bias={0: 100.0})]
     token_ids, failures = sample(random_logits(2), sequences)
     assert token_ids == [None, 0]
     assert failures == {"bad": "logit_bias: expected token ids below 300, got 300"}
 
 
-def test_a_stop_token_outside_the_vocabulary_changes_nothing() -> None:
+def test_sampler_stop_token_outside_vocabulary_is_ignored() -> None:
     logits = random_logits(1)
     known, unknown = sequence(), sequence(stop_token_ids=(10**6, -1), min_tokens=1, ignore_eos=True)
     assert sample(logits, [known]) == sample(logits, [unknown])
@@ -296,28 +298,28 @@ def test_a_stop_token_outside_the_vocabulary_changes_nothing() -> None:
     ],
     ids=str,
 )
-def test_extreme_values_leave_one_token(params: dict[str, Any]) -> None:
+def test_sampler_extreme_parameters_leave_one_token(params: dict[str, Any]) -> None:
     logits = random_logits(50)
     winner = logits.argmax(-1).tolist() if "logit_bias" not in params else [123] * 50
     token_ids, failures = sample(logits, [sequence(str(row), seed=row, **params) for row in range(50)])
     assert (token_ids, failures) == (winner, {})
 
 
-def test_a_bias_of_minus_100_bans_a_token() -> None:
+def test_sampler_bias_of_minus_100_bans_token() -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[3] = 20.0
     counts = draws(logits, logit_bias={3: -100.0})
     assert counts[3] == 0
 
 
-def test_equal_logits_at_the_edge_of_top_k_are_kept_together() -> None:
+def test_top_k_keeps_ties_at_its_edge() -> None:
     logits = torch.full((VOCAB_SIZE,), -20.0)
     logits[[10, 20, 30]] = 1.0
     assert_drawn_from(draws(logits, top_k=2), np.bincount([10, 20, 30], minlength=VOCAB_SIZE) / 3)
 
 
-def test_sampling_in_three_parts_is_sampling_at_once() -> None:
-    """prepare() sees how many tokens are out, not which: the next step can be prepared before they are known."""
+def test_sampler_three_phases_equal_sample() -> None:
+    """prepare() sees the number of output tokens, not their ids, so it can run before they are known."""
     sequences, logits = [seq for seq in mixed_batch() if not seq.sampling.has_penalties], random_logits(6)
     expected = sampler().sample(logits, sequences)
     for seq in sequences:
@@ -328,7 +330,7 @@ def test_sampling_in_three_parts_is_sampling_at_once() -> None:
     assert tokens.collect() == expected
 
 
-def test_log_probabilities_are_the_models_own_before_anything_changes_them() -> None:
+def test_logprobs_are_computed_before_sampling_changes() -> None:
     logits = random_logits(4)
     changes: dict[str, Any] = {"temperature": 0.5, "logit_bias": {3: 50.0}, "presence_penalty": 1.0, "top_p": 0.5}
     sequences = [
@@ -351,17 +353,17 @@ def test_log_probabilities_are_the_models_own_before_anything_changes_them() -> 
     assert sampler().sample(logits[2:3], sequences[2:3]).logprobs == []
 
 
-def test_of_equal_tokens_the_lowest_is_the_greedy_one() -> None:
+def test_sampler_greedy_tie_takes_lowest_id() -> None:
     logits = torch.zeros(1, 300)
     logits[0, [7, 40, 256]] = 3.0
     assert sample(logits, [sequence("greedy", temperature=0.0)])[0] == [7]
 
 
 @pytest.mark.parametrize("chosen", [7, 40, 256, 299])
-def test_of_equal_log_probabilities_the_chosen_tokens_is_first_then_the_lowest_ids(chosen: int) -> None:
+def test_logprobs_ties_list_chosen_token_then_lowest_ids(chosen: int) -> None:
     logits = torch.zeros(1, 300)
     logits[0, [7, 40, 256]] = 3.0
-    logits[0, 100] = torch.tensor(3.0).nextafter(torch.tensor(4.0))  # one step more is more
+    logits[0, 100] = torch.tensor(3.0).nextafter(torch.tensor(4.0))  # one representable step more
     asked = LogprobRows(torch.tensor([0]), [4], [()], None)
     (found,) = launch_logprobs(logits, torch.tensor([chosen]), asked).to_host().per_row(1)
     assert found is not None
@@ -373,7 +375,7 @@ def test_of_equal_log_probabilities_the_chosen_tokens_is_first_then_the_lowest_i
 
 
 @pytest.mark.parametrize("num_top", [1, 2, 5])
-def test_a_chosen_token_that_ties_with_the_last_of_the_list_is_in_it(num_top: int) -> None:
+def test_logprobs_chosen_token_tying_with_last_is_listed(num_top: int) -> None:
     logits = torch.zeros(1, 300)
     asked = LogprobRows(torch.tensor([0]), [num_top], [()], None)
     (found,) = launch_logprobs(logits, torch.tensor([200]), asked).to_host().per_row(1)

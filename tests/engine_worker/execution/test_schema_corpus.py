@@ -1,4 +1,4 @@
-"""200 schemas of Kubernetes, one of JSONSchemaBench's sources: a random model at temperature 1 keeps to each one."""
+"""200 Kubernetes schemas (a source of JSONSchemaBench): a random model at temperature 1 follows each."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ NUM_SCHEMAS = 200
 
 
 @pytest.mark.timeout(600)
-def test_every_answer_is_of_its_schema(tmp_path: Path) -> None:
+def test_schema_corpus_every_answer_is_valid(tmp_path: Path) -> None:
     directory = write_model_of_words(tmp_path / "tiny", max_position_embeddings=4096, num_hidden_layers=1)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     runner = make_runner(directory, num_blocks=2000, block_size=32)
     taken, _ = followable(kubernetes())
     schemas = spread(taken, NUM_SCHEMAS)
     assert len(schemas) == NUM_SCHEMAS
-    # A random model would hardly ever end a string, a list or an object by itself.
+    # A random model would rarely end a string, a list, or an object.
     ends = {tokenizer.token_to_id(char): bias for char, bias in (('"', 12.0), ("]", 8.0), ("}", -5.0))}
     answers = answer(
         make_engine(runner, max_num_seqs=32, max_num_batched_tokens=256),
@@ -34,4 +34,4 @@ def test_every_answer_is_of_its_schema(tmp_path: Path) -> None:
     )
     assert (answers.invalid, answers.failed) == ([], [])
     assert (answers.valid, answers.cut) == (NUM_SCHEMAS, [])
-    assert answers.tokens > 60 * NUM_SCHEMAS  # few of them are {}
+    assert answers.tokens > 60 * NUM_SCHEMAS  # few answers are {}

@@ -1,4 +1,4 @@
-"""Ranks that share no file and no parent form a group by an address, and give what one rank gives."""
+"""Ranks without a common parent or file system form a group by an address and give the same as one rank."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def left() -> Iterator[None]:
-    """A group that could not load was joined all the same; in a worker its process ends."""
+    """Leave a group that was joined before a failed load. In a worker, its process ends instead."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -64,7 +64,7 @@ def load(model_dir: Path, endpoint: str = "") -> ModelRunner:
 
 
 def start_follower(endpoint: str, model: Path) -> "subprocess.Popen[str]":
-    """As on another host: from another directory, with a model of its own, and nothing inherited."""
+    """Start a follower like on another host: its own directory and model, and nothing inherited."""
     argv = [sys.executable, "-m", "engine_worker.remote_follower", "--rendezvous-endpoint", endpoint]
     argv += ["--rank", "1", "--tensor-parallel-size", "2", "--model", str(model)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
@@ -72,7 +72,7 @@ def start_follower(endpoint: str, model: Path) -> "subprocess.Popen[str]":
 
 
 def start_rank_0(endpoint: str, model: Path) -> "subprocess.Popen[str]":
-    """It loads its part, tells so in a line, and stands there as between two steps."""
+    """Start a process that loads rank 0, prints a line, and then waits like between two steps."""
     code = (
         "import sys; from pathlib import Path; from tests.engine_worker.execution.test_spanning_group import load; "
         "runner = load(Path(sys.argv[1]), sys.argv[2]); print('loaded', flush=True); sys.stdin.read()"
@@ -91,10 +91,10 @@ def requests() -> list[GenerationRequest]:
     return [make_request(length, f"r{length}", max_tokens=12, prompt_logprobs=1) for length in (1, 9, 50)]
 
 
-def test_it_gives_what_one_rank_gives_and_ends_with_rank_0(
+def test_spanning_group_equals_one_rank_and_ends_with_rank_0(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the host's name may be none that it answers to
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may not resolve to a reachable address
     expected = run_engine(load(model_dir), requests(), **CONFIG)
     elsewhere = shutil.copytree(model_dir, tmp_path / "model")
     endpoint = f"127.0.0.1:{free_port()}"
@@ -108,7 +108,7 @@ def test_it_gives_what_one_rank_gives_and_ends_with_rank_0(
     assert "rank 1 of 2: allocate_kv" in log and "rank 1 ends" in log
 
 
-def test_rank_0_hears_of_a_dead_rank_with_the_next_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spanning_group_dead_rank_fails_next_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     endpoint = f"127.0.0.1:{free_port()}"
     follower = start_follower(endpoint, model_dir)
@@ -121,8 +121,8 @@ def test_rank_0_hears_of_a_dead_rank_with_the_next_step(model_dir: Path, monkeyp
     runner.group.close()
 
 
-def test_a_rank_ends_as_soon_as_rank_0_is_killed(model_dir: Path) -> None:
-    """On another host, where no kernel tells it of a parent's death: the connection's end does."""
+def test_spanning_group_rank_ends_when_rank_0_is_killed(model_dir: Path) -> None:
+    """On another host there is no parent-death signal: the closed connection ends the rank."""
     endpoint = f"127.0.0.1:{free_port()}"
     follower, first = start_follower(endpoint, model_dir), start_rank_0(endpoint, model_dir)
     assert first.stdout is not None and first.stdout.readline() == "loaded\n"
@@ -133,7 +133,7 @@ def test_a_rank_ends_as_soon_as_rank_0_is_killed(model_dir: Path) -> None:
     assert follower.returncode == 1 and "rank 1 ends" in log
 
 
-def test_ranks_of_different_models_refuse_each_other(
+def test_spanning_group_different_models_are_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -147,10 +147,10 @@ def test_ranks_of_different_models_refuse_each_other(
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_rank_0_chooses_the_number_format_for_hosts_of_other_kinds(
+def test_spanning_group_rank_0_selects_dtype_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
-    """On a CPU it depends on the host's instructions; sums of two formats are none."""
+    """On a CPU the dtype depends on the host's instructions; ranks must not add different dtypes."""
     model = write_shape(tmp_path / "model", model_type="llama", torch_dtype="bfloat16", **SHAPE)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     first = load_plan(ExecutionSettings(model=model, load_format="dummy", device="cpu", tensor_parallel_size=2))
@@ -161,11 +161,11 @@ def test_rank_0_chooses_the_number_format_for_hosts_of_other_kinds(
 
 
 @pytest.mark.parametrize("endpoint", ["host", "host:0", ":1", "host:65536", "host:x"])
-def test_an_address_that_is_none(tmp_path: Path, endpoint: str) -> None:
+def test_rendezvous_endpoint_invalid_is_refused(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(SettingsError, match="--rendezvous-endpoint: expected HOST:PORT with a port from 1 to 65535"):
         ExecutionSettings(model=tmp_path, tensor_parallel_size=2, rendezvous_endpoint=endpoint)
 
 
-def test_an_address_without_a_group(tmp_path: Path) -> None:
+def test_rendezvous_endpoint_without_group_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="needs --tensor-parallel-size 2 or more"):
         ExecutionSettings(model=tmp_path, rendezvous_endpoint="host:1")

@@ -1,4 +1,4 @@
-"""A worker on a CPU imports at its start what it serves with, and no compiler: those take longer than all the rest."""
+"""A CPU worker imports no compiler at start: those take longer than all other imports."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ print([name for name in sys.argv[2:] if name in sys.modules])
 """
 
 
-def test_a_start_on_a_cpu_imports_no_compiler(tmp_path: Path) -> None:
+def test_cpu_start_imports_no_compiler(tmp_path: Path) -> None:
     directory = write_family(tmp_path, Case("llama"))
     command = [sys.executable, "-c", START, str(directory), *COMPILERS]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""A start's phases are timed as they are reported, on rank 0 and on each follower."""
+"""The phases of a start are timed when they are reported, on rank 0 and on each follower."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ PHASES = {1: [("interpreter", 1.0), ("import", 1.5), ("join", 6.0), ("serve", 9.
 
 
 class Group:
-    """One whose follower has told its phases."""
+    """A group whose follower has reported its phases."""
 
     def health(self) -> GroupHealth:
         return ALONE
@@ -23,9 +23,9 @@ class Group:
     def close(self) -> None: ...
 
 
-def test_phases_last_until_the_next_one_begins() -> None:
+def test_start_times_phase_lasts_until_the_next() -> None:
     now, reported = 1.0, list[tuple[str, float, str]]()
-    times = StartTimes(lambda *told: reported.append(told), clock=lambda: now)
+    times = StartTimes(lambda *report: reported.append(report), clock=lambda: now)
     times("load", 0.0, "torch")
     now = 3.0
     times("load", 0.0, "weights")

@@ -1,4 +1,4 @@
-"""The ring in a memfd: what rank 0 sends arrives whole, in order, and nothing else does."""
+"""The ring buffer in a memfd: messages from rank 0 arrive complete and in order, and corruption is detected."""
 
 import os
 import threading
@@ -37,7 +37,7 @@ def overwrite(sender: RingSender, slot: int, offset: int, what: bytes) -> None:
     os.pwrite(sender.fds(1).memory, what, SIZE * 4096 + slot * SLOT_BYTES + offset)
 
 
-def test_every_follower_reads_every_message_in_order(sender: RingSender, receivers: list[RingReceiver]) -> None:
+def test_channel_every_follower_reads_all_in_order(sender: RingSender, receivers: list[RingReceiver]) -> None:
     messages = [bytes([number % 251]) * (number * 37 % 5000) for number in range(10 * NUM_SLOTS)]
     read: list[list[bytes]] = [[] for _ in receivers]
 
@@ -56,7 +56,7 @@ def test_every_follower_reads_every_message_in_order(sender: RingSender, receive
     assert sender.messages_behind() == [0, 0]
 
 
-def test_rank_0_waits_for_the_slowest_and_counts_it(sender: RingSender, receivers: list[RingReceiver]) -> None:
+def test_channel_rank_0_waits_for_slowest_follower(sender: RingSender, receivers: list[RingReceiver]) -> None:
     fast, slow = receivers
     for number in range(NUM_SLOTS):
         sender.send(b"%d" % number)
@@ -74,7 +74,7 @@ def test_rank_0_waits_for_the_slowest_and_counts_it(sender: RingSender, receiver
 
 
 @pytest.mark.parametrize(
-    ("offset", "what", "told"),
+    ("offset", "what", "error"),
     [
         (0, b"????", r"message 1: its magic is b'\?\?\?\?', not b'PSTP'"),
         (4, b"\x09\x00", "message 1: its version is 9, not 1"),
@@ -85,26 +85,24 @@ def test_rank_0_waits_for_the_slowest_and_counts_it(sender: RingSender, receiver
         (30, b"\x00", r"message 1: its CRC32 is \d+, not \d+"),
     ],
 )
-def test_what_is_not_the_next_message_is_told_with_both_values(
-    sender: RingSender, receivers: list[RingReceiver], offset: int, what: bytes, told: str
+def test_channel_corrupted_message_names_both_values(
+    sender: RingSender, receivers: list[RingReceiver], offset: int, what: bytes, error: str
 ) -> None:
     sender.send(b"0123456789")
     overwrite(sender, 1, offset, what)
-    with pytest.raises(ChannelCorrupted, match=told):
+    with pytest.raises(ChannelCorrupted, match=error):
         receivers[0].receive()
     assert sender.messages_behind() == [1, 1]
 
 
-def test_a_message_that_no_slot_holds_is_refused_and_the_next_one_arrives(
-    sender: RingSender, receivers: list[RingReceiver]
-) -> None:
+def test_channel_too_large_message_is_refused_next_arrives(sender: RingSender, receivers: list[RingReceiver]) -> None:
     with pytest.raises(ValueError, match=f"step of {SLOT_BYTES} bytes: a slot of the channel holds {SLOT_BYTES}"):
         sender.send(bytes(SLOT_BYTES))
     sender.send(bytes(SLOT_BYTES - 24))
     assert len(receivers[0].receive()) == SLOT_BYTES - 24
 
 
-def test_rank_0_hears_what_a_follower_does_and_why_it_ends(sender: RingSender, receivers: list[RingReceiver]) -> None:
+def test_channel_rank_0_sees_phase_and_cause_of_followers(sender: RingSender, receivers: list[RingReceiver]) -> None:
     assert (sender.phase(1), sender.cause(1)) == ("", "")
     receivers[0].enter("allocate_kv")
     receivers[1].enter("load")
@@ -114,23 +112,23 @@ def test_rank_0_hears_what_a_follower_does_and_why_it_ends(sender: RingSender, r
     assert sender.phase(2).startswith("ééé")
 
 
-def test_phases_are_told_with_their_times(sender: RingSender, receivers: list[RingReceiver]) -> None:
+def test_channel_phases_have_times(sender: RingSender, receivers: list[RingReceiver]) -> None:
     before = time.monotonic()
     for phase in ("import", "load", "load", "load", "serve"):
         receivers[0].enter(phase)
     phases = sender.phases(1)
     assert [phase for phase, _ in phases] == ["import", "load", "serve"]
-    assert before - 0.001 <= phases[0][1] <= phases[1][1] <= phases[2][1] <= time.monotonic() + 0.001  # told in ms
+    assert before - 0.001 <= phases[0][1] <= phases[1][1] <= phases[2][1] <= time.monotonic() + 0.001  # stored in ms
 
 
-def test_half_a_phase_is_none(sender: RingSender, receivers: list[RingReceiver]) -> None:
-    """A rank that is killed while it writes leaves one."""
+def test_channel_partial_phase_is_ignored(sender: RingSender, receivers: list[RingReceiver]) -> None:
+    """A rank killed while it writes leaves a partial phase."""
     receivers[0].enter("load")
     receivers[0].enter("x" * 1000)
     assert sender.phase(1) == "load"
 
 
-def test_slots_may_be_made_when_followers_have_begun() -> None:
+def test_channel_slots_can_be_made_after_followers_start() -> None:
     sender = RingSender(2)
     receiver = RingReceiver(sender.fds(1), 1, 2)
     receiver.enter("import")
@@ -142,7 +140,7 @@ def test_slots_may_be_made_when_followers_have_begun() -> None:
     sender.close()
 
 
-def test_the_skew_is_that_of_the_last_follower(sender: RingSender, receivers: list[RingReceiver]) -> None:
+def test_channel_skew_is_that_of_last_follower(sender: RingSender, receivers: list[RingReceiver]) -> None:
     fast, slow = receivers
     assert sender.skew_seconds() == 0.0
     for number in range(2 * NUM_SLOTS):
@@ -156,7 +154,7 @@ def test_the_skew_is_that_of_the_last_follower(sender: RingSender, receivers: li
         assert 0.002 <= sender.skew_seconds() < 10.0
 
 
-def test_a_follower_without_messages_takes_no_processor(sender: RingSender, receivers: list[RingReceiver]) -> None:
+def test_channel_idle_follower_uses_no_cpu(sender: RingSender, receivers: list[RingReceiver]) -> None:
     thread = threading.Thread(target=receivers[0].receive)
     thread.start()
     used = least_share(lambda: cpu_seconds(os.getpid(), thread.native_id), at_most=0.01, window_seconds=0.5)
@@ -166,14 +164,14 @@ def test_a_follower_without_messages_takes_no_processor(sender: RingSender, rece
     assert used <= 0.01
 
 
-def test_a_channel_takes_the_memory_that_was_written(sender: RingSender) -> None:
+def test_channel_memory_is_allocated_on_write(sender: RingSender) -> None:
     large = RingSender(2)
     large.make_slots(1 << 30)
     assert os.fstat(large.fds(1).memory).st_blocks * 512 <= 1 << 16
     large.close()
 
 
-def test_messages_come_back_as_they_were(tmp_path: os.PathLike[str]) -> None:
+def test_channel_messages_survive_serialization(tmp_path: os.PathLike[str]) -> None:
     settings = ExecutionSettings(model=tmp_path, tensor_parallel_size=2, max_num_seqs=7)  # type: ignore[arg-type]
     assert start_of(encode(GroupStart(settings))).settings == settings
     moves = Transfers([BlockCopy(1, 2)], [BlockCopy(3, 4)], [BlockCopy(5, 6)], batch_number=9)
@@ -186,7 +184,7 @@ def test_messages_come_back_as_they_were(tmp_path: os.PathLike[str]) -> None:
     assert np.array_equal(found.step.query_start_loc, EMPTY.query_start_loc)
 
 
-def test_a_message_out_of_its_turn_is_refused(tmp_path: os.PathLike[str]) -> None:
+def test_channel_message_out_of_order_is_refused(tmp_path: os.PathLike[str]) -> None:
     start = encode(GroupStart(ExecutionSettings(model=tmp_path)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only once"):
         work_of(start)

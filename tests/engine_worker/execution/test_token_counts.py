@@ -1,4 +1,4 @@
-"""The counts of penalized sequences follow their tokens, whoever drew them and wherever the rows lie."""
+"""Token counts of penalized sequences follow their tokens, for drawn and known tokens and for any row."""
 
 from collections import Counter
 from typing import Any
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def counts_of(counts: PenaltyCounts, number: int = 0) -> list[tuple[Counter[int], set[int]]]:
-    """Output counts and prompt of each row of a piece."""
+    """Return the output counts and prompt tokens of each row of a piece."""
     rows = counts.pieces[number]
     found = rows.counts[rows.count_rows].int()
     return [
@@ -38,7 +38,7 @@ def draw(counts: PenaltyCounts, token_id: int, num_rows: int) -> None:
         rows.count(torch.full((num_rows,), token_id))
 
 
-def test_drawn_tokens_are_counted_before_the_host_knows_them() -> None:
+def test_counts_drawn_token_is_counted_before_host_knows_it() -> None:
     sequence = penalized("a", [1, 2, 2], [7])
     counts = PenaltyCounts(VOCAB_SIZE, 1, CPU)
     counts.follow([make_sequence(3), sequence])
@@ -48,7 +48,7 @@ def test_drawn_tokens_are_counted_before_the_host_knows_them() -> None:
     assert counts_of(counts) == [(Counter({7: 1, 9: 1}), {1, 2})]
 
 
-def test_only_a_repetition_penalty_counts_the_prompt() -> None:
+def test_counts_prompt_only_with_repetition_penalty() -> None:
     sequences = [penalized("a", [1, 2], [1, 7, 7], repetition_penalty=1.0, presence_penalty=0.5)]
     counts = PenaltyCounts(VOCAB_SIZE, 1, CPU)
     counts.follow(sequences)
@@ -56,8 +56,8 @@ def test_only_a_repetition_penalty_counts_the_prompt() -> None:
     assert counts_of(counts) == [(Counter({1: 1, 7: 2}), set())]
 
 
-def test_a_sequence_that_comes_back_is_counted_again() -> None:
-    """As after a preemption: its row belonged to another one meanwhile."""
+def test_counts_returning_sequence_is_counted_again() -> None:
+    """As after a preemption: another sequence used its row meanwhile."""
     first, second = penalized("a", [3], [4, 4]), penalized("b", [5], [6])
     counts = PenaltyCounts(VOCAB_SIZE, 1, CPU)
     for sequence in (first, second, first):
@@ -66,7 +66,7 @@ def test_a_sequence_that_comes_back_is_counted_again() -> None:
     assert counts_of(counts) == [(Counter({4: 2}), {3})]
 
 
-def test_rows_stay_while_others_come_and_go() -> None:
+def test_counts_rows_are_stable_while_batch_changes() -> None:
     sequences = [penalized(str(number), [number], [40 + number]) for number in range(6)]
     counts = PenaltyCounts(VOCAB_SIZE, 4, CPU)
     for batch in ([0, 1, 2, 3], [1, 3], [3, 4, 1, 5], [2, 0, 1]):
@@ -79,7 +79,7 @@ def test_rows_stay_while_others_come_and_go() -> None:
             sequence.output_token_ids.append(39)
 
 
-def test_choices_of_a_request_send_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_parallel_samples_send_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(token_counts, "recount", lambda counts, rows, token_ids, spans: sent.append(len(token_ids)))
     prompt = list(range(30))
@@ -89,7 +89,7 @@ def test_choices_of_a_request_send_their_prompt_once(monkeypatch: pytest.MonkeyP
     assert sent == [30 + 4]
 
 
-def test_many_tokens_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_many_tokens_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_counts, "_TOKENS_AT_ONCE", 5)
     sequences = [penalized(str(number), [number] * 3, [number] * 2) for number in range(3)]
     counts = PenaltyCounts(VOCAB_SIZE, 3, CPU)

@@ -1,4 +1,4 @@
-"""Allowed tokens, bad words and named log-probabilities: of one row, and through preemption and a takeover."""
+"""Allowed tokens, bad words, and named logprobs: for one row, and through preemption and takeover."""
 
 import math
 from pathlib import Path
@@ -21,8 +21,8 @@ from tests.engine_worker.execution.reference import (
 )
 from tests.tiny_model import IM_END, VOCAB_SIZE
 
-WORDS = 100  # of a vocabulary that is no multiple of 32
-LOGITS = -torch.arange(WORDS, dtype=torch.float32)[None]  # token 0 is the likeliest, then 1, 2, ...
+WORDS = 100  # not a multiple of 32
+LOGITS = -torch.arange(WORDS, dtype=torch.float32)[None]  # token 0 is the most likely, then 1, 2, ...
 
 
 def chosen(output: tuple[int, ...] = (), **sampling: Any) -> int | None:
@@ -34,15 +34,15 @@ def chosen(output: tuple[int, ...] = (), **sampling: Any) -> int | None:
     return token_id
 
 
-def test_only_allowed_tokens_are_sampled() -> None:
+def test_allowed_tokens_are_the_only_ones_sampled() -> None:
     assert chosen(allowed_token_ids=(98, 31, 64)) == 31
     assert chosen(allowed_token_ids=(98,), logit_bias={5: 100.0}) == 98
-    assert chosen(allowed_token_ids=(99, 40), min_tokens=1) == 40  # 99 ends the text
+    assert chosen(allowed_token_ids=(99, 40), min_tokens=1) == 40  # 99 is EOS
     drawn = {chosen(allowed_token_ids=(3, 96), temperature=50.0, seed=seed) for seed in range(40)}
     assert drawn == {3, 96}
 
 
-def test_rows_have_their_own_tokens_and_leave_the_logits_alone() -> None:
+def test_token_rules_apply_per_row_and_keep_logits() -> None:
     logits = LOGITS.repeat(4, 1)
     sequences = [
         make_sequence(3),
@@ -69,25 +69,25 @@ def test_rows_have_their_own_tokens_and_leave_the_logits_alone() -> None:
         ((6, 5), ((5, 0), (5, 1), (6, 5, 2)), 3),
     ],
 )
-def test_a_bad_word_is_never_completed(
+def test_bad_word_is_never_completed(
     output: tuple[int, ...], words: tuple[tuple[int, ...], ...], expected: int
 ) -> None:
     assert chosen(output, bad_words=words) == expected
 
 
-def test_a_word_is_not_found_across_the_prompts_end() -> None:
+def test_bad_word_across_prompt_end_is_not_matched() -> None:
     sequence = make_sequence([5], bad_words=((5, 0),))
     assert Sampler(WORDS, [99], max_num_seqs=8).sample(LOGITS, [sequence]).token_ids == [0]
 
 
-def test_a_token_in_flight_begins_a_word() -> None:
+def test_bad_word_can_begin_with_token_in_flight() -> None:
     sampler, sequence = Sampler(WORDS, [99], max_num_seqs=8), make_sequence(3, bad_words=((0, 0),))
     first = sampler.launch(LOGITS, sampler.prepare([sequence], [0]))
-    second = sampler.launch(LOGITS, sampler.prepare([sequence], [1]))  # before the first one is in the output
+    second = sampler.launch(LOGITS, sampler.prepare([sequence], [1]))  # before the first token is in the output
     assert (first.collect().token_ids, second.collect().token_ids) == ([0], [1])
 
 
-def test_both_masks_hold_beside_a_grammar(model_dir: Path) -> None:
+def test_token_rules_combine_with_grammar(model_dir: Path) -> None:
     runner = make_runner(model_dir, num_blocks=50, block_size=8)
     grammar = Grammar(GrammarKind.REGEX, "[abc]{20}")
     a, b, c = 67, 68, 69
@@ -99,7 +99,7 @@ def test_both_masks_hold_beside_a_grammar(model_dir: Path) -> None:
     assert not has(tokens, (a, a))
 
 
-def test_named_tokens_take_the_place_of_the_likeliest() -> None:
+def test_named_logprobs_replace_top_logprobs() -> None:
     sequences = [
         make_sequence(3, logprobs=0, logprob_token_ids=(50, 2, 9)),
         make_sequence(3, logprobs=2),
@@ -133,7 +133,7 @@ def runner(model_dir: Path) -> ModelRunner:
 
 
 def requests(words: tuple[tuple[int, ...], ...] = ()) -> list[GenerationRequest]:
-    """Few tokens to choose from, so that every word would come again."""
+    """Return requests with few allowed tokens, so that every bad word would occur again."""
     sampling = {"temperature": 1.0, "max_tokens": NUM_TOKENS, "n": 3, "allowed_token_ids": tuple(range(100, 108))}
     return [make_request(PROMPT, name, seed=seed, bad_words=words, **sampling) for seed, name in enumerate("abcd")]
 
@@ -148,7 +148,7 @@ def choices(transcript: Transcript) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def words(runner: ModelRunner) -> tuple[tuple[int, ...], ...]:
-    """A pair and a triple that are written where nothing forbids them."""
+    """Return a pair and a triple that occur in outputs without bad words."""
     free = choices(run_engine(runner, requests(), **CONFIG))
     pair, triple = tuple(free[0][:2]), tuple(free[1][:3])
     assert all({100, 101, 102, 103, 104, 105, 106, 107}.issuperset(tokens) for tokens in free)
@@ -160,16 +160,16 @@ def expected(runner: ModelRunner, words: tuple[tuple[int, ...], ...]) -> Transcr
     return run_engine(runner, requests(words), **CONFIG)
 
 
-def test_no_choice_has_a_bad_word(expected: Transcript, words: tuple[tuple[int, ...], ...]) -> None:
+def test_bad_words_never_occur_in_sequences(expected: Transcript, words: tuple[tuple[int, ...], ...]) -> None:
     for tokens in choices(expected):
         assert len(tokens) == NUM_TOKENS and {*range(100, 108)}.issuperset(tokens)
         assert not any(has(tokens, word) for word in words)
     assert {end.reason for end in expected.ends.values() if isinstance(end, FinishEvent)} == {FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one ahead"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_host_blocks", [0, 96], ids=["recompute", "swap"])
-def test_preemption_changes_nothing(
+def test_token_rules_preemption_does_not_change_outputs(
     model_dir: Path, expected: Transcript, words: tuple[tuple[int, ...], ...], num_host_blocks: int, ahead: bool
 ) -> None:
     runner = make_runner(model_dir, num_blocks=60, block_size=8, num_host_blocks=num_host_blocks)
@@ -180,7 +180,7 @@ def test_preemption_changes_nothing(
     assert choices(found) == choices(expected)
 
 
-def test_a_resumed_request_goes_on_as_it_would_have(
+def test_token_rules_resumed_request_continues_unchanged(
     runner: ModelRunner, expected: Transcript, words: tuple[tuple[int, ...], ...]
 ) -> None:
     whole = [expected.choice("b", choice) for choice in range(3)]
@@ -205,7 +205,7 @@ def test_a_resumed_request_goes_on_as_it_would_have(
         ({"allowed_token_ids": (5,), "bad_words": ((5,),)}, "all are masked"),
     ],
 )
-def test_what_cannot_be_followed_ends_its_request_alone(
+def test_token_rules_invalid_end_only_their_request(
     runner: ModelRunner, sampling: dict[str, Any], problem: str
 ) -> None:
     good = make_request(PROMPT, "good", allowed_token_ids=(30,))

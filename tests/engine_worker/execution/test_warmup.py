@@ -1,4 +1,4 @@
-"""A worker's start runs each form of a step once, and nothing beyond the bounds of a step."""
+"""The warmup runs each form of a step once, within the step's bounds."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +13,7 @@ from kernels.attention.decode_shares import H200_CONFIGS, share_config
 
 
 class RecordingRunner:
-    """It has the sizes of a runner, and keeps the batches that it is given."""
+    """Has the sizes of a runner and records its batches."""
 
     max_model_len, num_blocks, block_size = 2048, 1000, 16
     model_spec = SimpleNamespace(vocab_size=1000)
@@ -38,7 +38,7 @@ def num_prompts(batch: ScheduledBatch) -> int:
     return sum(sequence.num_new_tokens > 1 for sequence in batch.sequences)
 
 
-def test_every_form_of_the_decode_kernel_runs_alone_and_beside_a_prompt() -> None:
+def test_warmup_runs_every_decode_kernel_form() -> None:
     batches = warmed_up("cuda", max_num_seqs=256, max_num_batched_tokens=8192)
     for prompts in (0, 1):
         sizes = [len(one.sequences) for one in batches if num_prompts(one) == prompts and len(one.sequences) > prompts]
@@ -47,7 +47,7 @@ def test_every_form_of_the_decode_kernel_runs_alone_and_beside_a_prompt() -> Non
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(1, 1), (1, 16), (2, 2), (3, 64), (64, 65)])
-def test_no_step_is_beyond_its_bounds(device_type: str, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+def test_warmup_steps_stay_within_bounds(device_type: str, max_num_seqs: int, max_num_batched_tokens: int) -> None:
     bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     for batch in warmed_up(device_type, **bounds):
         assert len(batch.sequences) <= max_num_seqs and batch.num_tokens <= max_num_batched_tokens

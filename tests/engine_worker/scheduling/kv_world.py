@@ -1,8 +1,8 @@
-"""A KV cache manager together with the memory it manages, driven by single operations that a test may order at will.
+"""A KV cache manager with the memory it manages, driven by single operations in any order.
 
-A slot's content is a hash of all tokens up to its own, as a real slot's is: so a block that is shared under a wrong
-prefix, or was not copied, or was given to somebody else too early, is seen by its content. check() runs after every
-operation and holds the manager's counts against the tables, and every computed slot against what it must be.
+A slot contains a hash of all tokens up to its own, like the KV of a real slot. Its content therefore exposes a block
+that is shared for a wrong prefix, not copied, or reused too early. check() runs after every operation and compares the
+manager's counts with the tables and every computed slot with its expected content.
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
 
 _GARBAGE = -1
-NEW_TOKENS = 7  # the most of a sequence in a step, where there is a window
+NEW_TOKENS = 7  # the limit per sequence and step, with a window
 
 
 def contents(token_ids: list[int]) -> list[int]:
-    """What the slots of these tokens hold: each depends on all before it."""
+    """Return the expected slot contents of these tokens; each depends on all tokens before it."""
     return _contents(tuple(token_ids))
 
 
-@lru_cache(maxsize=10_000)  # every sequence is looked at after every operation, and one of ten has changed
+@lru_cache(maxsize=10_000)  # every sequence is checked after every operation; one of ten has changed
 def _contents(token_ids: tuple[int, ...]) -> list[int]:
     values, value = [], 0
     for token_id in token_ids:
@@ -36,7 +36,7 @@ def _contents(token_ids: tuple[int, ...]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A sequence to admit, with output tokens if it was preempted, and how much of it to compute at once."""
+    """A sequence to admit, its output tokens if it was preempted, and how many tokens to compute at once."""
 
     prompt_token_ids: list[int]
     output_token_ids: list[int] = field(default_factory=list)
@@ -53,9 +53,10 @@ class KVWorld:
         num_host_blocks: int = 0,
         window: int = 0,
     ) -> None:
-        """With a host pool, who yields is swapped as long as there is room in it.
+        """Create the manager and its memory.
 
-        With a window, a sequence computes NEW_TOKENS at most in a step.
+        With a host pool, preempted sequences are swapped while the pool has room. With a window, a sequence computes at
+        most NEW_TOKENS per step.
         """
         self.span = KVSpan(block_size, window, NEW_TOKENS)
         host_tier = HostTierConfig(
@@ -90,28 +91,31 @@ class KVWorld:
         return child
 
     def leave(self, sequence: Sequence) -> None:
-        """Finished or aborted: its blocks are given up, wherever they are."""
+        """Free the blocks of a finished or aborted sequence on the device and on the host."""
         (self.running if sequence in self.running else self.swapped).remove(sequence)
         self.manager.free(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """One step in which nothing happens but this."""
+        """Run one step that only preempts `sequence`."""
         self.manager.release_outside_window()
         self._preempt(sequence)
         self._execute([])
 
     def _preempt(self, sequence: Sequence) -> None:
-        """By recompute it leaves: the test may admit it again."""
+        """Preempt; with recompute the sequence leaves, and a test may admit it again."""
         self.running.remove(sequence)
         if self.manager.preempt([sequence]) is PreemptionMode.SWAP:
             self.swapped.append(sequence)
 
     def compute(self, chosen: Iterable[tuple[Sequence, int]], newcomers: Iterable[Newcomer] = ()) -> None:
-        """One step, as the scheduler plans it: room for the chosen sequences, the newest yields where there is none;
-        then what each computes, so many tokens; then newcomers, who may share what this very step computes.
+        """Run one step as the scheduler plans it.
+
+        The chosen sequences get blocks, and the newest is preempted if there are none. Then each computes its number of
+        tokens. Newcomers are admitted last and may share what this step computes.
         """
         self.manager.release_outside_window()
-        chosen = sorted(chosen, key=lambda pair: self.running.index(pair[0]))  # so none yields that has its room
+        # Running order, so that no sequence with allocated blocks is preempted.
+        chosen = sorted(chosen, key=lambda pair: self.running.index(pair[0]))
         for sequence, _ in chosen:
             self._make_room_for(sequence)
         planned = [
@@ -126,7 +130,7 @@ class KVWorld:
         self._execute(planned)
 
     def swap_in(self, chosen: Iterable[Sequence]) -> None:
-        """One step in which these come back, as far as there is room, and nothing is computed."""
+        """Run one step that swaps these sequences in, as long as there is room, and computes nothing."""
         self.manager.release_outside_window()
         for sequence in chosen:
             if self.manager.try_swap_in([sequence]):
@@ -135,12 +139,12 @@ class KVWorld:
         self._execute([])
 
     def check(self) -> None:
-        """Between steps: nothing is planned that was not carried out."""
+        """Check counts and contents between steps, when no planned transfer is open."""
         self.num_operations += 1
         for sequence in self.running:
             self._check_contents(sequence)
-            num_held, most = len(sequence.kv.blocks), self.span.max_blocks(sequence.num_tokens)
-            assert num_held <= most, f"{sequence.request_id} holds {num_held} blocks, where {most} are the most"
+            num_held, max_held = len(sequence.kv.blocks), self.span.max_blocks(sequence.num_tokens)
+            assert num_held <= max_held, f"{sequence.request_id} holds {num_held} blocks; the limit is {max_held}"
         for sequence in self.swapped:
             self._check_contents(sequence, on_host=True)
         self.manager.check_integrity([*self.running, *self.swapped])
@@ -166,7 +170,7 @@ class KVWorld:
         return make_sequence(prompt_token_ids, f"s{self._num_sequences}", output_token_ids=output_token_ids)
 
     def _plan(self, sequence: Sequence, num_tokens: int) -> tuple[Sequence, int, int]:
-        """The sequence, and the positions it computes."""
+        """Return the sequence and the range of positions that it computes."""
         start = sequence.kv.num_computed_tokens
         num_tokens = min(num_tokens, NEW_TOKENS) if self.span.window else num_tokens
         end = start + min(num_tokens, sequence.num_uncomputed_tokens)
@@ -176,7 +180,7 @@ class KVWorld:
         return sequence, start, end
 
     def _execute(self, planned: list[tuple[Sequence, int, int]]) -> None:
-        """Blocks go out before anything else; those that come in do so as late as they may, after the step."""
+        """Execute a step. Blocks are swapped out first and swapped in last, the latest allowed moment."""
         transfers = self.manager.take_transfers()
         copies = transfers.block_copies
         self.num_copies += len(copies)
@@ -194,11 +198,11 @@ class KVWorld:
                 block_id = sequence.kv.block_table[position // self._block_size]
                 self._memory[block_id][position % self._block_size] = values[position]
             sequence.kv.num_computed_tokens = end
-        for sequence, start, _ in planned:  # attention reads all that is before it, or in its window, in this very step
+        for sequence, start, _ in planned:  # attention reads all earlier tokens in its window in this step
             self._check_contents(sequence)
             held = sequence.kv.num_released_blocks * self._block_size
             assert held <= (max(0, start - self.span.window + 1) if self.span.window else 0), (
-                "what is seen was given back"
+                "a block inside the window was released"
             )
         for copy in transfers.swap_in:
             self._memory[copy.target_block_id] = list(self._host_memory[copy.source_block_id])
@@ -210,10 +214,10 @@ class KVWorld:
         first = sequence.kv.num_released_blocks * self._block_size
         slots = [value for block_id in table for value in memory[block_id]]
         expected = contents(sequence.token_ids(0, sequence.kv.num_computed_tokens))
-        assert slots[first : len(expected)] == expected[first:], f"{sequence.request_id} has what is not its own"
+        assert slots[first : len(expected)] == expected[first:], f"{sequence.request_id} has wrong contents"
 
     def _check_published(self, sequence: Sequence, first: int, end: int) -> None:
-        """At this moment; later a block may lose its place to one with the same content that is evicted first."""
+        """Check now: later, an equal block that is evicted first may replace a block in the cache."""
         assert len(sequence.kv.block_hashes) >= end, (
             f"{sequence.request_id} did not publish all of its {end} full blocks"
         )

@@ -1,8 +1,8 @@
-"""Run random schedules with windows, odd budgets and exactly full pools: the long form of `test_random_schedules`.
+"""Run many random schedules with windows, odd budgets, and full pools: the long form of `test_random_schedules`.
 
     python -m tests.engine_worker.scheduling.random_schedules --count 4000 --first-seed 100000
 
-Each seed is one schedule; the first failure stops the run and names its seed.
+Each seed is one schedule. The first failure stops the run and prints its seed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A short request starts within a few steps beside requests of many sequences, on a worker of 64 running slots."""
+"""Admission: a short request starts within a few steps beside requests of many sequences, with 64 running slots."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from shared.messages import FinishEvent, GenerationRequest
 from tests.builders import FakeModelRunner, Transcript, expected_beams, expected_output, make_engine, make_request
 
 SHAPE: dict[str, Any] = {"num_blocks": 6001, "block_size": 16}
-MAX_STEPS = 10  # until a one-token request starts
+MAX_STEPS = 10  # until a one-token request finishes
 
 
 class Served:
-    """An engine with 64 slots, and what its clients got."""
+    """An engine with 64 slots and the events that its clients received."""
 
     def __init__(self, *, async_scheduling: bool) -> None:
         self.engine: Engine = make_engine(
@@ -47,7 +47,7 @@ class Served:
         raise AssertionError(f"{request.request_id} did not end")
 
     def check_tokens(self) -> None:
-        """Run to the end: each request got what it gets alone."""
+        """Run to the end and compare each output with that of the request alone."""
         while self.engine.has_work:
             self.step()
         for request in self.requests:
@@ -60,12 +60,12 @@ class Served:
             assert [self.transcript.choice(request.request_id, choice) for choice in choices] == expected
 
 
-@pytest.fixture(params=[False, True], ids=["in_turn", "ahead"])
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
 def served(request: pytest.FixtureRequest) -> Served:
     return Served(async_scheduling=request.param)
 
 
-def test_a_short_request_starts_beside_many_choices(served: Served) -> None:
+def test_short_request_starts_beside_many_parallel_samples(served: Served) -> None:
     for _ in range(8):
         served.add(40, max_tokens=120)
     served.step(3)
@@ -76,7 +76,7 @@ def test_a_short_request_starts_beside_many_choices(served: Served) -> None:
     served.check_tokens()
 
 
-def test_a_short_request_starts_beside_wide_beams(served: Served) -> None:
+def test_short_request_starts_beside_wide_beams(served: Served) -> None:
     for _ in range(8):
         served.add(40, max_tokens=120)
     served.step(3)
@@ -86,7 +86,7 @@ def test_a_short_request_starts_beside_wide_beams(served: Served) -> None:
     served.check_tokens()
 
 
-def test_a_short_request_starts_before_beams_that_wait(served: Served) -> None:
+def test_short_request_starts_before_waiting_beams(served: Served) -> None:
     streams = [served.add(40, max_tokens=40 + 3 * number) for number in range(64)]
     served.step(12)
     assert served.engine.stats().num_running == 64
@@ -96,12 +96,12 @@ def test_a_short_request_starts_before_beams_that_wait(served: Served) -> None:
     served.steps_until(streams[0])
     assert served.steps_until(short) <= MAX_STEPS
     later = [served.add(10, max_tokens=200) for _ in range(64)]
-    served.steps_until(beams)  # and the later ones did not keep it out
+    served.steps_until(beams)  # the later requests did not delay the beams
     assert sum(request.request_id in served.transcript.ends for request in later) == 0
     served.check_tokens()
 
 
-def test_waiting_beams_get_every_second_slot(served: Served) -> None:
+def test_waiting_beams_reserve_every_second_free_slot(served: Served) -> None:
     streams = [served.add(4, max_tokens=20 + number) for number in range(64)]
     served.step(2)
     beams = served.add(4, use_beam_search=True, beam_width=8, n=8, max_tokens=2)
@@ -112,7 +112,7 @@ def test_waiting_beams_get_every_second_slot(served: Served) -> None:
     assert 15 <= num_ended <= 20 and 7 <= num_started <= 10
 
 
-def test_a_resumed_choice_does_not_score_the_prompt(served: Served) -> None:
+def test_resumed_sequence_does_not_recompute_prompt_logprobs(served: Served) -> None:
     request = served.add(40, n=3, max_tokens=5, temperature=1.0, prompt_logprobs=1)
     num_scores = 0
     while served.engine.has_work:

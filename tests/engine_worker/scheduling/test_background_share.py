@@ -1,4 +1,4 @@
-"""What a batch leaves to those who wait: seats, the steps of their prompts, short steps, blocks."""
+"""What batch requests leave to interactive ones: running slots, prefill steps, short steps, and KV blocks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SETTINGS: dict[str, Any] = {"num_blocks": 401, "block_size": 4, "max_num_seqs": 
 
 
 class Watched:
-    """An engine, and what its last step computed: tokens by request id."""
+    """An engine that records the tokens of its last step by request id."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
@@ -26,7 +26,7 @@ class Watched:
         self.tokens = {item.sequence.request_id: item.num_new_tokens for item in batch.sequences}
 
     def add(self, *names: str, prompt: int = 8) -> None:
-        """Those of `b...` are in the background."""
+        """Add requests; names that begin with "b" are batch requests."""
         for name in names:
             request: GenerationRequest = make_request(prompt, name, max_tokens=40, ignore_eos=True)
             self.engine.add_request(
@@ -39,7 +39,7 @@ class Watched:
         return self.tokens
 
 
-def test_alone_a_batch_takes_three_quarters_of_the_seats() -> None:
+def test_batch_alone_takes_three_quarters_of_slots() -> None:
     watched = Watched()
     assert (watched.engine.claim_budget.room, watched.engine.background_claim_budget.room) == (32, 24)
     watched.add(*(f"b{number}" for number in range(26)), prompt=4)
@@ -47,20 +47,20 @@ def test_alone_a_batch_takes_three_quarters_of_the_seats() -> None:
     assert (watched.engine.claim_budget.room, watched.engine.background_claim_budget.room) == (8, -2)  # two wait
 
 
-def test_a_prompt_that_waits_has_a_step_without_the_batch() -> None:
+def test_interactive_prompt_gets_a_step_without_batch() -> None:
     watched = Watched()
     watched.add("b0", "b1", "b2")
     watched.step()
     watched.add("b3", "i0")
     assert watched.step() == {"i0": 8}
-    assert watched.step() == {"i0": 1, "b0": 1, "b1": 1}  # a sixteenth of the seats from now on
+    assert watched.step() == {"i0": 1, "b0": 1, "b1": 1}  # from now on a sixteenth of the slots
     watched.add("i1", prompt=200)
     assert watched.step() == {"i0": 1, "i1": 127}
     assert watched.step() == {"i0": 1, "i1": 73}
     assert watched.step() == {"i0": 1, "i1": 1, "b0": 1, "b1": 1}
 
 
-def test_prompts_of_a_batch_are_cut_small_beside_others() -> None:
+def test_batch_prompt_beside_interactive_is_chunked_small() -> None:
     watched = Watched()
     watched.add("i0")
     watched.step()
@@ -68,7 +68,7 @@ def test_prompts_of_a_batch_are_cut_small_beside_others() -> None:
     assert [watched.step()["b0"] for _ in range(5)] == [8, 8, 8, 6, 1]
 
 
-def test_one_alone_in_its_class_runs_whatever_it_asks_for() -> None:
+def test_single_batch_request_runs_whatever_its_size() -> None:
     watched = Watched()
     watched.add("i0")
     watched.step()
@@ -77,17 +77,17 @@ def test_one_alone_in_its_class_runs_whatever_it_asks_for() -> None:
     assert "b0" in watched.step()
 
 
-def test_blocks_are_left_for_those_who_come() -> None:
+def test_batch_leaves_blocks_for_interactive() -> None:
     watched = Watched()
     watched.add(*(f"b{number}" for number in range(10)), prompt=150)  # 38 blocks each
     for _ in range(20):
         watched.step()
-    assert watched.engine.stats().num_waiting == 2  # the ninth would fit, but for the eighth of 400 blocks
+    assert watched.engine.stats().num_waiting == 2  # an eighth of 400 blocks is reserved; the ninth would need it
     watched.add("i0", prompt=100)
     assert watched.step() == {"i0": 100}
 
 
-def test_a_batch_is_alone_again_after_a_while() -> None:
+def test_background_share_grows_after_interactive_ends() -> None:
     config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=128, max_model_len=100)
     share = BackgroundShare(config, num_usable_blocks=80)
     assert (share.num_slots, share.prefill_budget(8), share.reserved_blocks) == (24, 120, 10)

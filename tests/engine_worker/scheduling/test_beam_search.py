@@ -1,4 +1,4 @@
-"""The search over a model that is a table of probabilities; `transformers` judges it in ../execution."""
+"""Beam search over a table of probabilities. ../execution compares it with transformers."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ LogProbs = Callable[[list[int]], list[float]]
 
 
 def search(log_probs: LogProbs, *, stop_token_ids: frozenset[int] = frozenset({STOP_TOKEN}), **sampling: Any) -> Any:
-    """Runs to the end; (answers, number of steps)."""
+    """Run a search to its end and return (answers, number of steps)."""
     params = make_sampling(use_beam_search=True, **{"n": sampling["beam_width"], **sampling})
     beam_search = BeamSearch(params, stop_token_ids, params.max_tokens)
     num_candidates = Sequence("a", [1], params, stop_token_ids).num_beam_candidates
@@ -45,8 +45,8 @@ def random_model(seed: int, vocab_size: int = 6) -> LogProbs:
     return log_probs
 
 
-def test_a_wide_beam_finds_the_most_likely_texts_of_all() -> None:
-    """25 prefixes of two tokens are open at most: a width of 30 leaves nothing out. Padding: 60 candidates a step."""
+def test_beam_search_wide_beam_finds_most_likely_texts() -> None:
+    """At most 25 prefixes of two tokens are open, so a width of 30 prunes nothing. It needs 60 candidates per step."""
     log_probs = random_model(1)
 
     def everything(output: list[int], score: float) -> list[tuple[float, list[int]]]:
@@ -67,12 +67,12 @@ def padded(log_probs: LogProbs, vocab_size: int = 64) -> LogProbs:
 
 
 def chain(*rows: list[float]) -> LogProbs:
-    """Probabilities by length only: token 0 stops."""
+    """Return a model whose probabilities depend only on the length; token 0 stops."""
     return lambda output: [math.log(probability) for probability in rows[len(output)]]
 
 
-def test_an_ended_text_counts_only_among_the_best_width() -> None:
-    """With width 1 the stop token is second best at first: not taken, though 0.45 is more than all that comes."""
+def test_beam_search_stop_outside_best_width_is_ignored() -> None:
+    """With width 1 the stop token ranks second, so it is not taken, although 0.45 exceeds all later results."""
     model = chain([0.45, 0.55], [0.4, 0.6], [0.4, 0.6])
     answers, num_steps = search(model, beam_width=1, max_tokens=3, length_penalty=0.0)
     likelihood: Any = pytest.approx(math.log(0.55 * 0.6 * 0.6))
@@ -81,8 +81,8 @@ def test_an_ended_text_counts_only_among_the_best_width() -> None:
 
 
 @pytest.mark.parametrize(("length_penalty", "tokens"), [(0.0, [0]), (1.0, [1, 1, 1])])
-def test_the_length_penalty_decides_between_short_and_long(length_penalty: float, tokens: list[int]) -> None:
-    """p = 0.45 for the short text, 0.55 * 0.9 * 0.8 = 0.396 for the long: shorter wins by sum, longer by mean."""
+def test_length_penalty_selects_short_or_long_text(length_penalty: float, tokens: list[int]) -> None:
+    """The short text has p = 0.45, the long 0.55 * 0.9 * 0.8 = 0.396: short wins by sum, long by mean."""
     model = chain([0.45, 0.55, 1e-9], [0.1, 0.9, 1e-9], [0.2, 0.8, 1e-9])
     answers, _ = search(model, beam_width=2, n=1, max_tokens=3, length_penalty=length_penalty, early_stopping="never")
     assert answers[0].token_ids == tokens
@@ -91,15 +91,15 @@ def test_the_length_penalty_decides_between_short_and_long(length_penalty: float
 @pytest.mark.parametrize(
     ("stop_at_second", "early_stopping", "length_penalty", "num_steps"),
     [
-        # Two have ended after two steps: [0] with 0.5, and [1, 0].
+        # Two texts have ended after two steps: [0] with 0.5, and [1, 0].
         (0.3, True, 1.0, 2),
-        (0.3, False, 1.0, 6),  # [1, 1, ...] has the better mean all the time
-        (0.3, "never", 0.0, 4),  # 0.5 * 0.65 ** 3 is the first sum below [1, 0]'s 0.15
-        (0.5, False, 1.0, 2),  # mean of log 0.225 over two tokens is below [1, 0]'s of log 0.25
-        (0.5, "never", 1.0, 6),  # over six tokens it would be above
+        (0.3, False, 1.0, 6),  # [1, 1, ...] has the better mean in every step
+        (0.3, "never", 0.0, 4),  # 0.5 * 0.65 ** 3 is the first sum below the 0.15 of [1, 0]
+        (0.5, False, 1.0, 2),  # the mean of log 0.225 over two tokens is below that of log 0.25 for [1, 0]
+        (0.5, "never", 1.0, 6),  # over six tokens the mean would exceed it
     ],
 )
-def test_when_the_search_ends(
+def test_beam_search_early_stopping_sets_number_of_steps(
     stop_at_second: float, early_stopping: Any, length_penalty: float, num_steps: int
 ) -> None:
     second = [stop_at_second, 0.95 - stop_at_second, 0.05]
@@ -108,13 +108,13 @@ def test_when_the_search_ends(
     assert steps == num_steps
 
 
-def test_without_stop_tokens_all_texts_have_full_length() -> None:
+def test_beam_search_without_stop_tokens_has_full_length() -> None:
     answers, num_steps = search(random_model(3), stop_token_ids=frozenset(), beam_width=3, n=2, max_tokens=5)
     assert [(len(answer.token_ids), answer.reason) for answer in answers] == [(5, FinishReason.LENGTH)] * 2
     assert answers[0].score >= answers[1].score and num_steps == 5
 
 
-def test_several_stop_tokens_leave_enough_candidates() -> None:
+def test_beam_search_several_stop_tokens_add_candidates() -> None:
     stops = frozenset({0, 1, 2})
     sampling = make_sampling(use_beam_search=True, beam_width=2, n=2)
     assert Sequence("a", [1], sampling, stops).num_beam_candidates == 8

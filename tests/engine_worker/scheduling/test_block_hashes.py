@@ -1,4 +1,4 @@
-"""Block hashes name a whole prefix, a tenant and a salt, and are computed once."""
+"""Block hashes identify the whole prefix, the tenant, and the salt, and each token is hashed once."""
 
 from hashlib import sha256
 
@@ -17,7 +17,7 @@ def hashed(token_ids: list[int], num_blocks: int, root: bytes = b"") -> list[byt
     return sequence.kv.block_hashes
 
 
-def test_a_hash_covers_every_token_before_it() -> None:
+def test_block_hash_covers_every_token_before_it() -> None:
     tokens = list(range(10, 26))
     base = hashed(tokens, 4)
     for position in range(16):
@@ -26,19 +26,19 @@ def test_a_hash_covers_every_token_before_it() -> None:
         assert equal == [index < position // 4 for index in range(4)]
 
 
-def test_the_bytes_are_sha256_over_parent_and_little_endian_token_ids() -> None:
+def test_block_hash_is_sha256_of_parent_and_token_ids() -> None:
     first = sha256(b"root" + bytes.fromhex("01000000 02000000 03000000 ffffff7f")).digest()
     second = sha256(first + bytes.fromhex("05000000 06000000 07000000 08000000")).digest()
     assert hashed([1, 2, 3, 2**31 - 1, 5, 6, 7, 8], 2, root=b"root") == [first, second]
 
 
-def test_tenant_and_salt_change_every_hash_and_cannot_be_shifted_into_each_other() -> None:
+def test_cache_root_separates_tenant_and_salt() -> None:
     roots = [cache_root(*pair) for pair in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("1:a", "b"))]
     assert len(set(roots)) == len(roots)
     assert cache_root("a", "b") == cache_root("a", "b")
 
 
-def test_prompt_and_output_are_hashed_as_one_and_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_hashes_cover_prompt_and_output_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
 
     def pack(token_ids: list[int]) -> bytes:

@@ -1,4 +1,4 @@
-"""The block pool's counts: ids that go out, references, and what check_integrity() notices."""
+"""The block pool: allocation, references, the prefix cache's blocks, and errors that check_integrity() detects."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID, BlockPool
 from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
 
 
-def test_every_block_but_the_padding_block_is_handed_out_once() -> None:
+def test_pool_allocates_every_block_except_padding_once() -> None:
     pool = BlockPool(num_blocks=6)
     assert pool.allocate(5) == [1, 2, 3, 4, 5]
     assert PADDING_BLOCK_ID not in [1, 2, 3, 4, 5]
     assert (pool.num_usable_blocks, pool.num_free_blocks, pool.num_active_blocks) == (5, 0, 5)
 
 
-def test_the_block_freed_last_goes_out_first() -> None:
+def test_pool_last_freed_block_is_allocated_first() -> None:
     pool = BlockPool(num_blocks=6)
     pool.allocate(4)
     pool.free([2])
@@ -21,7 +21,7 @@ def test_the_block_freed_last_goes_out_first() -> None:
     assert pool.allocate(3) == [4, 2, 5]
 
 
-def test_a_shared_block_is_free_only_after_its_last_reference() -> None:
+def test_pool_shared_block_is_free_after_last_reference() -> None:
     pool = BlockPool(num_blocks=4)
     table = pool.allocate(2)
     pool.share(table)
@@ -34,7 +34,7 @@ def test_a_shared_block_is_free_only_after_its_last_reference() -> None:
     pool.check_integrity([])
 
 
-def test_more_than_is_free_is_refused_and_changes_nothing() -> None:
+def test_pool_too_large_allocation_changes_nothing() -> None:
     pool = BlockPool(num_blocks=4)
     table = pool.allocate(2)
     with pytest.raises(AssertionError, match="2 of 1 free and cached blocks"):
@@ -42,7 +42,7 @@ def test_more_than_is_free_is_refused_and_changes_nothing() -> None:
     pool.check_integrity([table])
 
 
-def test_a_double_free_is_noticed() -> None:
+def test_pool_double_free_is_detected() -> None:
     pool = BlockPool(num_blocks=4)
     table = pool.allocate(1)
     pool.free(table)
@@ -50,7 +50,7 @@ def test_a_double_free_is_noticed() -> None:
         pool.free(table)
 
 
-def test_a_held_block_is_free_only_after_the_release() -> None:
+def test_pool_held_block_is_free_after_release() -> None:
     pool = BlockPool(num_blocks=4)
     pool.allocate(3)
     pool.hold(2)
@@ -63,7 +63,7 @@ def test_a_held_block_is_free_only_after_the_release() -> None:
     assert pool.allocate(1) == [2]
 
 
-def test_a_held_block_that_is_still_in_use_is_not_freed_by_the_release() -> None:
+def test_pool_held_block_in_use_survives_release() -> None:
     pool = BlockPool(num_blocks=4)
     table = pool.allocate(2)
     pool.hold(1)
@@ -71,12 +71,12 @@ def test_a_held_block_that_is_still_in_use_is_not_freed_by_the_release() -> None
     pool.check_integrity([table])
 
 
-def test_a_free_block_cannot_be_held() -> None:
+def test_pool_free_block_cannot_be_held() -> None:
     with pytest.raises(AssertionError, match="not active"):
         BlockPool(num_blocks=4).hold(1)
 
 
-def test_sharing_a_free_block_is_noticed() -> None:
+def test_pool_sharing_free_block_is_detected() -> None:
     with pytest.raises(AssertionError, match="neither active nor cached"):
         BlockPool(num_blocks=4).share([1])
 
@@ -84,20 +84,20 @@ def test_sharing_a_free_block_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([[1]], "references"),  # a table was lost
+        ([[1]], "references"),  # a missing table
         ([[1, 2], [2]], "references"),  # a block in two tables with one reference
-        ([[1, 3]], "references in the block tables"),  # a table with a free block instead of its own
+        ([[1, 3]], "references in the block tables"),  # a free block in place of the table's own
         ([[1, 0]], "padding"),
     ],
 )
-def test_integrity_fails_when_tables_and_pool_disagree(tables: list[list[int]], message: str) -> None:
+def test_pool_integrity_detects_wrong_tables(tables: list[list[int]], message: str) -> None:
     pool = BlockPool(num_blocks=4)
     assert pool.allocate(2) == [1, 2]
     with pytest.raises(AssertionError, match=message):
         pool.check_integrity(tables)
 
 
-def test_integrity_fails_when_a_used_block_is_in_the_free_list() -> None:
+def test_pool_integrity_detects_used_block_in_free_list() -> None:
     pool = BlockPool(num_blocks=4)
     table = pool.allocate(1)
     pool._free_block_ids.append(table[0])
@@ -105,7 +105,7 @@ def test_integrity_fails_when_a_used_block_is_in_the_free_list() -> None:
         pool.check_integrity([table])
 
 
-def test_integrity_fails_when_a_block_is_lost() -> None:
+def test_pool_integrity_detects_lost_block() -> None:
     pool = BlockPool(num_blocks=4)
     pool._free_block_ids.pop()
     with pytest.raises(AssertionError, match="free \\+ active \\+ cached is 2, not 3"):
@@ -121,7 +121,7 @@ def published(pool: BlockPool, num_blocks: int) -> list[int]:
     return table
 
 
-def test_a_published_block_is_cached_when_it_is_given_up_and_can_be_shared_again() -> None:
+def test_pool_freed_published_block_is_cached_and_shareable() -> None:
     pool = BlockPool(num_blocks=6)
     table = published(pool, 2)
     pool.free(table)
@@ -135,7 +135,7 @@ def test_a_published_block_is_cached_when_it_is_given_up_and_can_be_shared_again
     pool.check_integrity([[2]])
 
 
-def test_free_blocks_go_out_before_cached_ones_and_the_least_recently_used_is_evicted_first() -> None:
+def test_pool_allocates_free_blocks_then_evicts_lru() -> None:
     evicted = []
     pool = BlockPool(num_blocks=6, on_evict=lambda block_id, block_hash: evicted.append((block_id, block_hash)))
     table = published(pool, 3)
@@ -150,7 +150,7 @@ def test_free_blocks_go_out_before_cached_ones_and_the_least_recently_used_is_ev
     pool.check_integrity([[1, 2, 3, 4, 5]])
 
 
-def test_content_is_published_once() -> None:
+def test_pool_content_is_published_once() -> None:
     pool = BlockPool(num_blocks=6)
     first, second = pool.allocate(2)
     assert pool.publish(first, HASHES[0])
@@ -162,7 +162,7 @@ def test_content_is_published_once() -> None:
     pool.check_integrity([])
 
 
-def test_a_held_block_that_is_published_can_be_shared_before_the_release() -> None:
+def test_pool_held_published_block_can_be_shared() -> None:
     pool = BlockPool(num_blocks=4)
     table = published(pool, 1)
     pool.hold(1)
@@ -173,7 +173,7 @@ def test_a_held_block_that_is_published_can_be_shared_before_the_release() -> No
     pool.check_integrity([[1]])
 
 
-def test_integrity_fails_when_hashes_and_blocks_disagree() -> None:
+def test_pool_integrity_detects_hash_mismatch() -> None:
     pool = BlockPool(num_blocks=4)
     table = published(pool, 2)
     del pool._by_hash[HASHES[1]]
@@ -181,16 +181,16 @@ def test_integrity_fails_when_hashes_and_blocks_disagree() -> None:
         pool.check_integrity([table])
 
 
-def test_a_pool_of_the_padding_block_alone_is_refused() -> None:
+def test_pool_with_only_padding_block_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks: expected at least 2"):
         BlockPool(num_blocks=1)
 
 
-def told(found: DurationCounts) -> tuple[int, float]:
+def totals(found: DurationCounts) -> tuple[int, float]:
     return sum(found.counts), found.sum_seconds
 
 
-def test_time_in_use_and_in_the_cache_is_counted_where_it_ends() -> None:
+def test_pool_durations_are_counted_when_a_state_ends() -> None:
     now = 0.0
     durations = KVDurations(lambda: now)
     pool = BlockPool(4, durations=durations)
@@ -198,23 +198,23 @@ def test_time_in_use_and_in_the_cache_is_counted_where_it_ends() -> None:
     pool.publish(table[0], b"prefix")
     pool.share([table[0]])
     now = 3.0
-    pool.free(table)  # the first one has a second owner
-    assert told(durations.active) == (1, 3.0)
+    pool.free(table)  # the first block has a second owner
+    assert totals(durations.active) == (1, 3.0)
     now = 5.0
-    pool.free([table[0]])  # cached from here on
-    assert (told(durations.active), told(durations.cached)) == ((2, 8.0), (0, 0.0))
+    pool.free([table[0]])  # now cached
+    assert (totals(durations.active), totals(durations.cached)) == ((2, 8.0), (0, 0.0))
     now = 12.0
     pool.share([table[0]])
-    assert told(durations.cached) == (1, 7.0)
+    assert totals(durations.cached) == (1, 7.0)
     now = 13.0
     pool.free([table[0]])
-    assert told(durations.active) == (3, 9.0)
+    assert totals(durations.active) == (3, 9.0)
     now = 113.0
-    pool.allocate(3)  # evicts it
-    assert told(durations.cached) == (2, 107.0)
+    pool.allocate(3)  # evicts the cached block
+    assert totals(durations.cached) == (2, 107.0)
 
 
-def test_a_block_that_a_copy_reads_is_in_use_until_the_release() -> None:
+def test_pool_copied_block_is_active_until_release() -> None:
     now = 0.0
     durations = KVDurations(lambda: now)
     pool = BlockPool(4, durations=durations)
@@ -222,7 +222,7 @@ def test_a_block_that_a_copy_reads_is_in_use_until_the_release() -> None:
     pool.hold(1)
     now = 1.0
     pool.free([1])
-    assert told(durations.active) == (0, 0.0)
+    assert totals(durations.active) == (0, 0.0)
     now = 4.0
     pool.release_held()
-    assert told(durations.active) == (1, 4.0)
+    assert totals(durations.active) == (1, 4.0)

@@ -1,4 +1,4 @@
-"""What a worker claims: enough that no step idles while work is in the queue, and no more than steps can start."""
+"""What a worker claims: enough that no step idles while requests are queued, and no more than steps can start."""
 
 import random
 from collections import deque
@@ -14,14 +14,14 @@ from engine_worker.scheduling.claim_budget import ClaimBudget
 from shared.messages import GenerationRequest
 from tests.builders import FakeModelRunner, make_engine, make_request
 
-pytestmark = pytest.mark.timeout(600)  # long histories
+pytestmark = pytest.mark.timeout(600)  # long simulations
 
 Claim = Callable[[Engine, deque[GenerationRequest]], list[GenerationRequest]]
-BUDGET, SEATS, BLOCKS = 128, 16, 1600
+BUDGET, SLOTS, BLOCKS = 128, 16, 1600
 
 
 def claim_what_starts(engine: Engine, queue: deque[GenerationRequest]) -> list[GenerationRequest]:
-    """As the worker does: again and again while the step runs, those on their way counted."""
+    """Claim as the worker does: repeatedly during a step, counting requests already claimed."""
     claimed: list[GenerationRequest] = []
     while queue and (taken := take(engine.claim_budget, claimed, queue)):
         claimed += taken
@@ -31,7 +31,7 @@ def claim_what_starts(engine: Engine, queue: deque[GenerationRequest]) -> list[G
 def take(
     claim_budget: ClaimBudget, claimed: list[GenerationRequest], queue: deque[GenerationRequest]
 ) -> list[GenerationRequest]:
-    """As TAKE reads them."""
+    """Take requests as the TAKE script does."""
     num_on_way, tokens_on_way = len(claimed), sum(len(request.prompt_token_ids) for request in claimed)
     most, enough_tokens = (
         claim_budget.max_requests(num_on_way, tokens_on_way),
@@ -43,26 +43,26 @@ def take(
     return taken
 
 
-def claim_all_seats(engine: Engine, queue: deque[GenerationRequest]) -> list[GenerationRequest]:
-    """As before: all that seats and blocks allow, once nothing waits."""
+def claim_all_slots(engine: Engine, queue: deque[GenerationRequest]) -> list[GenerationRequest]:
+    """Claim the previous way: all that slots and blocks allow, once nothing waits."""
     stats = engine.stats()
-    num_seats = min(SEATS - stats.num_running, stats.kv_cache.num_available_blocks - stats.num_running - 1)
-    return [queue.popleft() for _ in range(min(num_seats, len(queue)))] if not stats.num_waiting else []
+    num_slots = min(SLOTS - stats.num_running, stats.kv_cache.num_available_blocks - stats.num_running - 1)
+    return [queue.popleft() for _ in range(min(num_slots, len(queue)))] if not stats.num_waiting else []
 
 
 def serve(engine: Engine, request: GenerationRequest) -> None:
-    """To its end, alone."""
+    """Run one request alone to its end."""
     engine.add_request(request)
     while engine.has_work:
         engine.step()
 
 
 class Served:
-    """A queue and an engine whose claims take as long as the step that they are made beside."""
+    """A queue and an engine; each claim takes as long as the step that runs at the same time."""
 
     def __init__(self, claim: Claim, *, ahead: bool) -> None:
         self.num_steps = 0
-        self.had_work = False  # in the queue, when this step was scheduled
+        self.had_work = False  # whether the queue had requests when this step was scheduled
         self.most_waiting = 0
         self.idle_steps: list[str] = []
         self.claim = claim
@@ -70,10 +70,10 @@ class Served:
         self.engine = make_engine(
             FakeModelRunner(before_step=self._look_for_idle_capacity, **shape),
             **shape,
-            max_num_seqs=SEATS,
+            max_num_seqs=SLOTS,
             max_num_batched_tokens=BUDGET,
             max_model_len=256,
-            enable_prefix_caching=False,  # nobody foresees a hit: it leaves budget over in its step
+            enable_prefix_caching=False,  # a hit is not predictable and would leave budget unused
             async_scheduling=ahead,
         )
 
@@ -91,10 +91,10 @@ class Served:
             self.most_waiting = max(self.most_waiting, self.engine.stats().num_waiting)
 
     def _look_for_idle_capacity(self, batch: ScheduledBatch) -> None:
-        """There are blocks for every seat, so a step lacks seats, tokens of its budget, or work."""
+        """Record steps with unused budget and slots while requests are queued; blocks suffice for every slot."""
         num_tokens, num_running = sum(one.num_new_tokens for one in batch.sequences), self.engine.stats().num_running
-        if self.had_work and num_tokens < BUDGET and num_running < SEATS:
-            self.idle_steps.append(f"step {self.num_steps}: {num_tokens} tokens, {num_running} seats")
+        if self.had_work and num_tokens < BUDGET and num_running < SLOTS:
+            self.idle_steps.append(f"step {self.num_steps}: {num_tokens} tokens, {num_running} slots")
 
 
 def traffic(kind: str, seed: int) -> list[GenerationRequest]:
@@ -109,7 +109,7 @@ def traffic(kind: str, seed: int) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", ["short", "long", "mixed"])
-def test_no_step_idles_while_work_waits_in_the_queue(kind: str, ahead: bool) -> None:
+def test_claim_budget_no_step_idles_while_requests_are_queued(kind: str, ahead: bool) -> None:
     for seed in range(5):
         served = Served(claim_what_starts, ahead=ahead)
         served.run(traffic(kind, seed))
@@ -117,19 +117,19 @@ def test_no_step_idles_while_work_waits_in_the_queue(kind: str, ahead: bool) -> 
 
 
 @pytest.mark.parametrize("kind", ["short", "long", "mixed"])
-def test_a_saturated_worker_takes_no_more_steps_than_when_it_claimed_all_seats(kind: str) -> None:
+def test_claim_budget_saturated_needs_no_more_steps_than_greedy(kind: str) -> None:
     now = before = 0
     for seed in range(5):
-        for claim in (claim_what_starts, claim_all_seats):
+        for claim in (claim_what_starts, claim_all_slots):
             served = Served(claim, ahead=True)
             served.run(traffic(kind, seed))
             now += served.num_steps * (claim is claim_what_starts)
-            before += served.num_steps * (claim is claim_all_seats)
+            before += served.num_steps * (claim is claim_all_slots)
     assert before / now >= 0.99
 
 
-def test_what_cannot_start_soon_stays_in_the_queue() -> None:
-    """300 prompts of 100 tokens, for which there are seats: a step computes 1.28 of them."""
+def test_claim_budget_leaves_in_queue_what_cannot_start_soon() -> None:
+    """300 prompts of 100 tokens with free slots: a step computes 1.28 of them."""
     engine = Served(claim_what_starts, ahead=True).engine
     queue = deque(make_request(100) for _ in range(300))
     claimed = claim_what_starts(engine, queue)
@@ -139,7 +139,7 @@ def test_what_cannot_start_soon_stays_in_the_queue() -> None:
     assert engine.claim_budget.num_wanted(0, 0) == 0 and engine.claim_budget.room > 0
 
 
-def test_a_prompt_that_takes_many_steps_lets_nothing_wait_behind_it() -> None:
+def test_claim_budget_long_prompt_stops_claims_until_its_end() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=300), num_blocks=300, max_num_batched_tokens=64, max_model_len=1024)
     engine.add_request(make_request(600))
     engine.step()
@@ -149,17 +149,17 @@ def test_a_prompt_that_takes_many_steps_lets_nothing_wait_behind_it() -> None:
     assert engine.claim_budget.num_wanted(0, 0) >= 1
 
 
-def test_prompts_that_the_cache_has_are_counted_by_what_they_cost() -> None:
+def test_claim_budget_cached_prompts_count_by_computed_tokens() -> None:
     shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 1024}
     engine = make_engine(FakeModelRunner(num_blocks=1000), num_blocks=1000, **shape)
     prompt = make_request(120).prompt_token_ids
     for number in range(40):
         serve(engine, make_request([*prompt, number], max_tokens=2, ignore_eos=True))
-    assert engine.claim_budget.num_wanted(0, 0) > 20  # of 121 tokens each, which would be three of two steps
+    assert engine.claim_budget.num_wanted(0, 0) > 20  # of 121 tokens each; uncached, two steps would compute three
 
 
-def test_many_cached_short_prompts_make_no_long_ones_look_cheap() -> None:
-    """32 long prompts of another key beside short ones that the cache has: two steps start three of them."""
+def test_claim_budget_cached_short_prompts_do_not_discount_long() -> None:
+    """32 long prompts of another key beside cached short ones: two steps start three of them."""
     shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1024}
     engine = make_engine(FakeModelRunner(num_blocks=8000), num_blocks=8000, **shape)
     short = make_request(20).prompt_token_ids
@@ -175,7 +175,7 @@ def test_many_cached_short_prompts_make_no_long_ones_look_cheap() -> None:
     assert num_claimed <= 4
 
 
-def test_prompts_that_are_scored_slowly_let_others_begin_beside_them() -> None:
+def test_claim_budget_slow_prompt_logprobs_let_others_begin() -> None:
     shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 8192}
     engine = make_engine(FakeModelRunner(num_blocks=100_000), num_blocks=100_000, **shape)
     for _ in range(8):
@@ -184,21 +184,21 @@ def test_prompts_that_are_scored_slowly_let_others_begin_beside_them() -> None:
     assert len(claim_what_starts(engine, deque(make_request(90) for _ in range(20)))) == 20
 
 
-def test_a_worker_whose_prompts_fill_its_memory_still_takes_one() -> None:
+def test_claim_budget_full_memory_still_claims_one() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=33), num_blocks=33, max_model_len=128, max_num_batched_tokens=64)
     for _ in range(20):
         serve(engine, make_request(120, max_tokens=2, ignore_eos=True))
     assert engine.claim_budget.num_wanted(0, 0) >= 1
 
 
-def test_nothing_of_a_batch_is_claimed_while_others_wait() -> None:
+def test_claim_budget_batch_is_not_claimed_while_others_wait() -> None:
     engine = make_engine(FakeModelRunner(), max_num_seqs=32)
     assert engine.background_claim_budget.num_wanted(0, 0) > 0
     engine.add_request(make_request(5))
     assert engine.background_claim_budget.num_wanted(0, 0) == 0
 
 
-def test_only_what_has_not_begun_can_be_withdrawn_newest_first() -> None:
+def test_withdraw_waiting_takes_newest_unstarted_first() -> None:
     engine = make_engine(FakeModelRunner(), max_num_seqs=2)
     batch = structs.replace(make_request(5, "batch"), priority_class="batch")
     for request in [*(make_request(5, name, ignore_eos=True) for name in "abcde"), batch]:
@@ -211,7 +211,7 @@ def test_only_what_has_not_begun_can_be_withdrawn_newest_first() -> None:
     assert engine.request_ids == {"a", "b", "batch"}
 
 
-def test_of_those_named_only_what_has_not_begun_is_withdrawn() -> None:
+def test_withdraw_named_takes_only_unstarted() -> None:
     engine = make_engine(FakeModelRunner(), max_num_seqs=2)
     batch = structs.replace(make_request(5, "batch"), priority_class="batch")
     for request in [*(make_request(5, name, ignore_eos=True) for name in "abcd"), batch]:

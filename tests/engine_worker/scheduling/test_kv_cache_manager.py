@@ -1,4 +1,4 @@
-"""Block tables: how many blocks a sequence has after each change, and what the figures for metrics say."""
+"""Block tables: the number of blocks of a sequence after each change, forks, and cache statistics."""
 
 import pytest
 
@@ -9,14 +9,14 @@ from tests.builders import make_sequence
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (7, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
-def test_a_sequence_gets_the_blocks_its_tokens_fill(num_tokens: int, num_blocks: int) -> None:
+def test_allocate_gives_blocks_for_all_tokens(num_tokens: int, num_blocks: int) -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=8)
     sequence = make_sequence(num_tokens)
     kv_cache.allocate(sequence)
     assert sequence.kv.block_table == list(range(1, num_blocks + 1))
 
 
-def test_one_block_more_only_when_the_output_crosses_an_edge() -> None:
+def test_allocate_adds_block_only_at_block_edge() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     sequence = make_sequence(3)
     lengths = []
@@ -33,11 +33,11 @@ def test_can_allocate_counts_missing_blocks() -> None:
     assert kv_cache.can_allocate(sequence)
     assert not kv_cache.can_allocate(sequence, make_sequence(5))
     kv_cache.allocate(sequence)
-    assert kv_cache.can_allocate(sequence, make_sequence(4))  # it has its blocks; one is left
+    assert kv_cache.can_allocate(sequence, make_sequence(4))  # `sequence` has its blocks; one is left
     assert not kv_cache.can_allocate(make_sequence(5))
 
 
-def test_freed_blocks_come_back_in_order() -> None:
+def test_freed_blocks_are_reused_in_order() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     first, second = make_sequence(12), make_sequence(12)
     kv_cache.allocate(first)
@@ -49,7 +49,7 @@ def test_freed_blocks_come_back_in_order() -> None:
     kv_cache.check_integrity([second])
 
 
-def test_stats_of_two_sequences() -> None:
+def test_kv_stats_of_two_sequences() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     first, second = make_sequence(6), make_sequence(4)
     for sequence in (first, second):
@@ -75,7 +75,7 @@ def computed(kv_cache: KVCacheManager, num_tokens: int) -> Sequence:
     return sequence
 
 
-def test_a_fork_shares_every_block_and_the_first_to_write_copies_the_last_one() -> None:
+def test_fork_shares_blocks_and_first_writer_copies_last() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     parent = computed(kv_cache, 6)
     first, second = forked(kv_cache, parent, 11), forked(kv_cache, parent, 12)
@@ -83,14 +83,14 @@ def test_a_fork_shares_every_block_and_the_first_to_write_copies_the_last_one() 
     assert first.kv.block_table == second.kv.block_table == [1, 2]
     assert (first.kv.num_computed_tokens, kv_cache.tables.missing(first)) == (6, 1)
     kv_cache.allocate(first)
-    kv_cache.allocate(second)  # alone in its block now: no copy
+    kv_cache.allocate(second)  # the only owner of its block now: no copy
     assert (first.kv.block_table, second.kv.block_table) == ([1, 3], [1, 2])
     assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
     assert kv_cache.take_transfers().block_copies == []
     kv_cache.check_integrity([first, second])
 
 
-def test_a_fork_at_a_blocks_edge_needs_no_copy() -> None:
+def test_fork_at_block_edge_needs_no_copy() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     parent = computed(kv_cache, 8)
     children = [forked(kv_cache, parent, token_id) for token_id in (11, 12)]
@@ -102,12 +102,12 @@ def test_a_fork_at_a_blocks_edge_needs_no_copy() -> None:
     kv_cache.check_integrity([parent, *children])
 
 
-def test_the_source_of_a_copy_is_not_given_out_in_the_same_schedule() -> None:
+def test_copy_source_is_not_allocated_in_same_step() -> None:
     kv_cache = KVCacheManager(num_blocks=6, block_size=4)
     parent = computed(kv_cache, 6)
     child = forked(kv_cache, parent, 11)
     kv_cache.allocate(child)
-    kv_cache.free(parent)  # preempted after the copy was planned: block 2 is free, but will be read
+    kv_cache.free(parent)  # preempted after the copy was planned: block 2 is free but will still be read
     other = make_sequence(8)
     kv_cache.allocate(other)
     assert other.kv.block_table == [4, 5]
@@ -117,7 +117,7 @@ def test_the_source_of_a_copy_is_not_given_out_in_the_same_schedule() -> None:
     kv_cache.check_integrity([child, other])
 
 
-def test_a_shared_block_without_computed_tokens_is_replaced_not_copied() -> None:
+def test_shared_block_without_tokens_is_replaced_not_copied() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     parent = computed(kv_cache, 6)
     child = make_sequence(parent.prompt_token_ids)
@@ -127,7 +127,7 @@ def test_a_shared_block_without_computed_tokens_is_replaced_not_copied() -> None
     assert (child.kv.block_table, kv_cache.take_transfers().block_copies) == ([1, 3], [])
 
 
-def test_sharing_ratio_is_the_part_of_table_entries_that_needed_no_block() -> None:
+def test_sharing_ratio_counts_entries_without_own_block() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     parent = computed(kv_cache, 8)
     fork = forked(kv_cache, parent)
@@ -135,12 +135,12 @@ def test_sharing_ratio_is_the_part_of_table_entries_that_needed_no_block() -> No
     assert kv_cache.stats([parent, fork]).sharing_ratio == 0.5
 
 
-def test_stats_of_an_empty_cache() -> None:
+def test_kv_stats_of_empty_cache_are_zero() -> None:
     stats = KVCacheManager(num_blocks=9, block_size=4).stats([])
     assert (stats.usage_ratio, stats.sharing_ratio, stats.num_wasted_slots) == (0.0, 0.0, 0)
 
 
-def test_integrity_fails_when_more_is_computed_than_there_are_slots() -> None:
+def test_kv_integrity_detects_computed_tokens_beyond_blocks() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     sequence = make_sequence(8)
     kv_cache.allocate(sequence)
@@ -149,6 +149,6 @@ def test_integrity_fails_when_more_is_computed_than_there_are_slots() -> None:
         kv_cache.check_integrity([sequence])
 
 
-def test_a_block_size_below_one_is_refused() -> None:
+def test_block_size_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="block_size is 0"):
         KVCacheManager(num_blocks=4, block_size=0)

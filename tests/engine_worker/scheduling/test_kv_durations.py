@@ -1,16 +1,16 @@
-"""Which bucket a duration falls into, and that a snapshot does not change with what is counted later."""
+"""Histogram buckets of durations, and snapshots that later counts do not change."""
 
 from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
 
 
-def test_a_bound_belongs_to_its_bucket() -> None:
+def test_duration_equal_to_bound_is_in_its_bucket() -> None:
     found = DurationCounts((1.0, 2.0))
     for seconds in (0.0, 1.0, 1.5, 2.0, 2.5, 99.0):
         found.add(seconds)
     assert (found.counts, found.sum_seconds) == ([2, 2, 2], 106.0)
 
 
-def test_a_snapshot_stays_as_it_is() -> None:
+def test_duration_snapshot_is_unaffected_by_later_counts() -> None:
     durations = KVDurations()
     durations.active.add(0.5)
     durations.swap_in.add(0.25)

@@ -1,4 +1,4 @@
-"""The ring of events: what is in it, what was lost, and times that come later."""
+"""The ring buffer of KV events: fields, lost events, and durations that are measured later."""
 
 from engine_worker.scheduling.kv_events import RING_EVENTS, KVEventKind, KVEventLog
 
@@ -9,7 +9,7 @@ def record(log: KVEventLog, kind: KVEventKind, step: int, num_blocks: int = 3) -
     log.record(kind, step, request_id="r", reason="why", num_blocks=num_blocks, num_tokens=40)
 
 
-def test_an_event_has_all_that_was_asked_for() -> None:
+def test_kv_event_has_all_fields() -> None:
     log = KVEventLog(block_bytes=100, clock=lambda: 12.5)
     record(log, SWAP_OUT, step=7)
     log.measured(7, swap_out_seconds=0.25, swap_in_seconds=0.0)
@@ -33,7 +33,7 @@ def test_an_event_has_all_that_was_asked_for() -> None:
     }
 
 
-def test_a_time_belongs_to_the_transfers_of_its_step_and_direction() -> None:
+def test_kv_event_duration_matches_step_and_direction() -> None:
     log = KVEventLog()
     for kind, step in ((SWAP_OUT, 1), (SWAP_OUT, 2), (EVICT, 2), (SWAP_IN, 2), (SWAP_OUT, 3)):
         record(log, kind, step)
@@ -44,7 +44,7 @@ def test_a_time_belongs_to_the_transfers_of_its_step_and_direction() -> None:
     assert (sum(log.durations.swap_out.counts), sum(log.durations.swap_in.counts)) == (2, 1)
 
 
-def test_reading_on_from_where_one_was() -> None:
+def test_kv_events_since_continues_after_a_number() -> None:
     log = KVEventLog()
     for step in range(5):
         record(log, SWAP_OUT, step)
@@ -54,7 +54,7 @@ def test_reading_on_from_where_one_was() -> None:
     assert ([event["number"] for event in page["events"]], page["last"]) == ([1, 2], 2)
 
 
-def test_the_ring_is_bounded_and_says_what_was_lost() -> None:
+def test_kv_event_ring_is_bounded_and_counts_lost() -> None:
     log = KVEventLog()
     for step in range(RING_EVENTS + 10):
         record(log, SWAP_OUT, step)
@@ -62,5 +62,5 @@ def test_the_ring_is_bounded_and_says_what_was_lost() -> None:
     assert (len(answer["events"]), answer["events"][0]["number"], answer["num_lost"]) == (RING_EVENTS, 11, 6)
 
 
-def test_an_empty_log() -> None:
+def test_kv_event_log_empty_has_no_events() -> None:
     assert KVEventLog().since(0) == {"events": [], "last": 0, "num_lost": 0}

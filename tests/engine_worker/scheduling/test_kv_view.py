@@ -1,4 +1,4 @@
-"""What /debug/kv shows of a cache in which blocks are shared, cached, swapped and waited for."""
+"""What /debug/kv shows of a cache with shared, cached, and swapped blocks and waiting sequences."""
 
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from tests.builders import FakeModelRunner, make_engine, make_prompt, make_request
@@ -6,7 +6,7 @@ from tests.builders import FakeModelRunner, make_engine, make_prompt, make_reque
 HOST_TIER = HostTierConfig(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
 
 
-def test_blocks_sequences_and_events_tell_one_story() -> None:
+def test_kv_view_blocks_sequences_and_events_agree() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=8), num_blocks=8, host_tier=HOST_TIER)  # 7 blocks of 4
     for name in ("a", "b"):
         engine.add_request(make_request([*make_prompt(4), ord(name), 5, 6], name, max_tokens=12, ignore_eos=True))
@@ -26,7 +26,7 @@ def test_blocks_sequences_and_events_tell_one_story() -> None:
     assert (totals["swap_preemptions"], totals["swapped_out_blocks"], totals["swapped_in_blocks"]) == (1, 4, 0)
 
 
-def test_shared_blocks_have_their_references() -> None:
+def test_kv_view_counts_references_of_shared_blocks() -> None:
     engine = make_engine()
     for name in ("a", "b", "c"):
         engine.add_request(make_request([*make_prompt(4), ord(name)], name, max_tokens=12, ignore_eos=True))
@@ -35,7 +35,7 @@ def test_shared_blocks_have_their_references() -> None:
     assert (view["device"]["ref_counts"], view["device"]["states"][:5]) == ({"1": 3}, "psaaa")
 
 
-def test_a_sequence_without_a_running_slot_waits_for_one() -> None:
+def test_kv_view_names_running_slot_as_awaited_resource() -> None:
     engine = make_engine(max_num_seqs=1)
     for name in ("a", "b"):
         engine.add_request(make_request(5, name, max_tokens=12, ignore_eos=True))

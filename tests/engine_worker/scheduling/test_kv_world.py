@@ -1,7 +1,7 @@
-"""Any order of admissions, forks, steps, preemptions and ends: the manager's counts balance and no content is wrong.
+"""Random orders of admissions, forks, steps, preemptions, and ends: counts balance and contents are correct.
 
-Hypothesis looks for a short counterexample; the seeded driver goes 10^5 operations far; and the mutations show that it
-would see a reference too many, a copy too few, or a hash that says too much.
+Hypothesis searches for short counterexamples, and a seeded driver runs 10^5 operations. Mutations prove that the checks
+detect a missing release, a missing copy, or a hash that covers too little.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ from engine_worker.scheduling.sequence import Sequence
 from tests.engine_worker.scheduling.kv_world import KVWorld, Newcomer
 
 NUM_SEEDS, NUM_OPERATIONS = 20, 5_000
-TOKEN_IDS = (3, 4)  # so few that prefixes agree often, and up to any position
+TOKEN_IDS = (3, 4)  # few ids, so that prefixes often agree up to any position
 prompts = st.lists(st.sampled_from(TOKEN_IDS), min_size=1, max_size=20)
 
 
@@ -87,7 +87,7 @@ class KVMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(600)
-def test_no_short_history_breaks_the_counts_or_a_content() -> None:
+def test_kv_world_short_histories_keep_counts_and_contents() -> None:
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
         KVMachine,
@@ -99,23 +99,23 @@ def test_no_short_history_breaks_the_counts_or_a_content() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_hundred_thousand_operations_break_nothing(cached: bool) -> None:
+def test_kv_world_hundred_thousand_operations_break_nothing(cached: bool) -> None:
     worlds = [run_random_operations(seed, NUM_OPERATIONS // 2, cached=cached) for seed in range(NUM_SEEDS)]
     assert sum(world.num_operations for world in worlds) == NUM_SEEDS * NUM_OPERATIONS // 2  # both cases together: 10^5
-    assert sum(world.num_copies for world in worlds) > 1_000, "else copy-on-write was hardly tried"
+    assert sum(world.num_copies for world in worlds) > 1_000, "too few copies on write for a meaningful test"
     assert (sum(world.num_cached_tokens for world in worlds) > 10_000) == cached
-    assert sum(world.num_swapped_blocks for world in worlds) > 1_000, "else swapping was hardly tried"
+    assert sum(world.num_swapped_blocks for world in worlds) > 1_000, "too few swaps for a meaningful test"
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cached", [True, False])
-def test_windows_break_nothing(cached: bool) -> None:
+def test_kv_world_windows_break_nothing(cached: bool) -> None:
     worlds = [
         run_random_operations(seed, NUM_OPERATIONS // 4, cached=cached, window=1 + seed) for seed in range(NUM_SEEDS)
     ]
-    assert sum(world.num_copies for world in worlds) > 300, "else copy-on-write was hardly tried"
+    assert sum(world.num_copies for world in worlds) > 300, "too few copies on write for a meaningful test"
     assert (sum(world.num_cached_tokens for world in worlds) > 3_000) == cached
-    assert sum(world.num_swapped_blocks for world in worlds) > 300, "else swapping was hardly tried"
+    assert sum(world.num_swapped_blocks for world in worlds) > 300, "too few swaps for a meaningful test"
 
 
 def run_random_operations(seed: int, num_operations: int, *, cached: bool = True, window: int = 0) -> KVWorld:
@@ -132,7 +132,7 @@ def run_random_operations(seed: int, num_operations: int, *, cached: bool = True
 
 
 def random_prompt(random: Random) -> list[int]:
-    """Often one of three stems, and then something else."""
+    """Return a prompt that often begins with one of three stems."""
     stem = [TOKEN_IDS[0]] * random.choice([0, 7, 16])
     return [*stem, *random.choices(TOKEN_IDS, k=random.randint(1, 12))]
 
@@ -177,7 +177,7 @@ def compute(world: KVWorld, random: Random) -> None:
 
 
 def nth(number: int, right: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
-    """`right`, but `wrong` at the call `number` of those that have something to do; 0: `wrong` every time."""
+    """Return `right` with call `number` replaced by `wrong`. Only effective calls count; 0 replaces all calls."""
     calls = 0
 
     def function(owner: Any, *arguments: Any) -> Any:
@@ -230,31 +230,31 @@ def forgets_nothing(right: Callable[..., Any], cache: PrefixCache, block_id: int
     return False, False
 
 
-ONE = (1, 30)  # of the calls with an effect
-ALL = (0,)  # a single one may do no harm
+ONE = (1, 30)  # one effective call
+ALL = (0,)  # a single wrong call may be harmless
 MUTATIONS: dict[str, tuple[type, str, Callable[..., Any], tuple[int, ...]]] = {
-    "a reference is not given up": (BlockPool, "free", without_one_block, ONE),
-    "a reference is not counted": (BlockPool, "share", without_one_block, ONE),
-    "a copy is not made": (KVCacheManager, "take_transfers", without_one_copy, ONE),
-    "a block is not stored": (HostTier, "take_transfers", without_one_store, ALL),
-    "a block is not fetched": (HostTier, "take_transfers", without_one_fetch, ONE),
-    "what arrives is computed with at once": (HostTier, "is_arriving", not_at_all, ALL),
-    "a copy's source is not held": (BlockPool, "hold", not_at_all, ALL),
-    "a step's blocks are not published": (KVCacheManager, "publish", not_at_all, ONE),
-    "an evicted block keeps its place in the cache": (PrefixCache, "forget", forgets_nothing, ALL),
+    "reference_not_released": (BlockPool, "free", without_one_block, ONE),
+    "reference_not_counted": (BlockPool, "share", without_one_block, ONE),
+    "copy_not_made": (KVCacheManager, "take_transfers", without_one_copy, ONE),
+    "block_not_stored": (HostTier, "take_transfers", without_one_store, ALL),
+    "block_not_fetched": (HostTier, "take_transfers", without_one_fetch, ONE),
+    "arriving_block_used_at_once": (HostTier, "is_arriving", not_at_all, ALL),
+    "copy_source_not_held": (BlockPool, "hold", not_at_all, ALL),
+    "blocks_not_published": (KVCacheManager, "publish", not_at_all, ONE),
+    "evicted_block_stays_cached": (PrefixCache, "forget", forgets_nothing, ALL),
 }
 
 
 @pytest.mark.parametrize(
     ("mutation", "number"), [(name, number) for name, (*_, numbers) in MUTATIONS.items() for number in numbers]
 )
-def test_what_is_left_out_is_caught(monkeypatch: pytest.MonkeyPatch, mutation: str, number: int) -> None:
+def test_kv_world_detects_omitted_operation(monkeypatch: pytest.MonkeyPatch, mutation: str, number: int) -> None:
     owner, name, wrong, _ = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, nth(number, getattr(owner, name), wrong))
     assert_caught()
 
 
-def test_a_hash_that_forgets_what_is_before_its_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_world_detects_hash_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_parent(sequence: Sequence, num_blocks: int, block_size: int) -> None:
         blocks = range(len(sequence.kv.block_hashes), num_blocks)
         sequence.kv.block_hashes += [
@@ -266,6 +266,6 @@ def test_a_hash_that_forgets_what_is_before_its_block_is_caught(monkeypatch: pyt
 
 
 def assert_caught() -> None:
-    with pytest.raises((AssertionError, KeyError)):  # KeyError: the counts of the prefix cache contradict themselves
+    with pytest.raises((AssertionError, KeyError)):  # KeyError: inconsistent counts in the prefix cache
         for seed in range(8):
             run_random_operations(seed, num_operations=2_000)

@@ -1,4 +1,4 @@
-"""Who is next, also after put_back and remove, and who yields: within a tenant, between tenants, between classes."""
+"""The scheduling policy: admission order and preemption victims within tenants, between tenants, between classes."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def make_group(
 
 
 class Running:
-    """A policy, and groups that run in order of admission; none has got a token since it was preempted."""
+    """A policy and its running groups in order of admission; none has a new token since its preemption."""
 
     def __init__(self) -> None:
         self.slots = RunningSlots(64)
@@ -39,7 +39,7 @@ def order(policy: FairShare) -> list[SequenceGroup]:
     return [*policy.candidates(is_background=False), *policy.candidates(is_background=True)]
 
 
-def test_order_of_admission() -> None:
+def test_policy_order_is_preempted_then_arrival() -> None:
     policy = Running().policy
     first, second, third, preempted = (make_group() for _ in range(4))
     for group in (first, second, third):
@@ -56,20 +56,20 @@ def test_order_of_admission() -> None:
         ((0, 0, 0), 0, 2),  # the newest
         ((0, 0, 1), 0, 2),
         ((0, 0, 2), 0, 1),  # the newest is pinned
-        ((0, 2, 2), 0, 2),  # all that are newer are
-        ((0, 0, 2), 1, 2),  # nobody yields to one that is newer
+        ((0, 2, 2), 0, 2),  # all newer groups are pinned
+        ((0, 0, 2), 1, 2),  # no group is preempted for a newer one
         ((0, 0, 0), 2, 2),  # itself
         ((2, 2, 2), 2, 2),
     ],
 )
-def test_who_yields(num_preemptions: tuple[int, ...], needing: int, victim: int) -> None:
+def test_policy_victim_is_newest_unpinned_group(num_preemptions: tuple[int, ...], needing: int, victim: int) -> None:
     running = Running()
     for number in num_preemptions:
         running.run(make_group(), number)
     assert running.victim(needing) == victim
 
 
-def test_interactive_requests_come_before_a_batch() -> None:
+def test_policy_interactive_precedes_batch() -> None:
     policy = Running().policy
     line, chat, other = (make_group(is_background=is_background) for is_background in (True, False, False))
     for group in (line, chat, other):
@@ -82,23 +82,25 @@ def test_interactive_requests_come_before_a_batch() -> None:
 @pytest.mark.parametrize(
     ("classes", "num_preemptions", "needing", "victim"),
     [
-        ("bibi", (0, 0, 0, 0), 1, 2),  # the newest of the batch, not the newest
+        ("bibi", (0, 0, 0, 0), 1, 2),  # the newest batch group, not the newest group
         ("biii", (0, 0, 0, 0), 3, 0),  # also an older one
-        ("bib", (0, 0, 2), 1, 0),  # the newest of the batch is pinned
-        ("bib", (2, 0, 2), 1, 2),  # all of it is
+        ("bib", (0, 0, 2), 1, 0),  # the newest batch group is pinned
+        ("bib", (2, 0, 2), 1, 2),  # all batch groups are pinned
         ("biii", (2, 0, 0, 0), 1, 3),
-        ("bibi", (0, 0, 0, 0), 0, 2),  # nobody interactive yields to a batch
+        ("bibi", (0, 0, 0, 0), 0, 2),  # no interactive group is preempted for a batch group
         ("bi", (0, 0), 0, 0),  # itself
     ],
 )
-def test_a_batch_yields_first(classes: str, num_preemptions: tuple[int, ...], needing: int, victim: int) -> None:
+def test_policy_victim_is_batch_before_interactive(
+    classes: str, num_preemptions: tuple[int, ...], needing: int, victim: int
+) -> None:
     running = Running()
     for kind, number in zip(classes, num_preemptions, strict=True):
         running.run(make_group(is_background=kind == "b"), number)
     assert running.victim(needing) == victim
 
 
-def test_a_token_more_unpins() -> None:
+def test_policy_new_token_unpins_group() -> None:
     running = Running()
     for number in (0, 0, 2):
         newest = running.run(make_group(), number)
@@ -109,21 +111,21 @@ def test_a_token_more_unpins() -> None:
 @pytest.mark.parametrize(
     ("tenants", "needing", "victim"),
     [
-        ("aaab", 0, 2),  # a keeps two without its newest, b none
-        ("aaab", 3, 2),  # an older group of the tenant above its share yields to a newer one
+        ("aaab", 0, 2),  # a keeps two without its newest; b would keep none
+        ("aaab", 3, 2),  # an older group of the tenant above its share is preempted for a newer one
         ("aabb", 0, 3),  # equal: the newest
         ("abab", 2, 3),
         ("bbaaa", 1, 4),
     ],
 )
-def test_the_tenant_furthest_above_its_share_yields(tenants: str, needing: int, victim: int) -> None:
+def test_policy_victim_is_of_tenant_most_above_share(tenants: str, needing: int, victim: int) -> None:
     running = Running()
     for tenant in tenants:
         running.run(make_group(tenant))
     assert running.victim(needing) == victim
 
 
-def test_tenants_are_admitted_by_their_share() -> None:
+def test_policy_admits_tenants_by_share() -> None:
     running = Running()
     for tenant in "aab":
         running.run(make_group(tenant))
@@ -136,16 +138,16 @@ def test_tenants_are_admitted_by_their_share() -> None:
 @pytest.mark.parametrize(
     ("held", "weight", "yields"),
     [
-        ((0, 1), 1.0, False),  # the only one of its tenant would then wait in turn
+        ((0, 1), 1.0, False),  # the only group of its tenant would wait in turn
         ((0, 2), 1.0, True),
         ((1, 2), 1.0, False),
         ((31, 33), 1.0, True),
         ((32, 32), 1.0, False),
-        ((20, 12), 2.0, True),  # of twice the weight: 21 are as 10.5
+        ((20, 12), 2.0, True),  # with twice the weight, 21 count as 10.5
         ((22, 12), 2.0, False),
     ],
 )
-def test_a_tenant_below_its_share_takes_a_slot(held: tuple[int, int], weight: float, yields: bool) -> None:
+def test_policy_tenant_below_share_takes_a_slot(held: tuple[int, int], weight: float, yields: bool) -> None:
     running = Running()
     for tenant, count in zip("ba", held, strict=True):
         for _ in range(count):
@@ -154,7 +156,7 @@ def test_a_tenant_below_its_share_takes_a_slot(held: tuple[int, int], weight: fl
     assert victim is (newest if yields else None)
 
 
-def test_a_tenant_at_its_limit_is_passed_over() -> None:
+def test_policy_skips_tenant_at_its_limit() -> None:
     running = Running()
     running.run(make_group("a", max_running=1))
     waiting = [make_group("a", max_running=1), make_group("b")]

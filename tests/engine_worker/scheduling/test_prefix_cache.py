@@ -1,4 +1,4 @@
-"""What a new sequence finds in the cache: full blocks to share, tokens to copy, nothing of others' tenants."""
+"""Prefix cache hits of a new sequence: full blocks to share, tokens to copy, and nothing of other tenants."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -31,7 +31,7 @@ def make_manager(num_blocks: int = 17, **options: Any) -> KVCacheManager:
 def admit(
     kv_cache: KVCacheManager, token_ids: list[int], *, root: bytes = b"", output_token_ids: Iterable[int] = ()
 ) -> Sequence:
-    """Admitted and computed in one step; `num_cached_tokens` says what was found."""
+    """Admit a sequence and compute it in one step; `num_cached_tokens` is the hit."""
     sequence = make_sequence(token_ids, output_token_ids=output_token_ids)
     sequence.kv.cache_root = root
     assert kv_cache.try_admit(sequence)
@@ -45,7 +45,7 @@ def finish_step(kv_cache: KVCacheManager, *sequences: Sequence) -> list[BlockCop
     return kv_cache.take_transfers().block_copies
 
 
-def test_full_blocks_are_shared_while_their_owner_runs_and_after_it_left() -> None:
+def test_prefix_hit_shares_full_blocks_of_running_and_ended() -> None:
     kv_cache = make_manager()
     first = admit(kv_cache, TOKENS[:10])
     finish_step(kv_cache, first)
@@ -59,16 +59,16 @@ def test_full_blocks_are_shared_while_their_owner_runs_and_after_it_left() -> No
     assert (third.num_cached_tokens, third.kv.block_table[:2]) == (8, [1, 2])
 
 
-def test_a_sequence_admitted_in_the_same_step_shares_what_that_step_computes() -> None:
+def test_prefix_hit_in_same_step_shares_planned_blocks() -> None:
     kv_cache = make_manager()
     first = admit(kv_cache, TOKENS[:10])
     second = admit(kv_cache, TOKENS[:10])
     assert (second.num_cached_tokens, second.kv.block_table[:2]) == (8, first.kv.block_table[:2])
-    assert finish_step(kv_cache, first, second) == []  # no copy: its source is written after the copies
+    assert finish_step(kv_cache, first, second) == []  # no copy, because its source is written after the copies
 
 
 @pytest.mark.parametrize(("num_equal", "num_cached"), [(23, 16 + 7), (20, 20), (18, 18), (16, 16), (15, 15), (3, 3)])
-def test_tokens_beyond_the_last_full_block_are_copied(num_equal: int, num_cached: int) -> None:
+def test_prefix_hit_copies_tokens_after_last_full_block(num_equal: int, num_cached: int) -> None:
     kv_cache = make_manager()
     first = admit(kv_cache, TOKENS)
     finish_step(kv_cache, first)
@@ -83,7 +83,7 @@ def test_tokens_beyond_the_last_full_block_are_copied(num_equal: int, num_cached
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 8, 9])
-def test_the_last_token_is_always_computed(num_tokens: int) -> None:
+def test_prefix_hit_never_covers_last_token(num_tokens: int) -> None:
     kv_cache = make_manager()
     for expected in (0, num_tokens - 1, num_tokens - 1):
         sequence = admit(kv_cache, TOKENS[:num_tokens])
@@ -92,22 +92,22 @@ def test_the_last_token_is_always_computed(num_tokens: int) -> None:
         kv_cache.free(sequence)
 
 
-def test_the_generated_part_and_the_partly_filled_end_serve_the_next_turn() -> None:
+def test_prefix_hit_includes_output_and_partial_block() -> None:
     kv_cache = make_manager()
     turn = admit(kv_cache, TOKENS[:6], output_token_ids=TOKENS[6:11])
     finish_step(kv_cache, turn)
-    turn.output_token_ids.append(TOKENS[11])  # sampled last, never computed
+    turn.output_token_ids.append(TOKENS[11])  # sampled last and never computed
     kv_cache.free(turn)
     following = admit(kv_cache, TOKENS[:16])
     assert following.num_cached_tokens == 11
     assert finish_step(kv_cache, following) == [BlockCopy(3, following.kv.block_table[2])]
 
 
-def test_a_token_in_flight_is_not_published() -> None:
+def test_prefix_cache_token_in_flight_is_not_published() -> None:
     kv_cache = make_manager()
     sequence = admit(kv_cache, TOKENS[:7])
     finish_step(kv_cache, sequence)
-    sequence.kv.num_computed_tokens = 8  # the next step computes a token whose id nobody knows yet
+    sequence.kv.num_computed_tokens = 8  # the next step computes a token whose id is still unknown
     kv_cache.publish(sequence, 8)
     assert sequence.kv.num_published_blocks == 1
     sequence.output_token_ids.append(TOKENS[7])
@@ -115,7 +115,7 @@ def test_a_token_in_flight_is_not_published() -> None:
     assert sequence.kv.num_published_blocks == 2
 
 
-def test_other_tenants_and_salts_find_nothing() -> None:
+def test_prefix_hit_other_tenant_or_salt_finds_nothing() -> None:
     kv_cache = make_manager()
     finish_step(kv_cache, admit(kv_cache, TOKENS, root=cache_root("a", "")))
     for root in (cache_root("b", ""), cache_root("a", "salt"), cache_root("", "")):
@@ -123,18 +123,18 @@ def test_other_tenants_and_salts_find_nothing() -> None:
     assert admit(kv_cache, TOKENS[:9], root=cache_root("a", "")).num_cached_tokens == 8
 
 
-def test_leaves_are_evicted_before_their_prefix() -> None:
+def test_prefix_cache_evicts_leaves_before_prefix() -> None:
     kv_cache = make_manager(num_blocks=7)
     first = admit(kv_cache, TOKENS[:16])
     finish_step(kv_cache, first)
     kv_cache.free(first)
-    other = admit(kv_cache, make_prompt(16, first=500))  # 4 blocks: 2 free ones and the two last of `first`
+    other = admit(kv_cache, make_prompt(16, first=500))  # 4 blocks: 2 free ones and the last two of `first`
     finish_step(kv_cache, other)
     kv_cache.free(other)
     assert admit(kv_cache, TOKENS[:16]).num_cached_tokens == 8
 
 
-def test_an_evicted_block_is_no_source_of_copies() -> None:
+def test_prefix_cache_evicted_block_is_not_copied() -> None:
     kv_cache = make_manager(num_blocks=4)
     first = admit(kv_cache, TOKENS[:6])
     finish_step(kv_cache, first)
@@ -147,8 +147,8 @@ def test_an_evicted_block_is_no_source_of_copies() -> None:
     kv_cache.check_integrity([again])
 
 
-def test_cached_blocks_count_as_available_but_not_twice() -> None:
-    kv_cache = make_manager(num_blocks=5)  # 4 blocks
+def test_cached_blocks_are_available_and_counted_once() -> None:
+    kv_cache = make_manager(num_blocks=5)  # 4 usable blocks
     first = admit(kv_cache, TOKENS[:8])
     finish_step(kv_cache, first)
     kv_cache.free(first)
@@ -160,23 +160,23 @@ def test_cached_blocks_count_as_available_but_not_twice() -> None:
     assert kv_cache.try_admit(make_sequence(TOKENS[:16]))
 
 
-def test_a_copy_is_given_up_when_its_source_is_the_last_block_that_is_left() -> None:
-    kv_cache = make_manager(num_blocks=4)  # 3 blocks
+def test_prefix_hit_copy_is_skipped_if_source_is_needed() -> None:
+    kv_cache = make_manager(num_blocks=4)  # 3 usable blocks
     first = admit(kv_cache, TOKENS[:12])
     finish_step(kv_cache, first)
     kv_cache.free(first)
-    second = admit(kv_cache, [*TOKENS[:10], 1, 2])  # 2 shared, 1 new: the one it would copy from
+    second = admit(kv_cache, [*TOKENS[:10], 1, 2])  # 2 shared and 1 new block, which is the copy's source
     assert (second.num_cached_tokens, finish_step(kv_cache, second)) == (8, [])
     kv_cache.check_integrity([second])
 
 
-def test_a_child_that_continues_otherwise_does_not_inherit_its_parents_hashes() -> None:
+def test_fork_with_other_token_does_not_inherit_hash() -> None:
     kv_cache = make_manager()
     parent = admit(kv_cache, TOKENS[:7])
     finish_step(kv_cache, parent)
     parent.output_token_ids.append(TOKENS[7])
     child = make_sequence(TOKENS[:7], output_token_ids=[1])
-    kv_cache.publish(parent, 8)  # block 1 of the parent holds its own token now
+    kv_cache.publish(parent, 8)  # block 1 of the parent now contains the parent's own token
     kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
     assert (child.kv.num_published_blocks, child.kv.block_hashes) == (1, parent.kv.block_hashes[:1])
     kv_cache.allocate(child)
@@ -184,7 +184,7 @@ def test_a_child_that_continues_otherwise_does_not_inherit_its_parents_hashes() 
     assert child.kv.block_hashes[1] != parent.kv.block_hashes[1]
 
 
-def test_without_the_cache_nothing_is_found() -> None:
+def test_prefix_caching_disabled_finds_nothing() -> None:
     kv_cache = make_manager(enable_prefix_caching=False)
     first = admit(kv_cache, TOKENS)
     finish_step(kv_cache, first)
@@ -219,7 +219,7 @@ def test_500_requests_compute_their_common_prefix_once(max_num_batched_tokens: i
 
 
 @pytest.mark.parametrize("host_blocks", [0, 20])
-def test_a_failed_request_leaves_nothing_in_the_cache(host_blocks: int) -> None:
+def test_failed_request_leaves_nothing_in_prefix_cache(host_blocks: int) -> None:
     runner = FakeModelRunner()
     host_tier = HostTierConfig(num_blocks=host_blocks) if host_blocks else None
     engine = make_engine(runner, host_tier=host_tier)
@@ -229,10 +229,10 @@ def test_a_failed_request_leaves_nothing_in_the_cache(host_blocks: int) -> None:
         engine.add_request(make_request(TOKENS[:8], name, max_tokens=6, ignore_eos=True))
         end = run_to_end(engine).ends[name]
         if not failure:
-            assert cast(FinishEvent, end).usage.cached_tokens == 0  # c: b used what a had published
+            assert cast(FinishEvent, end).usage.cached_tokens == 0  # c: b used the blocks that a had published
 
 
-def test_cached_tokens_reach_usage_and_count_the_first_admission_only() -> None:
+def test_cached_tokens_in_usage_count_only_first_admission() -> None:
     engine = make_engine(num_blocks=9, block_size=4)
     for name in ("a", "b"):
         engine.add_request(make_request(TOKENS[:8], name, max_tokens=12, ignore_eos=True))

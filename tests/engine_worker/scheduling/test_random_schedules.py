@@ -1,5 +1,7 @@
-"""Random traffic on small caches: after every step the counts balance and the promises of scheduler.py hold; in the end
-every output is what the model gives for that request alone, and every block is free.
+"""Random requests on small caches.
+
+After every step the counts balance and the guarantees of scheduler.py hold. At the end every output equals that of the
+request alone, and every block is free.
 """
 
 from collections.abc import Iterable
@@ -31,7 +33,7 @@ from tests.builders import (
     run_to_end,
 )
 
-pytestmark = pytest.mark.timeout(600)  # long histories
+pytestmark = pytest.mark.timeout(600)  # long simulations
 
 NUM_SEEDS = 100
 NUM_REQUESTS = 40
@@ -58,14 +60,14 @@ def random_settings(random: Random) -> dict[str, Any]:
 
 
 def fill_pool(random: Random, settings: dict[str, Any], window: int) -> None:
-    """Blocks for one to three of the longest sequences, and a budget that is no multiple of the block size."""
+    """Set a pool of one to three longest sequences and a token budget that is no multiple of the block size."""
     settings["max_num_batched_tokens"] = settings["max_num_seqs"] + random.choice([1, 3, 5, 9, 13])
     span = KVSpan(settings["block_size"], window, settings["max_num_batched_tokens"])
     settings["num_blocks"] = 1 + max(2, random.choice([1, 1, 2, 3]) * span.max_blocks(settings["max_model_len"]))
 
 
 def random_host_tier(random: Random, block_size: int) -> HostTierConfig | None:
-    """None, or a pool of 8 to 96 tokens with transfers that are cheaper than computing for some lengths only."""
+    """Return None or a pool of 8 to 96 tokens whose transfers are cheaper than computing only for some lengths."""
     num_blocks = 1 + random.choice([8, 32, 96]) // block_size
     costs = TransferCosts(
         block_bytes=1,
@@ -84,7 +86,7 @@ def random_host_tier(random: Random, block_size: int) -> HostTierConfig | None:
 
 
 def random_prompt(random: Random) -> list[int]:
-    """Every second one begins as others do, up to any token."""
+    """Return a prompt; half of them share a beginning of varying length with others."""
     own = make_prompt(random.choice([1, 1, 2, 3, 5, 8, 17, 40]), first=random.randrange(VOCAB_SIZE))
     if random.random() < 0.5:
         return own
@@ -124,17 +126,17 @@ def random_beam_request(random: Random, number: int) -> GenerationRequest:
     )
 
 
-Life = tuple[Sequence | str, int]  # between two preemptions
+Life = tuple[Sequence | str, int]  # a sequence between two preemptions
 
 
 def life(sequence: Sequence) -> Life:
-    """Beams of one search stand for each other, as they fork in every step."""
+    """Return the identity of a sequence's life. Beams of one search are equal, because they fork in every step."""
     return (sequence.request_id, 0) if sequence.sampling.use_beam_search else (sequence, sequence.num_preemptions)
 
 
 @dataclass
 class Promises:
-    """Looks at every batch before it is executed; arrival order is the order of `arrivals`."""
+    """Checks every batch before it is executed. `arrivals` gives the order of arrival."""
 
     settings: dict[str, Any]
     has_tenants: bool = False
@@ -145,14 +147,14 @@ class Promises:
     num_cached_tokens: int = 0
     num_swapped_blocks: int = 0
     last_event: int = 0
-    running: set[Life] = field(default_factory=set)  # of the batch before
+    running: set[Life] = field(default_factory=set)  # of the previous batch
 
     def __call__(self, batch: ScheduledBatch) -> None:
         assert self.engine is not None
         scheduler = self.engine._scheduler
         groups, waiting = list(scheduler._running.values()), list(scheduler._policy)
         scheduled = {item.sequence: item for item in batch.sequences}
-        assert len(scheduled) == len(batch.sequences), "a sequence is in the batch twice"
+        assert len(scheduled) == len(batch.sequences), "a sequence occurs twice in the batch"
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in scheduled)
         yielded = preempted(scheduler, batch, self.last_event)
         self.last_event = scheduler.kv_events(self.last_event)["last"]
@@ -160,24 +162,24 @@ class Promises:
         ending = {s for s, group in active.items() if ends_with_inflight_token(s, group.max_num_tokens)}
         arrivals = {copy.target_block_id for copy in batch.swap_in}
         arriving = {sequence for sequence in active if not arrivals.isdisjoint(sequence.kv.block_table)}
-        assert not arriving & scheduled.keys(), "a sequence is computed before its KV is there"
+        assert not arriving & scheduled.keys(), "a sequence is computed before its KV arrived"
         old = {sequence for sequence in active if life(sequence) in self.running}
-        for sequence in old:  # decode is never starved
+        for sequence in old:  # decodes are never starved
             if active[sequence].is_background:
-                continue  # which waits while an interactive prompt is computed
-            behind = sequence.num_uncomputed_tokens > 1 or sequence.sampling.use_beam_search
-            assert behind or sequence in scheduled.keys() | ending
+                continue  # it waits while an interactive prompt is computed
+            needs_prefill = sequence.num_uncomputed_tokens > 1 or sequence.sampling.use_beam_search
+            assert needs_prefill or sequence in scheduled.keys() | ending
         self._check_order([*groups, *waiting])
         self._check_budget(batch)
         self.running = set(map(life, active))
         oldest = next((group for group in groups if not group.is_background), groups[0])
         moving = scheduled.keys() | ending | arriving | (active.keys() - old)
         if not self.has_tenants:
-            assert not moving.isdisjoint(oldest.active), "the oldest moves on, in the background if it is alone"
+            assert not moving.isdisjoint(oldest.active), "the oldest group must progress; a batch group only if alone"
         prompts = [
             item for item in batch.sequences if item.num_new_tokens > 1 and not self._is_background(item.sequence)
         ]
-        assert not prompts or not any(map(self._is_background, scheduled)), "a batch beside an interactive prompt"
+        assert not prompts or not any(map(self._is_background, scheduled)), "batch group beside an interactive prompt"
         self.num_swapped_blocks += len(batch.swap_in)
         self.num_steps += 1
         self.num_preempted += len(yielded)
@@ -186,7 +188,7 @@ class Promises:
         return sequence.request_id.startswith("b")
 
     def _check_order(self, groups: list[SequenceGroup]) -> None:
-        """First come, first served within a tenant; who was preempted twice may have been pinned."""
+        """Check the order of arrival within a tenant. A group preempted twice may have been pinned."""
         orders: dict[tuple[bool, str], list[int]] = {}
         for group in groups:
             if group.num_preemptions < 2 and group.sampling.num_sequences == 1 and not self.has_tenants:
@@ -205,7 +207,7 @@ class Promises:
 
 
 def random_mishap(random: Random, engine: Engine, runner: FakeModelRunner) -> str | None:
-    """Perhaps cancel a live request, and perhaps break one; returns the cancelled one."""
+    """Sometimes abort a request or make one fail. Return the id of an aborted request."""
     live = sorted(engine.request_ids)
     if live and random.random() < 0.03:
         runner.failures[random.choice(live)] = "broken"
@@ -217,21 +219,21 @@ def random_mishap(random: Random, engine: Engine, runner: FakeModelRunner) -> st
     return None
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_random_traffic(seed: int, async_scheduling: bool) -> None:
+def test_random_requests_keep_guarantees(seed: int, async_scheduling: bool) -> None:
     run_random_traffic(seed, async_scheduling, 0.0)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(40))
-def test_random_traffic_of_both_classes(seed: int, async_scheduling: bool) -> None:
+def test_random_requests_of_both_classes_keep_guarantees(seed: int, async_scheduling: bool) -> None:
     run_random_traffic(seed, async_scheduling, 0.5)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(60))
-def test_random_traffic_with_a_window(seed: int, async_scheduling: bool) -> None:
+def test_random_requests_with_window_keep_guarantees(seed: int, async_scheduling: bool) -> None:
     run_random_traffic(seed, async_scheduling, 0.2, random_window(seed))
 
 
@@ -239,14 +241,14 @@ def random_window(seed: int) -> int:
     return Random(seed).choice([2, 5, 20, 40])
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
-def test_a_dropped_copy_takes_no_block(async_scheduling: bool) -> None:
-    """The copied block was counted in the table after it was dropped: a worker crash."""
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_random_requests_dropped_copy_takes_no_block(async_scheduling: bool) -> None:
+    """Regression: the table counted the copied block after the drop, which crashed the worker."""
     run_random_traffic(90339, async_scheduling, 0.2, 33)
 
 
-def test_a_window_in_a_full_pool_drops_the_copy() -> None:
-    """6 blocks of 8 with a window of 33: the second prompt finds a partly filled block and no room to keep it."""
+def test_window_in_full_pool_drops_the_copy() -> None:
+    """6 blocks of 8 with a window of 33: the second prompt finds a partly filled block without room to keep it."""
     engine = make_engine(
         FakeModelRunner(num_blocks=7, block_size=8, window=33),
         num_blocks=7,
@@ -264,12 +266,12 @@ def test_a_window_in_a_full_pool_drops_the_copy() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_traffic_in_an_exactly_full_pool(seed: int) -> None:
+def test_random_requests_in_full_pool_keep_guarantees(seed: int) -> None:
     run_full_pool(seed)
 
 
 def run_full_pool(seed: int) -> "Promises":
-    """One schedule whose pool holds a whole number of the longest sequences, to the block, and often a window."""
+    """Run one schedule whose pool holds exactly a whole number of longest sequences, often with a window."""
     random = Random(seed)
     window = random.choice([0, 2, 5, 17, 20, 33, 40])
     return run_random_traffic(
@@ -277,13 +279,13 @@ def run_full_pool(seed: int) -> "Promises":
     )
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(40))
-def test_random_traffic_of_several_tenants(seed: int, async_scheduling: bool) -> None:
+def test_random_requests_of_tenants_keep_guarantees(seed: int, async_scheduling: bool) -> None:
     run_random_traffic(seed, async_scheduling, 0.2, random_window(seed) * (seed % 2), has_tenants=True)
 
 
-def test_random_traffic_with_a_window_preempts_and_shares() -> None:
+def test_random_requests_with_window_preempt_and_share() -> None:
     for async_scheduling in (False, True):
         runs = [run_random_traffic(seed, async_scheduling, 0.2, random_window(seed)) for seed in range(20)]
         assert sum(run.num_preempted for run in runs) > 20
@@ -291,8 +293,8 @@ def test_random_traffic_with_a_window_preempts_and_shares() -> None:
         assert sum(run.num_swapped_blocks for run in runs) > 20
 
 
-def test_random_traffic_is_long_and_preempts_often() -> None:
-    """Else the tests above would prove little."""
+def test_random_requests_preempt_often() -> None:
+    """The tests above need long runs with preemptions to be meaningful."""
     for async_scheduling in (False, True):
         runs = [run_random_traffic(seed, async_scheduling, 0.0) for seed in range(20)]
         assert sum(run.num_steps for run in runs) > 3_500
@@ -312,7 +314,7 @@ def run_random_traffic(
 ) -> Promises:
     random, classes, tenants = Random(seed), Random(seed), Random(seed)
     settings = random_settings(random)
-    if window:  # else nobody would ever yield
+    if window:  # otherwise no sequence would be preempted
         settings["num_blocks"] = 1 + max(2, settings["num_blocks"] // 2)
     if full_pool:
         fill_pool(Random(seed), settings, window)
@@ -337,11 +339,11 @@ def run_random_traffic(
         engine.check_integrity()
         if (request_id := random_mishap(random, engine, runner)) is not None:
             cancelled.add(request_id)
-        assert promises.num_steps < 5_000, "livelock"
+        assert promises.num_steps < 5_000, "the engine makes no progress"
     stats = engine.stats()
     assert (stats.kv_cache.num_active_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
     num_unseen = sum(stats.counters.preemptions.values()) - promises.num_preempted
-    # One ahead, sequences may yield in a step that computes nothing, as all others have their last token in flight.
+    # Async: sequences may be preempted in a step that computes nothing, when all others have a last token in flight.
     assert num_unseen >= 0 if async_scheduling else num_unseen == 0
     assert transcript.ends.keys() == requests.keys() - cancelled
     check_outputs(requests.values(), transcript, engine, window)
@@ -381,7 +383,7 @@ def check_outputs(
 ROOMY: dict[str, Any] = {"num_blocks": 400, "block_size": 16, "max_num_batched_tokens": 512, "max_model_len": 100}
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("changes", "preempts"),
     [
@@ -396,14 +398,14 @@ ROOMY: dict[str, Any] = {"num_blocks": 400, "block_size": 16, "max_num_batched_t
     ],
     ids=str,
 )
-def test_batch_chunks_blocks_and_preemption_do_not_change_outputs(
+def test_schedule_settings_do_not_change_outputs(
     changes: dict[str, int], preempts: bool, async_scheduling: bool
 ) -> None:
     random = Random(7)
     requests = [random_request(random, number) for number in range(24)]
     engine = make_engine(async_scheduling=async_scheduling, **{**ROOMY, **changes})
     transcript = Transcript()
-    for request in requests:  # two arrive in each step
+    for request in requests:  # two requests arrive per step
         engine.add_request(request)
         if len(engine.request_ids) % 2 == 0:
             transcript.add(engine.step())
@@ -414,7 +416,7 @@ def test_batch_chunks_blocks_and_preemption_do_not_change_outputs(
 
 
 @pytest.mark.parametrize("num_journal_tokens", range(13))
-def test_a_takeover_at_any_token_gives_the_same_output(num_journal_tokens: int) -> None:
+def test_takeover_at_any_token_gives_same_output(num_journal_tokens: int) -> None:
     for temperature in (0.0, 1.0):
         request = make_request(9, max_tokens=12, ignore_eos=True, temperature=temperature, seed=5)
         expected = expected_output(request)

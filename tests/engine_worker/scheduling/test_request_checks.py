@@ -1,4 +1,4 @@
-"""What the engine refuses, and with which code and words."""
+"""Requests that the engine refuses: error codes and messages."""
 
 from dataclasses import replace
 from math import inf, nan
@@ -46,7 +46,7 @@ LIMITS = RequestLimits(
         ({"use_beam_search": True, "beam_width": 2, "length_penalty": nan}, "length_penalty is nan"),
     ],
 )
-def test_bad_sampling_parameters_are_named(sampling: dict[str, Any], named: str) -> None:
+def test_request_check_bad_sampling_parameter_is_named(sampling: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestRefused, match=named) as refusal:
         check_request(make_request([1, 2], **sampling), [], LIMITS)
     assert refusal.value.code is ErrorCode.INVALID_REQUEST
@@ -63,7 +63,9 @@ def test_bad_sampling_parameters_are_named(sampling: dict[str, Any], named: str)
         ([1] * 24, [], ErrorCode.CAPACITY_EXCEEDED, "need 25 KV slots; this worker has 24"),
     ],
 )
-def test_bad_prompts(prompt: list[int], resumed: list[int], code: ErrorCode, named: str) -> None:
+def test_request_check_bad_prompt_is_refused(
+    prompt: list[int], resumed: list[int], code: ErrorCode, named: str
+) -> None:
     with pytest.raises(RequestRefused, match=named) as refusal:
         check_request(make_request(prompt), [StoredChoice(resumed)], LIMITS)
     assert refusal.value.code is code
@@ -72,13 +74,15 @@ def test_bad_prompts(prompt: list[int], resumed: list[int], code: ErrorCode, nam
 @pytest.mark.parametrize(
     ("num_prompt", "sampling", "named"),
     [
-        # 6 blocks of 4: 2 are shared, so 4 beams can have one of their own, and 5 cannot
+        # 6 blocks of 4, 2 of them shared: 4 beams can have one of their own, 5 cannot
         (8, {"beam_width": 5}, "one token of each of 5 sequences need 13 KV slots; this worker has 24"),
         (11, {"beam_width": 5}, "need 28 KV slots"),
         (15, {"beam_width": 4}, "need 28 KV slots"),
     ],
 )
-def test_beams_that_never_fit(num_prompt: int, sampling: dict[str, Any], named: str) -> None:
+def test_request_check_beams_exceeding_capacity_are_refused(
+    num_prompt: int, sampling: dict[str, Any], named: str
+) -> None:
     with pytest.raises(RequestRefused, match=named) as refusal:
         check_request(make_request(num_prompt, use_beam_search=True, **sampling), [], replace(LIMITS, vocab_size=1000))
     assert refusal.value.code is ErrorCode.CAPACITY_EXCEEDED
@@ -89,12 +93,12 @@ def test_beams_that_never_fit(num_prompt: int, sampling: dict[str, Any], named: 
     [
         make_request([0, 99], temperature=0.0),
         make_request([1] * 11, n=4),
-        make_request([1] * 4, n=64, max_tokens=10_000),  # each choice fits alone
+        make_request([1] * 4, n=64, max_tokens=10_000),  # each sequence fits alone
         make_request([1], use_beam_search=True, beam_width=6, n=2, length_penalty=-2.0, early_stopping="never"),
-        make_request([1] * 23, max_tokens=10_000),  # it ends at the context's end, which is no error
+        make_request([1] * 23, max_tokens=10_000),  # ends at the context length, which is valid
         make_request([1], temperature=2.0, top_k=5, top_p=1.0, min_p=1.0, repetition_penalty=1.3),
         make_request([1], min_tokens=8, max_tokens=8, presence_penalty=-2.0, logit_bias={99: -100.0}),
     ],
 )
-def test_good_requests_pass(request_: Any) -> None:
+def test_request_check_valid_requests_pass(request_: Any) -> None:
     check_request(request_, [StoredChoice([5, 6])], LIMITS)

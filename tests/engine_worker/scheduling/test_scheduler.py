@@ -1,4 +1,4 @@
-"""What each step computes, in exact numbers: budget, order, chunks, admission, preemption."""
+"""The scheduler's steps in exact numbers: token budget, order, chunks, admission, and preemption."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def add(scheduler: Scheduler, name: str, num_prompt_tokens: int, **sampling: Any
 
 
 def plan(batch: ScheduledBatch) -> dict[str, tuple[int, int, bool]]:
-    """Request id -> (start, number of new tokens, samples), in the batch's order."""
+    """Return {request id: (start, number of new tokens, samples)} in batch order."""
     return {item.sequence.request_id: (item.start, item.num_new_tokens, item.samples) for item in batch.sequences}
 
 
@@ -38,7 +38,7 @@ def step(scheduler: Scheduler) -> dict[str, tuple[int, int, bool]]:
     return plan(batch)
 
 
-def test_a_prompt_is_computed_in_chunks_and_samples_after_the_last() -> None:
+def test_scheduler_prompt_is_chunked_and_samples_at_end() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     sequence = add(scheduler, "a", 20)
     assert [step(scheduler) for _ in range(5)] == [
@@ -51,14 +51,14 @@ def test_a_prompt_is_computed_in_chunks_and_samples_after_the_last() -> None:
     assert sequence.output_token_ids == [TOKEN_ID] * 3
 
 
-def test_all_blocks_of_a_prompt_are_taken_at_admission() -> None:
+def test_scheduler_allocates_all_prompt_blocks_at_admission() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8, block_size=4)
     sequence = add(scheduler, "a", 20)
     scheduler.schedule()
     assert len(sequence.kv.block_table) == 5
 
 
-def test_running_streams_get_a_token_in_every_step_of_a_long_prefill() -> None:
+def test_scheduler_decodes_continue_during_long_prefill() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     add(scheduler, "a", 2)
     add(scheduler, "b", 3)
@@ -72,7 +72,7 @@ def test_running_streams_get_a_token_in_every_step_of_a_long_prefill() -> None:
     ]
 
 
-def test_a_step_scores_as_many_tokens_of_prompts_as_the_store_takes_at_once_and_holds_up_nobody_else() -> None:
+def test_scheduler_prompt_logprobs_per_step_are_capped() -> None:
     num_scored = MAX_PROMPT_LOGPROBS // 21
     scheduler = make_scheduler(num_blocks=4000, max_num_batched_tokens=8192, max_model_len=8192)
     add(scheduler, "first", 2 * num_scored + 5, prompt_logprobs=20)
@@ -85,14 +85,14 @@ def test_a_step_scores_as_many_tokens_of_prompts_as_the_store_takes_at_once_and_
     ]
 
 
-def test_prompts_scored_with_one_likeliest_token_fill_a_step() -> None:
+def test_scheduler_prompt_logprobs_below_cap_fill_a_step() -> None:
     scheduler = make_scheduler(num_blocks=4000, max_num_batched_tokens=8192, max_model_len=8192)
     add(scheduler, "a", 8000, prompt_logprobs=1)
     add(scheduler, "b", 192, prompt_logprobs=1)
     assert step(scheduler) == {"a": (0, 8000, True), "b": (0, 192, True)}
 
 
-def test_prompt_tokens_beside_decodes_are_capped_but_not_without_decodes() -> None:
+def test_scheduler_prefill_is_capped_only_beside_decodes() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=32, max_prefill_tokens_with_decodes=5)
     add(scheduler, "a", 12)
     assert step(scheduler) == {"a": (0, 12, True)}
@@ -102,11 +102,11 @@ def test_prompt_tokens_beside_decodes_are_capped_but_not_without_decodes() -> No
         {"a": (12, 1, True), "b": (0, 5, False)},
         {"a": (13, 1, True), "b": (5, 2, True), "c": (0, 3, False)},
         {"a": (14, 1, True), "b": (7, 1, True), "c": (3, 5, False)},
-        {"a": (15, 1, True), "b": (8, 1, True), "c": (8, 1, True)},  # c's last token costs what a decode costs
+        {"a": (15, 1, True), "b": (8, 1, True), "c": (8, 1, True)},  # the last token of c costs as much as a decode
     ]
 
 
-def test_prompts_are_computed_oldest_first() -> None:
+def test_scheduler_computes_prompts_oldest_first() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     for name in ("a", "b", "c"):
         add(scheduler, name, 12)
@@ -118,7 +118,7 @@ def test_prompts_are_computed_oldest_first() -> None:
     ]
 
 
-def test_a_new_request_joins_the_running_batch_in_the_next_step() -> None:
+def test_scheduler_new_request_joins_next_step() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 4)
     step(scheduler)
@@ -126,7 +126,7 @@ def test_a_new_request_joins_the_running_batch_in_the_next_step() -> None:
     assert step(scheduler) == {"a": (4, 1, True), "b": (0, 4, True)}
 
 
-def test_a_full_house_admits_when_a_seat_is_free() -> None:
+def test_scheduler_full_slots_admit_after_one_ends() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     add(scheduler, "a", 4, max_tokens=2)
     add(scheduler, "b", 4)
@@ -136,7 +136,7 @@ def test_a_full_house_admits_when_a_seat_is_free() -> None:
     assert list(step(scheduler)) == ["b", "c"]
 
 
-def test_no_admission_past_a_sequence_that_does_not_fit_yet() -> None:
+def test_scheduler_does_not_admit_past_a_blocked_sequence() -> None:
     scheduler = make_scheduler(num_blocks=9, block_size=4)
     add(scheduler, "a", 16)
     add(scheduler, "large", 16)
@@ -146,19 +146,19 @@ def test_no_admission_past_a_sequence_that_does_not_fit_yet() -> None:
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "admitted"), [(8, True), (9, False)])
-def test_an_admission_leaves_a_free_block_for_each_running_sequence(num_prompt_tokens: int, admitted: bool) -> None:
+def test_scheduler_admission_reserves_block_per_sequence(num_prompt_tokens: int, admitted: bool) -> None:
     scheduler = make_scheduler(num_blocks=9, block_size=4)
     add(scheduler, "a", 16)  # 4 of 8 blocks
-    add(scheduler, "b", num_prompt_tokens)  # 2 or 3 blocks; two of the other 4 must stay free
+    add(scheduler, "b", num_prompt_tokens)  # 2 or 3 blocks; two of the remaining 4 must stay free
     assert ("b" in step(scheduler)) is admitted
 
 
-def test_an_admitted_sequence_is_not_preempted_for_block_size_steps() -> None:
+def test_scheduler_admitted_sequence_runs_block_size_steps() -> None:
     scheduler = make_scheduler(num_blocks=9, block_size=4)
     add(scheduler, "a", 16)
     add(scheduler, "b", 8)
     preempted_at = next(number for number in range(100) if _step_preempts(scheduler))
-    assert preempted_at == 1 + 4  # prompts in step 0, then block_size tokens each, then the next edge
+    assert preempted_at == 1 + 4  # prompts in step 0, then block_size tokens each, then the next block edge
 
 
 def _step_preempts(scheduler: Scheduler) -> bool:
@@ -167,12 +167,12 @@ def _step_preempts(scheduler: Scheduler) -> bool:
     return bool(preempted(scheduler, batch))
 
 
-def test_the_newest_is_preempted_alone_and_returns_to_the_front() -> None:
-    scheduler = make_scheduler(num_blocks=11, block_size=4, enable_prefix_caching=False)  # 10 blocks
+def test_scheduler_preempts_newest_and_puts_it_first() -> None:
+    scheduler = make_scheduler(num_blocks=11, block_size=4, enable_prefix_caching=False)  # 10 usable blocks
     first, second, third = (add(scheduler, name, 8) for name in ("a", "b", "c"))
     while not preempted(scheduler, batch := scheduler.schedule()):
         scheduler.apply(batch, answer(batch))
-    # a took the last block, b those of c
+    # a took the last free block, b those of c
     assert first.num_known_tokens == second.num_known_tokens == third.num_known_tokens == 13
     assert preempted(scheduler, batch) == [third.request_id]
     assert plan(batch) == {"a": (12, 1, True), "b": (12, 1, True)}
@@ -186,15 +186,15 @@ def test_the_newest_is_preempted_alone_and_returns_to_the_front() -> None:
     add(scheduler, "d", 1)
     scheduler.apply(batch, answer(batch))
     scheduler.abort("a")
-    assert step(scheduler) == {"b": (13, 1, True), "c": (0, 13, True)}  # c before d, and all of it
+    assert step(scheduler) == {"b": (13, 1, True), "c": (0, 13, True)}  # c before d, in full
     assert third.output_token_ids == [TOKEN_ID] * 6
 
 
-def test_a_sequence_that_needs_a_block_and_is_the_newest_yields_itself() -> None:
-    scheduler = make_scheduler(num_blocks=10, block_size=4)  # 9 blocks
+def test_scheduler_newest_needing_a_block_is_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=10, block_size=4)  # 9 usable blocks
     add(scheduler, "a", 5)
     add(scheduler, "b", 5)
-    newest = add(scheduler, "c", 6)  # always the first to cross into its next block
+    newest = add(scheduler, "c", 6)  # the first to need its next block
     while not preempted(scheduler, batch := scheduler.schedule()):
         scheduler.apply(batch, answer(batch))
     assert preempted(scheduler, batch) == [newest.request_id]
@@ -202,7 +202,7 @@ def test_a_sequence_that_needs_a_block_and_is_the_newest_yields_itself() -> None
     assert plan(batch) == {"a": (11, 1, True), "b": (11, 1, True)}
 
 
-def test_a_sequence_alone_grows_to_the_whole_cache_and_ends_by_length() -> None:
+def test_scheduler_single_sequence_grows_until_cache_is_full() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4, max_model_len=1000)  # 12 slots
     sequence = add(scheduler, "a", 5)
     updates: list[SequenceUpdate] = []
@@ -214,19 +214,19 @@ def test_a_sequence_alone_grows_to_the_whole_cache_and_ends_by_length() -> None:
     assert [update.finish_reason for update in updates] == [None] * 6 + [FinishReason.LENGTH]
 
 
-def test_a_prompt_that_fills_the_whole_cache_is_admitted_when_it_is_alone() -> None:
+def test_scheduler_prompt_filling_cache_is_admitted_alone() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)  # 12 slots
     add(scheduler, "a", 1, max_tokens=1)
     add(scheduler, "b", 11)
     assert [step(scheduler), step(scheduler)] == [{"a": (0, 1, True)}, {"b": (0, 11, True)}]
 
 
-def test_a_sequence_that_could_never_be_computed_is_not_taken() -> None:
+def test_scheduler_sequence_exceeding_cache_is_not_added() -> None:
     with pytest.raises(AssertionError, match="could never"):
         add(make_scheduler(num_blocks=4, block_size=4), "a", 12)
 
 
-def test_an_ended_sequence_gives_up_its_blocks_in_apply() -> None:
+def test_scheduler_ended_sequence_frees_blocks_in_apply() -> None:
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", 6)
     batch = scheduler.schedule()
@@ -237,14 +237,14 @@ def test_an_ended_sequence_gives_up_its_blocks_in_apply() -> None:
     assert (sequence.status, scheduler.num_running, scheduler.kv_cache_stats().num_active_blocks) == (FINISHED, 0, 0)
 
 
-def test_a_chunk_without_a_sample_is_no_update() -> None:
+def test_scheduler_chunk_without_sample_gives_no_update() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     add(scheduler, "a", 9)
     batch = scheduler.schedule()
     assert scheduler.apply(batch, answer(batch)) == []
 
 
-def test_a_failure_ends_one_sequence_alone_even_in_the_middle_of_its_prompt() -> None:
+def test_scheduler_failure_in_prompt_ends_one_sequence() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     first, second = add(scheduler, "a", 4), add(scheduler, "b", 20)
     batch = scheduler.schedule()
@@ -255,14 +255,14 @@ def test_a_failure_ends_one_sequence_alone_even_in_the_middle_of_its_prompt() ->
     assert step(scheduler) == {"a": (4, 1, True)}
 
 
-def test_an_executor_that_forgets_a_sample_is_noticed() -> None:
+def test_scheduler_missing_sample_is_detected() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a", 4)
     with pytest.raises(AssertionError, match="neither a token nor a failure"):
         scheduler.apply(scheduler.schedule(), StepResult([None]))
 
 
-def test_abort_frees_at_once_wherever_the_sequence_is() -> None:
+def test_scheduler_abort_frees_at_once_in_any_state() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     running, _, waiting = (add(scheduler, name, 6) for name in ("a", "b", "c"))
     step(scheduler)
@@ -273,7 +273,7 @@ def test_abort_frees_at_once_wherever_the_sequence_is() -> None:
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.kv_cache_stats().num_active_blocks) == (1, 0, 2)
 
 
-def test_a_resumed_sequence_computes_prompt_and_journal_then_goes_on() -> None:
+def test_scheduler_resumed_sequence_computes_prompt_and_journal() -> None:
     scheduler = make_scheduler()
     sequence = make_sequence(6, "a", output_token_ids=[50, 51, 52])
     scheduler.add(sequence)
@@ -282,13 +282,11 @@ def test_a_resumed_sequence_computes_prompt_and_journal_then_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("mode", "num_running"), [(None, 2), (PreemptionMode.RECOMPUTE, 2), (PreemptionMode.SWAP, 3)])
-def test_an_admission_leaves_a_block_for_each_sequence_or_half_a_one_where_they_are_swapped(
-    mode: PreemptionMode | None, num_running: int
-) -> None:
+def test_scheduler_admission_reserve_is_smaller_with_swap(mode: PreemptionMode | None, num_running: int) -> None:
     host_tier = None if mode is None else HostTierConfig(num_blocks=9, preemption_mode=mode)
     scheduler = make_scheduler(num_blocks=12, block_size=4, host_tier=host_tier)
     for name in "abc":
-        add(scheduler, name, 11)  # 3 blocks; 11 in all, so 2 would be left for 3 sequences
+        add(scheduler, name, 11)  # 3 blocks of 11 each, so 2 would be left for 3 sequences
     step(scheduler)
     assert scheduler.num_running == num_running
 
@@ -302,6 +300,6 @@ def test_an_admission_leaves_a_block_for_each_sequence_or_half_a_one_where_they_
         ({"max_prefill_tokens_with_decodes": 0}, "max_prefill_tokens_with_decodes: expected at least 1"),
     ],
 )
-def test_impossible_settings_are_named(changes: dict[str, int], named: str) -> None:
+def test_scheduler_config_invalid_value_is_named(changes: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, **changes})

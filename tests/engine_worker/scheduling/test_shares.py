@@ -1,4 +1,4 @@
-"""Running slots and KV blocks between tenants: who waits below its share gets a slot, and nobody leaves one idle."""
+"""Fair shares of slots and KV blocks: a tenant below its share gets a slot, and no slot stays idle."""
 
 from collections import Counter
 from typing import Any
@@ -11,11 +11,11 @@ from shared.messages import TokenEvent
 from tests.builders import FakeModelRunner, Transcript, expected_output, make_engine, make_request, run_to_end
 
 SHAPE: dict[str, Any] = {"num_blocks": 2001, "block_size": 16}
-NUM_WAITING = 4  # requests of each tenant that wait at the engine
+NUM_WAITING = 4  # waiting requests per tenant
 
 
 class Service:
-    """An engine whose tenants always have requests waiting."""
+    """An engine whose tenants always have waiting requests."""
 
     def __init__(self, **options: Any) -> None:
         shape = {name: options.pop(name, value) for name, value in SHAPE.items()}
@@ -24,7 +24,7 @@ class Service:
         self.engine: Engine = make_engine(self.runner, **shape, **config)
         self.num_tokens = Counter[str]()
         self.step_number = 0
-        self.first_tokens: dict[str, int] = {}  # request id: step
+        self.first_tokens: dict[str, int] = {}  # request id -> step
         self._tenants: dict[str, str] = {}
 
     def add(self, tenant: str, prompt: int, *, weight: float = 1.0, max_running: int = 0, **sampling: Any) -> str:
@@ -48,7 +48,7 @@ class Service:
             self.step_number += 1
 
     def run(self, weights: dict[str, float], num_steps: int, **sampling: Any) -> None:
-        """Keep requests of each tenant waiting, of lengths that differ."""
+        """Keep requests of different lengths waiting for each tenant."""
         for _ in range(num_steps):
             waiting = Counter(group.tenant.name for group in self.engine._scheduler._policy)
             for tenant, weight in weights.items():
@@ -62,13 +62,13 @@ class Service:
         return Counter(group.tenant.name for group in running for _ in group.active)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("num_requests", "sampling"),
     [(200, {}), (80, {"n": 8}), (3, {"use_beam_search": True, "beam_width": 32, "n": 1})],
-    ids=["requests", "choices", "beams"],
+    ids=["requests", "parallel_samples", "beams"],
 )
-def test_a_key_gets_a_token_beside_one_that_holds_all_slots(
+def test_shares_key_gets_token_when_another_holds_all_slots(
     num_requests: int, sampling: dict[str, Any], async_scheduling: bool
 ) -> None:
     service = Service(async_scheduling=async_scheduling)
@@ -79,10 +79,10 @@ def test_a_key_gets_a_token_beside_one_that_holds_all_slots(
     added_at = service.step_number
     request_id = service.add("b", 30, max_tokens=1)
     service.step(6)
-    assert service.first_tokens[request_id] - added_at < 2 + async_scheduling  # its event comes a step later
+    assert service.first_tokens[request_id] - added_at < 2 + async_scheduling  # async events come a step later
 
 
-def test_a_key_gets_a_token_beside_one_that_holds_all_blocks() -> None:
+def test_shares_key_gets_token_when_another_holds_all_blocks() -> None:
     service = Service(num_blocks=401)
     for _ in range(20):
         service.add("a", 480, max_tokens=1000)
@@ -93,7 +93,7 @@ def test_a_key_gets_a_token_beside_one_that_holds_all_blocks() -> None:
     assert service.first_tokens[request_id] - added_at <= 2
 
 
-def test_weights_divide_the_tokens() -> None:
+def test_shares_weights_divide_the_tokens() -> None:
     service = Service()
     weights = {"a": 1.0, "b": 2.0, "c": 4.0}
     service.run(weights, 1500)
@@ -102,8 +102,8 @@ def test_weights_divide_the_tokens() -> None:
         assert service.num_tokens[tenant] / total == pytest.approx(weight / 7, rel=0.05)
 
 
-def test_equal_keys_share_evenly_whatever_they_ask_for() -> None:
-    """One has long answers, the other short ones that leave their slots all the time."""
+def test_shares_equal_keys_with_different_lengths_are_even() -> None:
+    """One key has long answers. The other has short ones that free their slots constantly."""
     service = Service()
     for _ in range(64):
         service.add("a", 30, max_tokens=1800)
@@ -117,7 +117,7 @@ def test_equal_keys_share_evenly_whatever_they_ask_for() -> None:
     assert got["b"] / got["a"] == pytest.approx(1.0, rel=0.1)
 
 
-def test_what_one_key_leaves_others_use() -> None:
+def test_shares_unused_slots_go_to_other_keys() -> None:
     service = Service()
     for _ in range(80):
         service.add("a", 30, max_tokens=1500)
@@ -126,8 +126,8 @@ def test_what_one_key_leaves_others_use() -> None:
     assert service.held() == {"a": 63, "b": 1}
 
 
-def test_two_keys_lose_no_throughput() -> None:
-    """Against the same requests of one key: steps that are not full, and tokens that are computed again."""
+def test_shares_two_keys_keep_throughput() -> None:
+    """Compare with the same requests of one key: fairness costs unfilled steps and recomputed tokens."""
     figures = {}
     for tenants in ("a", "ab"):
         service = Service()
@@ -136,7 +136,7 @@ def test_two_keys_lose_no_throughput() -> None:
     assert figures["ab"] / figures["a"] >= 0.95
 
 
-def test_a_limit_of_running_sequences_holds_back_only_its_key() -> None:
+def test_shares_max_running_limits_only_its_key() -> None:
     service = Service()
     for _ in range(5):
         service.add("a", 30, max_tokens=20, n=3, temperature=1.0, max_running=2)
@@ -149,7 +149,7 @@ def test_a_limit_of_running_sequences_holds_back_only_its_key() -> None:
     assert not service.engine.has_work and service.num_tokens["a"] == 5 * 3 * 20
 
 
-def test_a_request_starts_as_soon_as_one_of_its_key_ends() -> None:
+def test_shares_max_running_starts_next_when_one_ends() -> None:
     service = Service()
     service.add("a", 30, max_tokens=10, max_running=1)
     second = service.add("a", 30, max_tokens=10, max_running=1)
@@ -157,7 +157,7 @@ def test_a_request_starts_as_soon_as_one_of_its_key_ends() -> None:
     assert service.first_tokens[second] == 10
 
 
-def test_a_sequence_that_yields_keeps_its_tokens() -> None:
+def test_shares_preempted_sequence_keeps_its_tokens() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=400), num_blocks=400, max_num_seqs=4)
     requests = [structs.replace(make_request(9, f"a{n}", max_tokens=30, ignore_eos=True), tenant="a") for n in range(6)]
     requests += [

@@ -1,4 +1,4 @@
-"""A registered worker, and what is heard on a channel."""
+"""Fixtures: a registered worker and a subscriber to a channel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ async def rig(connections: RedisConnections, keys: RedisKeys) -> Rig:
 
 @pytest.fixture
 def heard(connections: RedisConnections) -> Callable[[str], Any]:
-    """An async context manager: the messages of a channel, as a function that awaits the next one."""
+    """Return an async context manager that subscribes to a channel; `next()` awaits its next message."""
 
     class Heard:
         def __init__(self, channel: str) -> None:

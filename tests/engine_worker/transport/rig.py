@@ -1,4 +1,4 @@
-"""A worker's transport on a real server, with a clock of its own and scripts that fail on demand."""
+"""A worker's transport on a real server, with a test clock and scripts that fail on demand."""
 
 import asyncio
 from typing import Any
@@ -35,7 +35,7 @@ class FlakyScripts(RedisScripts):
         self._failures += [(script, when, error or ConnectionError("the reply was lost"))] * times
 
     def hold(self, script: str) -> "Held":
-        """Its next call is applied, and its reply waits."""
+        """Apply the script's next call and hold its reply."""
         self._held[script] = held = Held()
         return held
 
@@ -59,7 +59,7 @@ class FlakyScripts(RedisScripts):
 
 
 class Clock:
-    """Moves only when somebody sleeps by it."""
+    """Advances only when code sleeps with it."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""Heartbeats, cancel hints, and the beginning of an incarnation."""
+"""Heartbeats, cancel hints, and the start of an incarnation."""
 
 import asyncio
 
@@ -19,21 +19,21 @@ def heartbeat(step: int) -> WorkerHeartbeat:
     return WorkerHeartbeat(worker_id=WORKER, phase=WorkerPhase.READY, step=step)
 
 
-async def test_only_what_the_engine_loop_offered_is_published_and_only_the_newest(rig, heard):
+async def test_heartbeat_publishes_only_the_newest_offer(rig, heard):
     publisher = HeartbeatPublisher(rig.redis, rig.keys)
     async with heard(rig.keys.heartbeat_channel) as channel:
-        await publisher.beat()  # nothing was offered
+        await publisher.beat()  # without an offer
         publisher.set_latest(heartbeat(1))
         publisher.set_latest(heartbeat(2))
         await publisher.beat()
-        await publisher.beat()  # a hung engine loop: silence
+        await publisher.beat()  # a hung engine loop offers nothing, so nothing is published
         publisher.set_latest(heartbeat(3))
         await publisher.beat()
         assert [decode_heartbeat(await channel.next()).step for _ in range(2)] == [2, 3]
 
 
-async def test_each_offer_is_a_beat_and_nothing_else_is(rig, heard):
-    """An idle worker has one timer for both."""
+async def test_heartbeat_is_published_once_per_offer(rig, heard):
+    """An idle worker uses one timer for both."""
     publisher = HeartbeatPublisher(rig.redis, rig.keys)
     async with heard(rig.keys.heartbeat_channel) as channel:
         task = asyncio.create_task(publisher.run())
@@ -45,7 +45,7 @@ async def test_each_offer_is_a_beat_and_nothing_else_is(rig, heard):
             await cancel_and_wait([task])
 
 
-async def test_a_heartbeat_that_cannot_be_sent_is_counted(keys, tmp_path):
+async def test_heartbeat_send_failure_is_counted(keys, tmp_path):
     away = connect(f"unix://{tmp_path}/no-server")
     try:
         publisher = HeartbeatPublisher(away.commands, keys)
@@ -56,7 +56,7 @@ async def test_a_heartbeat_that_cannot_be_sent_is_counted(keys, tmp_path):
         await away.aclose()
 
 
-async def test_hints_reach_the_worker_they_are_for(rig, connections):
+async def test_cancel_hints_reach_only_their_worker(rig, connections):
     hints: asyncio.Queue[str] = asyncio.Queue()
     task = asyncio.create_task(CancelHints(connections.subscriber, rig.keys, hints.put_nowait).run(WORKER))
     try:
@@ -73,7 +73,7 @@ async def test_hints_reach_the_worker_they_are_for(rig, connections):
         await cancel_and_wait([task])
 
 
-async def test_an_incarnation_never_takes_an_old_id_and_leaves_nothing_behind(rig, connections):
+async def test_register_again_gets_new_id_and_requeues(rig, connections):
     first = await register(connections, rig.keys, "w7")
     await rig.accept("a")
     assert len(await first.requests.claim(Demand(1))) == 1
@@ -87,7 +87,7 @@ async def test_an_incarnation_never_takes_an_old_id_and_leaves_nothing_behind(ri
     assert await list_worker_ids(rig.redis, rig.keys) == sorted([WORKER, second.worker_id])
 
 
-async def test_registering_again_after_the_store_lost_everything(rig, connections):
+async def test_register_after_store_loss_claims_again(rig, connections):
     first = await register(connections, rig.keys, "w7")
     await rig.redis.flushall()
     second = await register(connections, rig.keys, "w7", previous=first)

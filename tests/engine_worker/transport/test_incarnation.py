@@ -1,4 +1,4 @@
-"""A worker's lives in the store: what the ones before hold goes back to the queue."""
+"""Incarnations of a worker in the store: a new one requeues what earlier ones hold."""
 
 from engine_worker.transport.incarnation import register
 from shared.messages import encode
@@ -8,13 +8,13 @@ from shared.redis_scripts import Demand, RedisScripts
 from tests.builders import make_request
 
 
-async def test_register_after_a_rollback_of_the_store_requeues_earlier_lives(
+async def test_register_after_store_rollback_requeues_earlier_ids(
     connections: RedisConnections, keys: RedisKeys, scripts: RedisScripts
 ) -> None:
-    """A replica that is promoted may not know that an earlier life was handed back."""
+    """A promoted replica may not have stored that an earlier incarnation was handed back."""
     first = await register(connections, keys, "w")
     second = await register(connections, keys, "w", first)
-    await scripts.register(first.worker_id)  # the store is as it was before the second life
+    await scripts.register(first.worker_id)  # restores the state before the second incarnation
     await scripts.accept("a", encode(make_request(3, "a")), gateway_id="g", priority_class="interactive")
     await scripts.claim(first.worker_id, (await scripts.take(first.worker_id, Demand(1))).entries)
     third = await register(connections, keys, "w", second)

@@ -1,4 +1,4 @@
-"""The KV feed on a real server, over a real engine with a fake model."""
+"""The KV feed on a real server, with a real engine and a fake model."""
 
 import asyncio
 from typing import Any
@@ -29,7 +29,7 @@ async def next_snapshot(heard):
     return decode_kv_snapshot(message["data"])
 
 
-async def test_snapshots_are_made_only_while_watched(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_kv_feed_snapshots_only_while_watched(connections: RedisConnections, keys: RedisKeys) -> None:
     source = Source()
     loaded: list[Source] = []
     redis = connections.commands
@@ -40,7 +40,7 @@ async def test_snapshots_are_made_only_while_watched(connections: RedisConnectio
         await feed.publish_if_watched()  # no engine yet
         loaded.append(source)
         await redis.delete(keys.kv_watch)
-        await feed.publish_if_watched()  # nobody looks
+        await feed.publish_if_watched()  # no watcher
         await redis.set(keys.kv_watch, 1)
         source.engine.add_request(make_request(6, "0123456789abcdef", max_tokens=50, ignore_eos=True))
         source.engine.step()
@@ -52,11 +52,11 @@ async def test_snapshots_are_made_only_while_watched(connections: RedisConnectio
     assert (snapshot.worker, snapshot.block_size, len(snapshot.states)) == ("w.0", 4, 9)
 
 
-async def test_it_says_whose_each_request_is(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_kv_feed_names_tenant_of_each_request(connections: RedisConnections, keys: RedisKeys) -> None:
     source = Source()
     await connections.commands.set(keys.kv_watch, 1)
     feed = KVFeed(connections.commands, keys, lambda: source, lambda: "w.0", lambda: {"a": "team-a"})
-    for request_id in "ab":  # more than eight blocks hold together
+    for request_id in "ab":  # together they need more than eight blocks
         source.engine.add_request(make_request(8, request_id, max_tokens=20, ignore_eos=True))
     shown, moved = set(), set()
     async with connections.subscriber.pubsub() as heard:
@@ -67,13 +67,11 @@ async def test_it_says_whose_each_request_is(connections: RedisConnections, keys
             snapshot = await next_snapshot(heard)
             shown |= {(request.id, request.tenant) for request in snapshot.requests}
             moved |= {(move.request_id, move.tenant) for move in snapshot.events if move.request_id}
-    assert shown == {("a#0", "team-a"), ("b#0", "?")}  # the other is nobody's that this worker knows
+    assert shown == {("a#0", "team-a"), ("b#0", "?")}  # the worker has no tenant for b
     assert moved and moved <= {("a", "team-a"), ("b", "?")}
 
 
-async def test_a_move_is_told_whose_it_was_after_its_requests_end(
-    connections: RedisConnections, keys: RedisKeys
-) -> None:
+async def test_kv_feed_keeps_tenant_of_moves_after_request_end(connections: RedisConnections, keys: RedisKeys) -> None:
     source, held = Source(), {"a": "team-a", "b": "team-a"}
     await connections.commands.set(keys.kv_watch, 1)
     feed = KVFeed(connections.commands, keys, lambda: source, lambda: "w.0", lambda: dict(held))
@@ -90,11 +88,11 @@ async def test_a_move_is_told_whose_it_was_after_its_requests_end(
     assert {move.tenant for move in moves if move.request_id} == {"team-a"}
 
 
-async def test_each_move_is_told_once(connections: RedisConnections, keys: RedisKeys) -> None:
+async def test_kv_feed_sends_each_move_once(connections: RedisConnections, keys: RedisKeys) -> None:
     source = Source()
     await connections.commands.set(keys.kv_watch, 1)
     feed = KVFeed(connections.commands, keys, lambda: source, lambda: "w.0")
-    for _ in range(2):  # more than eight blocks hold together
+    for _ in range(2):  # together they need more than eight blocks
         source.engine.add_request(make_request(8, max_tokens=20, ignore_eos=True))
     async with connections.subscriber.pubsub() as heard:
         await heard.subscribe(keys.kv_channel)

@@ -1,4 +1,4 @@
-"""Requests without a gateway, on a real server: how long they live, and who keeps them alive."""
+"""Requests whose gateway is gone, on a real server: how long they live and what keeps them alive."""
 
 import pytest
 
@@ -27,7 +27,7 @@ async def ticks(orphans: Orphans, count: int) -> None:
         await orphans.tick()
 
 
-async def test_a_request_outlives_its_gateway_by_a_minute(orphans, scripts, keys, connections):
+async def test_orphan_ends_one_minute_after_its_gateway(orphans, scripts, keys, connections):
     await accept(scripts)
     await ticks(orphans, 60)
     assert await connections.commands.exists(keys.request("a"))
@@ -36,18 +36,18 @@ async def test_a_request_outlives_its_gateway_by_a_minute(orphans, scripts, keys
     assert await connections.commands.xlen(keys.queue("interactive")) == 0 and orphans.faults.num_ended == 1
 
 
-async def test_while_the_gateway_listens_nothing_ends(orphans, scripts, keys, connections):
+async def test_orphan_does_not_end_while_gateway_is_subscribed(orphans, scripts, keys, connections):
     await accept(scripts, terms=RetentionTerms(b"r", "h", grace_seconds=2))
     async with connections.subscriber.pubsub() as gateway:
         await ticks(orphans, 2)
         await gateway.subscribe(keys.gateway_channel("gone"))
         await gateway.get_message(timeout=PATIENCE_SECONDS)
-        await ticks(orphans, 3)  # the count begins anew
+        await ticks(orphans, 3)  # the count restarts
     await ticks(orphans, 2)
     assert await connections.commands.hget(keys.request("a"), "state") == b"queued"
 
 
-async def test_its_worker_is_told_and_a_kept_one_has_an_end(orphans, scripts, keys, connections):
+async def test_orphan_running_is_cancelled_and_retained_with_end(orphans, scripts, keys, connections):
     await accept(scripts, terms=RetentionTerms(b"r", "h", grace_seconds=2))
     await scripts.register(WORKER)
     (entry,) = (await scripts.take(WORKER, Demand(1))).entries
@@ -60,7 +60,7 @@ async def test_its_worker_is_told_and_a_kept_one_has_an_end(orphans, scripts, ke
     assert 0 < await connections.commands.ttl(keys.request("a")) <= 600
 
 
-async def test_another_holder_keeps_it(orphans, scripts, keys, connections):
+async def test_orphan_with_another_holder_is_kept(orphans, scripts, keys, connections):
     await accept(scripts, gateway_id="alive", terms=RetentionTerms(b"r", "h0", grace_seconds=2))
     await scripts.attach("a", "h1", "gone")
     async with connections.subscriber.pubsub() as gateway:
@@ -73,7 +73,7 @@ async def test_another_holder_keeps_it(orphans, scripts, keys, connections):
     assert await connections.commands.hget(keys.request("a"), "state") == b"done"
 
 
-async def test_every_page_of_every_queue_is_looked_at(orphans, scripts, keys, connections, monkeypatch):
+async def test_orphans_every_page_of_every_queue_is_checked(orphans, scripts, keys, connections, monkeypatch):
     monkeypatch.setattr(module, "PAGE_ENTRIES", 2)
     for number in range(5):
         await accept(scripts, f"r{number}", terms=RetentionTerms(b"r", "h", grace_seconds=0))
@@ -84,7 +84,7 @@ async def test_every_page_of_every_queue_is_looked_at(orphans, scripts, keys, co
     assert orphans.faults.num_ended == 6
 
 
-async def test_what_nobody_waits_for_by_design_is_left_alone(orphans, scripts, keys, connections):
+async def test_orphans_requests_without_gateway_are_ignored(orphans, scripts, keys, connections):
     await accept(scripts, gateway_id="")
     await connections.commands.set(keys.request("b"), "not a hash")
     await connections.commands.xadd(keys.queue("batch"), {"r": "b"})

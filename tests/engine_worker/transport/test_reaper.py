@@ -1,4 +1,4 @@
-"""Who counts as dead, and what becomes of it."""
+"""The reaper: when a worker is dead, and how its requests are requeued."""
 
 import asyncio
 
@@ -21,11 +21,11 @@ def beat(worker_id: str = WORKER) -> bytes:
 
 
 class TestMissedTicks:
-    def test_dead_after_the_limit_of_silent_ticks(self):
+    def test_missed_ticks_worker_is_dead_after_the_limit(self):
         missed = MissedTicks(3)
         assert [missed.tick(["a"]) for _ in range(4)] == [[], [], [], ["a"]]
 
-    def test_a_beat_starts_the_count_anew(self):
+    def test_missed_ticks_beat_resets_the_count(self):
         missed = MissedTicks(2)
         for _ in range(10):
             missed.record_heartbeat("a")
@@ -33,7 +33,7 @@ class TestMissedTicks:
             assert missed.tick(["a"]) == []
         assert missed.tick(["a"]) == ["a"]
 
-    def test_each_worker_has_its_own_count_and_the_gone_are_forgotten(self):
+    def test_missed_ticks_are_counted_per_worker(self):
         missed = MissedTicks(2)
         missed.tick(["a"])
         missed.tick(["a", "b"])
@@ -41,7 +41,7 @@ class TestMissedTicks:
         assert missed.tick(["b"]) == ["b"]
         assert missed.tick(["a"]) == []
 
-    def test_after_a_hole_in_hearing_all_counts_start_anew(self):
+    def test_missed_ticks_subscription_gap_resets_all_counts(self):
         missed = MissedTicks(2)
         missed.tick(["a"])
         missed.tick(["a"])
@@ -54,7 +54,7 @@ class TestReaper:
     def reaper(self, connections, keys):
         return Reaper(connections, keys, missed_ticks_until_dead=3)
 
-    async def test_reaps_a_worker_that_fell_silent_and_not_one_that_beats(self, reaper, rig):
+    async def test_reaper_reaps_only_the_silent_worker(self, reaper, rig):
         await rig.scripts.register("w1.alive")
         await rig.accept("a")
         await rig.claim()
@@ -65,32 +65,32 @@ class TestReaper:
         assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
         assert await rig.stored("a", "attempt") == [b"2"]
 
-    async def test_reaps_a_consumer_without_a_fence_at_once(self, reaper, rig):
+    async def test_reaper_consumer_without_fence_is_reaped_at_once(self, reaper, rig):
         await rig.accept("a")
         await rig.redis.xreadgroup(GROUP, "zombie.1", {rig.keys.queue("interactive"): ">"})
         await reaper.tick(could_hear=False)
         assert await list_worker_ids(rig.redis, rig.keys) == [WORKER]
         assert await rig.claim() == ["a"]
 
-    async def test_a_tick_in_which_it_could_not_hear_does_not_count(self, reaper, rig):
+    async def test_reaper_tick_without_subscription_does_not_count(self, reaper, rig):
         for _ in range(50):
             await reaper.tick(could_hear=False)
         assert reaper.faults.num_reaped == 0
 
-    async def test_a_bad_heartbeat_is_counted_and_keeps_nobody_alive(self, reaper, rig):
+    async def test_reaper_bad_heartbeat_is_counted_and_ignored(self, reaper, rig):
         for _ in range(4):
             reaper.on_message(b"\xc1")
             await reaper.tick(could_hear=True)
         assert (reaper.faults.num_bad_heartbeats, reaper.faults.num_reaped) == (4, 1)
 
-    async def test_a_tick_without_the_store_ends_nothing(self, keys, tmp_path):
+    async def test_reaper_tick_without_store_raises_nothing(self, keys, tmp_path):
         away = connect(f"unix://{tmp_path}/no-server")
         try:
             await Reaper(away, keys).tick(could_hear=True)
         finally:
             await away.aclose()
 
-    async def test_runs_on_its_own_and_tells_the_living_from_the_dead(self, connections, rig):
+    async def test_reaper_run_reaps_dead_and_keeps_beating_worker(self, connections, rig):
         await rig.scripts.register("w1.alive")
         publisher = HeartbeatPublisher(rig.redis, rig.keys)
         reaper = Reaper(connections, rig.keys, missed_ticks_until_dead=10, tick_seconds=0.02)
@@ -104,8 +104,8 @@ class TestReaper:
             await cancel_and_wait([task])
         assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
 
-    async def test_an_observer_that_slept_counts_one_tick(self, connections, rig):
-        """Its clock jumps by a minute in the middle of a tick, as after SIGSTOP: nobody is dead by that."""
+    async def test_reaper_that_was_stopped_counts_one_tick(self, connections, rig):
+        """Its clock jumps by a minute within a tick, as after SIGSTOP. No worker may be reaped."""
         jump = 0.0
 
         def clock() -> float:
@@ -121,13 +121,13 @@ class TestReaper:
         finally:
             await cancel_and_wait([task])
 
-    @pytest.mark.parametrize("beats", [True, False], ids=["its own heartbeat", "its own pings"])
-    async def test_it_pings_only_in_ticks_in_which_it_has_heard_nothing(self, connections, rig, beats):
+    @pytest.mark.parametrize("beats", [True, False], ids=["heartbeats", "silence"])
+    async def test_reaper_pings_only_in_silent_ticks(self, connections, rig, beats):
         async def num_pings() -> int:
             stats = await rig.redis.info("commandstats")
             return int(stats.get("cmdstat_ping", {"calls": 0})["calls"])
 
-        ticks: list[bool] = []  # whether it could hear
+        ticks: list[bool] = []  # `could_hear` of each tick
         pings: list[int] = []  # so far
 
         class Observer(Reaper):
@@ -147,7 +147,7 @@ class TestReaper:
         assert all(ticks)
         assert (pings[-1] == pings[1]) is beats
 
-    async def test_each_tick_looks_for_requests_that_no_gateway_waits_for(self, reaper, rig):
+    async def test_reaper_tick_ends_orphaned_requests(self, reaper, rig):
         await rig.accept("a", terms=RetentionTerms(b"record", "holder", grace_seconds=0))
         await reaper.tick(could_hear=False)
         assert await rig.stored("a", "state") == [b"done"]

@@ -1,4 +1,4 @@
-"""Claiming on a real server: order, lost replies, suspects that run alone, entries that cannot run."""
+"""Claims on a real server: order, lost replies, suspects that run alone, and unreadable entries."""
 
 import asyncio
 from typing import Any
@@ -48,7 +48,7 @@ async def requeue_as_suspect(rig: Rig, request_id: str) -> None:
         await reap_worker(rig.scripts, worker_id)
 
 
-async def test_claims_up_to_the_number_in_strict_order(rig):
+async def test_claim_takes_up_to_max_in_priority_order(rig):
     await rig.accept("batch", priority_class="batch")
     await rig.accept("a", "b", "c")
     assert await rig.claim(2) == ["a", "b"]
@@ -57,7 +57,7 @@ async def test_claims_up_to_the_number_in_strict_order(rig):
     assert await rig.claim(9) == []
 
 
-async def test_gives_the_journal_of_earlier_attempts(rig):
+async def test_claim_returns_journal_of_earlier_attempts(rig):
     await rig.accept("a", journal=encode(JournalFrame(0, [7, 8])) + encode(JournalFrame(2, [9])))
     (claimed,) = await rig.requests.claim(Demand(1))
     assert claimed.request == make_request("a")
@@ -65,7 +65,7 @@ async def test_gives_the_journal_of_earlier_attempts(rig):
     assert rig.claims.get("a") == claimed
 
 
-async def test_a_blocking_claim_wakes_up_for_a_new_request(rig):
+async def test_claim_blocking_wakes_for_new_request(rig):
     waiting = asyncio.create_task(rig.requests.claim(Demand(4), block=True))
     while not (await rig.redis.info("clients"))["blocked_clients"]:
         await asyncio.sleep(0)
@@ -73,8 +73,8 @@ async def test_a_blocking_claim_wakes_up_for_a_new_request(rig):
     assert [claimed.request.request_id for claimed in await waiting] == ["a"]
 
 
-async def test_a_blocking_claim_that_finds_nothing_ends_at_a_tick(rig, monkeypatch):
-    """With all else that an idle worker does: it wakes once for both."""
+async def test_claim_blocking_without_request_ends_at_a_tick(rig, monkeypatch):
+    """All periodic work of an idle worker ends at the same tick, so that it wakes once."""
     loop = asyncio.get_running_loop()
     ends: list[float] = []
 
@@ -85,20 +85,20 @@ async def test_a_blocking_claim_that_finds_nothing_ends_at_a_tick(rig, monkeypat
     monkeypatch.setattr(rig.requests._blocking, "xreadgroup", xreadgroup)
     for _ in range(3):
         assert await rig.requests.claim(Demand(4), block=True) == []
-        await asyncio.sleep(0.03)  # so that they begin at different times
+        await asyncio.sleep(0.03)  # so that claims begin at different times
     assert [end % BLOCK_SECONDS < 0.02 for end in ends] == [True] * 3
 
 
-async def test_a_lost_reply_of_a_read_is_found_in_the_own_pending_entries(rig):
+async def test_claim_lost_read_reply_is_found_in_pending_entries(rig):
     await rig.accept("a", "b")
     assert await rig.claim(1) == ["a"]
     rig.scripts.fail("take", "lose")
     assert await rig.claim() == []
-    assert await rig.claim() == ["b"]  # and not "a" again
+    assert await rig.claim() == ["b"]  # without "a", which is already claimed
     assert rig.requests.faults.num_read_failures == 1
 
 
-async def test_a_lost_reply_of_claim_is_asked_for_again(rig):
+async def test_claim_lost_claim_reply_is_retried(rig):
     await rig.accept("a")
     rig.scripts.fail("claim", "lose")
     assert await rig.claim() == []
@@ -106,7 +106,7 @@ async def test_a_lost_reply_of_claim_is_asked_for_again(rig):
     assert await rig.claim() == []
 
 
-async def test_an_entry_delivered_to_a_read_that_was_given_up_is_found_in_time(rig):
+async def test_claim_entry_of_abandoned_read_is_found_in_time(rig):
     await rig.accept("a")
     await rig.redis.xreadgroup(GROUP, WORKER, {rig.keys.queue("interactive"): ">"})
     assert await rig.claim() == []
@@ -114,7 +114,7 @@ async def test_an_entry_delivered_to_a_read_that_was_given_up_is_found_in_time(r
     assert await rig.claim() == ["a"]
 
 
-async def test_cancelled_entries_are_acknowledged_here(rig):
+async def test_claim_cancelled_entries_are_acknowledged(rig):
     await rig.accept("a", "b")
     await rig.redis.delete(rig.keys.request("a"))
     assert await rig.claim() == ["b"]
@@ -124,9 +124,9 @@ async def test_cancelled_entries_are_acknowledged_here(rig):
 @pytest.mark.parametrize(
     ("field", "broken"),
     [("body", b"\xc1"), ("body", encode(make_request("another"))), ("journal", encode(JournalFrame(5, [1])))],
-    ids=["not a message", "another request", "journal with a hole"],
+    ids=["not_a_message", "another_request", "journal_with_a_gap"],
 )
-async def test_an_unreadable_request_ends_alone_with_an_error(rig, heard, field, broken):
+async def test_claim_unreadable_request_ends_with_error(rig, heard, field, broken):
     await rig.accept("bad", "good")
     if field == "body":
         await rig.redis.hset(rig.keys.request("bad"), "body", broken)
@@ -142,12 +142,12 @@ async def test_an_unreadable_request_ends_alone_with_an_error(rig, heard, field,
     assert await entries_left(rig) == (1, 1)
 
 
-async def test_a_suspect_waits_until_nothing_else_runs_and_then_runs_alone(rig):
+async def test_claim_suspect_runs_alone(rig):
     await rig.accept("a")
     assert await rig.claim() == ["a"]
     await requeue_as_suspect(rig, "suspect")
     await rig.accept("later")
-    assert await rig.claim() == []  # "a" still runs, and nothing new joins it
+    assert await rig.claim() == []  # "a" still runs, and the suspect must run alone
     await rig.tokens.finish([finished("a")])
     assert await rig.claim() == ["suspect"]
     assert await rig.claim() == []
@@ -155,7 +155,7 @@ async def test_a_suspect_waits_until_nothing_else_runs_and_then_runs_alone(rig):
     assert await rig.claim() == ["later"]
 
 
-async def test_a_blocking_claim_beside_a_suspect_waits_for_its_end(rig):
+async def test_claim_blocking_waits_for_end_of_suspect(rig):
     await requeue_as_suspect(rig, "suspect")
     assert await rig.claim() == ["suspect"]
     await rig.accept("later")
@@ -166,7 +166,7 @@ async def test_a_blocking_claim_beside_a_suspect_waits_for_its_end(rig):
     assert await rig.claim() == ["later"]
 
 
-async def test_a_suspect_that_waits_in_a_dying_worker_gets_no_strike(rig):
+async def test_claim_waiting_suspect_in_dead_worker_is_not_counted(rig):
     await rig.accept("a")
     await rig.claim()
     await requeue_as_suspect(rig, "suspect")
@@ -175,7 +175,7 @@ async def test_a_suspect_that_waits_in_a_dying_worker_gets_no_strike(rig):
     assert await rig.stored("suspect", "strikes", "state") == [b"2", b"queued"]
 
 
-async def test_fenced_when_the_fence_or_the_store_is_gone(rig):
+async def test_claim_without_fence_or_queues_is_fenced(rig):
     await rig.redis.delete(rig.keys.fence(WORKER))
     with pytest.raises(Fenced):
         await rig.requests.claim(Demand(1))
@@ -188,7 +188,7 @@ async def test_fenced_when_the_fence_or_the_store_is_gone(rig):
         await rig.requests.claim(Demand(1))
 
 
-async def test_nothing_while_the_store_is_away_and_errors_of_ours_are_raised(rig, tmp_path):
+async def test_claim_store_away_returns_nothing_own_error_raises(rig, tmp_path):
     away = connect(f"unix://{tmp_path}/no-server")
     try:
         rig_away = Rig(away, rig.keys)
@@ -201,7 +201,7 @@ async def test_nothing_while_the_store_is_away_and_errors_of_ours_are_raised(rig
         await rig.requests.claim(Demand(1))
 
 
-async def test_handing_back_requeues_without_counting_an_attempt(rig):
+async def test_hand_back_requeues_without_counting_attempt(rig):
     await rig.accept("a", "b")
     await rig.claim(1)
     assert (await rig.requests.hand_back()).requeued == 1
@@ -210,31 +210,31 @@ async def test_handing_back_requeues_without_counting_an_attempt(rig):
         await rig.requests.claim(Demand(1))
 
 
-async def test_it_lets_a_peer_that_holds_less_go_first_until_its_patience_is_over(rig):
+async def test_claim_defers_to_idle_peer_until_patience_ends(rig):
     await rig.scripts.register("peer.1")
-    await rig.scripts.take("peer.1", Demand(1, room=9))  # says that it has room, and is never heard again
+    await rig.scripts.take("peer.1", Demand(1, room=9))  # reports room and never calls again
     await rig.accept(*(f"r{number}" for number in range(9)))
     demand = Demand(9, room=9)
     claimed = [len(await rig.requests.claim(demand)) for _ in range(3)]
-    assert claimed == [2, 0, 0]  # a quantum above the peer, which holds nothing
+    assert claimed == [2, 0, 0]  # one quantum above the peer, which holds nothing
     rig.clock.now += PATIENCE_SECONDS
     assert [len(await rig.requests.claim(demand)) for _ in range(2)] == [2, 5]
     await rig.accept("next")
     assert len(await rig.requests.claim(demand)) == 1
 
 
-async def test_one_that_may_have_nothing_does_not_take_it_by_waiting(rig):
+async def test_claim_blocking_does_not_bypass_fair_dispatch(rig):
     await rig.accept("a", "b", "c")
     await rig.claim()
     await rig.scripts.register("peer.1")
     await rig.scripts.take("peer.1", Demand(1, room=9))
-    assert await rig.requests.claim(Demand(5, room=9), block=True) == []  # nothing is there
+    assert await rig.requests.claim(Demand(5, room=9), block=True) == []  # the queue is empty
     await rig.accept("d")
     assert await rig.requests.claim(Demand(5, room=9), block=True) == []
     assert [entry.request_id for entry in (await rig.scripts.take("peer.1", Demand(1, room=9))).entries] == ["d"]
 
 
-async def test_what_is_given_back_is_gone_here_also_when_the_reply_was_lost(rig):
+async def test_unclaim_lost_reply_still_removes_claims(rig):
     await rig.accept("a", "b", "c")
     await rig.claim()
     rig.scripts.fail("unclaim", "lose")
@@ -246,7 +246,7 @@ async def test_what_is_given_back_is_gone_here_also_when_the_reply_was_lost(rig)
         await rig.requests.unclaim(["a"])
 
 
-async def test_a_second_entry_of_a_request_waits_for_the_end_of_the_first(rig):
+async def test_claim_second_entry_waits_for_end_of_first(rig):
     await rig.accept("a")
     assert await rig.claim() == ["a"]
     await rig.scripts.cancel("a", "interactive")
@@ -257,7 +257,7 @@ async def test_a_second_entry_of_a_request_waits_for_the_end_of_the_first(rig):
     assert await rig.stored("a", "state") == [b"running"]
 
 
-async def test_what_a_blocking_read_cannot_serve_is_passed_on(rig: Rig) -> None:
+async def test_claim_blocking_passes_on_unsupported_request(rig: Rig) -> None:
     rig.requests = RequestStream(
         rig.connections, rig.scripts, WORKER, rig.claims, rig.clock, abilities=Abilities(max_model_len=8)
     )
@@ -268,7 +268,7 @@ async def test_what_a_blocking_read_cannot_serve_is_passed_on(rig: Rig) -> None:
     await rig.scripts.accept_all([new], gateway_id="g", priority_class="interactive")
     assert await waiting == []
     assert await rig.redis.xlen(rig.keys.queue(NEWER)) == 1
-    assert await rig.requests.claim(Demand(4), block=True) == []  # waits for other queues
+    assert await rig.requests.claim(Demand(4), block=True) == []  # reads the other queues
     assert rig.scripts.calls.count("unclaim") == 1
     await rig.accept("short")
     assert await rig.claim() == ["short"]
@@ -281,7 +281,7 @@ async def blocked_readers(rig: Rig) -> int:
     return int(clients["blocked_clients"])
 
 
-async def test_a_body_that_needs_more_is_refused_as_unreadable(rig: Rig) -> None:
+async def test_claim_unsupported_message_is_refused_as_unreadable(rig: Rig) -> None:
     body = encode_request(make_request("a"), 1 << 30)
     await rig.scripts.accept_all([NewRequest("a", body, needs=1)], gateway_id="g", priority_class="interactive")
     assert await rig.claim() == []

@@ -1,4 +1,4 @@
-"""One script call a step, exactly once in spite of lost replies, and a worker that fences itself in time."""
+"""The token publisher: one script call per step, exactly-once with lost replies, and self-fencing in time."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ async def journal(rig: Rig, request_id: str) -> list[int]:
     return journal_choices(stored or b"", 1)[0].token_ids
 
 
-async def test_one_emit_a_step_and_one_message_a_gateway(rig, heard):
+async def test_emit_one_call_per_step_one_message_per_gateway(rig, heard):
     ids = [f"r{number}" for number in range(50)]
     await rig.accept("other", gateway_id="h")
     await start(rig, *ids)
@@ -58,10 +58,10 @@ async def test_one_emit_a_step_and_one_message_a_gateway(rig, heard):
     assert await journal(rig, "r49") == [49]
 
 
-async def test_log_probabilities_are_published_and_journalled(rig, heard):
+async def test_emit_logprobs_are_published_and_journaled(rig, heard):
     await start(rig, "a")
-    told = TokenLogprobs(-0.5, (1,), (-0.5,)), TokenLogprobs(-1.5, (7,), (-0.25,))
-    event = TokenEvent("a", 0, [1, 2], logprobs=list(map(encoded_logprobs, told)))
+    logprobs = TokenLogprobs(-0.5, (1,), (-0.5,)), TokenLogprobs(-1.5, (7,), (-0.25,))
+    event = TokenEvent("a", 0, [1, 2], logprobs=list(map(encoded_logprobs, logprobs)))
     async with heard(rig.keys.gateway_channel("g")) as messages:
         await rig.tokens.emit([event])
         assert decode_event_batch(await messages.next()).events == [event]
@@ -70,7 +70,7 @@ async def test_log_probabilities_are_published_and_journalled(rig, heard):
     assert (stored.token_ids, stored.logprobs) == ([1, 2, 3], dict(enumerate(event.logprobs or ())))
 
 
-async def test_lost_replies_and_refused_calls_change_nothing(rig):
+async def test_emit_lost_replies_and_refusals_change_nothing(rig):
     await start(rig, "a")
     rig.scripts.fail("emit", "lose", times=2)
     rig.scripts.fail("emit", "refuse")
@@ -85,14 +85,14 @@ async def test_lost_replies_and_refused_calls_change_nothing(rig):
     assert rig.clock.sleeps == [0.1, 0.2, 0.4, 0.1, 0.1, 0.2]
 
 
-async def test_the_back_off_is_bounded(rig):
+async def test_emit_backoff_is_bounded(rig):
     await start(rig, "a")
     rig.scripts.fail("emit", "refuse", times=8, error=OutOfMemoryError("OOM"))
     await rig.tokens.emit([token("a", 0, 1)])
     assert rig.clock.sleeps == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0])
 
 
-async def test_cancelled_requests_are_told_also_when_the_reply_was_lost(rig):
+async def test_emit_lost_reply_still_reports_cancelled_requests(rig):
     await start(rig, "a", "b")
     await rig.scripts.cancel("a", "interactive")
     rig.scripts.fail("emit", "lose")
@@ -103,7 +103,7 @@ async def test_cancelled_requests_are_told_also_when_the_reply_was_lost(rig):
     assert await rig.redis.exists(rig.keys.request("a"), rig.keys.journal("a")) == 0
 
 
-async def test_the_end_is_stored_and_published(rig, heard):
+async def test_finish_stores_and_publishes_the_end(rig, heard):
     await start(rig, "a", "b")
     endings: list[TerminalEvent] = [finish("a", 0), ErrorEvent("b", ErrorCode.REQUEST_FAILED, "it broke")]
     async with heard(rig.keys.gateway_channel("g")) as channel:
@@ -115,18 +115,18 @@ async def test_the_end_is_stored_and_published(rig, heard):
     assert len(rig.claims) == 0
 
 
-async def test_events_of_requests_that_are_not_claimed_are_left_out(rig):
+async def test_emit_ignores_events_of_unclaimed_requests(rig):
     await start(rig, "a")
     assert await rig.tokens.emit([token("stranger", 0, 1)]) == []
     await rig.tokens.finish([finish("stranger", 1)])
     await rig.tokens.emit([])
-    assert rig.scripts.calls == []  # and no step was used up
+    assert rig.scripts.calls == []  # no step number was used
     await rig.tokens.emit([token("stranger", 0, 1), token("a", 0, 1)])
     assert await journal(rig, "a") == [1]
     assert await rig.redis.exists(rig.keys.journal("stranger")) == 0
 
 
-async def test_a_reaped_worker_publishes_nothing_and_stays_fenced(rig):
+async def test_emit_reaped_worker_publishes_nothing_and_is_fenced(rig):
     await start(rig, "a")
     await rig.tokens.emit([token("a", 0, 1)])
     await reap_worker(rig.scripts, WORKER)
@@ -141,7 +141,7 @@ async def test_a_reaped_worker_publishes_nothing_and_stays_fenced(rig):
     assert await rig.stored("a", "state") == [b"queued"]
 
 
-async def test_fences_itself_after_ten_seconds_without_a_reply(rig):
+async def test_emit_self_fences_after_ten_seconds_without_reply(rig):
     await start(rig, "a")
     rig.clock.now += 3600  # idle time does not count
     rig.scripts.fail("emit", "refuse", times=99, error=ConnectionError("refused"))
@@ -151,17 +151,17 @@ async def test_fences_itself_after_ten_seconds_without_a_reply(rig):
     assert SELF_FENCE_SECONDS <= rig.clock.now - started < SELF_FENCE_SECONDS + 2.0
 
 
-async def test_a_store_that_answers_but_cannot_write_is_waited_for(rig):
+async def test_emit_waits_for_store_that_cannot_write(rig):
     await start(rig, "a")
     rig.scripts.fail("emit", "refuse", times=20, error=OutOfMemoryError("OOM"))
     rig.scripts.fail("emit", "refuse", times=20, error=ResponseError("MISCONF cannot write to disk"))
-    rig.scripts.fail("emit", "refuse")  # silent only now: the ten seconds begin at the last answer
+    rig.scripts.fail("emit", "refuse")  # no reply: the ten seconds start at the last answer
     await rig.tokens.emit([token("a", 0, 1)])
     assert rig.clock.now - 100 > 3 * SELF_FENCE_SECONDS
     assert await journal(rig, "a") == [1]
 
 
-async def test_an_error_of_ours_is_raised_at_once(rig):
+async def test_emit_unexpected_error_is_raised_at_once(rig):
     await start(rig, "a")
     rig.scripts.fail("emit", "refuse", error=ResponseError("WRONGTYPE"))
     with pytest.raises(ResponseError, match="WRONGTYPE"):
