@@ -1,4 +1,4 @@
-"""Chunks of a real worker, read by the official OpenAI client: usage in each, and the token that ends a text."""
+"""The official OpenAI client reads chunks of a real worker: usage in each chunk, and the end token."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.timeout(900)
 CONTINUOUS: Any = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def test_usage_grows_with_every_chunk(served: Served) -> None:
-    """As vLLM's own tests ask of every chunk."""
+def test_every_chunk_has_growing_usage(served: Served) -> None:
+    """Check usage in every chunk, as vLLM's own tests do."""
     asked: Any = {"model": MODEL, "temperature": 0, "stream": True, "stream_options": CONTINUOUS}
     with served.client() as client:
         cut: Any = client.chat.completions.create(
@@ -33,7 +33,7 @@ def test_usage_grows_with_every_chunk(served: Served) -> None:
             assert 0 < last <= most
 
 
-def test_the_ending_token_is_scored_in_the_last_chunk_of_a_completion(served: Served) -> None:
+def test_completion_end_token_is_scored_in_the_last_chunk(served: Served) -> None:
     question = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     asked: Any = {"model": MODEL, "prompt": question, "temperature": 0, "max_tokens": 30, "logprobs": 1}
     asked["extra_body"] = {"return_tokens_as_token_ids": True}

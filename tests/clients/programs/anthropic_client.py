@@ -1,4 +1,4 @@
-"""anthropic, as a program: URL MODEL -> what it saw, as JSON."""
+"""Use the anthropic client: URL MODEL -> what it received, as JSON."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ class Capital(pydantic.BaseModel):
 
 
 def of_other_forms(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
-    """Typed output, system messages, documents, models, ids of requests."""
+    """Send typed output, system messages, documents, model requests and request ids."""
     asked = {**asked, "max_tokens": 60}
     parsed = client.messages.parse(**asked, output_format=Capital)
     source: Any = {"type": "text", "media_type": "text/plain", "data": "Paris is the capital of France."}
