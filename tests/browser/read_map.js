@@ -16,8 +16,8 @@
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const at = (x, y) => {
     const first = 4 * (Math.round(y * devicePixelRatio) * canvas.width + Math.round(x * devicePixelRatio));
-    const colour = pixels.slice(first, first + 3).join();
-    return palette[colour] ?? colour;
+    const color = pixels.slice(first, first + 3).join();
+    return palette[color] ?? color;
   };
   const painted = [];
   for (let top = 0; top < canvas.height / devicePixelRatio; top += size) {

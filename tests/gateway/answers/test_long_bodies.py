@@ -1,4 +1,4 @@
-"""The body of many choices is put together in place, choice by choice: at one time it would keep the interpreter."""
+"""Bodies with many choices are built in place, choice by choice: building one at once would block the interpreter."""
 
 import itertools
 import json
@@ -36,13 +36,13 @@ LONG = [{"role": "user", "content": "x" * NUM_TOKENS}]
 
 
 class Told(msgspec.Struct, weakref=True):
-    """Stands in a choice, and is there until that is written."""
+    """A value inside a choice; it is freed once the choice is written."""
 
     number: int
 
 
 @pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
-def test_a_choice_that_is_written_is_let_go_of(form: type[ChatFormat | CompletionFormat]) -> None:
+def test_written_choice_is_freed(form: type[ChatFormat | CompletionFormat]) -> None:
     alive: list[weakref.ref[Told]] = []
 
     def choices() -> Iterator[ChoiceResult]:
@@ -61,13 +61,13 @@ def test_a_choice_that_is_written_is_let_go_of(form: type[ChatFormat | Completio
 
 @pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
 @pytest.mark.parametrize("num_at_once", [1, 7, 64])
-def test_log_probabilities_are_joined_as_they_would_be_written_at_one_time(
+def test_logprobs_in_pieces_equal_logprobs_at_once(
     form: type[ChatFormat | CompletionFormat],
     num_at_once: int,
     tiny_model: ServedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Byte for byte, with a first token that has none, and where pieces end."""
+    """Compare byte for byte, with a first token without logprobs, and at the limits of pieces."""
     monkeypatch.setattr("gateway.text.long_json.PIECE_BYTES", 100)
     spellings = tiny_model.encoder.spellings(by_id=False)
     entries = [LogprobEntry(70 + place % 9, scored(70) if place else None, place, spellings) for place in range(64)]
@@ -85,7 +85,7 @@ def test_log_probabilities_are_joined_as_they_would_be_written_at_one_time(
     assert choices[2]["logprobs"] is None
 
 
-def test_no_piece_of_a_long_body_is_longer_than_what_came_at_one_time() -> None:
+def test_body_pieces_do_not_exceed_the_piece_limit() -> None:
     array = LongArray()
     for _ in range(1000):
         array.extend(b'["' + b"x" * 1000 + b'"]')
@@ -107,13 +107,13 @@ def test_no_piece_of_a_long_body_is_longer_than_what_came_at_one_time() -> None:
         ("chat/completions", {"messages": LONG, "prompt_logprobs": 1, "max_tokens": 1}),
     ],
 )
-async def test_log_probabilities_are_written_in_their_keys_turns(
+async def test_logprobs_are_written_in_time_slices_of_their_key(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
 ) -> None:
-    """None is left for a thread, which would have the interpreter beside the event loop for half a second."""
+    """Leave nothing to a thread, which would hold the interpreter for half a second beside the event loop."""
     monkeypatch.setattr("gateway.turns.SLICE_SECONDS", LEAST_SLICE)
     gateway.engine.script = scores_all(asked.get("best_of", 1))
-    written: list[tuple[int, int]] = []  # by which thread, and after how many turns of others
+    written: list[tuple[int, int]] = []  # (thread id, time slices of others so far)
     async with turns_of_others() as turns:
         for name in ("_object", "_by_text", "_ranked"):
             write = getattr(logprobs, name)
@@ -135,7 +135,7 @@ async def test_log_probabilities_are_written_in_their_keys_turns(
 
 
 def scores_all(num_samples: int) -> Script:
-    """The prompt, and each of as many tokens for each sample as are asked for."""
+    """Score the prompt, and each of the requested tokens of every sample."""
 
     def script(request: GenerationRequest) -> Iterator[StreamEvent]:
         if request.sampling.prompt_logprobs is not None:
@@ -150,8 +150,8 @@ def scores_all(num_samples: int) -> Script:
     return script
 
 
-async def test_a_response_tells_the_same_log_probabilities_in_each_of_its_events(gateway: Gateway) -> None:
-    """In the deltas, in the three events that have all of a text, at the stream's end, and where it is not streamed."""
+async def test_response_events_have_the_same_logprobs(gateway: Gateway) -> None:
+    """Compare deltas, the three events with the whole text, the end of the stream, and the unstreamed response."""
     gateway.engine.script = scores_all(1)
     async with gateway.session.post("/v1/responses", json=SCORED_RESPONSE) as reply:
         whole = (await reply.json())["output"]
