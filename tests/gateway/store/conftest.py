@@ -1,4 +1,4 @@
-"""The client on a real server, its own scripts that fail or wait on demand, and a worker that is played by hand."""
+"""The inference client on a real server, scripts that fail or wait on demand, and a manually driven worker."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,10 @@ def make_request(request_id: str = "a", **options: Any) -> GenerationRequest:
 
 
 class HandPlayedWorker:
-    """Says what it is told to; `heard=False` journals without a message, as if it was lost."""
+    """A worker that the test drives.
+
+    With `heard=False` it writes the journal and sends no message, as if it was lost.
+    """
 
     def __init__(self, scripts: RedisScripts) -> None:
         self.scripts = scripts
@@ -75,7 +78,7 @@ def worker(scripts: RedisScripts) -> HandPlayedWorker:
 
 @pytest.fixture
 def flaky(connections: RedisConnections, keys: RedisKeys) -> FlakyScripts:
-    """The client's own scripts."""
+    """Return the client's own scripts, with faults on demand."""
     return FlakyScripts(connections.commands, keys)
 
 
@@ -95,12 +98,12 @@ async def subscribed(connections: RedisConnections, keys: RedisKeys) -> None:
 
 
 async def num_waiting(scripts: RedisScripts) -> int:
-    """Entries that a worker gets now."""
+    """Return the number of entries that a worker would get now."""
     return len((await scripts.take(WORKER, Demand(99))).entries)
 
 
 async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
-    """All further tokens and the end."""
+    """Return all further tokens and the end."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         events = [event async for event in stream]
     *tokens, end = events
