@@ -1,4 +1,4 @@
-"""A plain token costs the gateway few calls of functions, which are counted here, since times are the machine's."""
+"""A plain token costs the gateway few function calls. Calls are counted, because times depend on the machine."""
 
 import sys
 from collections.abc import Callable
@@ -21,7 +21,7 @@ GATEWAY = Path(gateway_package.__file__).parent
 
 
 def gateway_calls(work: Callable[[], None]) -> int:
-    """Calls of the gateway's functions that `work` makes."""
+    """Count the calls of the gateway's functions during `work`."""
     count = 0
 
     def heard(frame: FrameType, event: str, _: object) -> None:
@@ -45,11 +45,11 @@ def gateway_calls(work: Callable[[], None]) -> int:
         ("/v1/responses", {"input": "hi", "store": False}, 21),
     ],
 )
-async def test_a_plain_token_is_few_calls(
+async def test_plain_token_costs_few_calls(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], most: int
 ) -> None:
-    """From its event to the bytes on their way; 8 more if it is asked for all that a token may be."""
-    monkeypatch.setattr(turns, "SLICE_SECONDS", 1_000.0)  # however slow the machine is, no token waits for a turn
+    """Count from the event to the socket write; all optional token fields may add 8 calls."""
+    monkeypatch.setattr(turns, "SLICE_SECONDS", 1_000.0)  # no time slice ends, however slow the machine is
     async with gateway.session.post(path, json={"model": "tiny", "stream": True, **body}) as response:
         assert response.status == 200, await response.text()
         stream = await gateway.engine.next_stream()

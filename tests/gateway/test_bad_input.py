@@ -1,4 +1,4 @@
-"""Bad requests: the exact status, code and field of each; and a stream that runs beside all of them is unchanged."""
+"""Invalid requests get an exact status, code and field. A concurrent stream stays unchanged."""
 
 import asyncio
 import gzip
@@ -28,7 +28,7 @@ class Bad:
     status: int
     code: str
     param: str | None = None
-    says: str = ""  # the message names what was allowed
+    says: str = ""  # the message names the allowed values
     body: bytes = b""
     url: str = CHAT_URL
     method: str = "POST"
@@ -368,7 +368,7 @@ async def send(session: aiohttp.ClientSession, bad: Bad) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
-async def test_refused(gateway: Gateway, bad: Bad) -> None:
+async def test_invalid_request_is_refused_with_status_and_field(gateway: Gateway, bad: Bad) -> None:
     status, body = await send(gateway.session, bad)
     error = body["error"]
     assert (status, error["code"], error["param"]) == (bad.status, bad.code, bad.param), error["message"]
@@ -379,8 +379,8 @@ async def test_refused(gateway: Gateway, bad: Bad) -> None:
     assert gateway.engine.requests == []
 
 
-async def test_a_stream_beside_them_is_unchanged(gateway: Gateway, tiny_model: ServedModel) -> None:
-    """One token is sent before each bad request and one after: 2 x cases tokens arrive, in order, and nothing else."""
+async def test_invalid_requests_leave_a_stream_unchanged(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """Send one token before and one after each invalid request: 2 x cases tokens arrive, in order, and nothing else."""
     characters = "".join(chr(ord("a") + index % 26) for index in range(2 * len(CASES)))
     assert len(CASES) >= 60
     body = {"prompt": "hi", "stream": True, "max_tokens": 250}
@@ -400,8 +400,7 @@ async def test_a_stream_beside_them_is_unchanged(gateway: Gateway, tiny_model: S
     assert gateway.engine.cancelled == []
 
 
-async def test_accepted_edges(gateway: Gateway) -> None:
-    """What stands next to the refused values is taken."""
+async def test_values_next_to_refused_ones_are_accepted(gateway: Gateway) -> None:
     gateway.engine.script = lambda request: [finish(request, 0)]
     good: list[dict[str, Any]] = [
         {"n": 8, "temperature": 2, "top_p": 1.0, "min_p": 1, "presence_penalty": -2, "frequency_penalty": 2.0},
@@ -430,7 +429,7 @@ async def test_accepted_edges(gateway: Gateway) -> None:
         assert r.status == 200
 
 
-async def test_a_body_that_does_not_come(start_gateway: Any) -> None:
+async def test_incomplete_body_is_refused(start_gateway: Any) -> None:
     gateway = await start_gateway(body_timeout_seconds=0.05)
 
     async def stalls() -> Any:

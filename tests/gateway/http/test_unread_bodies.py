@@ -112,7 +112,7 @@ async def test_connection_after_a_short_unread_body_is_reused(server: tuple[int,
 
 
 async def test_unread_gzip_body_is_not_decompressed(server: tuple[int, list[StreamReader]]) -> None:
-    """aiohttp would decompress it in one step of the event loop, even for a client without a key."""
+    """Decompression by aiohttp would be one step of the event loop, even for a client without a key."""
     port, bodies = server
     body = gzip.compress(bytes(64 * 2**20))
     head = b"POST /refuse HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: %d"

@@ -113,7 +113,7 @@ async def test_late_token_in_the_socket_before_the_reply_is_dropped(client, flak
 
 
 @pytest.mark.parametrize("lost", ["the reply", "the mark"])
-async def test_lost_acceptance_reply_is_repeated(client, flaky, worker, wire, connections, lost):
+async def test_lost_acceptance_reply_or_mark_is_repeated(client, flaky, worker, wire, connections, lost):
     stream, held = await restoring(client, flaky, wire, worker)
     publish = connections.commands.publish
 
