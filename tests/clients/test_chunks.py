@@ -22,7 +22,7 @@ def test_every_chunk_has_growing_usage(served: Served) -> None:
         )
         ended: Any = client.chat.completions.create(**asked, messages=PARIS, max_completion_tokens=30)
         text: Any = client.completions.create(**asked, prompt="The capital of France is", max_tokens=10)
-        for stream, most in ((cut, 10), (ended, 30), (text, 10)):
+        for stream, max_tokens in ((cut, 10), (ended, 30), (text, 10)):
             last = 0
             for chunk in stream:
                 now = chunk.usage.completion_tokens
@@ -30,7 +30,7 @@ def test_every_chunk_has_growing_usage(served: Served) -> None:
                 assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + now
                 assert chunk.system_fingerprint.startswith("fp_")
                 last = now
-            assert 0 < last <= most
+            assert 0 < last <= max_tokens
 
 
 def test_completion_end_token_is_scored_in_the_last_chunk(served: Served) -> None:

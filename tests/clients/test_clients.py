@@ -69,7 +69,7 @@ def test_anthropic_client_reads_answers(served: Served) -> None:
     assert saw["parsed"] in (["capital", "country"], ["max_tokens"])  # so small a model may not stop by itself
     assert set(saw["stop_reasons"]) <= {"end_turn", "max_tokens"}
     assert saw["model"] == ["model", MODEL, "active", False] and saw["created_in"] >= 2024
-    assert all(told.startswith("req_") for told in saw["ids"]) and saw["ids"][2] == saw["ids"][3]
+    assert all(request_id.startswith("req_") for request_id in saw["ids"]) and saw["ids"][2] == saw["ids"][3]
     assert len(set(saw["ids"])) == 3
 
 

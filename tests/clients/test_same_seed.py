@@ -34,9 +34,9 @@ def test_same_seed_streamed_equals_whole(served: Served, n: int) -> None:
         parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
         assert "".join(part.delta.content or "" for part in parts) == choice.message.content
         assert parts[-1].finish_reason == choice.finish_reason
-        told = [entry for part in parts if part.logprobs for entry in part.logprobs.content or []]
+        streamed = [entry for part in parts if part.logprobs for entry in part.logprobs.content or []]
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        assert [entry.token for entry in told] == [entry.token for entry in choice.logprobs.content]
+        assert [entry.token for entry in streamed] == [entry.token for entry in choice.logprobs.content]
         # The batch is the same, but a step may start with one choice or two: the last bit of a float differs.
         exact = [entry.logprob for entry in choice.logprobs.content]
-        assert [entry.logprob for entry in told] == pytest.approx(exact, abs=1e-4)
+        assert [entry.logprob for entry in streamed] == pytest.approx(exact, abs=1e-4)

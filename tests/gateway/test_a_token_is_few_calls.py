@@ -24,11 +24,11 @@ def gateway_calls(work: Callable[[], None]) -> int:
     """Count the calls of the gateway's functions during `work`."""
     count = 0
 
-    def heard(frame: FrameType, event: str, _: object) -> None:
+    def on_event(frame: FrameType, event: str, _: object) -> None:
         nonlocal count
         count += event == "call" and Path(frame.f_code.co_filename).is_relative_to(GATEWAY)
 
-    sys.setprofile(heard)
+    sys.setprofile(on_event)
     try:
         work()
     finally:
@@ -37,7 +37,7 @@ def gateway_calls(work: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "most"),
+    ("path", "body", "max_calls"),
     [
         ("/v1/completions", {"prompt": "hi"}, 16),
         ("/v1/chat/completions", {"messages": MESSAGES}, 16),
@@ -46,7 +46,7 @@ def gateway_calls(work: Callable[[], None]) -> int:
     ],
 )
 async def test_plain_token_costs_few_calls(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], most: int
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], max_calls: int
 ) -> None:
     """Count from the event to the socket write; all optional token fields may add 8 calls."""
     monkeypatch.setattr(turns, "SLICE_SECONDS", 1_000.0)  # no time slice ends, however slow the machine is
@@ -55,9 +55,9 @@ async def test_plain_token_costs_few_calls(
         stream = await gateway.engine.next_stream()
         events = [TokenEvent(stream.request.request_id, index, [70 + index]) for index in range(NUM_TOKENS)]
         stream.send(events[0])
-        while b"delta" not in (told := await response.content.readany()) and b"text" not in told:
+        while b"delta" not in (data := await response.content.readany()) and b"text" not in data:
             pass
         calls = [gateway_calls(partial(stream.send, event)) for event in events[1:]]
         stream.send(finish(stream.request, NUM_TOKENS))
         await response.text()
-    assert max(calls) <= most
+    assert max(calls) <= max_calls

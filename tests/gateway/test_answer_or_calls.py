@@ -86,7 +86,7 @@ class GrammarSampler:
         self._matcher = LLMatcher(LLTokenizer(text, eos_token=IM_END), guidance_text(grammar), limits=parser_limits())
         assert not self._matcher.is_error(), self._matcher.get_error()
 
-    def to_its_end(self, seed: int) -> str:
+    def sample_text(self, seed: int) -> str:
         chosen, matcher = random.Random(seed), self._matcher.deep_copy()
         token_ids: list[int] = []
         while len(token_ids) < 600:
@@ -137,8 +137,8 @@ def test_any_text_of_the_grammar_is_parsed_as_what_it_is(
     encoder = PromptEncoder((directory / "tokenizer.json").read_text(), None)
     grammar = answer_or_calls(asked_for.answer_grammar.grammar, asked_for.tools, family, encoder.special_id)
     check_grammar(grammar)  # as the gateway does, which then has no tokenizer
-    walk = GrammarSampler(directory, grammar)
-    kinds = [is_of_both(walk.to_its_end(seed), family, is_parallel=is_parallel, seed=seed) for seed in range(40)]
+    sampler = GrammarSampler(directory, grammar)
+    kinds = [is_of_both(sampler.sample_text(seed), family, is_parallel=is_parallel, seed=seed) for seed in range(40)]
     assert {True, False} == set(kinds)
 
 
@@ -159,8 +159,8 @@ def test_any_response_format_combines_with_calls(
 ) -> None:
     tools = both().tools
     assert tools is not None
-    walk = GrammarSampler(roomy_model_dir, answer_or_calls(answer, tools, "hermes", lambda text: None))
-    said = {walk.to_its_end(seed) for seed in range(60)}
+    sampler = GrammarSampler(roomy_model_dir, answer_or_calls(answer, tools, "hermes", lambda text: None))
+    said = {sampler.sample_text(seed) for seed in range(60)}
     answers = {text for text in said if not text.startswith("<tool_call>")}
     assert answers and answers < said
     assert all(is_of_it(text) for text in answers)

@@ -45,8 +45,8 @@ async def test_every_chunk_of_a_choice_has_growing_usage(
     assert [bool(chunk["choices"]) for chunk in chunks] == [*[True] * (len(chunks) - 1), False]
     assert chunks[-2]["choices"][0]["finish_reason"] == reason.value
     plain = await chunks_of(gateway, asked, max_tokens=num_tokens)
-    told = ["".join(text_of(choice) for chunk in one for choice in chunk["choices"]) for one in (chunks, plain)]
-    assert told[0] == told[1] and len(told[0]) >= 3
+    texts = ["".join(text_of(choice) for chunk in one for choice in chunk["choices"]) for one in (chunks, plain)]
+    assert texts[0] == texts[1] and len(texts[0]) >= 3
 
 
 @pytest.mark.parametrize("asked", [CHAT, COMPLETION])

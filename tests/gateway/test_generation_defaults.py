@@ -134,7 +134,7 @@ async def test_models_route_lists_the_defaults(start_gateway: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("defaults", "told"),
+    ("defaults", "message"),
     [
         ({"temperature": 3.5}, "temperature"),
         ({"top_p": "0.9"}, "top_p"),
@@ -142,8 +142,8 @@ async def test_models_route_lists_the_defaults(start_gateway: Any, tmp_path: Pat
         ({"repetition_penalty": float("nan")}, "repetition_penalty"),
     ],
 )
-def test_invalid_defaults_are_refused(tmp_path: Path, defaults: Any, told: str) -> None:
+def test_invalid_defaults_are_refused(tmp_path: Path, defaults: Any, message: str) -> None:
     model = write_model(tmp_path / "model", **defaults)
-    with pytest.raises(ModelFilesError, match=rf"generation_config.json: .*{told}.*--generation-config none"):
+    with pytest.raises(ModelFilesError, match=rf"generation_config.json: .*{message}.*--generation-config none"):
         load_served_model(model)
     assert load_served_model(model, generation_config="none").defaults == {}

@@ -39,12 +39,12 @@ async def test_exception_in_a_stream_is_its_only_error_event(
         monkeypatch.setattr(kind, "push", fail_on_fatal)
 
     break_(ByteLevelDetokenizer, fatal[0]) if broken == "detokenizer" else break_(StopStrings, "b")
-    neighbour, victim, other = await asyncio.gather(
+    neighbor, victim, other = await asyncio.gather(
         stream(gateway), stream(gateway, seed=666, stop="zz"), stream(gateway, n=2)
     )
     assert victim.count(INTERNAL) == 1 and b"secret" not in victim
     assert victim.endswith(b"data: [DONE]\n\n") and victim.count(b"[DONE]") == 1
-    for whole in (neighbour, other):
+    for whole in (neighbor, other):
         assert b'"finish_reason":"stop"' in whole and b"error" not in whole and whole.endswith(b"data: [DONE]\n\n")
     async with gateway.session.post("/v1/completions", json={**BODY, "seed": 666, "stop": "zz"}) as response:
         assert response.status == 500 and INTERNAL in (await response.read()).replace(b": ", b":")

@@ -12,7 +12,7 @@ from gateway.turns import ROUND_SECONDS, SLICE_SECONDS, KeyTurns, LoopTurns
 from shared.messages import FinishReason
 
 PIECE_SECONDS = SLICE_SECONDS / 4
-MOST_OF_A_SLICE = 5  # pieces: the last may begin before the slice ends, because sums of quarters are inexact
+MAX_PIECES_PER_SLICE = 5  # pieces: the last may begin before the slice ends, because sums of quarters are inexact
 
 
 class Work:
@@ -59,9 +59,9 @@ async def test_short_work_is_done_at_once_and_the_rest_in_slices() -> None:
     small, large = Work(loop, "small", 1), Work(loop, "large", 1000)
     small.begin()
     large.begin()
-    assert small.num_left == 0 and 1000 - large.num_left <= MOST_OF_A_SLICE
+    assert small.num_left == 0 and 1000 - large.num_left <= MAX_PIECES_PER_SLICE
     iterations = await loop.run(lambda: large.num_left > 0)
-    assert all(0 < len(done) <= MOST_OF_A_SLICE for done in iterations[1:])
+    assert all(0 < len(done) <= MAX_PIECES_PER_SLICE for done in iterations[1:])
 
 
 @pytest.mark.parametrize("num_works", [1, 128])
@@ -71,7 +71,7 @@ async def test_key_waits_for_at_most_one_slice_of_another_key(num_works: int) ->
     hostile = [Work(loop, "hostile", 100_000 // num_works) for _ in range(num_works)]
     for work in hostile:
         work.begin()
-    assert len(loop.log) <= MOST_OF_A_SLICE, "by the task that hears of them all"
+    assert len(loop.log) <= MAX_PIECES_PER_SLICE, "by the task that receives all events"
     for _ in range(50):
         await loop.run(iter([True, True, False]).__next__)
         before = len(loop.log)
@@ -79,7 +79,7 @@ async def test_key_waits_for_at_most_one_slice_of_another_key(num_works: int) ->
         asyncio.get_running_loop().call_soon(polite.begin)  # like data from a socket
         await loop.run(lambda polite=polite: polite.num_left > 0)  # type: ignore[misc]
         waited_for = loop.log[before : loop.log.index("polite", before)]
-        assert len(waited_for) <= MOST_OF_A_SLICE
+        assert len(waited_for) <= MAX_PIECES_PER_SLICE
 
 
 async def test_overloaded_keys_get_equal_shares() -> None:
@@ -89,7 +89,7 @@ async def test_overloaded_keys_get_equal_shares() -> None:
         work.begin()
     await loop.run(lambda: works[-1].num_left > 0)
     done = loop.log[: len(loop.log) - loop.log[::-1].index("one")]
-    assert abs(done.count("many") - done.count("one")) <= 2 * MOST_OF_A_SLICE
+    assert abs(done.count("many") - done.count("one")) <= 2 * MAX_PIECES_PER_SLICE
 
 
 async def test_excess_time_is_repaid() -> None:
@@ -108,7 +108,7 @@ async def test_lone_key_never_waits() -> None:
     alone = Work(loop, "alone", 50, 10 * SLICE_SECONDS)
     alone.begin()
     iterations = await loop.run(lambda: alone.num_left > 0)
-    assert all(done for done in iterations[1:]), "a debt to nobody is no reason to stand still"
+    assert all(done for done in iterations[1:]), "a debt without waiting keys delays nothing"
 
 
 async def test_round_is_bounded_for_any_number_of_keys() -> None:
@@ -117,10 +117,10 @@ async def test_round_is_bounded_for_any_number_of_keys() -> None:
     for work in works:
         work.begin()
     iterations = await loop.run(lambda: any(work.num_left for work in works))
-    most = ROUND_SECONDS / SLICE_SECONDS * MOST_OF_A_SLICE
-    assert max(map(len, iterations)) <= most
-    firsts = loop.log[: 40 * MOST_OF_A_SLICE]
-    assert len(set(firsts)) == 40, "nobody is passed over"
+    max_pieces = ROUND_SECONDS / SLICE_SECONDS * MAX_PIECES_PER_SLICE
+    assert max(map(len, iterations)) <= max_pieces
+    firsts = loop.log[: 40 * MAX_PIECES_PER_SLICE]
+    assert len(set(firsts)) == 40, "no key is skipped"
 
 
 class Tokens:
@@ -172,7 +172,7 @@ async def test_first_token_beside_100000_waits_for_a_few_slices() -> None:
     await asyncio.sleep(0)
     before = len(loop.log)
     await asyncio.create_task(Reading(Tokens(loop.turns.of("polite"), 1), Taker(loop, "polite")).to_end())
-    assert loop.log[before:].index("polite") <= 2 * MOST_OF_A_SLICE
+    assert loop.log[before:].index("polite") <= 2 * MAX_PIECES_PER_SLICE
     assert sum(len(tokens.waiting) for tokens in many) > 99_000
     await asyncio.gather(*readings)
     assert loop.log.count("hostile") == 100_000, "and nothing is left out"
@@ -244,4 +244,4 @@ async def test_abandoned_answer_gets_no_slices() -> None:
     await asyncio.wait([reading])
     for _ in range(5):
         await asyncio.sleep(0)
-    assert num_waiting - len(tokens.waiting) <= MOST_OF_A_SLICE
+    assert num_waiting - len(tokens.waiting) <= MAX_PIECES_PER_SLICE

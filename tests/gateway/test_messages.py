@@ -136,8 +136,8 @@ async def test_error_within_a_stream_is_its_last_event(gateway: Gateway) -> None
     assert len(data["request_id"]) > len("req_")
 
 
-@pytest.mark.parametrize(("sent", "told"), [("job-7", "req_job-7"), ("req_01", "req_01"), ("", None)])
-async def test_every_answer_has_anthropics_request_id_header(gateway: Gateway, sent: str, told: str | None) -> None:
+@pytest.mark.parametrize(("sent", "expected"), [("job-7", "req_job-7"), ("req_01", "req_01"), ("", None)])
+async def test_every_answer_has_anthropics_request_id_header(gateway: Gateway, sent: str, expected: str | None) -> None:
     gateway.engine.script = says([70])
     for body, url, status in (
         (HI, "/v1/messages", 200),
@@ -150,7 +150,7 @@ async def test_every_answer_has_anthropics_request_id_header(gateway: Gateway, s
         async with gateway.session.post(url, json=body, headers={"x-request-id": sent}) as response:
             text = await response.text()
         request_id = response.headers["request-id"]
-        assert (response.status, request_id) == (status, told or f"req_{response.headers['x-request-id']}")
+        assert (response.status, request_id) == (status, expected or f"req_{response.headers['x-request-id']}")
         if status != 200:
             assert json.loads(text)["request_id"] == request_id
     async with gateway.session.post("/v1/chat/completions", json={}) as response:
@@ -184,26 +184,26 @@ PARTS = {"type": "content", "content": [{"type": "text", "text": "Rome"}, {"type
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "expected"),
     [
         ({"source": SOURCE}, "<document_contents>\nRome is old.\n</document_contents>"),
         ({"source": PARTS, "title": "T", "context": "C", "citations": {"enabled": False}},
          "<title>T</title>\n<context>C</context>\n<document_contents>\nRome\nis old.\n</document_contents>"),
     ],
 )  # fmt: skip
-def test_text_documents_are_read(document: dict[str, Any], told: str) -> None:
+def test_text_documents_are_read(document: dict[str, Any], expected: str) -> None:
     block = {"type": "document", **document}
-    told = f"<document>\n{told}\n</document>"
+    expected = f"<document>\n{expected}\n</document>"
     content = [block, {"type": "text", "text": "How old?"}]
     (chat,) = parse_messages(
         decode_body(json.dumps({**HI, "messages": [{"role": "user", "content": content}]}).encode())
     ).prompts
-    assert chat[0]["content"] == f"{told}\nHow old?"  # type: ignore[index]
+    assert chat[0]["content"] == f"{expected}\nHow old?"  # type: ignore[index]
     used = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
     messages = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
     (chat,) = parse_messages(decode_body(json.dumps({**HI, "messages": messages}).encode())).prompts
-    assert chat[1]["content"] == told  # type: ignore[index]
+    assert chat[1]["content"] == expected  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,11 @@ async def gateway(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:
 async def test_text_response_passes_the_compliance_tests(gateway: Gateway, items: list[dict[str, Any]]) -> None:
     model_says(gateway, "Hello.")
     body = {"model": "roomy", "input": items}
-    whole, told = await said(gateway, "/v1/responses", body), await events(gateway, "/v1/responses", body)
+    whole, streamed = await said(gateway, "/v1/responses", body), await events(gateway, "/v1/responses", body)
     check_response(whole)
-    for event in told:
+    for event in streamed:
         check_event(event)
-    for response in (whole, told[-1]["response"]):
+    for response in (whole, streamed[-1]["response"]):
         assert response["status"] == "completed" and response["completed_at"] >= response["created_at"]
         assert [part["type"] for part in response["output"]] == ["message"]
 
@@ -57,13 +57,13 @@ async def test_tool_response_passes_the_compliance_tests(gateway: Gateway) -> No
     model_says(gateway, CALL)
     tool = {name: value for name, value in WEATHER.items() if name != "strict"}
     body = {"model": "roomy", "input": [item("user", "Oslo?")], "tools": [tool]}
-    whole, told = await said(gateway, "/v1/responses", body), await events(gateway, "/v1/responses", body)
+    whole, streamed = await said(gateway, "/v1/responses", body), await events(gateway, "/v1/responses", body)
     check_response(whole)
-    for event in told:
+    for event in streamed:
         check_event(event)
     assert [part["type"] for part in whole["output"]] == ["function_call"]
-    kinds = [event["type"] for event in told]
+    kinds = [event["type"] for event in streamed]
     assert [kind for kind in dict.fromkeys(kinds) if kind in CALL_STEPS] == CALL_STEPS
-    for event in told:
+    for event in streamed:
         if event["type"] in ("response.output_item.added", "response.output_item.done"):
             assert event["item"]["type"] == "function_call"

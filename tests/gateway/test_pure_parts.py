@@ -160,7 +160,7 @@ def test_settings_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ((), "--model: expected it or --models-file"),
         (("--model", "/m", "--models-file", "FILE"), "--model: expected it or --models-file"),
@@ -168,13 +168,13 @@ def test_settings_are_parsed() -> None:
         (("--models-file", "FILE"), "tool_call_parser is 'x'; expected one of auto, hermes, llama3_json, mistral"),
     ],
 )
-def test_unservable_models_are_refused(tmp_path: Path, flags: tuple[str, ...], told: str) -> None:
+def test_unservable_models_are_refused(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
     path = tmp_path / "models.toml"
     path.write_text('[[models]]\nmodel = "/a"\ntool_call_parser = "x"\n')
     argv = [str(path) if flag == "FILE" else flag for flag in flags]
     with pytest.raises(SettingsError) as refused:
         model_options(load_settings(GatewaySettings, argv, {}, prog="gateway").settings)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_models_file_entry_inherits_the_flags(tmp_path: Path) -> None:

@@ -114,8 +114,10 @@ async def test_logprobs_are_requested_with_include(gateway: Gateway, tiny_model:
     scores = message.content[0].logprobs
     assert scores and bytes(byte for entry in scores for byte in entry.bytes).decode() == "It is é."
     assert all(len(entry.top_logprobs) == 2 for entry in scores)
-    told = [entry for event in events if event.type.endswith(".delta") for entry in event.logprobs]
-    assert [(entry.token, entry.logprob) for entry in told] == [(entry.token, entry.logprob) for entry in scores]
+    delta_entries = [entry for event in events if event.type.endswith(".delta") for entry in event.logprobs]
+    assert [(entry.token, entry.logprob) for entry in delta_entries] == [
+        (entry.token, entry.logprob) for entry in scores
+    ]
     assert events[-1].response.output[0].content[0].logprobs == scores
     assert whole.top_logprobs == 2
     assert gateway.engine.requests[0].sampling.logprobs == 2
@@ -214,11 +216,11 @@ async def test_request_fields_are_repeated_in_the_response(gateway: Gateway) -> 
     }  # fmt: skip
     reasoning = {"effort": "low", "summary": "detailed"}
     response = await asked(gateway.session, **asked_for, reasoning=reasoning, store=False)
-    told = response.model_dump()
-    assert {name: told[name] for name in asked_for if name != "tools"} == {
+    body_read = response.model_dump()
+    assert {name: body_read[name] for name in asked_for if name != "tools"} == {
         name: value for name, value in asked_for.items() if name != "tools"
     }
-    assert told["tools"][0]["name"] == "get_weather" and response.reasoning is not None
+    assert body_read["tools"][0]["name"] == "get_weather" and response.reasoning is not None
     assert response.reasoning.effort == "low"
 
 
@@ -233,12 +235,14 @@ async def test_every_response_has_the_fields_that_typed_clients_need(start_gatew
         "text": {"format": {"type": "text", "name": "n"}, "x": 2}, "presence_penalty": 0.5,
     }  # fmt: skip
     async with gateway.session.post("/v1/responses", json=body) as reply:
-        told = await reply.json()
-    assert told["tools"] == [{"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}]
-    assert told["tool_choice"] == {"type": "allowed_tools", "mode": "auto", "tools": body["tool_choice"]["tools"]}
-    assert told["text"] == {"format": {"type": "text"}}
-    assert (told["store"], told["presence_penalty"], told["frequency_penalty"]) == (True, 0.5, 0.0)
-    assert told["created_at"] <= told["completed_at"] <= time.time()
+        body_read = await reply.json()
+    assert body_read["tools"] == [
+        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
+    ]
+    assert body_read["tool_choice"] == {"type": "allowed_tools", "mode": "auto", "tools": body["tool_choice"]["tools"]}
+    assert body_read["text"] == {"format": {"type": "text"}}
+    assert (body_read["store"], body_read["presence_penalty"], body_read["frequency_penalty"]) == (True, 0.5, 0.0)
+    assert body_read["created_at"] <= body_read["completed_at"] <= time.time()
     schema = {"type": "json_schema", "schema": {"type": "integer"}}
     async with gateway.session.post("/v1/responses", json={"input": "hi", "text": {"format": schema}}) as reply:
         assert (await reply.json())["text"] == {"format": {"name": "response", "strict": None, **schema}}

@@ -72,8 +72,8 @@ async def test_all_fields_are_in_the_types_of_the_client(
         logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
         if whole is ChatCompletion:
             assert "".join(part["delta"].get("content", "") for part in parts) == choice.message.content
-            told = [entry for part in logprobs for entry in part["content"]]
-            assert told == [entry.model_dump() for entry in choice.logprobs.content]
+            joined = [entry for part in logprobs for entry in part["content"]]
+            assert joined == [entry.model_dump() for entry in choice.logprobs.content]
         else:
             assert "".join(part["text"] for part in parts) == choice.text
             for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):

@@ -39,7 +39,7 @@ from tests.gateway.text.test_logprobs import scored
 from tests.patience import PATIENCE_SECONDS
 
 NUM_TOKENS = 200
-LEAST_SLICE = 1e-9  # shorter than any work
+TINY_SLICE_SECONDS = 1e-9  # shorter than any work
 BODY = {"prompt": [5], "max_tokens": NUM_TOKENS}
 
 
@@ -69,7 +69,7 @@ async def test_ready_answer_is_written_in_time_slices(
 ) -> None:
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)))
     counts = []
-    for seconds in (LEAST_SLICE, 3600.0):
+    for seconds in (TINY_SLICE_SECONDS, 3600.0):
         monkeypatch.setattr("gateway.turns.SLICE_SECONDS", seconds)
         async with turns_of_others() as turns, gateway.session.post("/v1/completions", json=body) as reply:
             text = await reply.text()
@@ -134,7 +134,7 @@ def test_prompt_logprobs_of_a_kept_stream_are_not_freed() -> None:
 async def test_nothing_is_lost_between_time_slices(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, counts: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("gateway.turns.SLICE_SECONDS", LEAST_SLICE)
+    monkeypatch.setattr("gateway.turns.SLICE_SECONDS", TINY_SLICE_SECONDS)
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)), reason=FinishReason.LENGTH)
     body = {**BODY, "stream": True, "prompt": [[5], [6]], "n": 2, "return_token_ids": True, **counts}
     async with gateway.session.post("/v1/completions", json=body) as reply:
@@ -194,10 +194,10 @@ async def test_long_prompt_of_ids_is_read_in_pieces(gateway: Gateway, tiny_model
     request = parse_completion(decode_body(json.dumps({"prompt": prompt, "echo": True, "n": 2}).encode()))
     echo = PromptEcho(encoder, request, [prompt])
     echo.take([ChoiceUpdate(0, "!", None), ChoiceUpdate(1, "?", None)], [{}])
-    told = list(echo.ready())
+    batches = list(echo.ready())
     text = encoder.decode(prompt, skip_special_tokens=False)
-    assert [len(updates) for updates in told] == [0] * 6 + [1, 1]
-    assert [update.text for updates in told for update in updates] == [text + "!", text + "?"]
+    assert [len(updates) for updates in batches] == [0] * 6 + [1, 1]
+    assert [update.text for updates in batches for update in updates] == [text + "!", text + "?"]
     assert echo.is_told
 
 
@@ -209,19 +209,19 @@ async def test_logprobs_of_a_long_prompt_arrive_in_pieces(gateway: Gateway, tiny
         (whole,) = (await reply.json())["choices"]
     async with gateway.session.post("/v1/completions", json={**body, "stream": True}) as reply:
         lines = (await reply.text()).split("\n\n")[:-2]
-    told = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
-    assert "".join(choice["text"] for choice in told) == whole["text"]
-    pieces = [choice["logprobs"] for choice in told if choice["logprobs"]]
+    choices = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    pieces = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     assert max(len(piece["tokens"]) for piece in pieces) <= ENTRIES_OF_PIECE + 1
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [entry for piece in pieces for entry in piece[field]] == whole["logprobs"][field]
 
 
-@pytest.mark.parametrize(("has_scores", "most"), [(False, MAX_READ_TOKENS), (True, MAX_READ_SCORES)])
-def test_event_has_a_maximum_of_tokens(has_scores: bool, most: int) -> None:
+@pytest.mark.parametrize(("has_scores", "max_tokens_per_event"), [(False, MAX_READ_TOKENS), (True, MAX_READ_SCORES)])
+def test_event_has_a_maximum_of_tokens(has_scores: bool, max_tokens_per_event: int) -> None:
     sampling = SamplingParams(max_tokens=5000, seed=0, n=2, logprobs=0 if has_scores else None)
     stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling))
-    num_tokens = 2 * most + 1
+    num_tokens = 2 * max_tokens_per_event + 1
     tokens = list(range(num_tokens))
     scores = {index: encoded_logprobs(TokenLogprobs(-float(index), (), ())) for index in tokens} if has_scores else {}
     choices = [StoredChoice(list(tokens), FinishReason.STOP, dict(scores)) for _ in range(2)]
@@ -229,7 +229,7 @@ def test_event_has_a_maximum_of_tokens(has_scores: bool, most: int) -> None:
     stream.offer_journal(choices, FinishEvent("a", FinishReason.STOP, usage))
     read: dict[int, list[int]] = {0: [], 1: []}
     while not isinstance(event := stream.read(), FinishEvent):
-        assert isinstance(event, TokenEvent) and 0 < len(event.token_ids) <= most
+        assert isinstance(event, TokenEvent) and 0 < len(event.token_ids) <= max_tokens_per_event
         assert event.index == len(read[event.choice])
         assert [score.logprob for score in decoded_logprobs(event.logprobs or ())] == [
             -float(id_) for id_ in event.token_ids if has_scores

@@ -59,14 +59,14 @@ def source(*batches: list[ChoiceUpdate], error: GatewayError | None = None) -> R
 
 def read_with_interruptions(usage: ContinuousUsage, ready: Ready, num_read: int) -> list[tuple[int, str, bool]]:
     """Read `num_read` batches at a time, close the reader, and continue with a new one until nothing is left."""
-    told = []
+    delivered = []
     while True:
         turn = usage.with_ends(ready())
         updates = [updates for _, updates in zip(range(num_read), turn, strict=False)]
         turn.close()  # type: ignore[attr-defined]
-        told += [(update.index, update.text, update.reason is not None) for some in updates for update in some]
+        delivered += [(update.index, update.text, update.reason is not None) for some in updates for update in some]
         if not updates:
-            return told
+            return delivered
 
 
 BATCHES = ([token(0, "a"), token(1, "x")], [token(0, "b")], [end(1)], [token(0, "c")], [end(0)])
@@ -74,9 +74,9 @@ BATCHES = ([token(0, "a"), token(1, "x")], [token(0, "b")], [end(1)], [token(0, 
 
 @pytest.mark.parametrize("num_read", [1, 2, 99])
 def test_updates_are_delivered_once_and_end_with_their_tokens(num_read: int) -> None:
-    told = read_with_interruptions(usage_of(0, 1), source(*BATCHES), num_read)
-    assert [entry for entry in told if entry[0] == 0] == [(0, "a", False), (0, "b", False), (0, "c", True)]
-    assert [entry for entry in told if entry[0] == 1] == [(1, "x", True)]
+    delivered = read_with_interruptions(usage_of(0, 1), source(*BATCHES), num_read)
+    assert [entry for entry in delivered if entry[0] == 0] == [(0, "a", False), (0, "b", False), (0, "c", True)]
+    assert [entry for entry in delivered if entry[0] == 1] == [(1, "x", True)]
 
 
 def test_token_that_may_be_the_last_waits_for_its_end() -> None:

@@ -22,7 +22,7 @@ from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, Str
 from tests.gateway.answers.test_prompt_echo import CHAT
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import Script, finish
-from tests.gateway.test_turns import LEAST_SLICE, turns_of_others
+from tests.gateway.test_turns import TINY_SLICE_SECONDS, turns_of_others
 from tests.gateway.text.test_logprobs import scored
 
 NUM_CHOICES = 8
@@ -35,7 +35,7 @@ SCORED_RESPONSE = {
 LONG = [{"role": "user", "content": "x" * NUM_TOKENS}]
 
 
-class Told(msgspec.Struct, weakref=True):
+class Tracked(msgspec.Struct, weakref=True):
     """A value inside a choice; it is freed once the choice is written."""
 
     number: int
@@ -43,14 +43,14 @@ class Told(msgspec.Struct, weakref=True):
 
 @pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
 def test_written_choice_is_freed(form: type[ChatFormat | CompletionFormat]) -> None:
-    alive: list[weakref.ref[Told]] = []
+    alive: list[weakref.ref[Tracked]] = []
 
     def choices() -> Iterator[ChoiceResult]:
         for index in range(NUM_CHOICES):
-            assert sum(told() is not None for told in alive) <= 1
-            told = Told(index)
-            alive.append(weakref.ref(told))
-            yield ChoiceResult(index, f"text {index}", "length", extra={"told": told})
+            assert sum(tracked() is not None for tracked in alive) <= 1
+            tracked = Tracked(index)
+            alive.append(weakref.ref(tracked))
+            yield ChoiceResult(index, f"text {index}", "length", extra={"tracked": tracked})
 
     body = json.loads(form("id", "model").body(choices(), UsageCount(1, 2), {"more": True}))
     assert [choice["index"] for choice in body["choices"]] == list(range(NUM_CHOICES))
@@ -73,8 +73,8 @@ def test_logprobs_in_pieces_equal_logprobs_at_once(
     entries = [LogprobEntry(70 + place % 9, scored(70) if place else None, place, spellings) for place in range(64)]
     written = form("id", "model", created=1)
     for start in range(0, len(entries), num_at_once):
-        told = tuple(entries[start : start + num_at_once])
-        left = written.collect(ChoiceUpdate(0, "x", None, told, (70,)))
+        group = tuple(entries[start : start + num_at_once])
+        left = written.collect(ChoiceUpdate(0, "x", None, group, (70,)))
         assert left == ChoiceUpdate(0, "x", None, (), (70,))
     results = [ChoiceResult(0, "x", "stop", has_logprobs=True), ChoiceResult(1, "y", "stop", has_logprobs=True)]
     body = bytes(written.body([*results, ChoiceResult(2, "z", "stop")], UsageCount(1, 2), {"more": None}))
@@ -111,7 +111,7 @@ async def test_logprobs_are_written_in_time_slices_of_their_key(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
 ) -> None:
     """Leave nothing to a thread, which would hold the interpreter for half a second beside the event loop."""
-    monkeypatch.setattr("gateway.turns.SLICE_SECONDS", LEAST_SLICE)
+    monkeypatch.setattr("gateway.turns.SLICE_SECONDS", TINY_SLICE_SECONDS)
     gateway.engine.script = scores_all(asked.get("best_of", 1))
     written: list[tuple[int, int]] = []  # (thread id, time slices of others so far)
     async with turns_of_others() as turns:
@@ -157,14 +157,14 @@ async def test_response_events_have_the_same_logprobs(gateway: Gateway) -> None:
         whole = (await reply.json())["output"]
     async with gateway.session.post("/v1/responses", json={**SCORED_RESPONSE, "stream": True}) as reply:
         lines = (await reply.text()).splitlines()
-    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    by_kind = {event["type"]: event for event in told}
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    by_kind = {event["type"]: event for event in events}
     scores = whole[0]["content"][0]["logprobs"]
     assert len(scores) == NUM_TOKENS and all(entry["bytes"] for entry in scores)
     assert by_kind["response.content_part.done"]["part"]["logprobs"] == scores
     assert by_kind["response.output_item.done"]["item"]["content"][0]["logprobs"] == scores
     assert by_kind["response.incomplete"]["response"]["output"][0]["content"][0]["logprobs"] == scores
-    deltas = [event["logprobs"] for event in told if event["type"] == "response.output_text.delta"]
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     without_bytes = [
         {
             name: [{key: top[key] for key in ("token", "logprob")} for top in field]

@@ -377,8 +377,8 @@ async def test_unknown_id_is_not_found(gateway: Gateway, path: str, status: int,
 
 async def test_path_as_an_id_is_not_found(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     uploaded = await client.files.create(file=b"{}", purpose="batch")
-    for way_back_in in (f"..%2Ffiles%2F{uploaded.id}", f".%2F{uploaded.id}"):
-        async with gateway.session.get(f"/v1/files/{way_back_in}") as reply:
+    for path in (f"..%2Ffiles%2F{uploaded.id}", f".%2F{uploaded.id}"):
+        async with gateway.session.get(f"/v1/files/{path}") as reply:
             assert reply.status == 404
 
 

@@ -76,8 +76,8 @@ async def test_gateways_without_keys_cancel_no_batches(start_gateway: Callable[.
         first.state.open_requests.draining = True
     await let_go(kept, batch.id)
     without: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=kept)
-    async with client_of(without) as nobody:
-        own = await ended(nobody, await begun(nobody, jsonl(line("x"))))  # proof that it has checked all batches
+    async with client_of(without) as keyless:
+        own = await ended(keyless, await begun(keyless, jsonl(line("x"))))  # proof that it has checked all batches
         assert own.status == "completed"
     progress = await progress_when(kept, batch.id, lambda progress: True)
     assert (progress.status, progress.failed, len(without.engine.requests)) == ("in_progress", 0, 1)

@@ -194,10 +194,10 @@ async def test_completed_batch_has_already_released_its_room(
         batch = await begun(client, jsonl(*(line(f"{number}") for number in range(30))))
         assert (await ended(client, batch)).status == "completed"
         with closing(storage_of(tmp_path)) as storage:
-            told = storage.used_bytes()
+            used_at_first = storage.used_bytes()
             may_end.set()
             await client.delete(f"/batches/{batch.id}", cast_to=object)
-            assert told - storage.used_bytes() == 4 * ENTRY_BYTES
+            assert used_at_first - storage.used_bytes() == 4 * ENTRY_BYTES
 
 
 async def test_ended_batch_returns_its_room(start_gateway: Callable[..., Any], tmp_path: Path) -> None:

@@ -104,13 +104,13 @@ async def test_freed_slot_goes_to_the_owner_with_the_fewest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "has_owners", "most"), [(1, True, 1), (2, True, 1), (64, True, 56), (8, False, 8)]
+    ("num_slots", "has_owners", "max_held"), [(1, True, 1), (2, True, 1), (64, True, 56), (8, False, 8)]
 )
-async def test_lone_owner_gets_all_but_the_reserve(num_slots: int, has_owners: bool, most: int) -> None:
+async def test_lone_owner_gets_all_but_the_reserve(num_slots: int, has_owners: bool, max_held: int) -> None:
     lines = Lines(FairSlots(num_slots, has_owners=has_owners))
     tasks = [asyncio.create_task(lines.run("a")) for _ in range(num_slots + 1)]
     await settled()
-    assert len(lines.running) == most
+    assert len(lines.running) == max_held
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

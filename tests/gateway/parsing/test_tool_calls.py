@@ -204,8 +204,8 @@ def test_text_without_a_call_is_unchanged_content(name: str, text: str) -> None:
         " " * 200_000 + "x",
     ],
     ids=[
-        "within each other", "arguments first", "a key", "a value", "open arrays", "a name that is none",
-        "bare, arguments first", "bare and deep", "bare, a text", "bare, open arrays", "white space",
+        "nested", "arguments first", "a key", "a value", "open arrays", "a name that is no string",
+        "bare, arguments first", "bare and deep", "bare, a string", "bare, open arrays", "white space",
     ],
 )  # fmt: skip
 @pytest.mark.timeout(600)  # eleven cases of up to a second: not for `make quick`

@@ -69,14 +69,14 @@ LONG_SCHEMA = {"guided_json": {"type": "integer", "description": "x" * 500_000}}
 MANY_IDS = {"allowed_token_ids": list(range(100_000))}
 
 
-@pytest.mark.parametrize(("rules", "most"), [(LONG_SCHEMA, 8), (MANY_IDS, 8)])
-def test_data_stored_per_prompt_is_bounded_in_total(rules: dict[str, Any], most: int) -> None:
+@pytest.mark.parametrize(("rules", "max_prompts"), [(LONG_SCHEMA, 8), (MANY_IDS, 8)])
+def test_data_stored_per_prompt_is_bounded_in_total(rules: dict[str, Any], max_prompts: int) -> None:
     """A body holds such data once, but 32 prompts would turn 2 MB into 64 MB for the event loop and the store."""
-    for num_prompts in (1, most):
+    for num_prompts in (1, max_prompts):
         requests = planned(completion(prompt=[[1]] * num_prompts, max_tokens=1, **rules), 1, num_prompts)
         assert sum(len(encode(request)) for request in requests) <= MAX_RULE_BYTES + 10_000
-    with pytest.raises(InvalidRequest, match=f"at most {most} such prompts") as refused:
-        planned(completion(prompt=[[1]] * (most + 1), max_tokens=1, **rules), 1, most + 1)
+    with pytest.raises(InvalidRequest, match=f"at most {max_prompts} such prompts") as refused:
+        planned(completion(prompt=[[1]] * (max_prompts + 1), max_tokens=1, **rules), 1, max_prompts + 1)
     assert refused.value.param == "prompt"
 
 

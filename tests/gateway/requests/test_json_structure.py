@@ -64,7 +64,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "empty strings": lambda size: filled(ANY, b'"",', b"1]}}}]}", size),
     "escapes": lambda size: filled(HI + b'"x":"', b"\\u0101", b'"}', size),
     "lone surrogates": lambda size: filled(HI + b'"x":["', b"\\ud800", b'"]}', size),
-    "a lone surrogate behind many values": lambda size: filled(HI + b'"x":[', b"1,", b'"\\ud800"]}', size),
+    "a lone surrogate after many values": lambda size: filled(HI + b'"x":[', b"1,", b'"\\ud800"]}', size),
     "ids": lambda size: filled(b'{"prompt":[', b"1,", b"1]}", size),
     "whole numbers": lambda size: filled(ANY, b"1,", b"1]}}}]}", size),
     "fractions": lambda size: filled(ANY, b"9007199254740993.0,", b"1]}}}]}", size),
@@ -81,7 +81,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "a value that looks like a path": lambda size: filled(HI + b'"tool_choice":"', b" - at `$", b'"}', size),
     "NUL": lambda size: filled(HI + b'"x":"', b"\x00", b'"}', size),
     "UTF-16": lambda size: filled(HI, b"a", b"}", size // 2).decode().encode("utf-16"),
-    "no UTF-8": lambda size: filled(HI + b'"x":"', b"\xed\xa0\x80", b'"}', size),
+    "invalid UTF-8": lambda size: filled(HI + b'"x":"', b"\xed\xa0\x80", b'"}', size),
 }
 
 

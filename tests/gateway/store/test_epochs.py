@@ -1,7 +1,7 @@
 """A request that is accepted again starts a new journal; tokens of the previous attempt never reach its reader.
 
 The interleavings are forced: a script's reply or a journal's reading waits until the test releases it. Lost messages
-(`heard=False`) would otherwise hide that a token has taken the wrong place.
+(`is_delivered=False`) would otherwise hide that a token has taken the wrong place.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ async def goes_on_as_the_journal(worker: HandPlayedWorker, stream: ResponseStrea
     while not await worker.claim():
         await asyncio.sleep(0)
     assert worker.journals["a"] == encode(JournalFrame(0, [5]))
-    await worker.emit("a", 1, 66, heard=False)
+    await worker.emit("a", 1, 66, is_delivered=False)
     await worker.emit("a", 2, 77)
     end = await worker.finish("a", 3)
     assert await rest(stream) == ([66, 77], end)
@@ -135,7 +135,7 @@ async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, w
     stream = await start(client, worker)
     await worker.emit("a", 0, 5)
     assert await rest_until(stream, 1) == [5]
-    await worker.emit("a", 1, 6, heard=False)
+    await worker.emit("a", 1, 6, is_delivered=False)
     decoded, is_read, goes_on = client.archive.decoded, asyncio.Event(), asyncio.Event()
 
     async def slowly(*arguments: Any) -> Any:

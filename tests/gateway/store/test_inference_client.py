@@ -109,24 +109,24 @@ class TestStream:
     async def test_lost_tokens_in_the_middle_come_from_the_journal(self, client, worker):
         stream = await start(client, worker)
         await worker.emit("a", 0, 5)
-        await worker.emit("a", 1, 6, heard=False)
+        await worker.emit("a", 1, 6, is_delivered=False)
         await worker.emit("a", 2, 7)
         assert await rest_until(stream, 3) == [5, 6, 7]
 
     async def test_lost_tokens_at_the_end_come_after_a_quiet_time(self, client, worker):
         stream = await start(client, worker)
-        await worker.emit("a", 0, 5, heard=False)
+        await worker.emit("a", 0, 5, is_delivered=False)
         assert await rest_until(stream, 1) == [5]
 
     async def test_lost_end_is_read_from_the_request(self, client, worker):
         stream = await start(client, worker)
-        await worker.emit("a", 0, 5, heard=False)
-        end = await worker.finish("a", 1, heard=False)
+        await worker.emit("a", 0, 5, is_delivered=False)
+        end = await worker.finish("a", 1, is_delivered=False)
         assert await rest(stream) == ([5], end)
 
     async def test_end_before_its_tokens_waits_for_them(self, client, worker):
         stream = await start(client, worker)
-        await worker.emit("a", 0, 5, 6, heard=False)
+        await worker.emit("a", 0, 5, 6, is_delivered=False)
         end = await worker.finish("a", 2)
         assert await rest(stream) == ([5, 6], end)
 
@@ -136,8 +136,8 @@ class TestStream:
         await subscribed(connections, keys)
         stream = await start(client, worker)
         await connections.commands.client_kill_filter(_type="pubsub")
-        await worker.emit("a", 0, 5, heard=False)
-        end = await worker.finish("a", 1, heard=False)
+        await worker.emit("a", 0, 5, is_delivered=False)
+        end = await worker.finish("a", 1, is_delivered=False)
         assert await rest(stream) == ([5], end)
         await client.close()
 
@@ -156,7 +156,7 @@ class TestStream:
         assert await rest_until(stream, 2) == [5, 6]
         unreadable = msgpack.packb([0, [5, 6], {"logprobs": "of tokens that were read"}])
         await connections.commands.set(keys.journal("a"), unreadable)
-        await worker.emit("a", 2, 7, heard=False)
+        await worker.emit("a", 2, 7, is_delivered=False)
         end = await worker.finish("a", 3)
         assert await rest(stream) == ([7], end)
         assert client.counts.num_journal_reads > 0
@@ -338,8 +338,8 @@ class TestLostTail:
         assert await rest(stream) == ([8], end)
         assert (client.counts.num_torn_streams, client.streams.num_repeated_tokens) == (0, 2)
 
-    @pytest.mark.parametrize("terms", [None, RetentionTerms(b"record", "h")], ids=["forgotten", "kept"])
-    @pytest.mark.parametrize("others", [[66, 77], []], ids=["other tokens", "an earlier end"])
+    @pytest.mark.parametrize("terms", [None, RetentionTerms(b"record", "h")], ids=["not stored", "stored"])
+    @pytest.mark.parametrize("others", [[66, 77], []], ids=["other tokens", "earlier end"])
     async def test_diverged_end_is_an_error_for_the_reader(self, client, worker, connections, keys, terms, others):
         stream = await client.submission.submit(make_request(), terms=terms)
         await worker.claim()
@@ -360,9 +360,9 @@ class TestCutOff:
         await worker.claim()
         await worker.emit("a", 0, 5)
         assert await anext(stream) == TokenEvent("a", 0, [5])
-        await worker.emit("a", 1, 6, heard=False)
+        await worker.emit("a", 1, 6, is_delivered=False)
         await scripts.cancel("a", "interactive", gone_gateway_id="g", event=encode(cancelled_event(stream)))
-        await worker.finish("a", 2, heard=False)  # the worker releases the request
+        await worker.finish("a", 2, is_delivered=False)  # the worker releases the request
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not await connections.commands.xlen(keys.queue(RESUMED)):
                 await asyncio.sleep(0.01)
@@ -381,7 +381,7 @@ class TestCutOff:
 
 
 class TestQueueTimeout:
-    @pytest.mark.parametrize("terms", [None, RetentionTerms(b"record", "h")], ids=["forgotten", "kept"])
+    @pytest.mark.parametrize("terms", [None, RetentionTerms(b"record", "h")], ids=["not stored", "stored"])
     @pytest.mark.parametrize("num_lost", [1, 3])
     async def test_cancel_with_lost_reply_ends_the_request(self, client, flaky, scripts, terms, num_lost):
         """There is no worker, so a request that was accepted again here would wait forever."""

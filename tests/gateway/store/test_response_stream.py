@@ -163,12 +163,14 @@ async def test_logprobs_read_one_by_one_or_late_are_complete(
         for number, event in enumerate(events):
             stream.offer(event)
             assert stream.read_whole() is None, "they are no plain tokens"
-            while number >= num_late and isinstance(told := stream.read(), TokenEvent):
-                found.append(told)
+            while number >= num_late and isinstance(event_read := stream.read(), TokenEvent):
+                found.append(event_read)
         stream.offer(finish(stream.num_tokens))
         found += [event for event in await everything(stream) if isinstance(event, TokenEvent)]
-        assert [id_ for told in found for id_ in told.token_ids] == [id_ for event in events for id_ in event.token_ids]
-        assert [one for told in found for one in told.logprobs or ()] == [
+        assert [id_ for event_read in found for id_ in event_read.token_ids] == [
+            id_ for event in events for id_ in event.token_ids
+        ]
+        assert [one for event_read in found for one in event_read.logprobs or ()] == [
             one for event in events for one in event.logprobs or ()
         ]
 
@@ -263,7 +265,7 @@ async def test_gap_requests_the_journal_and_skips_nothing():
     assert tokens_of(stream) == [5, 6, 7]
 
 
-@pytest.mark.parametrize("end", [finish(3), ERROR], ids=["more tokens were made", "an error tells no number"])
+@pytest.mark.parametrize("end", [finish(3), ERROR], ids=["more tokens were generated", "an error has no count"])
 async def test_end_that_may_hide_tokens_waits_for_the_journal(end):
     stream = ResponseStream(REQUEST)
     stream.offer(token(0, 5))

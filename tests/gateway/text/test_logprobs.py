@@ -114,12 +114,12 @@ async def test_tokens_as_ids_are_named_by_their_ids(client: openai.AsyncOpenAI, 
     asked: Any = {"model": "tiny", "stream": stream, "extra_body": {"return_tokens_as_token_ids": True}}
     answer: Any = await client.completions.create(**asked, prompt="x", logprobs=1)
     choices = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
-    told = [choice.logprobs for choice in choices]
+    parts = [choice.logprobs for choice in choices]
     names = [f"token_id:{token_id}" for token_id in (70, 71, IM_END)]
-    assert [token for logprobs in told for token in logprobs.tokens] == names
-    tops = [top for logprobs in told for top in logprobs.top_logprobs]
+    assert [token for logprobs in parts for token in logprobs.tokens] == names
+    tops = [top for logprobs in parts for top in logprobs.top_logprobs]
     assert [list(top) for top in tops] == [[f"token_id:{id_}", f"token_id:{id_ + 1}"] for id_ in (70, 71, IM_END)]
-    assert [offset for logprobs in told for offset in logprobs.text_offset] == [0, 1, 2]
+    assert [offset for logprobs in parts for offset in logprobs.text_offset] == [0, 1, 2]
     answer = await client.chat.completions.create(**asked, messages=HI, logprobs=True, top_logprobs=1)
     choices = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
     entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
@@ -183,8 +183,8 @@ async def test_tokens_of_a_worker_without_logprobs_have_none(client: openai.Asyn
 def test_infinite_logprob_is_written_as_a_number(tiny_model: ServedModel) -> None:
     spellings = tiny_model.encoder.spellings(by_id=False)
     entry = LogprobEntry(70, encoded_logprobs(TokenLogprobs(-math.inf, (71,), (-math.inf,))), 0, spellings)
-    (told,) = json.loads(bytes(chat_logprobs([entry])["content"]))
-    assert told["logprob"] == told["top_logprobs"][0]["logprob"] == -9999.0
+    (entry_read,) = json.loads(bytes(chat_logprobs([entry])["content"]))
+    assert entry_read["logprob"] == entry_read["top_logprobs"][0]["logprob"] == -9999.0
     assert completion_logprobs([entry])["token_logprobs"] == [-9999.0]
 
 
