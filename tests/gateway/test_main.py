@@ -90,7 +90,7 @@ def test_gateways_share_a_port_and_have_one_of_their_own(start: Start, tmp_path:
 def test_unservable_model_ends_the_start(start: Start, tiny_model_dir: Path) -> None:
     process = start("--model", str(tiny_model_dir), "--port", "0", "--max-model-len", "1M")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 1 and "--max-model-len: 1048576 is more than the model's own 256" in errors
+    assert process.returncode == 1 and "--max-model-len: 1048576 exceeds the model's maximum, 256" in errors
 
 
 def test_models_with_equal_names_end_the_start(start: Start) -> None:

@@ -222,6 +222,8 @@ async def test_earlier_calls_and_results_reach_the_model(gateway: Gateway) -> No
                 {"id": "0123abcde", "type": "function", "function": function},
                 {"id": "again", "type": "function", "function": function},
             ],
+            "reasoning": "Hm",
+            "reasoning_content": "Hm",
         },
         {"role": "tool", "content": "sunny", "tool_call_id": "0123abcde"},
         {"role": "tool", "content": "Error: no net", "tool_call_id": "again"},
