@@ -64,7 +64,7 @@ def eventually(holds: Callable[[], Any], seconds: float = 20.0) -> None:
     """Wait until `condition` holds. Other processes change the state, so polling is the only way."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it never was so"
+        assert time.monotonic() < deadline, "the condition was never met"
         time.sleep(0.05)
 
 

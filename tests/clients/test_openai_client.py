@@ -246,7 +246,7 @@ def test_client_disconnect_frees_the_engine(served: Served) -> None:
             if b'"running": 0, "waiting": 0' in answer.read():
                 return
         time.sleep(0.1)  # heartbeats arrive once per second
-    pytest.fail("the engine still runs requests that nobody reads")
+    pytest.fail("the engine still runs requests without clients")
 
 
 def test_bad_requests_leave_a_stream_unchanged(served: Served) -> None:

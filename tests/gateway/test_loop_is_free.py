@@ -21,7 +21,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/response
 
 
 @asynccontextmanager
-async def others_are_answered(gateway: Gateway, still_seconds: float = STILL_SECONDS) -> AsyncIterator[None]:
+async def others_stay_answered(gateway: Gateway, still_seconds: float = STILL_SECONDS) -> AsyncIterator[None]:
     """Check that probes, like a kubelet's, are answered within a small amount of CPU time of this process."""
     waits: list[float] = []
 
@@ -53,7 +53,7 @@ async def start(start_gateway: Callable[..., Any], directory: Path) -> Gateway:
 async def test_hostile_request_does_not_block_others(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway = await start(start_gateway, tmp_path)
     headers = {"Content-Type": "application/json"}
-    async with others_are_answered(gateway):
+    async with others_stay_answered(gateway):
         for number, shape in enumerate(SHAPES.values()):
             body = await asyncio.to_thread(shape, MAX_BODY_BYTES)
             url = URLS[number % len(URLS)]
@@ -67,7 +67,7 @@ async def test_hostile_batch_line_does_not_block_others(start_gateway: Callable[
     shapes = [shape(MAX_BODY_BYTES - 100) for name, shape in SHAPES.items() if name != "UTF-16"]
     lines = [head % number + body + b"}" for number, body in enumerate(shapes)]
     first = await start(start_gateway, tmp_path)
-    async with client_of(first) as client, others_are_answered(first):
+    async with client_of(first) as client, others_stay_answered(first):
         uploads = [await client.files.create(file=(f"{number}.jsonl", line), purpose="batch") for number, line in
                    enumerate([*lines, b"\n".join(lines)])]  # fmt: skip
         first.state.open_requests.draining = True  # the next gateway finds what is created now
@@ -76,7 +76,7 @@ async def test_hostile_batch_line_does_not_block_others(start_gateway: Callable[
             for upload in uploads
         ]
     second = await start(start_gateway, tmp_path)
-    async with client_of(second) as client, others_are_answered(second):
+    async with client_of(second) as client, others_stay_answered(second):
         for batch in created:
             assert (await ended(client, batch)).status in ("failed", "completed")
 
@@ -85,7 +85,7 @@ async def test_blocked_probe_is_detected(start_gateway: Callable[..., Any], tmp_
     gateway = await start(start_gateway, tmp_path)
     failed = False
     try:
-        async with others_are_answered(gateway, still_seconds=0.5):
+        async with others_stay_answered(gateway, still_seconds=0.5):
             await asyncio.sleep(0.1)
             ends = time.process_time() + 0.6
             while time.process_time() < ends:  # a blocked loop

@@ -175,7 +175,7 @@ async def test_first_token_beside_100000_waits_for_a_few_slices() -> None:
     assert loop.log[before:].index("polite") <= 2 * MAX_PIECES_PER_SLICE
     assert sum(len(tokens.waiting) for tokens in many) > 99_000
     await asyncio.gather(*readings)
-    assert loop.log.count("hostile") == 100_000, "and nothing is left out"
+    assert loop.log.count("hostile") == 100_000, "no token is lost"
 
 
 async def test_slow_reader_delays_only_its_own_answer() -> None:
@@ -211,7 +211,7 @@ async def test_slow_reader_is_awaited_between_plain_tokens() -> None:
     assert slow.listener is not None
     for _ in range(5):
         slow.listener()
-    assert loop.log == ["slow"], "it has one, and has not caught up"
+    assert loop.log == ["slow"], "it read one token and has not caught up"
     taker.may_go_on.set()
     while not reading.done():
         slow.listener()

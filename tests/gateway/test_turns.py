@@ -75,7 +75,7 @@ async def test_ready_answer_is_written_in_time_slices(
             text = await reply.text()
             counts.append(turns.count)
         assert text.count("finish_reason") >= 1 and "error" not in text
-    assert counts[0] >= counts[1] + NUM_TOKENS / 2, "as many turns as tokens, where each is a turn"
+    assert counts[0] >= counts[1] + NUM_TOKENS / 2, "one time slice per token if each token fills a slice"
 
 
 async def test_collected_tokens_are_freed_in_pieces(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_work_returns_its_result_and_raises_its_exception(processes: WorkProcess
     assert caught.value.body()["error"]["code"] == "invalid_json"
     with pytest.raises(ZeroDivisionError) as unexpected:
         processes.run(partial(divmod, 1, 0))
-    assert "work_process" in unexpected.value.__notes__[0], "the log tells where it was"
+    assert "work_process" in unexpected.value.__notes__[0], "the log names the process"
 
 
 def test_passed_on_body_is_not_decoded_here(processes: WorkProcesses, monkeypatch: pytest.MonkeyPatch) -> None:

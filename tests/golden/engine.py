@@ -85,7 +85,7 @@ class KeepingInferenceClient(FakeInferenceClient):
         return [await self.submit(request) for request in requests]
 
     def _keep(self, request: GenerationRequest, terms: RetentionTerms) -> None:
-        assert self.script is not None, "an answer that is kept has a script"
+        assert self.script is not None, "a stored answer needs a script"
         events = list(self.script(request))
         num_tokens = sum(len(event.token_ids) for event in events if isinstance(event, TokenEvent))
         end = events[-1]

@@ -32,7 +32,7 @@ async def progress_when(kept: Path, batch_id: str, holds: Callable[[BatchProgres
     return progress
 
 
-async def let_go(kept: Path, batch_id: str) -> None:
+async def wait_until_released(kept: Path, batch_id: str) -> None:
     """Wait until no gateway drives the batch."""
     folder = folder_of(kept, batch_id)
     while (lease := folder.try_lock()) is None:
@@ -52,7 +52,7 @@ async def test_briefly_missing_key_uses_nothing_and_continues(
         await gateway.engine.next_stream()  # it takes the place of the first line, whose result is written
         write_keys(keys, "team-b")
         assert len({await gateway.engine.next_cancellation(), await gateway.engine.next_cancellation()}) == 2
-        await let_go(kept, batch.id)
+        await wait_until_released(kept, batch.id)
         progress = await progress_when(kept, batch.id, lambda progress: True)
         assert (progress.status, progress.completed, progress.failed) == ("in_progress", 1, 0)
         gateway.engine.script = says([5])
@@ -74,7 +74,7 @@ async def test_gateways_without_keys_cancel_no_batches(start_gateway: Callable[.
         batch = await begun(client, jsonl(*map(line, "ab")))
         await first.engine.next_stream()
         first.state.open_requests.draining = True
-    await let_go(kept, batch.id)
+    await wait_until_released(kept, batch.id)
     without: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=kept)
     async with client_of(without) as keyless:
         own = await ended(keyless, await begun(keyless, jsonl(line("x"))))  # proof that it has checked all batches

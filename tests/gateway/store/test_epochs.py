@@ -39,12 +39,12 @@ class Wire:
     async def lose(self, request_id: str) -> None:
         await self._redis.unlink(self._keys.request(request_id), self._keys.journal(request_id))
 
-    async def brings_late(self, request_id: str, index: int, *token_ids: int) -> None:
+    async def deliver_late(self, request_id: str, index: int, *token_ids: int) -> None:
         """Deliver a message of an earlier attempt after everything sent so far."""
         await self._redis.publish(self._keys.gateway_channel("g"), late(request_id, index, *token_ids))
-        await self.is_empty()
+        await self.drain()
 
-    async def is_empty(self) -> None:
+    async def drain(self) -> None:
         self._num_sent += 1
         name = f"w.{self._num_sent}"
         beat = WorkerHeartbeat(worker_id=name, phase=WorkerPhase.LOAD)
@@ -62,7 +62,7 @@ def wire(client: InferenceClient, connections: RedisConnections, keys: RedisKeys
     return Wire(client, connections, keys)
 
 
-async def goes_on_as_the_journal(worker: HandPlayedWorker, stream: ResponseStream) -> None:
+async def check_continues_as_the_journal(worker: HandPlayedWorker, stream: ResponseStream) -> None:
     """Continue after the first token; the message with the second one is lost."""
     while not await worker.claim():
         await asyncio.sleep(0)
@@ -89,9 +89,9 @@ async def restoring(
 
 async def test_late_token_during_the_acceptance_is_dropped(client, flaky, worker, wire):
     stream, held = await restoring(client, flaky, wire, worker)
-    await wire.brings_late("a", 1, 6)
+    await wire.deliver_late("a", 1, 6)
     held.goes_on.set()
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)
 
 
 async def test_late_token_in_the_socket_before_the_reply_is_dropped(client, flaky, worker, wire, connections, keys):
@@ -109,7 +109,7 @@ async def test_late_token_in_the_socket_before_the_reply_is_dropped(client, flak
     client._listening.understand = understand
     for message in socket:
         await understand(message)
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)
 
 
 @pytest.mark.parametrize("lost", ["the reply", "the mark"])
@@ -127,7 +127,7 @@ async def test_lost_acceptance_reply_or_mark_is_repeated(client, flaky, worker, 
     async with asyncio.timeout(PATIENCE_SECONDS):
         while stream.is_set_aside:
             await asyncio.sleep(0)
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)
 
 
 async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, wire):
@@ -152,9 +152,9 @@ async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, w
     client.streams.mark_behind([stream])
     await held.is_applied.wait()
     goes_on.set()
-    await wire.is_empty()
+    await wire.drain()
     held.goes_on.set()
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)
 
 
 async def test_repeated_acceptance_of_a_begun_request_stores_nothing(client, flaky, worker, wire):
@@ -165,9 +165,9 @@ async def test_repeated_acceptance_of_a_begun_request_stores_nothing(client, fla
     await held.is_applied.wait()
     assert await worker.claim() == ["a"]
     await worker.emit("a", 0, 5)
-    await wire.is_empty()
+    await wire.drain()
     await wire.lose("a")
     held.goes_on.set()
     stream = await submitting
     assert await rest_until(stream, 1) == [5]
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)

@@ -65,8 +65,8 @@ class TestStream:
                 turns += 1
                 await asyncio.sleep(0)
 
-        heard_at: list[int] = []
-        stream.on_news = lambda: heard_at.append(turns)
+        received_at: list[int] = []
+        stream.on_news = lambda: received_at.append(turns)
         counting = asyncio.create_task(count())
         async with connections.commands.pipeline(transaction=False) as pipeline:
             for index in range(20):
@@ -74,10 +74,10 @@ class TestStream:
                 pipeline.publish(keys.gateway_channel("g"), encode(batch))
             await pipeline.execute()
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while len(heard_at) < 20:
+            while len(received_at) < 20:
                 await asyncio.sleep(0)
         counting.cancel()
-        assert len(set(heard_at)) == 20, "each in a turn of its own"
+        assert len(set(received_at)) == 20, "each in its own time slice"
 
     @pytest.mark.parametrize(("turn_seconds", "num_turns"), [(0.0, 3), (3600.0, 1)])
     async def test_message_of_many_requests_is_handled_in_time_slices(
@@ -94,17 +94,17 @@ class TestStream:
                 turns += 1
                 await asyncio.sleep(0)
 
-        heard_at: list[int] = []
+        received_at: list[int] = []
         for stream in streams:
-            stream.on_news = lambda: heard_at.append(turns)
+            stream.on_news = lambda: received_at.append(turns)
         counting = asyncio.create_task(count())
         batch = EventBatch(PROTOCOL_VERSION, WORKER, 1, [TokenEvent(stream.request_id, 0, [5]) for stream in streams])
         await connections.commands.publish(keys.gateway_channel("g"), encode(batch))
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while len(heard_at) < 3:
+            while len(received_at) < 3:
                 await asyncio.sleep(0)
         counting.cancel()
-        assert len(set(heard_at)) == num_turns
+        assert len(set(received_at)) == num_turns
 
     async def test_lost_tokens_in_the_middle_come_from_the_journal(self, client, worker):
         stream = await start(client, worker)

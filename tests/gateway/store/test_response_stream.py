@@ -78,7 +78,7 @@ async def test_plain_token_event_is_read_whole_if_it_waits_alone() -> None:
     for batch in batches:
         for other in batch:
             stream.offer(other)
-        assert stream.read_whole() is None, "read() has it"
+        assert stream.read_whole() is None, "only read() returns it"
         assert stream.read() is not None
     assert stream.read() == finish(6)
 
@@ -162,7 +162,7 @@ async def test_logprobs_read_one_by_one_or_late_are_complete(
         stream, found = ResponseStream(REQUEST, terms), list[TokenEvent]()
         for number, event in enumerate(events):
             stream.offer(event)
-            assert stream.read_whole() is None, "they are no plain tokens"
+            assert stream.read_whole() is None, "events with logprobs are not plain"
             while number >= num_late and isinstance(event_read := stream.read(), TokenEvent):
                 found.append(event_read)
         stream.offer(finish(stream.num_tokens))
