@@ -1,6 +1,6 @@
-"""The page in a real browser, headless, before a real gateway, store and worker; only the model is a hash.
+"""Fixtures for browser tests: headless Chromium, a real gateway, store and worker. Only the model is a hash.
 
-The worker's pace is the test's: `stack.pace(seconds)` says how long a step takes from now on.
+`stack.pace(seconds)` sets the duration of each worker step from now on.
 """
 
 import json
@@ -23,17 +23,17 @@ from tests.patience import PATIENCE_SECONDS
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
 MODEL, ALIAS = "tiny", "alias/of it"
-NUM_BLOCKS = 4097  # 4,096 that are used, and the padding
+NUM_BLOCKS = 4097  # 4,096 usable blocks and one padding block
 NUM_HOST_BLOCKS = 513
 BLOCK_SIZE = 16
 QUICK_STEP_SECONDS = 0.01
-SLOW_STEP_SECONDS = 0.25  # a block is full after 4 s: the page, a second behind, can be compared
+SLOW_STEP_SECONDS = 0.25  # a block fills in 4 s, so a page that lags by 1 s can be compared
 SCRIPT = str(Path(__file__).parents[1] / "e2e" / "scripted_worker.py")
 MAX_MODEL_LEN = 2048
 
 
 class Stack:
-    """A gateway, a worker, and what a test asks of them."""
+    """Run a gateway and a worker; give tests access to their state and step pace."""
 
     def __init__(self, fleet: Fleet, metrics_port: int, pace_file: Path) -> None:
         self.url = f"http://127.0.0.1:{fleet.port}"
@@ -43,7 +43,7 @@ class Stack:
     def pace(self, step_seconds: float) -> None:
         written = self._pace_file.with_suffix(".new")
         written.write_text(str(step_seconds))
-        written.replace(self._pace_file)  # at once: the worker reads it at any time
+        written.replace(self._pace_file)  # atomic rename: the worker may read the file at any time
 
     def kv(self) -> dict[str, Any]:
         return self._get(f"{self._worker_url}/debug/kv")
@@ -61,16 +61,19 @@ class Stack:
 
 
 def eventually(holds: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Wait until it is so, in other processes: there is nothing to wait on."""
+    """Wait until `condition` holds. Other processes change the state, so polling is the only way."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it never was so"
+        assert time.monotonic() < deadline, "the condition was never met"
         time.sleep(0.05)
 
 
 @contextmanager
 def running_stack(directory: Path, config: pytest.Config, num_blocks: int, num_host_blocks: int) -> Iterator[Stack]:
-    """On a store of its own: it outlives this folder's tests, and its worker would take others' requests."""
+    """Run a stack on its own store.
+
+    It outlives the tests of this folder, and its worker would take requests from other tests.
+    """
     model = str(write_tiny_model(directory / MODEL, MAX_MODEL_LEN))
     metrics_port = free_port()
     with running_server(config, ["--port", "0"]) as valkey, running_fleet(directory / "logs") as fleet:
@@ -97,20 +100,20 @@ def stack_processes(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fi
 
 @pytest.fixture
 def stack(stack_processes: Stack) -> Stack:
-    """At a quick pace, and nobody's request in it."""
+    """Return the shared stack at a quick pace, without requests."""
     stack_processes.pace(QUICK_STEP_SECONDS)
     eventually(lambda: not stack_processes.kv()["sequences"])
     return stack_processes
 
 
-@pytest.fixture(scope="module")  # not longer: while it lives, no test of another kind can run an event loop
+@pytest.fixture(scope="module")  # close now: while Playwright is open, no other test can run an event loop
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
         missing = "no Chromium on this machine: apt-get install chromium"
         pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
     with sync_playwright() as playwright:
-        # As root, Chromium's own sandbox cannot be had. It needs nothing from elsewhere, so let it not try.
+        # Chromium's sandbox does not work as root. Background network features are off: the tests need none.
         arguments = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
         browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
         yield browser
@@ -119,7 +122,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, stack: Stack, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """The page, open. A test that leaves an error on the console fails. Its parameter is the colour scheme."""
+    """Open the page and fail the test if the console logs an error. The parameter is the color scheme."""
     context = browser.new_context(
         color_scheme=getattr(request, "param", "light"),
         viewport={"width": 1280, "height": 1400},
@@ -128,13 +131,13 @@ def page(browser: Browser, stack: Stack, request: pytest.FixtureRequest) -> Iter
     page = context.new_page()
     errors: list[str] = []
 
-    def hear(message: ConsoleMessage) -> None:
-        # A refused request is one that some tests make: the browser tells of it, whatever the page does.
+    def on_message(message: ConsoleMessage) -> None:
+        # Some tests cause refused requests on purpose; Chromium logs each one regardless of the page's code.
         refused = message.location["url"].endswith(("/v1/chat/completions", "/v1/models"))
         if message.type == "error" and not refused:
             errors.append(message.text)
 
-    page.on("console", hear)
+    page.on("console", on_message)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(stack.url)
     yield page

@@ -1,4 +1,4 @@
-// The names of the colours that are painted of each block: [inside, edge]. Evaluated in the page.
+// Return the color names painted for each block: [inside, edge]. Evaluated in the page.
 (id) => {
   const NAMES = ["line", "free", "cached", "active", "shared", "swapped", "picked", "flash"];
   const style = getComputedStyle(document.documentElement);
@@ -8,7 +8,7 @@
     probe.fillRect(0, 0, 1, 1);
     return probe.getImageData(0, 0, 1, 1).data.slice(0, 3).join();
   };
-  // Where two names have one colour the first is told.
+  // If two names share a color, the first one is reported.
   const palette = Object.fromEntries(NAMES.map((name) => [rgb(name), name]).reverse());
   const canvas = document.getElementById(id);
   const columns = Number(canvas.dataset.columns);
@@ -16,8 +16,8 @@
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const at = (x, y) => {
     const first = 4 * (Math.round(y * devicePixelRatio) * canvas.width + Math.round(x * devicePixelRatio));
-    const colour = pixels.slice(first, first + 3).join();
-    return palette[colour] ?? colour;
+    const color = pixels.slice(first, first + 3).join();
+    return palette[color] ?? color;
   };
   const painted = [];
   for (let top = 0; top < canvas.height / devicePixelRatio; top += size) {

@@ -1,7 +1,7 @@
-"""python -m tests.browser.take_screenshots [URL]: makes the pictures of the page in docs/images.
+"""Take the screenshots in docs/images: `python -m tests.browser.take_screenshots [URL]`.
 
-Of a running server with the demo model. Four choices of one prompt are
-in the middle of their answers, one of them is picked: light and dark.
+The server must run the demo model. The pictures (light and dark) show four choices of one prompt while they are
+generated, with one choice selected.
 """
 
 import sys
@@ -36,7 +36,7 @@ def take(page: Page, path: Path) -> None:
     page.locator("#send").click()
     expect(page.locator(".message").nth(4).locator("span")).to_contain_text(" ", timeout=60_000)
     expect(page.locator("#requests button")).to_have_count(4)
-    page.wait_for_timeout(3_000)  # a picture of an answer well on its way, which takes ten
+    page.wait_for_timeout(3_000)  # a picture in the middle of an answer that takes ten seconds
     page.locator("#requests button").nth(1).click()
     page.wait_for_timeout(300)
     page.screenshot(path=path)

@@ -1,4 +1,4 @@
-"""axe-core finds nothing to complain of, in light and in dark, empty and at work."""
+"""Check that axe-core finds no violations: light and dark, idle and busy."""
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -9,7 +9,7 @@ from tests.browser.test_playground import ask
 
 
 @pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
-def test_axe_finds_nothing(page: Page, stack: Stack) -> None:
+def test_page_in_every_state_has_no_axe_violations(page: Page, stack: Stack) -> None:
     axe = Axe()
     empty = axe.run(page)
     assert empty.violations_count == 0, empty.generate_report()
@@ -21,7 +21,7 @@ def test_axe_finds_nothing(page: Page, stack: Stack) -> None:
     assert at_work.violations_count == 0, at_work.generate_report()
 
 
-def test_it_fits_a_telephone(page: Page) -> None:
+def test_page_on_a_phone_fits_the_screen(page: Page) -> None:
     page.set_viewport_size({"width": 375, "height": 700})
     expect(page.locator("#prompt")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 375

@@ -1,4 +1,4 @@
-"""The map of 4,096 blocks shows what the worker says of them, as it changes; a request lights its block table."""
+"""The block map shows the state of 4,096 blocks as the worker reports it, and highlights a request's block table."""
 
 import json
 import re
@@ -25,12 +25,12 @@ NAMES = {"p": "line", "f": "free", "c": "cached", "a": "active", "s": "shared"}
 HOST_NAMES = {**NAMES, "a": "swapped", "s": "swapped"}
 
 
-def colours(page: Page, canvas: str = "map", num_blocks: int = NUM_BLOCKS) -> list[str]:
+def colors(page: Page, canvas: str = "map", num_blocks: int = NUM_BLOCKS) -> list[str]:
     return [inside for inside, _ in page.evaluate(READ_MAP, canvas)[:num_blocks]]
 
 
 def lit(page: Page) -> set[int]:
-    """Blocks with a frame of the colour of what is picked."""
+    """Return the blocks that have a frame in the selection color."""
     return {block for block, (_, edge) in enumerate(page.evaluate(READ_MAP, "map")) if edge == "picked"}
 
 
@@ -39,7 +39,7 @@ def states(stack: Stack, pool: str = "device") -> str:
 
 
 def begin_completion(page: Page, **fields: Any) -> None:
-    """A request that the page sends and nobody reads."""
+    """Send a request from the page and leave its answer unread."""
     body = json.dumps({"model": MODEL, "prompt": "the user", "ignore_eos": True, "stream": True, **fields})
     page.evaluate(
         "([headers, body]) => { fetch('v1/completions', {method: 'POST', headers, body}); }",
@@ -48,23 +48,24 @@ def begin_completion(page: Page, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
-def test_every_colour_is_the_state_that_the_worker_tells(page: Page, stack: Stack) -> None:
+def test_block_map_colors_match_worker_states(page: Page, stack: Stack) -> None:
     ask(page, "the capital of France is Paris, the end", max_tokens="1900", temperature="1", seed="7", n="4")
     eventually(lambda: len(stack.kv()["sequences"]) == 4 and stack.kv()["device"]["num_active_blocks"] > 40)
     stack.pace(SLOW_STEP_SECONDS)
-    eventually(lambda: colours(page) == [NAMES[letter] for letter in states(stack)])
-    seen = set(colours(page))
+    eventually(lambda: colors(page) == [NAMES[letter] for letter in states(stack)])
+    seen = set(colors(page))
     assert {"line", "free", "active", "shared"} <= seen
     assert len(states(stack)) == NUM_BLOCKS
-    before = colours(page)
+    before = colors(page)
     stack.pace(QUICK_STEP_SECONDS)
-    eventually(lambda: colours(page) != before)  # live
+    eventually(lambda: colors(page) != before)  # the map updates live
     page.locator("#stop").click()
-    eventually(lambda: set(colours(page)) == {"line", "free", "cached"})  # until then page and worker may agree on more
-    assert colours(page) == [NAMES[letter] for letter in states(stack)]
+    # before that, page and worker could agree on more states
+    eventually(lambda: set(colors(page)) == {"line", "free", "cached"})
+    assert colors(page) == [NAMES[letter] for letter in states(stack)]
 
 
-def test_a_request_that_is_picked_lights_its_block_table(page: Page, stack: Stack) -> None:
+def test_selected_request_highlights_its_block_table(page: Page, stack: Stack) -> None:
     ask(page, "the user and the assistant", max_tokens="1900", temperature="1", seed="9", n="2")
     eventually(lambda: stack.kv()["device"]["num_active_blocks"] > 6)
     stack.pace(SLOW_STEP_SECONDS)
@@ -78,16 +79,16 @@ def test_a_request_that_is_picked_lights_its_block_table(page: Page, stack: Stac
                 == name for block in sequence["block_table"]}  # fmt: skip
 
     eventually(lambda: lit(page) == table() != set())
-    expect(button).to_be_focused()  # through all the snapshots since
+    expect(button).to_be_focused()  # focus survives all snapshots since the click
     page.keyboard.press("Enter")
     eventually(lambda: lit(page) == set())
 
 
-def test_a_block_tells_who_has_it(page: Page, stack: Stack) -> None:
+def test_block_hover_shows_its_state_and_selects_its_requests(page: Page, stack: Stack) -> None:
     ask(page, "the user and the assistant of the user", max_tokens="1900", temperature="1", seed="11", n="2")
     eventually(lambda: stack.kv()["device"]["num_active_blocks"] > 6)
     stack.pace(SLOW_STEP_SECONDS)
-    eventually(lambda: colours(page) == [NAMES[letter] for letter in states(stack)])
+    eventually(lambda: colors(page) == [NAMES[letter] for letter in states(stack)])
     shared, size = states(stack).index("s"), int(page.locator("#map").get_attribute("data-size") or "")
     columns = int(page.locator("#map").get_attribute("data-columns") or "")
     page.locator("#map").hover(position={"x": shared % columns * size + 3, "y": shared // columns * size + 3})
@@ -103,15 +104,15 @@ def test_a_block_tells_who_has_it(page: Page, stack: Stack) -> None:
     eventually(lambda: shared in lit(page))
 
 
-def test_what_the_host_holds_is_shown_too(page: Page, stack: Stack) -> None:
+def test_host_blocks_are_shown(page: Page, stack: Stack) -> None:
     expect(page.locator("#host")).to_be_visible()
-    eventually(lambda: colours(page, "host_map", NUM_HOST_BLOCKS) == [HOST_NAMES[x] for x in states(stack, "host")])
+    eventually(lambda: colors(page, "host_map", NUM_HOST_BLOCKS) == [HOST_NAMES[x] for x in states(stack, "host")])
     assert len(states(stack, "host")) == NUM_HOST_BLOCKS
 
 
-def test_copies_flash_and_enter_the_timeline(page: Page, stack: Stack) -> None:
+def test_block_copies_flash_and_enter_the_timeline(page: Page, stack: Stack) -> None:
     stack.pace(SLOW_STEP_SECONDS)
     begin_completion(page, max_tokens=1900, temperature=0, use_beam_search=True, n=4)
-    eventually(lambda: "flash" in colours(page))
+    eventually(lambda: "flash" in colors(page))
     expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile(r"[1-9]\d* copied"))
     expect(page.locator("#events li").first).to_contain_text("a shared block is written to")

@@ -1,4 +1,4 @@
-"""The playground: an answer comes piece by piece, Stop frees its blocks, and everything works without a mouse."""
+"""The playground streams answers, Stop frees the blocks, and everything works with the keyboard alone."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def ask(page: Page, text: str, **settings: str) -> None:
     page.locator("#send").click()
 
 
-def test_an_answer_comes_piece_by_piece_with_its_figures(page: Page) -> None:
+def test_answer_is_streamed_with_its_statistics(page: Page) -> None:
     ask(page, "the capital of France", max_tokens="60", temperature="1", seed="3")
     answer = page.locator(".message.assistant span")
     expect(answer).not_to_be_empty()
@@ -35,9 +35,9 @@ def test_an_answer_comes_piece_by_piece_with_its_figures(page: Page) -> None:
     expect(page.locator("#model")).to_have_text(MODEL)
 
 
-def test_stop_ends_the_request_and_frees_its_blocks(page: Page, stack: Stack) -> None:
+def test_stop_button_ends_request_and_frees_blocks(page: Page, stack: Stack) -> None:
     ask(page, "the user", max_tokens="1900", temperature="1", seed="5", n="3")
-    # Sequences are listed from when they wait: the first step gives them blocks.
+    # Waiting sequences are listed too; they get blocks in their first step.
     eventually(lambda: len((kv := stack.kv())["sequences"]) == 3 and kv["device"]["num_active_blocks"] > 0)
     page.locator("#stop").click()
     expect(page.locator("#status")).to_have_text("Stopped.")
@@ -46,8 +46,8 @@ def test_stop_ends_the_request_and_frees_its_blocks(page: Page, stack: Stack) ->
     expect(page.locator("#stop")).to_be_disabled()
 
 
-def test_without_a_mouse(page: Page, stack: Stack) -> None:
-    page.keyboard.press("Tab")  # the conversation, which scrolls
+def test_playground_works_with_keyboard_only(page: Page, stack: Stack) -> None:
+    page.keyboard.press("Tab")  # the scrollable conversation
     page.keyboard.press("Tab")
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("the end")
@@ -61,7 +61,7 @@ def test_without_a_mouse(page: Page, stack: Stack) -> None:
     expect(page.locator("#status")).to_have_text("Stopped.")
 
 
-def test_a_refusal_is_told_and_leaves_no_trace_in_the_conversation(page: Page) -> None:
+def test_refusal_is_shown_and_leaves_conversation_unchanged(page: Page) -> None:
     ask(page, "the " * 3000)
     error = page.locator(".message.error span")
     expect(error).to_contain_text("2048")
@@ -71,7 +71,7 @@ def test_a_refusal_is_told_and_leaves_no_trace_in_the_conversation(page: Page) -
     expect(page.locator("#status")).to_have_text("Answer complete.")
 
 
-def test_a_chosen_model_is_asked_and_its_blocks_are_shown(page: Page) -> None:
+def test_selected_model_answers_and_its_blocks_are_shown(page: Page) -> None:
     page.locator("summary").click()
     expect(page.locator("#model_choice option")).to_have_text([MODEL, ALIAS])
     with page.expect_request(f"**/debug/kv/stream?model={quote(ALIAS, safe='')}"):
@@ -84,7 +84,7 @@ def test_a_chosen_model_is_asked_and_its_blocks_are_shown(page: Page) -> None:
     expect(page.locator("#usage")).to_contain_text("in all")
 
 
-def test_the_copied_command_is_the_request(page: Page) -> None:
+def test_copied_command_sends_the_same_request(page: Page) -> None:
     page.locator("summary").click()
     page.locator("#system").fill("It's short")
     page.locator("#stop_strings").fill("a|b")
@@ -101,9 +101,10 @@ def test_the_copied_command_is_the_request(page: Page) -> None:
     assert done.stdout.rstrip().endswith("data: [DONE]")
 
 
-def test_where_a_key_is_needed_the_copied_command_takes_it_from_the_environment(page: Page) -> None:
+def test_copied_command_reads_api_key_from_environment(page: Page) -> None:
     expect(page.locator("#model_choice")).to_have_value(MODEL)
-    page.route("**/v1/models", lambda route: route.fulfill(status=401))  # what the gateway says to who shows no key
+    # the gateway's answer to a request without a key
+    page.route("**/v1/models", lambda route: route.fulfill(status=401))
     page.locator("#curl").click()
     expect(page.locator("#status")).to_have_text("Copied.")
     command = page.evaluate("navigator.clipboard.readText()")

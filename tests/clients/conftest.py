@@ -1,5 +1,7 @@
-"""A gateway and a worker with SmolLM2 for real clients. OpenAI's runs in the tests themselves, the others in an
-environment of their own (`make dev`)."""
+"""Run a gateway and a worker with SmolLM2 for real API clients.
+
+The OpenAI client runs inside the tests, the others in their own environment (`make dev`).
+"""
 
 import asyncio
 import json
@@ -20,28 +22,28 @@ from bench.serving.free_port import free_port
 from tests.conftest import Valkey
 from tests.e2e.fleet import MODEL, Fleet, connected, running_fleet
 
-PROGRAM_SECONDS = 300.0  # 10 on two idle cores, most of it imports
+PROGRAM_SECONDS = 300.0  # 10 s on two idle cores, most of it imports
 PROGRAMS = Path(__file__).parent / "programs"
 CLIENTS = Path(sys.prefix) / "clients"
-# No client may look for servers of its own; litellm would fetch its table of prices.
+# Keep clients off the network: litellm would download its price table.
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass(frozen=True)
 class Served:
-    """`url` is the gateway's."""
+    """A running server; `url` is the gateway's."""
 
     url: str
     fleet: Fleet
-    metrics_port: int  # the worker's
-    common: list[str]  # flags of every process
+    metrics_port: int  # the worker's metrics port
+    common: list[str]  # flags shared by all processes
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     @contextmanager
     def own_gateway(self, *flags: str) -> Iterator[tuple[openai.OpenAI, "subprocess.Popen[bytes]"]]:
-        """One of a test's own, before the same worker, and a client of it."""
+        """Start a separate gateway in front of the shared worker; yield a client of it."""
         port = free_port()
         own = self.fleet.start("own", "-m", "gateway", *self.common, "--port", str(port), *flags)
         try:
@@ -54,7 +56,7 @@ class Served:
             del self.fleet.processes["own"]
 
     def seen_by(self, program: str) -> Any:
-        """What the client in programs/ saw of this server."""
+        """Run a client from programs/ against this server and return its JSON report."""
         return run_client(CLIENTS / "bin" / "python", program, self.url, MODEL)
 
     def seen_by_npm(self, program: str) -> Any:
@@ -76,7 +78,7 @@ def run_client(interpreter: Path, program: str, *arguments: str) -> Any:
 
 
 class OneServer:
-    """The server of this folder's tests: pytest has no scope of a folder, so the first that asks starts it."""
+    """Start the server of this folder on first use, because pytest has no folder scope."""
 
     def __init__(self) -> None:
         self._running = ExitStack()
@@ -96,7 +98,7 @@ ONE_SERVER = OneServer()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Tests of other folders empty the store."""
+    """Stop the server before other folders' tests, because they empty the store."""
     if nextitem is None or nextitem.path.parent != item.path.parent:
         ONE_SERVER.stop()
 
@@ -111,10 +113,10 @@ def running_server_of(redis_url: str, model: Path, logs: Path) -> Iterator[Serve
     with running_fleet(logs) as fleet:
         common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", redis_url]
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
-        # Two clients ask twice and compare: float32, where a batch's size changes no token.
+        # Two tests ask twice and compare. In float32 the batch size changes no token.
         metrics_port = free_port()
         options = ["--metrics-port", str(metrics_port), "--kv-cache-memory-bytes", "512M", "--dtype", "float32"]
-        # One thread: two that wait for each other crawl when a third process wants a core.
+        # One thread: two threads that wait for each other crawl when a third process wants a core.
         options += ["--max-num-seqs", "32", "--num-threads", "1"]
         fleet.start("worker", "-m", "engine_worker", *common, *options)
         url = f"http://127.0.0.1:{fleet.port}"

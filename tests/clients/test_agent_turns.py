@@ -1,4 +1,4 @@
-"""An agent with tools and a typed final answer, which sends both in every turn, with SmolLM2: it calls, or answers."""
+"""An agent sends tools and a response format in every turn; SmolLM2 either calls a tool or answers."""
 
 import json
 from typing import Annotated, Any
@@ -22,8 +22,8 @@ class Answer(BaseModel):
     is_sunny: bool
 
 
-@pytest.mark.timeout(600)  # three answers of a model on one thread, beside whatever else runs
-def test_each_turn_calls_or_answers(served: Served) -> None:
+@pytest.mark.timeout(600)  # three answers of a single-threaded model on a busy machine
+def test_agent_turn_calls_tool_or_answers(served: Served) -> None:
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     messages: list[Any] = [{"role": "user", "content": "Is it sunny in Rome? Look it up."}]
     kinds = []

@@ -1,4 +1,4 @@
-"""Anthropic's client with tools and thinking: a scripted engine says what a model that thinks would."""
+"""The Anthropic client uses tools and thinking; a scripted engine plays a reasoning model."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</t
 TEXT = f"<think>\nHm.\n</think>\n\nI look. {CALL}"
 
 
-async def test_two_turns(start_gateway: Any, tmp_path: Path) -> None:  # noqa: F811
+async def test_anthropic_client_with_tools_gets_two_turns(start_gateway: Any, tmp_path: Path) -> None:  # noqa: F811
     model = write_tiny_model(tmp_path / "tiny", max_model_len=4096)
     gateway = await start_gateway(model=model, reasoning_parser="qwen3")
     encoder = gateway.service.require_model().encoder

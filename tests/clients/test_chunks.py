@@ -1,4 +1,4 @@
-"""Chunks of a real worker, read by the official OpenAI client: usage in each, and the token that ends a text."""
+"""The official OpenAI client reads chunks of a real worker: usage in each chunk, and the end token."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.timeout(900)
 CONTINUOUS: Any = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def test_usage_grows_with_every_chunk(served: Served) -> None:
-    """As vLLM's own tests ask of every chunk."""
+def test_every_chunk_has_growing_usage(served: Served) -> None:
+    """Check usage in every chunk, as vLLM's own tests do."""
     asked: Any = {"model": MODEL, "temperature": 0, "stream": True, "stream_options": CONTINUOUS}
     with served.client() as client:
         cut: Any = client.chat.completions.create(
@@ -22,7 +22,7 @@ def test_usage_grows_with_every_chunk(served: Served) -> None:
         )
         ended: Any = client.chat.completions.create(**asked, messages=PARIS, max_completion_tokens=30)
         text: Any = client.completions.create(**asked, prompt="The capital of France is", max_tokens=10)
-        for stream, most in ((cut, 10), (ended, 30), (text, 10)):
+        for stream, max_tokens in ((cut, 10), (ended, 30), (text, 10)):
             last = 0
             for chunk in stream:
                 now = chunk.usage.completion_tokens
@@ -30,10 +30,10 @@ def test_usage_grows_with_every_chunk(served: Served) -> None:
                 assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + now
                 assert chunk.system_fingerprint.startswith("fp_")
                 last = now
-            assert 0 < last <= most
+            assert 0 < last <= max_tokens
 
 
-def test_the_ending_token_is_scored_in_the_last_chunk_of_a_completion(served: Served) -> None:
+def test_completion_end_token_is_scored_in_the_last_chunk(served: Served) -> None:
     question = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     asked: Any = {"model": MODEL, "prompt": question, "temperature": 0, "max_tokens": 30, "logprobs": 1}
     asked["extra_body"] = {"return_tokens_as_token_ids": True}

@@ -1,4 +1,4 @@
-"""Real clients against SmolLM2, each in a process of its own: chat, streams, log-probabilities, usage, errors."""
+"""Run real clients against SmolLM2, each in its own process: chat, streams, logprobs, usage, errors."""
 
 import pytest
 
@@ -11,7 +11,7 @@ PARIS = "The capital of France is Paris."
 NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS = 37, 8
 
 
-def test_langchain(served: Served) -> None:
+def test_langchain_client_reads_answers(served: Served) -> None:
     saw = served.seen_by("langchain_client.py")
     assert saw["text"] == saw["streamed"] == saw["scored"] == saw["batch"][0] == PARIS
     assert saw["finish_reason"] == "stop" and saw["num_top"] == 2 and saw["batch"][1]
@@ -22,7 +22,7 @@ def test_langchain(served: Served) -> None:
     assert saw["town"]["name"] in ("Paris", "Rome") and isinstance(saw["town"]["is_capital"], bool)
 
 
-def test_litellm(served: Served) -> None:
+def test_litellm_client_reads_answers(served: Served) -> None:
     saw = served.seen_by("litellm_client.py")
     assert saw["texts"] == {"openai": PARIS, "hosted_vllm": PARIS}
     assert saw["streamed"] == saw["scored"] == PARIS
@@ -32,12 +32,12 @@ def test_litellm(served: Served) -> None:
     assert saw["errors"] == ["NotFoundError", "BadRequestError", "ContextWindowExceededError"]
 
 
-def test_llm(served: Served) -> None:
+def test_llm_client_reads_answers(served: Served) -> None:
     saw = served.seen_by("llm_client.py")
     assert saw["text"] == saw["streamed"] == PARIS
 
 
-def test_openai_of_npm(served: Served) -> None:
+def test_openai_npm_client_reads_answers(served: Served) -> None:
     saw = served.seen_by_npm("openai_client.mjs")
     assert saw["text"] == saw["streamed"] == saw["scored"] == PARIS
     assert saw["usage"] == [[NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS]] * 2
@@ -54,7 +54,7 @@ def test_openai_of_npm(served: Served) -> None:
     ]  # fmt: skip
 
 
-def test_anthropic(served: Served) -> None:
+def test_anthropic_client_reads_answers(served: Served) -> None:
     saw = served.seen_by("anthropic_client.py")
     assert saw["text"] == saw["streamed"] == PARIS
     assert saw["final"] == ["end_turn", NUM_ANSWER_TOKENS]
@@ -66,15 +66,15 @@ def test_anthropic(served: Served) -> None:
     assert saw["stopped"] == ["The capital of France is", "stop_sequence", " Paris"]
     assert saw["with_system"] in ("end_turn", "max_tokens")
     assert saw["errors"] == [["NotFoundError", "not_found_error"], ["BadRequestError", "invalid_request_error"]]
-    assert saw["parsed"] in (["capital", "country"], ["max_tokens"])  # a model this small may write on and on
+    assert saw["parsed"] in (["capital", "country"], ["max_tokens"])  # so small a model may not stop by itself
     assert set(saw["stop_reasons"]) <= {"end_turn", "max_tokens"}
     assert saw["model"] == ["model", MODEL, "active", False] and saw["created_in"] >= 2024
-    assert all(told.startswith("req_") for told in saw["ids"]) and saw["ids"][2] == saw["ids"][3]
+    assert all(request_id.startswith("req_") for request_id in saw["ids"]) and saw["ids"][2] == saw["ids"][3]
     assert len(set(saw["ids"])) == 3
 
 
-def test_instructor(served: Served) -> None:
-    """Whatever so small a model would say by itself, the schema is followed."""
+def test_instructor_follows_the_schema(served: Served) -> None:
+    """Follow the schema, whatever a model this small would write unconstrained."""
     saw = served.seen_by("instructor_client.py")
     assert len(saw) == 2
     for town in saw.values():

@@ -1,4 +1,4 @@
-"""32 streams of mixed length share one worker: newcomers join the running batch, and nobody waits for a long prompt."""
+"""32 streams of mixed length share one worker: new requests join the running batch, and long prompts block none."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ def prompt(num_tokens: int, first: int = 1000) -> list[int]:
 
 
 async def worker_metrics(port: int) -> dict[str, float]:
-    """Sums over all labels, by sample name."""
+    """Return worker metrics by sample name, summed over all labels."""
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as reply:
         text = await reply.text()
     sums: dict[str, float] = {}
@@ -38,9 +38,10 @@ async def worker_metrics(port: int) -> dict[str, float]:
     return sums
 
 
-async def test_32_streams_of_mixed_length_all_finish(api: Api, served: Served) -> None:
+async def test_streams_of_mixed_length_all_finish(api: Api, served: Served) -> None:
     before = await worker_metrics(served.metrics_port)
-    lengths = [(5 + 3 * number, 8 + number) for number in range(NUM_STREAMS)]  # prompts of 5..98, outputs of 8..39
+    # prompts of 5..98 tokens, outputs of 8..39
+    lengths = [(5 + 3 * number, 8 + number) for number in range(NUM_STREAMS)]
     streams = [
         api.complete(Answer(), prompt(num_prompt, first=1000 + num_prompt), num_output, ignore_eos=True)
         for num_prompt, num_output in lengths
@@ -52,12 +53,12 @@ async def test_32_streams_of_mixed_length_all_finish(api: Api, served: Served) -
     num_tokens = sum(num_output for _, num_output in lengths)
     assert after["pagestream_generation_tokens_total"] - before["pagestream_generation_tokens_total"] == num_tokens
     num_steps = after["pagestream_step_batch_tokens_count"] - before["pagestream_step_batch_tokens_count"]
-    # One after another they would take a step a token; together about the longest output and the prompts' chunks.
+    # One by one they would take a step per token. Together: the longest output plus the prompt chunks.
     assert num_steps < num_tokens / 4
     print(f"{num_tokens} tokens of {NUM_STREAMS} streams in {num_steps:.0f} steps")
 
 
-async def test_streams_go_on_during_a_long_prefill(api: Api) -> None:
+async def test_long_prefill_does_not_pause_streams(api: Api) -> None:
     running = [Answer() for _ in range(4)]
     tasks = [
         asyncio.create_task(api.complete(answer, prompt(20, first=2000 + 100 * number), 96, ignore_eos=True))
@@ -69,7 +70,7 @@ async def test_streams_go_on_during_a_long_prefill(api: Api) -> None:
     newcomer = await api.complete(Answer(), prompt(LONG_PROMPT_TOKENS), 1, ignore_eos=True)
     during = [answer.pieces[start:] for answer, start in zip(running, first_piece, strict=True)]
     assert newcomer.completion_tokens == 1
-    # The prefill takes six steps (256 tokens each beside decodes), and each of them decodes every running stream too.
+    # The prefill takes six steps of 256 tokens; each of them also decodes every running stream.
     assert min(len(pieces) for pieces in during) >= LONG_PROMPT_TOKENS // 256
     assert not any(answer.is_over for answer in running)
     await asyncio.gather(*tasks)

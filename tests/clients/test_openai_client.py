@@ -1,4 +1,4 @@
-"""The official OpenAI client against gateway, store and worker as they are: SmolLM2 tells the capital of France."""
+"""The official OpenAI client with a real gateway, store, worker and model (SmolLM2)."""
 
 import asyncio
 import signal
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(900)
 PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-def test_chat(served: Served) -> None:
+def test_chat_is_answered(served: Served) -> None:
     with served.client() as client:
         answer = client.chat.completions.create(model=MODEL, messages=PARIS, temperature=0, max_tokens=30)
         stream = client.chat.completions.create(model=MODEL, messages=PARIS, temperature=0, max_tokens=30, stream=True)
@@ -35,7 +35,7 @@ def test_chat(served: Served) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_completions(served: Served) -> None:
+def test_completion_is_answered(served: Served) -> None:
     with served.client() as client:
         options: Any = {"model": MODEL, "temperature": 0, "max_tokens": 6}
         answer = client.completions.create(prompt=["The capital of France is", "1 2 3 4"], **options)
@@ -46,26 +46,26 @@ def test_completions(served: Served) -> None:
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
 
 
-def test_log_probabilities_are_those_of_transformers(served: Served, demo_model_dir: Path) -> None:
+def test_logprobs_equal_transformers(served: Served, demo_model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     prompt = tokenizer.encode("The capital of France is", add_special_tokens=False).ids
     asked: Any = {"model": MODEL, "prompt": prompt, "seed": 5, "max_tokens": 6, "logprobs": 3}
     with served.client() as client:
         choice = client.completions.create(**asked).choices[0]
         streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
-    told = choice.logprobs
-    assert told is not None and told.tokens is not None and "".join(told.tokens) == choice.text
-    assert [token for part in streamed if part for token in part.tokens or []] == told.tokens
-    # The prompt of the second request is found in the prefix cache: other batches, other rounding.
+    reported = choice.logprobs
+    assert reported is not None and reported.tokens is not None and "".join(reported.tokens) == choice.text
+    assert [token for part in streamed if part for token in part.tokens or []] == reported.tokens
+    # The second request hits the prefix cache: other batch shapes round differently.
     streamed_logprobs = [logprob for part in streamed if part for logprob in part.token_logprobs or []]
-    assert streamed_logprobs == pytest.approx(told.token_logprobs, abs=1e-3)
+    assert streamed_logprobs == pytest.approx(reported.token_logprobs, abs=1e-3)
     output = tokenizer.encode(choice.text, add_special_tokens=False).ids
-    assert [tokenizer.decode([token_id]) for token_id in output] == told.tokens
+    assert [tokenizer.decode([token_id]) for token_id in output] == reported.tokens
     reference = Reference(demo_model_dir).logits(prompt + output[:-1], len(output)).log_softmax(-1)
     chosen = reference.gather(1, torch.tensor(output)[:, None]).squeeze(1)
-    # fp32 on both sides, in another order of sums: logits differ by 1e-4.
-    assert told.token_logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
-    for exact, top in zip(reference, told.top_logprobs or [], strict=True):
+    # fp32 on both sides with another order of sums: logits differ by up to 1e-4.
+    assert reported.token_logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
+    for exact, top in zip(reference, reported.top_logprobs or [], strict=True):
         likeliest = exact.topk(3)
         expected = {
             tokenizer.decode([token_id]): logprob
@@ -74,7 +74,7 @@ def test_log_probabilities_are_those_of_transformers(served: Served, demo_model_
         assert {text: top[text] for text in expected} == pytest.approx(expected, abs=1e-3)
 
 
-def test_chat_log_probabilities(served: Served) -> None:
+def test_chat_logprobs_streamed_equal_whole(served: Served) -> None:
     with served.client() as client:
         asked: Any = {"model": MODEL, "messages": PARIS, "temperature": 0, "max_tokens": 30, "logprobs": True}
         choice = client.chat.completions.create(**asked, top_logprobs=2).choices[0]
@@ -83,12 +83,12 @@ def test_chat_log_probabilities(served: Served) -> None:
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content).decode() == choice.message.content
     assert [entry.token for entry in streamed] == [entry.token for entry in choice.logprobs.content]
-    for entry in choice.logprobs.content:  # greedy: the chosen token is the likeliest
+    for entry in choice.logprobs.content:  # greedy: the chosen token is the most likely
         assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)
         assert len(entry.top_logprobs) == 2
 
 
-def test_choices_of_one_prompt_streamed_and_whole(served: Served) -> None:
+def test_choices_of_one_prompt_streamed_equal_whole(served: Served) -> None:
     with served.client() as client:
         asked: Any = {"model": MODEL, "messages": PARIS, "n": 3, "seed": 4, "temperature": 1.2, "max_tokens": 12}
         answer = client.chat.completions.create(**asked)
@@ -110,7 +110,7 @@ def test_choices_of_one_prompt_streamed_and_whole(served: Served) -> None:
     assert last.usage.prompt_tokens == lone.usage.prompt_tokens  # the prompt counts once
 
 
-def test_best_of_and_beam_search(served: Served) -> None:
+def test_best_of_and_beam_search_return_choices(served: Served) -> None:
     asked: Any = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 6}
     with served.client() as client:
         best = client.completions.create(**asked, n=2, best_of=5, seed=1, logprobs=0)
@@ -129,7 +129,7 @@ def test_best_of_and_beam_search(served: Served) -> None:
     assert refused.value.param == "temperature"
 
 
-async def test_async_streams_side_by_side(served: Served) -> None:
+async def test_async_streams_run_concurrently(served: Served) -> None:
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
 
         async def ask() -> str:
@@ -147,7 +147,7 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=120)
 
 
-def test_a_json_schema_at_temperature_1(served: Served) -> None:
+def test_json_schema_at_temperature_1_is_followed(served: Served) -> None:
     asked: Any = [{"role": "user", "content": "Invent a person."}]
     with served.client() as client:
         answer = client.chat.completions.parse(model=MODEL, messages=asked, response_format=Person, seed=1, n=3)
@@ -157,7 +157,7 @@ def test_a_json_schema_at_temperature_1(served: Served) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add_person"}}])
-def test_a_forced_call_streamed_and_whole(served: Served, choice: Any) -> None:
+def test_forced_tool_call_streamed_equals_whole(served: Served, choice: Any) -> None:
     function = {"name": "add_person", "description": "Adds a person", "parameters": Person.model_json_schema()}
     asked: Any = {
         "model": MODEL,
@@ -179,7 +179,7 @@ def test_a_forced_call_streamed_and_whole(served: Served, choice: Any) -> None:
     assert whole.finish_reason == streamed.finish_reason == "tool_calls"
 
 
-def test_seeded_choices_come_again(served: Served) -> None:
+def test_seeded_choices_repeat(served: Served) -> None:
     with served.client() as client:
 
         def sample() -> list[str]:
@@ -190,7 +190,7 @@ def test_seeded_choices_come_again(served: Served) -> None:
         assert first == sample() and first[0] != first[1]
 
 
-def test_a_chat_turn_finds_the_one_before_it_unless_the_salt_differs(served: Served) -> None:
+def test_chat_turn_hits_prefix_cache_unless_salt_differs(served: Served) -> None:
     client = served.client()
 
     def ask(messages: list[Any], salt: str) -> tuple[str, int, int]:
@@ -209,16 +209,16 @@ def test_a_chat_turn_finds_the_one_before_it_unless_the_salt_differs(served: Ser
     turn = [*question, {"role": "assistant", "content": text}, {"role": "user", "content": "And of Asia?"}]
     second, _, cached = ask(turn, "a")
     assert cached >= num_prompt_tokens
-    assert ask(turn, "b") == (second, ask(turn, "a")[1], 0)  # the same answer, computed
+    assert ask(turn, "b") == (second, ask(turn, "a")[1], 0)  # the same answer, computed without the cache
 
 
-def test_stop_string(served: Served) -> None:
+def test_stop_string_ends_the_answer(served: Served) -> None:
     with served.client() as client:
         answer = client.completions.create(model=MODEL, prompt="1 2 3 4", temperature=0, max_tokens=30, stop=[" 7"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" 5 6", "stop")
 
 
-def test_errors_and_models(served: Served) -> None:
+def test_client_gets_errors_and_models(served: Served) -> None:
     with served.client() as client:
         assert [model.id for model in client.models.list()] == [MODEL]
         with pytest.raises(openai.BadRequestError) as too_long:
@@ -228,8 +228,11 @@ def test_errors_and_models(served: Served) -> None:
             client.models.retrieve("nothing")
 
 
-def test_a_client_that_leaves_frees_the_engine(served: Served) -> None:
-    """Endless requests are dropped; were they still running, as many again would not be answered in turn."""
+def test_client_disconnect_frees_the_engine(served: Served) -> None:
+    """Drop endless requests when their clients leave.
+
+    If they still ran, as many new requests would not be answered in time.
+    """
     with served.client() as client:
         for _ in range(3):
             stream = client.completions.create(
@@ -242,8 +245,8 @@ def test_a_client_that_leaves_frees_the_engine(served: Served) -> None:
         with urllib.request.urlopen(f"{served.url}/ready", timeout=PATIENCE_SECONDS) as answer:
             if b'"running": 0, "waiting": 0' in answer.read():
                 return
-        time.sleep(0.1)  # heartbeats come once a second
-    pytest.fail("the engine still runs requests that nobody reads")
+        time.sleep(0.1)  # heartbeats arrive once per second
+    pytest.fail("the engine still runs requests without clients")
 
 
 def test_bad_requests_leave_a_stream_unchanged(served: Served) -> None:
@@ -270,7 +273,7 @@ def status_of(served: Served, case: Bad) -> int:
             return error.code
 
 
-def test_a_gateway_that_drains_lets_the_open_stream_end(served: Served) -> None:
+def test_draining_gateway_finishes_the_open_stream(served: Served) -> None:
     with served.own_gateway("--drain-seconds", "60") as (client, gateway):
         stream = client.completions.create(
             model=MODEL, prompt="Once", max_tokens=20, temperature=0, stream=True, extra_body={"ignore_eos": True}

@@ -1,4 +1,4 @@
-"""What evaluations read, by the requests of lm-eval's local-completions: the scores are those of transformers."""
+"""Evaluations with the requests of lm-eval's local-completions read the logprobs of transformers."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ TEXT = (
 )
 
 
-def test_the_perplexity_of_a_text_is_that_of_transformers(served: Served, demo_model_dir: Path) -> None:
+def test_perplexity_of_a_text_equals_transformers(served: Served, demo_model_dir: Path) -> None:
     token_ids = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
     context = token_ids[:20]
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
@@ -32,9 +32,10 @@ def test_the_perplexity_of_a_text_is_that_of_transformers(served: Served, demo_m
     expected = [float(exact[place, token_id]) for place, token_id in enumerate(token_ids[1:])]
     for choice, num_tokens in zip(answer.choices, (len(token_ids), len(context)), strict=True):
         assert choice.logprobs is not None
-        scores = (choice.logprobs.token_logprobs or [])[1:-1]  # without the first, which has none, and the answer's
+        # without the first token, which has none, and the generated one
+        scores = (choice.logprobs.token_logprobs or [])[1:-1]
         assert len(scores) == num_tokens - 1
-        # fp32 on both sides, in another order of sums; the perplexity may differ by 0.5 %, and differs by 0.001 %.
+        # fp32 on both sides with another order of sums; the limit is 0.5 %, the measured difference 0.001 %.
         assert scores == pytest.approx(expected[: num_tokens - 1], abs=2e-3)
         perplexity = math.exp(-sum(scores) / len(scores))
         assert perplexity == pytest.approx(math.exp(-sum(expected[: len(scores)]) / len(scores)), rel=5e-4)

@@ -1,4 +1,4 @@
-"""A refusal says when to come back, and the clients' own retries do: with a scripted engine behind a real gateway."""
+"""Clients retry after the seconds that a refusal names. A real gateway with a scripted engine."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize("package", ["openai", "anthropic"])
-async def test_the_client_waits_and_repeats(gateway: Gateway, tiny_model: ServedModel, package: str) -> None:  # noqa: F811
+async def test_refused_client_waits_and_retries(gateway: Gateway, tiny_model: ServedModel, package: str) -> None:  # noqa: F811
     gateway.engine.script = says(tiny_model.encoder.encode_text("Paris"))
     submit, refusals = gateway.engine.submit, [QueueFull("cap")]
 
@@ -28,5 +28,5 @@ async def test_the_client_waits_and_repeats(gateway: Gateway, tiny_model: Served
     python, url = CLIENTS / "bin" / "python", f"http://127.0.0.1:{gateway.port}"
     saw = await asyncio.to_thread(run_client, python, "retrying_client.py", url, "tiny", package)
     assert saw["text"] == "Paris" and refusals == []
-    # Their own first pause is at most a second: the wait is the header's.
+    # The clients' own first pause is at most 1 s, so a longer wait comes from the header.
     assert saw["seconds"] >= RETRY_AFTER_SECONDS["queue_full"]

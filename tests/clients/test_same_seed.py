@@ -1,4 +1,4 @@
-"""SmolLM2, sampled: streamed and whole answers of one seed have the same text, log-probabilities and usage."""
+"""Sampled SmolLM2 answers with one seed have the same text, logprobs and usage, streamed and whole."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_streamed_and_whole_are_the_same(served: Served, n: int) -> None:
+def test_same_seed_streamed_equals_whole(served: Served, n: int) -> None:
     asked: Any = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Tell me of a river."}],
@@ -25,7 +25,7 @@ def test_streamed_and_whole_are_the_same(served: Served, n: int) -> None:
         "extra_body": {"cache_salt": "same"},
     }
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-        client.chat.completions.create(**asked)  # from here on the prompt is found in the cache
+        client.chat.completions.create(**asked)  # from here on the prompt is in the prefix cache
         whole = client.chat.completions.create(**asked)
         stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
         *chunks, last = list(stream)
@@ -34,9 +34,9 @@ def test_streamed_and_whole_are_the_same(served: Served, n: int) -> None:
         parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
         assert "".join(part.delta.content or "" for part in parts) == choice.message.content
         assert parts[-1].finish_reason == choice.finish_reason
-        told = [entry for part in parts if part.logprobs for entry in part.logprobs.content or []]
+        streamed = [entry for part in parts if part.logprobs for entry in part.logprobs.content or []]
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        assert [entry.token for entry in told] == [entry.token for entry in choice.logprobs.content]
-        # The same batch of the same requests; but a step may begin with one choice or two: the last bit of a float.
+        assert [entry.token for entry in streamed] == [entry.token for entry in choice.logprobs.content]
+        # The batch is the same, but a step may start with one choice or two: the last bit of a float differs.
         exact = [entry.logprob for entry in choice.logprobs.content]
-        assert [entry.logprob for entry in told] == pytest.approx(exact, abs=1e-4)
+        assert [entry.logprob for entry in streamed] == pytest.approx(exact, abs=1e-4)

@@ -1,4 +1,4 @@
-"""A gateway that answers on a real port, for a model of a few words."""
+"""Fixtures: a gateway on a real port, with a fake engine and a model of a few words."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -24,11 +24,12 @@ from gateway.work_process import WorkProcesses
 from tests.gateway.fake_inference import FakeInferenceClient
 from tests.tiny_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, MAX_MODEL_LEN, VOCAB_SIZE, write_tiny_model
 
-__all__ = ["CHAT_TEMPLATE", "END_OF_TEXT", "IM_END", "IM_START", "MAX_MODEL_LEN", "VOCAB_SIZE"]  # of the model
+# seconds until the tiny model is loaded
+__all__ = ["CHAT_TEMPLATE", "END_OF_TEXT", "IM_END", "IM_START", "MAX_MODEL_LEN", "VOCAB_SIZE"]
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """These tests run on the event loop that the gateway runs on."""
+    """Run these tests on the event loop that the gateway uses."""
     return {"the gateway's": new_event_loop}
 
 
@@ -43,7 +44,7 @@ def tiny_model(tiny_model_dir: Path) -> ServedModel:
 
 
 class Gateway:
-    """A running gateway, its fake engine, and a client of it."""
+    """A running gateway, its fake engine, and a client."""
 
     def __init__(
         self,
@@ -62,12 +63,12 @@ class Gateway:
 
     @property
     def service(self) -> ModelService:
-        """Of its only model."""
+        """Return the service of the only model."""
         (service,) = self.state.models
         return service
 
     def metric(self, name: str, **labels: str) -> float | None:
-        """Of the process or of the model."""
+        """Return the value of a metric of the process or of the model."""
         sources = (self.state.metrics, self.service.metrics)
         values = [source.registry.get_sample_value(name, labels) for source in sources]
         return next((value for value in values if value is not None), None)
@@ -80,7 +81,7 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
         async def start(
             *engines: FakeInferenceClient, wait: bool = True, processes: WorkProcesses | None = None, **changes: Any
         ) -> Gateway:
-            """One engine a model; of the tiny one, unless `models_file` names others."""
+            """Start a gateway with one engine per model: the tiny model, unless `models_file` names others."""
             model = None if "models_file" in changes else tiny_model_dir
             settings = GatewaySettings(**{"model": model, "port": 0, **changes})
             options = model_options(settings)

@@ -1,4 +1,4 @@
-"""An engine in the gateway's own process: answers by a script, or event by event as a test wants."""
+"""An engine inside the gateway's process: it answers by a script, or event by event as a test sends them."""
 
 import asyncio
 from collections import deque
@@ -33,7 +33,7 @@ def heartbeat(worker_id: str = "w.1", phase: WorkerPhase = WorkerPhase.READY, **
 
 
 def says(*token_groups: list[int], reason: FinishReason = FinishReason.STOP) -> Script:
-    """Every choice says the same: one TokenEvent a group, then the end."""
+    """Return a script in which every choice says the same: one TokenEvent per group, then the end."""
 
     def script(request: GenerationRequest) -> Iterable[StreamEvent]:
         index, n = 0, request.sampling.n
@@ -68,7 +68,7 @@ class FakeStream:
         self.on_ready()
 
     def read_whole(self) -> TokenEvent | None:
-        """As ResponseStream has it."""
+        """Return a single waiting plain token event, like ResponseStream.read_whole()."""
         event = self._events[0] if len(self._events) == 1 else None
         if not isinstance(event, TokenEvent) or event.choice or not 0 < len(event.token_ids) <= MAX_READ_TOKENS:
             return None
@@ -82,7 +82,7 @@ class FakeStream:
 
 
 class FakeKVWatch:
-    """Watchers get what a test puts into `snapshots`."""
+    """Watchers receive what a test puts into `snapshots`."""
 
     def __init__(self) -> None:
         self.snapshots: asyncio.Queue[KVSnapshot] = asyncio.Queue()
@@ -104,7 +104,7 @@ class FakeKVWatch:
 
 
 class FakeInferenceClient:
-    """Without a script a test gets each stream from `next_stream()` and sends its events itself."""
+    """Without a script, a test gets each stream from `next_stream()` and sends the events itself."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script
@@ -114,7 +114,7 @@ class FakeInferenceClient:
         self.cancelled: list[str] = []
         self._last_ready: WorkerHeartbeat | None = None
         self.workers = [heartbeat()]
-        self.seconds_without_worker = 0.0  # since one was ready
+        self.seconds_without_worker = 0.0  # since a worker was ready
         self.submit_error: Exception | None = None
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
@@ -157,7 +157,7 @@ class FakeInferenceClient:
         stream.send(finish(stream.request, 0, FinishReason.CANCELLED))
 
     async def stored(self, request_ids: Iterable[str]) -> list[None]:
-        """It keeps nothing."""
+        """Return None: this engine stores nothing."""
         return [None for _ in request_ids]
 
     async def named(self, digest: str) -> None: ...
@@ -175,7 +175,7 @@ class FakeInferenceClient:
 
     @property
     def last_ready(self) -> WorkerStatus | None:
-        """Of those that were there when somebody asked."""
+        """Return the last ready workers, as of the latest query."""
         for beat in self.workers:
             if beat.phase is WorkerPhase.READY and beat.worker_id != "supervisor":
                 self._last_ready = beat

@@ -1,4 +1,4 @@
-"""What tests of /v1/responses ask and how they read the answers: OpenAI's types are the oracle of every event."""
+"""Requests and readers for the tests of /v1/responses. OpenAI's types check every event."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": True,
 }
-# In every response by the Open Responses specification, and in OpenAI's own; not in the types of its client.
+# Required in every response by the Open Responses specification and OpenAI's own, but not by the client's types.
 UNTYPED = {".store", ".presence_penalty", ".frequency_penalty"}
 _UNTYPED_IN_EVENTS = {f".response{field}" for field in UNTYPED} | {".name"}
 _EVENT: pydantic.TypeAdapter[ResponseStreamEvent] = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -32,7 +32,7 @@ def tokens_of(model: ServedModel, text: str) -> list[int]:
 
 
 def model_says(gateway: Gateway, text: str, reason: FinishReason = FinishReason.STOP) -> int:
-    """Token by token; the number of them."""
+    """Let the model say the text token by token; return the number of tokens."""
     token_ids = tokens_of(gateway.service.require_model(), text)
     gateway.engine.script = says(*([token_id] for token_id in token_ids), reason=reason)
     return len(token_ids)
@@ -45,7 +45,7 @@ def checked_response(data: Any) -> Response:
 
 
 def checked_events(text: str) -> list[Any]:
-    """The events of a stream's text: each one of OpenAI's, named as its type, numbered from the first."""
+    """Return the events of a stream, checked: each has OpenAI's type, its name, and consecutive numbers."""
     events = []
     for block in text.split("\n\n")[:-1]:
         lines = [line for line in block.split("\n") if not line.startswith(("id: ", ":"))]

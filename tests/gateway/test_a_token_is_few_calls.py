@@ -1,4 +1,4 @@
-"""A plain token costs the gateway few calls of functions, which are counted here, since times are the machine's."""
+"""A plain token costs the gateway few function calls. Calls are counted, because times depend on the machine."""
 
 import sys
 from collections.abc import Callable
@@ -21,14 +21,14 @@ GATEWAY = Path(gateway_package.__file__).parent
 
 
 def gateway_calls(work: Callable[[], None]) -> int:
-    """Calls of the gateway's functions that `work` makes."""
+    """Count the calls of the gateway's functions during `work`."""
     count = 0
 
-    def heard(frame: FrameType, event: str, _: object) -> None:
+    def on_event(frame: FrameType, event: str, _: object) -> None:
         nonlocal count
         count += event == "call" and Path(frame.f_code.co_filename).is_relative_to(GATEWAY)
 
-    sys.setprofile(heard)
+    sys.setprofile(on_event)
     try:
         work()
     finally:
@@ -37,7 +37,7 @@ def gateway_calls(work: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "most"),
+    ("path", "body", "max_calls"),
     [
         ("/v1/completions", {"prompt": "hi"}, 16),
         ("/v1/chat/completions", {"messages": MESSAGES}, 16),
@@ -45,19 +45,19 @@ def gateway_calls(work: Callable[[], None]) -> int:
         ("/v1/responses", {"input": "hi", "store": False}, 21),
     ],
 )
-async def test_a_plain_token_is_few_calls(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], most: int
+async def test_plain_token_costs_few_calls(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], max_calls: int
 ) -> None:
-    """From its event to the bytes on their way; 8 more if it is asked for all that a token may be."""
-    monkeypatch.setattr(loop_scheduler, "SLICE_SECONDS", 1_000.0)  # however slow the machine is, no token waits
+    """Count from the event to the socket write; all optional token fields may add 8 calls."""
+    monkeypatch.setattr(loop_scheduler, "SLICE_SECONDS", 1_000.0)  # no time slice ends, however slow the machine is
     async with gateway.session.post(path, json={"model": "tiny", "stream": True, **body}) as response:
         assert response.status == 200, await response.text()
         stream = await gateway.engine.next_stream()
         events = [TokenEvent(stream.request.request_id, index, [70 + index]) for index in range(NUM_TOKENS)]
         stream.send(events[0])
-        while b"delta" not in (told := await response.content.readany()) and b"text" not in told:
+        while b"delta" not in (data := await response.content.readany()) and b"text" not in data:
             pass
         calls = [gateway_calls(partial(stream.send, event)) for event in events[1:]]
         stream.send(finish(stream.request, NUM_TOKENS))
         await response.text()
-    assert max(calls) <= most
+    assert max(calls) <= max_calls

@@ -1,4 +1,4 @@
-"""A form of the answer together with tools: the model answers in the form or calls, and each is read as what it is."""
+"""A response format together with tools: the model answers in the format or calls, and each is parsed as what it is."""
 
 import json
 import random
@@ -49,7 +49,7 @@ TOWN = {
     "additionalProperties": False,
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "town", "schema": TOWN}}
-ANSWER = '{"name": "get_weather", "size": 3}'  # as much like a call as an answer can be
+ANSWER = '{"name": "get_weather", "size": 3}'  # as similar to a call as an answer can be
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
 
 
@@ -60,7 +60,7 @@ def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def marked_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Marks of calls are special tokens of it."""
+    """Write a model in which the marks of calls are special tokens."""
     directory = write_tiny_model(tmp_path_factory.mktemp("models") / "marked", max_model_len=4096)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
@@ -77,8 +77,8 @@ def both(**fields: Any) -> CompletionRequest:
     return parse(tools=[WEATHER, CLOCK], response_format=FORM, **fields)
 
 
-class Walk:
-    """A model that takes any token that the grammar allows, and the end a little rather."""
+class GrammarSampler:
+    """A model that samples any token that the grammar allows, and slightly prefers the end."""
 
     def __init__(self, directory: Path, grammar: Grammar) -> None:
         text = (directory / "tokenizer.json").read_text()
@@ -86,7 +86,7 @@ class Walk:
         self._matcher = LLMatcher(LLTokenizer(text, eos_token=IM_END), guidance_text(grammar), limits=parser_limits())
         assert not self._matcher.is_error(), self._matcher.get_error()
 
-    def to_its_end(self, seed: int) -> str:
+    def sample_text(self, seed: int) -> str:
         chosen, matcher = random.Random(seed), self._matcher.deep_copy()
         token_ids: list[int] = []
         while len(token_ids) < 600:
@@ -101,13 +101,13 @@ class Walk:
         raise AssertionError("no end")
 
     def _taken_over(self, token_ids: list[int]) -> bool:
-        """Another worker begins with what is there already."""
+        """Return the state of another worker that resumes with the existing tokens."""
         matcher = self._matcher.deep_copy()
         return bool(matcher.consume_tokens(token_ids)) and matcher.is_accepting()
 
 
 def is_of_both(text: str, family: str, *, is_parallel: bool, seed: int) -> bool:
-    """Whether `text` calls. However it is cut, it is read as one answer, or as calls of the functions there are."""
+    """Return whether `text` calls. For any split, it must parse as one answer, or as calls of known functions."""
     chosen = random.Random(seed)
     cuts = sorted(chosen.randrange(len(text) + 1) for _ in range(4))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -128,7 +128,7 @@ def is_of_both(text: str, family: str, *, is_parallel: bool, seed: int) -> bool:
 @pytest.mark.parametrize("is_parallel", [True, False])
 @pytest.mark.parametrize("family", TOOL_CALL_PARSERS)
 @pytest.mark.parametrize("model", ["roomy_model_dir", "marked_model_dir"])
-def test_whatever_the_grammar_allows_is_read_as_what_it_is(
+def test_any_text_of_the_grammar_is_parsed_as_what_it_is(
     family: str, model: str, is_parallel: bool, request: pytest.FixtureRequest
 ) -> None:
     directory = request.getfixturevalue(model)
@@ -136,9 +136,9 @@ def test_whatever_the_grammar_allows_is_read_as_what_it_is(
     assert asked_for.answer_grammar is not None and asked_for.tools is not None
     encoder = PromptEncoder((directory / "tokenizer.json").read_text(), None)
     grammar = answer_or_calls(asked_for.answer_grammar.grammar, asked_for.tools, family, encoder.special_id)
-    check_grammar(grammar)  # as the gateway does, which has no tokenizer then
-    walk = Walk(directory, grammar)
-    kinds = [is_of_both(walk.to_its_end(seed), family, is_parallel=is_parallel, seed=seed) for seed in range(40)]
+    check_grammar(grammar)  # as the gateway does, which then has no tokenizer
+    sampler = GrammarSampler(directory, grammar)
+    kinds = [is_of_both(sampler.sample_text(seed), family, is_parallel=is_parallel, seed=seed) for seed in range(40)]
     assert {True, False} == set(kinds)
 
 
@@ -154,17 +154,19 @@ def test_whatever_the_grammar_allows_is_read_as_what_it_is(
         (Grammar(GrammarKind.GRAMMAR, 'root ::= "x" [yz}] "{"?'), re.compile(r"x[yz}]\{?").fullmatch),
     ],
 )  # fmt: skip
-def test_any_form_goes_with_calls(roomy_model_dir: Path, answer: Grammar, is_of_it: Callable[[str], object]) -> None:
+def test_any_response_format_combines_with_calls(
+    roomy_model_dir: Path, answer: Grammar, is_of_it: Callable[[str], object]
+) -> None:
     tools = both().tools
     assert tools is not None
-    walk = Walk(roomy_model_dir, answer_or_calls(answer, tools, "hermes", lambda text: None))
-    said = {walk.to_its_end(seed) for seed in range(60)}
+    sampler = GrammarSampler(roomy_model_dir, answer_or_calls(answer, tools, "hermes", lambda text: None))
+    said = {sampler.sample_text(seed) for seed in range(60)}
     answers = {text for text in said if not text.startswith("<tool_call>")}
     assert answers and answers < said
     assert all(is_of_it(text) for text in answers)
 
 
-def test_arguments_are_bound_where_a_tool_is_strict() -> None:
+def test_arguments_are_constrained_for_strict_tools() -> None:
     lax = {"type": "function", "function": {**WEATHER["function"], "strict": None}}
     tools = parse(tools=[lax, CLOCK], response_format=FORM).tools
     assert tools is not None
@@ -176,7 +178,7 @@ ROME = ("get_weather", '{"city": "Rome"}')
 LIKE_A_CALL = f'{{"name": "Rome", "said": {json.dumps(CALL)}}}'
 
 
-async def test_the_answer_and_calls_through_the_gateway(gateway: Gateway) -> None:
+async def test_answer_and_calls_pass_through_the_gateway(gateway: Gateway) -> None:
     fields: dict[str, Any] = {"tools": [WEATHER, CLOCK], "response_format": FORM}
     assert await ask(gateway, ANSWER, **fields) == (ANSWER, "", [], "stop")
     assert await ask(gateway, CALL, **fields) == (None, "", [ROME], "tool_calls")
@@ -195,7 +197,7 @@ async def test_the_answer_and_calls_through_the_gateway(gateway: Gateway) -> Non
     assert gateway.engine.requests[-1].sampling.grammar is None
 
 
-async def test_every_choice_is_read_by_itself(gateway: Gateway) -> None:
+async def test_each_choice_is_parsed_independently(gateway: Gateway) -> None:
     token_ids = [gateway.service.require_model().encoder.encode_text(text) for text in (ANSWER, CALL)]
 
     def script(request: Any) -> Any:
@@ -211,7 +213,7 @@ async def test_every_choice_is_read_by_itself(gateway: Gateway) -> None:
     assert (call["message"]["content"], call["finish_reason"]) == (None, "tool_calls")
 
 
-async def test_a_forced_call_leaves_the_answer_no_room(gateway: Gateway) -> None:
+async def test_forced_call_excludes_an_answer(gateway: Gateway) -> None:
     fields: dict[str, Any] = {"tools": [WEATHER, CLOCK], "response_format": FORM}
     listed = '[{"name": "get_weather", "arguments": {"city": "Rome"}}]'
     assert await ask(gateway, listed, tool_choice="required", **fields) == (None, "", [ROME], "tool_calls")
@@ -221,7 +223,7 @@ async def test_a_forced_call_leaves_the_answer_no_room(gateway: Gateway) -> None
     assert grammar is not None and json.loads(grammar.text) == TOWN
 
 
-async def test_reasoning_has_no_room_beside_either(start_gateway: Any, roomy_model_dir: Path) -> None:
+async def test_reasoning_parser_keeps_answer_and_calls_intact(start_gateway: Any, roomy_model_dir: Path) -> None:
     for parser in ("qwen3", "deepseek_r1"):
         gateway = await start_gateway(model=roomy_model_dir, reasoning_parser=parser)
         fields: dict[str, Any] = {"tools": [WEATHER, CLOCK], "response_format": FORM}
@@ -229,7 +231,7 @@ async def test_reasoning_has_no_room_beside_either(start_gateway: Any, roomy_mod
         assert await ask(gateway, CALL, **fields) == (None, "", [ROME], "tool_calls")
 
 
-async def test_marks_that_are_tokens_of_their_own(start_gateway: Any, marked_model_dir: Path) -> None:
+async def test_call_marks_that_are_special_tokens_are_parsed(start_gateway: Any, marked_model_dir: Path) -> None:
     gateway = await start_gateway(model=marked_model_dir)
     encoder = gateway.service.require_model().encoder
     fields: dict[str, Any] = {"messages": HI, "tools": [WEATHER, CLOCK], "response_format": FORM}
@@ -243,7 +245,7 @@ async def test_marks_that_are_tokens_of_their_own(start_gateway: Any, marked_mod
     assert grammar is not None and f"<[{mark}]>" in grammar.text and f"<[{end}]>" in grammar.text
 
 
-async def test_responses_have_both_too(start_gateway: Any, roomy_model_dir: Path) -> None:
+async def test_responses_api_combines_format_and_tools(start_gateway: Any, roomy_model_dir: Path) -> None:
     gateway = await start_gateway(model=roomy_model_dir)
     tools = [{"type": "function", **WEATHER["function"]}]
     fields: dict[str, Any] = {"tools": tools, "text": {"format": {"type": "json_schema", "name": "t", "schema": TOWN}}}
@@ -273,7 +275,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:50])
-async def test_what_cannot_be_followed_is_refused_by_name(gateway: Gateway, fields: dict[str, Any], param: str) -> None:
+async def test_unsupported_combination_is_refused_with_its_field(
+    gateway: Gateway, fields: dict[str, Any], param: str
+) -> None:
     body = {"messages": HI, "tools": [WEATHER], **fields}
     async with gateway.session.post("/v1/chat/completions", json=body) as reply:
         error = (await reply.json())["error"]

@@ -1,4 +1,4 @@
-"""Bad requests: the exact status, code and field of each; and a stream that runs beside all of them is unchanged."""
+"""Invalid requests get an exact status, code and field. A concurrent stream stays unchanged."""
 
 import asyncio
 import gzip
@@ -28,7 +28,7 @@ class Bad:
     status: int
     code: str
     param: str | None = None
-    says: str = ""  # the message names what was allowed
+    says: str = ""  # the message names the allowed values
     body: bytes = b""
     url: str = CHAT_URL
     method: str = "POST"
@@ -79,12 +79,12 @@ MALFORMED = [
     raw("depth 33", field_value('"x":' + "[" * 32 + "]" * 32), JSON, says="32 levels"),
     raw("depth 60,000", b"[" * 60_000, JSON, says="32 levels"),
     raw("brackets in a string", field_value('"y":"]]\\"]","x":' + "[" * 32 + "]" * 32), JSON, says="32 levels"),
-    raw("a string that is not closed", field_value('"x":' + "[" * 32 + '"' + '\\"' * 100), JSON, says="32 levels"),
+    raw("unclosed string", field_value('"x":' + "[" * 32 + '"' + '\\"' * 100), JSON, says="32 levels"),
     raw("100,000 arrays", b"[" * 100_000, JSON, says="at most 65536"),
     raw("700,000 empty objects", field_value('"x":[' + "{}," * 690_000 + "{}]"), JSON, says="at most 65536"),
     raw("257 fields", field_value(",".join(f'"x{i}":1' for i in range(256))), VALUE, says="256 fields"),
     raw("a long name", field_value(f'"{"x" * 257}":1'), VALUE, says="256 characters"),
-    raw("invalid UTF-8 in a field that is not read", b'{"messages":[{"role":"user","content":"x"}],"x":"\xff"}', JSON),
+    raw("invalid UTF-8 in an unread field", b'{"messages":[{"role":"user","content":"x"}],"x":"\xff"}', JSON),
     raw("a value that looks like a path", field_value('"tool_choice":" - at `$.n` - at `$.n"'), VALUE, "tool_choice"),
     raw("deep objects", b'{"a":' * 5_000 + b"1" + b"}" * 5_000, JSON, says="32 levels"),
     raw("5,000 digits", field_value('"x":' + "9" * 5_000), JSON),
@@ -106,7 +106,7 @@ ARGUMENTS = [
     ("depth 3,000", '{"a":' + "[" * 3_000 + "]" * 3_000 + "}", "32 levels"),
     ("not closed", '{"a":' + "[" * 3_000, "32 levels"),
     ("a list", "[1]", "object"),
-    ("no JSON", "{'a': 1}", "JSON object as text"),
+    ("invalid JSON", "{'a': 1}", "JSON object as text"),
     ("NaN", '{"a":NaN}', "JSON object as text"),
     ("a lone surrogate", '{"a":"\\ud800"}', "JSON object as text"),
     ("5,000 digits", '{"a":' + "9" * 5_000 + "}", "1024 digits"),
@@ -125,7 +125,7 @@ MESSAGES = [
     chat("unknown role", VALUE, "messages[0].role", "assistant", messages=[{"role": "root", "content": "x"}]),
     chat("content is a number", VALUE, "messages[0].content", "str", messages=[{"role": "user", "content": 3}]),
     chat("content is an object", VALUE, "messages[0].content", "str", messages=[{"role": "user", "content": {}}]),
-    chat("null content of a user", VALUE, "messages[0].content", "text", messages=[{"role": "user", "content": None}]),
+    chat("null user content", VALUE, "messages[0].content", "text", messages=[{"role": "user", "content": None}]),
     chat(
         "image part",
         UNSUPPORTED,
@@ -157,7 +157,7 @@ MESSAGES = [
     ),
     *(
         Bad(
-            f"arguments of an item: {name}",
+            f"item arguments: {name}",
             400,
             VALUE,
             "input[0].arguments",
@@ -207,8 +207,8 @@ PROMPTS = [
     chat("answer beyond the context", CONTEXT, "max_completion_tokens", "requested", max_completion_tokens=10_000),
     text("suffix", UNSUPPORTED, "suffix", suffix="x"),
     text("no answer and no echo", VALUE, "max_tokens", "echo", max_tokens=0),
-    text("a prompt cut to nothing", VALUE, "truncate_prompt_tokens", "1 or more", truncate_prompt_tokens=0),
-    chat("our own variable", VALUE, "chat_template_kwargs.messages", chat_template_kwargs={"messages": []}),
+    text("prompt truncated to nothing", VALUE, "truncate_prompt_tokens", "1 or more", truncate_prompt_tokens=0),
+    chat("reserved template variable", VALUE, "chat_template_kwargs.messages", chat_template_kwargs={"messages": []}),
     chat("priority by name", VALUE, "priority", "int", priority="batch"),
     text("21 logprobs", VALUE, "logprobs", "<= 20", logprobs=21),
     text("logprobs is bool", VALUE, "logprobs", "int", logprobs=True),
@@ -216,11 +216,11 @@ PROMPTS = [
     chat("tokens named, logprobs off", VALUE, "logprob_token_ids", "logprobs", logprob_token_ids=[1], logprobs=False),
     text("tokens named, echo", VALUE, "logprob_token_ids", "echo", logprob_token_ids=[1], logprobs=1, echo=True),
     text("129 named tokens", VALUE, "logprob_token_ids", "<= 128", logprob_token_ids=[1] * 129, logprobs=1),
-    text("a named token of no vocabulary", VALUE, "logprob_token_ids", logprob_token_ids=[VOCAB_SIZE], logprobs=1),
-    chat("bad words of beams", VALUE, "bad_words", "use_beam_search", bad_words=["a"], use_beam_search=True),
-    chat("allowed tokens of beams", VALUE, "allowed_token_ids", allowed_token_ids=[9], use_beam_search=True),
-    chat("nothing left to say", VALUE, "bad_words", "every one", bad_words=["a"], allowed_token_ids=[TOKEN_A]),
-    text("top_logprobs of completions", UNSUPPORTED, "top_logprobs", top_logprobs=5),
+    text("named token out of the vocabulary", VALUE, "logprob_token_ids", logprob_token_ids=[VOCAB_SIZE], logprobs=1),
+    chat("bad words with beams", VALUE, "bad_words", "use_beam_search", bad_words=["a"], use_beam_search=True),
+    chat("allowed tokens with beams", VALUE, "allowed_token_ids", allowed_token_ids=[9], use_beam_search=True),
+    chat("every token forbidden", VALUE, "bad_words", "every one", bad_words=["a"], allowed_token_ids=[TOKEN_A]),
+    text("top_logprobs in a completion", UNSUPPORTED, "top_logprobs", top_logprobs=5),
 ]
 NUMBERS = [
     chat("n is bool", VALUE, "n", "int", n=True),
@@ -249,7 +249,7 @@ NUMBERS = [
     chat("stop id out of the vocabulary", VALUE, "stop_token_ids", "0..", stop_token_ids=[VOCAB_SIZE]),
     chat("logit_bias id out of the vocabulary", VALUE, "logit_bias", "0..", logit_bias={str(VOCAB_SIZE): 1}),
     chat("logit_bias id is negative", VALUE, "logit_bias", "0..", logit_bias={"-1": 1}),
-    chat("logit_bias id is no integer", VALUE, "logit_bias", "0..", logit_bias={"1.5": 1}),
+    chat("logit_bias id is not an integer", VALUE, "logit_bias", "0..", logit_bias={"1.5": 1}),
     chat("logit_bias over 100", VALUE, "logit_bias", "<= 100", logit_bias={"1": 1e9}),
     chat("logit_bias is text", VALUE, "logit_bias", "float", logit_bias={"1": "x"}),
     chat("301 biases", VALUE, "logit_bias", "<= 300", logit_bias={str(i): 0 for i in range(301)}),
@@ -275,9 +275,9 @@ OTHER_FIELDS = [
     chat("top_logprobs below 0", VALUE, "top_logprobs", ">= 0", logprobs=True, top_logprobs=-1),
     chat("tool of another type", VALUE, "tools[0].type", tools=[{"type": "retrieval"}]),
     chat("tool_choice without tools", VALUE, "tool_choice", tool_choice="required"),
-    text("tools of a text", UNSUPPORTED, "tools", tools=[{"type": "function", "function": {"name": "f"}}]),
+    text("tools in a completion", UNSUPPORTED, "tools", tools=[{"type": "function", "function": {"name": "f"}}]),
     chat("unknown response format", VALUE, "response_format.type", response_format={"type": "xml"}),
-    chat("chat template of the client", UNSUPPORTED, "chat_template", chat_template="{{ 7*7 }}"),
+    chat("chat template in the request", UNSUPPORTED, "chat_template", chat_template="{{ 7*7 }}"),
     chat("guided_json is a number", VALUE, "guided_json", guided_json=1),
     chat("21 prompt_logprobs", VALUE, "prompt_logprobs", "<= 20", prompt_logprobs=21),
     chat("prompt_logprobs streamed", VALUE, "prompt_logprobs", "stream", prompt_logprobs=0, stream=True),
@@ -368,7 +368,7 @@ async def send(session: aiohttp.ClientSession, bad: Bad) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
-async def test_refused(gateway: Gateway, bad: Bad) -> None:
+async def test_invalid_request_is_refused_with_status_and_field(gateway: Gateway, bad: Bad) -> None:
     status, body = await send(gateway.session, bad)
     error = body["error"]
     assert (status, error["code"], error["param"]) == (bad.status, bad.code, bad.param), error["message"]
@@ -379,8 +379,8 @@ async def test_refused(gateway: Gateway, bad: Bad) -> None:
     assert gateway.engine.requests == []
 
 
-async def test_a_stream_beside_them_is_unchanged(gateway: Gateway, tiny_model: ServedModel) -> None:
-    """One token is sent before each bad request and one after: 2 x cases tokens arrive, in order, and nothing else."""
+async def test_invalid_requests_leave_a_stream_unchanged(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """Send one token before and one after each invalid request: 2 x cases tokens arrive, in order, and nothing else."""
     characters = "".join(chr(ord("a") + index % 26) for index in range(2 * len(CASES)))
     assert len(CASES) >= 60
     body = {"prompt": "hi", "stream": True, "max_tokens": 250}
@@ -400,8 +400,7 @@ async def test_a_stream_beside_them_is_unchanged(gateway: Gateway, tiny_model: S
     assert gateway.engine.cancelled == []
 
 
-async def test_accepted_edges(gateway: Gateway) -> None:
-    """What stands next to the refused values is taken."""
+async def test_values_next_to_refused_ones_are_accepted(gateway: Gateway) -> None:
     gateway.engine.script = lambda request: [finish(request, 0)]
     good: list[dict[str, Any]] = [
         {"n": 8, "temperature": 2, "top_p": 1.0, "min_p": 1, "presence_penalty": -2, "frequency_penalty": 2.0},
@@ -430,7 +429,7 @@ async def test_accepted_edges(gateway: Gateway) -> None:
         assert r.status == 200
 
 
-async def test_a_body_that_does_not_come(start_gateway: Any) -> None:
+async def test_incomplete_body_is_refused(start_gateway: Any) -> None:
     gateway = await start_gateway(body_timeout_seconds=0.05)
 
     async def stalls() -> Any:

@@ -1,7 +1,7 @@
-"""Every field of chat and completions with every wrong kind, and values just outside its bounds: 400 and its name.
+"""Fields of chat and completions with a wrong type or a value out of bounds get a 400 that names the field.
 
-The bounds stand here once more, on purpose: those of the code are not asked. All cases go through one gateway, with a
-stream open beside them whose tokens come between the requests.
+The bounds are repeated here on purpose, not read from the code. All cases use one gateway; a stream stays open, and
+its tokens arrive between the requests.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ BASE = {CHAT: b'"messages":[{"role":"user","content":"hi"}]', TEXT: b'"prompt":"
 INT_MAX = 2**31
 BEAMS = b'"use_beam_search":true,'
 
-INTEGERS = {  # the nearest values outside
+INTEGERS = {  # the nearest values out of bounds
     "n": (0, 65),
     "best_of": (0, 65),
     "top_k": (-2, INT_MAX),
@@ -129,7 +129,7 @@ CASES = list(cases())
 
 
 def problem(wrong: Wrong, status: int, answer: Any) -> str | None:
-    """What is not as it should be."""
+    """Return a description of what is wrong, or ""."""
     error = answer["error"]
     if status != 400 or set(error) != {"message", "type", "param", "code"}:
         return f"{status} {answer}"
@@ -139,7 +139,7 @@ def problem(wrong: Wrong, status: int, answer: Any) -> str | None:
     return None if root == wrong.field else f"names {error['param']}: {error['message']}"
 
 
-async def test_each_is_named_and_a_stream_beside_them_is_unchanged(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_invalid_field_is_named_and_a_stream_unchanged(gateway: Gateway, tiny_model: ServedModel) -> None:
     assert len(CASES) >= 400
     characters = "".join(chr(ord("a") + index % 26) for index in range(len(CASES)))
     found = {}
@@ -160,7 +160,7 @@ async def test_each_is_named_and_a_stream_beside_them_is_unchanged(gateway: Gate
     assert len(gateway.engine.requests) == 1 and gateway.engine.cancelled == []
 
 
-async def test_a_body_cut_anywhere_is_no_json(gateway: Gateway) -> None:
+async def test_body_cut_at_any_byte_is_invalid_json(gateway: Gateway) -> None:
     whole = b'{"messages":[{"role":"user","content":"h\\u00e9 \xc3\xa9"}],"n":1,"stop":["a"],"logit_bias":{"5":-1.5e0}}'
     headers = {"Content-Type": "application/json"}
     for end in range(len(whole)):
@@ -176,7 +176,7 @@ NASTY_TEXTS = [
 ]  # fmt: skip
 
 
-async def test_odd_texts_are_texts_and_stay_inside_their_event(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_unusual_text_stays_inside_its_event(gateway: Gateway, tiny_model: ServedModel) -> None:
     for text in NASTY_TEXTS:
         token_ids = tiny_model.encoder.encode_text(text, add_special_tokens=False)
 
@@ -191,7 +191,7 @@ async def test_odd_texts_are_texts_and_stay_inside_their_event(gateway: Gateway,
             raw = (await response.read()).decode()
         lines = [line for line in raw.split("\n") if line]
         assert all(line.startswith("data: ") for line in lines)
-        assert len(raw.splitlines()) == raw.count("\n")  # no other line break than those of the events
+        assert len(raw.splitlines()) == raw.count("\n")  # no line breaks except those of the events
         chunks = [json.loads(line[6:]) for line in lines[:-1]]
         assert lines[-1] == "data: [DONE]"
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text

@@ -1,4 +1,4 @@
-"""Bad requests of /v1/responses: the exact status, code and field of each, and nothing reaches the engine."""
+"""Invalid requests of /v1/responses get an exact status, code and field; none reaches the engine."""
 
 from typing import Any
 
@@ -99,7 +99,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refused(gateway: Gateway, stream: bool) -> None:
+async def test_invalid_response_request_is_refused(gateway: Gateway, stream: bool) -> None:
     found = []
     for fields, _, _ in CASES:
         async with gateway.session.post(URL, json={"input": "hi", "stream": stream, **fields}) as reply:
@@ -127,13 +127,15 @@ async def test_refused(gateway: Gateway, stream: bool) -> None:
         ("GET", "/x/input_items?order=up", 400, "order"),
     ],
 )
-async def test_what_is_not_there(gateway: Gateway, method: str, path: str, status: int, param: str) -> None:
+async def test_unknown_response_id_is_not_found(
+    gateway: Gateway, method: str, path: str, status: int, param: str
+) -> None:
     async with gateway.session.request(method, URL + path) as reply:
         error = (await reply.json())["error"]
     assert (reply.status, error["param"]) == (status, param)
 
 
-async def test_a_model_that_is_not_served(gateway: Gateway) -> None:
+async def test_response_request_for_unknown_model_is_refused(gateway: Gateway) -> None:
     async with gateway.session.post(URL, json={"input": "hi", "model": "gpt"}) as reply:
         assert (reply.status, (await reply.json())["error"]["param"]) == (404, "model")
 

@@ -1,4 +1,4 @@
-"""Calls without marks, through the whole gateway in three APIs: each event that a client reads, and whole answers."""
+"""Tool calls without marks, through the whole gateway in three APIs: streamed events and whole answers."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -57,7 +57,7 @@ def data_lines(text: str) -> list[Any]:
 
 
 async def chat_deltas(gateway: Gateway, **fields: Any) -> list[Any]:
-    """What each chunk adds, without ids; a token that adds nothing has a chunk of empty content."""
+    """Return what each chunk adds, without ids; a token that adds nothing has a chunk with empty content."""
     chunks = data_lines(await post(gateway, "/v1/chat/completions", {**CHAT, "stream": True, **fields}))
     found = []
     for chunk in chunks:
@@ -69,7 +69,7 @@ async def chat_deltas(gateway: Gateway, **fields: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("text", CALLS, ids=["bare", "in a block of code"])
-async def test_chat(gateway: Gateway, text: str) -> None:
+async def test_bare_call_in_chat_is_parsed(gateway: Gateway, text: str) -> None:
     model_says(gateway, text)
     whole = json.loads(await post(gateway, "/v1/chat/completions", CHAT))["choices"][0]
     (call,) = whole["message"]["tool_calls"]
@@ -84,7 +84,7 @@ async def test_chat(gateway: Gateway, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", CALLS, ids=["bare", "in a block of code"])
-async def test_responses(gateway: Gateway, text: str) -> None:
+async def test_bare_call_in_responses_is_parsed(gateway: Gateway, text: str) -> None:
     model_says(gateway, text)
     whole = checked_response(json.loads(await post(gateway, "/v1/responses", RESPONSE)))
     found = [(item.type, item.name, item.arguments) for item in whole.output if item.type == "function_call"]
@@ -103,7 +103,7 @@ async def test_responses(gateway: Gateway, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", CALLS, ids=["bare", "in a block of code"])
-async def test_messages(gateway: Gateway, text: str) -> None:
+async def test_bare_call_in_messages_is_parsed(gateway: Gateway, text: str) -> None:
     model_says(gateway, text)
     whole = json.loads(await post(gateway, "/v1/messages", MESSAGE))
     (block,) = whole["content"]
@@ -124,7 +124,7 @@ async def test_messages(gateway: Gateway, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ANSWERS)
-async def test_other_json_is_an_answer_to_the_letter(gateway: Gateway, text: str) -> None:
+async def test_other_json_is_unchanged_text(gateway: Gateway, text: str) -> None:
     model_says(gateway, text)
     (choice,) = json.loads(await post(gateway, "/v1/chat/completions", CHAT))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
@@ -135,15 +135,15 @@ async def test_other_json_is_an_answer_to_the_letter(gateway: Gateway, text: str
     assert block == {"type": "text", "text": text}
 
 
-async def test_an_answer_is_told_as_soon_as_it_can_be_no_call(gateway: Gateway) -> None:
-    """With the first letter that no offered name has, and token by token from there on."""
+async def test_answer_is_streamed_once_it_cannot_be_a_call(gateway: Gateway) -> None:
+    """Begin with the first letter that no offered name has, and continue token by token."""
     model_says(gateway, '{"name": "get_time", "a": 1}')
     deltas = [delta["content"] for delta, _ in await chat_deltas(gateway) if delta.get("content")]
     assert deltas[:3] == ['{"name": "get_t', "i", "m"]
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}], ids=["none", "no tools"])
-async def test_where_no_tools_are_offered_nothing_is_read_as_a_call(gateway: Gateway, fields: dict[str, Any]) -> None:
+async def test_bare_call_without_tools_is_text(gateway: Gateway, fields: dict[str, Any]) -> None:
     model_says(gateway, CALL)
     deltas = await chat_deltas(gateway, **fields)
     assert "".join(delta.get("content", "") for delta, _ in deltas) == CALL and deltas[-1] == ({}, "stop")
@@ -154,14 +154,14 @@ async def test_where_no_tools_are_offered_nothing_is_read_as_a_call(gateway: Gat
     )
 
 
-async def test_a_call_that_is_cut_by_the_length_is_text(gateway: Gateway) -> None:
+async def test_truncated_bare_call_is_text(gateway: Gateway) -> None:
     model_says(gateway, CALL[:-4], FinishReason.LENGTH)
     deltas = await chat_deltas(gateway)
     assert deltas[1:] == [({"content": CALL[:-4]}, None), ({}, "length")]
 
 
-async def test_llama_hands_on_arguments_while_they_are_written(start_gateway: Any, tmp_path: Path) -> None:
-    """It is taught bare calls, and large arguments are to be seen growing."""
+async def test_llama_parser_streams_arguments(start_gateway: Any, tmp_path: Path) -> None:
+    """Llama is trained to write bare calls, and clients must see large arguments grow."""
     model = write_tiny_model(tmp_path / "roomy", max_model_len=4096)
     gateway = await start_gateway(model=model, tool_call_parser="llama3_json")
     model_says(gateway, '{"name": "get_weather", "parameters": {"city": "Rome"}}')

@@ -1,4 +1,4 @@
-"""Limits come first: what a key may not do any more is not begun, on any route; what is begun is counted."""
+"""Rate limits apply before any work, on every route; every request that was begun is counted."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from tests.gateway.fake_inference import finish, says
 
 HEADERS = bearer(KEY)
 JSON = {"Content-Type": "application/json"}
-ROUTES_OF_NONE = frozenset(("unknown",))  # names of what no route has matched
+ROUTES_OF_NONE = frozenset(("unknown",))  # label values for requests without a route
 DEEP = b'{"messages":' + b"[" * 100
 
 
@@ -27,17 +27,17 @@ async def limited(start_gateway: Callable[..., Any], tmp_path: Path, **limits: i
 
 
 async def spent(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:
-    """A key that has used up its only request."""
+    """Return a gateway with a key that has used its only request."""
     gateway = await limited(start_gateway, tmp_path, requests_per_minute=1)
     async with gateway.session.post("/tokenize", json={"prompt": "the"}, headers=HEADERS) as reply:
         assert reply.status == 200
     return gateway
 
 
-async def test_every_route_that_does_work_is_refused_before_it(
+async def test_every_working_route_is_refused_before_its_work(
     start_gateway: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Bodies that could not be read are not even looked at."""
+    """Do not even look at bodies that are invalid."""
     gateway = await spent(start_gateway, tmp_path)
     seen = set()
     for method, path in gateway.routes:
@@ -47,7 +47,7 @@ async def test_every_route_that_does_work_is_refused_before_it(
             if reply.status == 429:
                 assert int(reply.headers["Retry-After"]) >= 1
         seen.add(path)
-    assert seen > (UNCHARGED.keys() - ROUTES_OF_NONE) | GENERATING  # none of their names is out of date
+    assert seen > (UNCHARGED.keys() - ROUTES_OF_NONE) | GENERATING  # every listed route exists
     assert gateway.engine.requests == []
     async with gateway.session.post("/tokenize", data=DEEP, headers={**bearer(OTHER), **JSON}) as reply:
         assert reply.status == 400
@@ -67,7 +67,7 @@ async def test_every_route_that_does_work_is_refused_before_it(
         ("/detokenize", {"tokens": [5]}),
     ],
 )
-async def test_over_its_limit_nothing_is_computed(
+async def test_request_over_its_limit_computes_nothing(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     gateway = await spent(start_gateway, tmp_path)
@@ -82,7 +82,7 @@ async def test_over_its_limit_nothing_is_computed(
     assert work == []
 
 
-async def test_what_ends_in_an_error_has_been_a_request(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_failed_request_counts_as_a_request(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway = await limited(start_gateway, tmp_path, requests_per_minute=3)
     bodies = ({**PROMPT, "max_tokens": -1}, {**PROMPT, "guided_regex": "("}, {"model": "nobody", **PROMPT}, PROMPT)
     statuses = []
@@ -92,7 +92,7 @@ async def test_what_ends_in_an_error_has_been_a_request(start_gateway: Callable[
     assert statuses == [400, 400, 404, 429]
 
 
-async def test_reserve_is_given_back_however_a_request_ends(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_reserve_is_returned_for_any_end_of_a_request(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway = await limited(start_gateway, tmp_path, tokens_per_minute=60)
     for body in ({**PROMPT, "max_tokens": -1}, {**PROMPT, "guided_regex": "("}):
         async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
@@ -102,7 +102,7 @@ async def test_reserve_is_given_back_however_a_request_ends(start_gateway: Calla
         assert reply.status == 200
         async with gateway.session.post("/v1/completions", json=PROMPT, headers=HEADERS) as refused:
             assert (refused.status, (await refused.json())["error"]["code"]) == (429, "tokens_per_minute_exceeded")
-        reply.close()  # the client goes
+        reply.close()  # the client leaves
     await gateway.engine.next_cancellation()
     gateway.state.open_requests.draining = True
     async with gateway.session.post("/v1/completions", json=PROMPT, headers=HEADERS) as reply:
@@ -113,7 +113,7 @@ async def test_reserve_is_given_back_however_a_request_ends(start_gateway: Calla
         assert reply.status == 200
 
 
-async def test_repeat_by_name_is_charged_once_it_is_new(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_idempotent_repeat_is_charged_if_it_is_new(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway = await limited(start_gateway, tmp_path, tokens_per_minute=60)
     named = {**HEADERS, "Idempotency-Key": "mine"}
     body = {**PROMPT, "max_tokens": 90, "stream": True}
@@ -126,7 +126,7 @@ async def test_repeat_by_name_is_charged_once_it_is_new(start_gateway: Callable[
     assert len(gateway.engine.requests) == 1
 
 
-async def test_who_cannot_be_served_is_told_before_a_grammar_is_checked(
+async def test_unserved_request_is_refused_before_grammar_check(
     start_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway: Gateway = await start_gateway()
@@ -138,7 +138,7 @@ async def test_who_cannot_be_served_is_told_before_a_grammar_is_checked(
     assert checked == []
 
 
-async def test_checks_of_one_key_hold_up_no_other(
+async def test_checks_of_one_key_do_not_delay_other_keys(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await limited(start_gateway, tmp_path)
@@ -165,7 +165,7 @@ async def test_checks_of_one_key_hold_up_no_other(
     assert await asyncio.gather(*hard) == [200] * 20
 
 
-async def test_a_key_with_too_much_waiting_is_told_to_come_again(
+async def test_key_with_too_many_waiting_checks_gets_retry_after(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await limited(start_gateway, tmp_path)
@@ -176,8 +176,8 @@ async def test_a_key_with_too_much_waiting_is_told_to_come_again(
         assert reply.headers["Retry-After"] == "1"
 
 
-async def test_places_at_the_gateway_are_taken_when_they_are_given(start_gateway: Callable[..., Any]) -> None:
-    """Not when the prompts are encoded: those that come meanwhile would all be let in."""
+async def test_gateway_slots_are_taken_when_granted(start_gateway: Callable[..., Any]) -> None:
+    """Taking them after prompt encoding would admit all requests that arrive in the meantime."""
     gateway: Gateway = await start_gateway(max_num_streams=1)
     async with gateway.session.post("/v1/completions", json={**PROMPT, "stream": True}) as reply:
         assert reply.status == 200

@@ -1,4 +1,4 @@
-"""What the chunks of a stream say of usage, of the token that ends a sequence, and of its log-probabilities."""
+"""Chunks of a stream: usage, the token that ends a sequence, and its logprobs."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ def text_of(choice: dict[str, Any]) -> str:
 @pytest.mark.parametrize("asked", [CHAT, COMPLETION])
 @pytest.mark.parametrize("groups", [[[70], [71], [72]], [[70, 71, 72]], [[70, 71], [72]]])
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
-async def test_every_chunk_of_a_choice_counts_more_than_the_one_before(
+async def test_every_chunk_of_a_choice_has_growing_usage(
     gateway: Gateway, asked: Any, groups: list[list[int]], reason: FinishReason
 ) -> None:
     ending = [[IM_END]] if reason is FinishReason.STOP else []
@@ -45,12 +45,12 @@ async def test_every_chunk_of_a_choice_counts_more_than_the_one_before(
     assert [bool(chunk["choices"]) for chunk in chunks] == [*[True] * (len(chunks) - 1), False]
     assert chunks[-2]["choices"][0]["finish_reason"] == reason.value
     plain = await chunks_of(gateway, asked, max_tokens=num_tokens)
-    told = ["".join(text_of(choice) for chunk in one for choice in chunk["choices"]) for one in (chunks, plain)]
-    assert told[0] == told[1] and len(told[0]) >= 3
+    texts = ["".join(text_of(choice) for chunk in one for choice in chunk["choices"]) for one in (chunks, plain)]
+    assert texts[0] == texts[1] and len(texts[0]) >= 3
 
 
 @pytest.mark.parametrize("asked", [CHAT, COMPLETION])
-async def test_chunks_of_several_choices_and_of_a_stop_string_have_usage(gateway: Gateway, asked: Any) -> None:
+async def test_chunks_of_choices_and_stop_strings_have_usage(gateway: Gateway, asked: Any) -> None:
     text = gateway.service.require_model().encoder.encode_text("abcd")
     gateway.engine.script = says(*([token_id] for token_id in text), reason=FinishReason.LENGTH)
     chunks = await chunks_of(gateway, asked, stream_options=CONTINUOUS, max_tokens=4, n=2)
@@ -63,8 +63,8 @@ async def test_chunks_of_several_choices_and_of_a_stop_string_have_usage(gateway
 
 
 @pytest.mark.parametrize("asked", [CHAT, COMPLETION])
-async def test_the_last_token_that_there_can_be_waits_for_its_end(gateway: Gateway, asked: Any) -> None:
-    """No other does, however late the next one comes."""
+async def test_only_the_last_possible_token_waits_for_its_end(gateway: Gateway, asked: Any) -> None:
+    """Send every other token at once, however late the next one arrives."""
     url, body = asked
     asked_for = {"stream": True, "stream_options": CONTINUOUS, "max_tokens": 2}
     async with gateway.session.post(url, json={**body, **asked_for}) as response:
@@ -83,7 +83,7 @@ async def test_the_last_token_that_there_can_be_waits_for_its_end(gateway: Gatew
     assert (text_of(choice), choice["finish_reason"]) == ("e", "length")
 
 
-async def test_what_came_before_a_failure_is_told(gateway: Gateway) -> None:
+async def test_tokens_before_a_failure_are_delivered(gateway: Gateway) -> None:
     def script(request: GenerationRequest) -> Any:
         yield TokenEvent(request.request_id, 0, [70, 71])
         yield finish(request, 2, FinishReason.CANCELLED)
@@ -95,7 +95,7 @@ async def test_what_came_before_a_failure_is_told(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("asked", [CHAT, COMPLETION])
-async def test_the_ending_token_has_no_chunk_of_its_own(gateway: Gateway, asked: Any) -> None:
+async def test_end_token_has_no_chunk_of_its_own(gateway: Gateway, asked: Any) -> None:
     gateway.engine.script = says([70], [71], [IM_END])
     chunks = await chunks_of(gateway, asked, stream_options={"include_usage": True})
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
@@ -105,7 +105,7 @@ async def test_the_ending_token_has_no_chunk_of_its_own(gateway: Gateway, asked:
     assert chunks[-1]["usage"]["completion_tokens"] == 3
 
 
-async def test_its_id_and_its_score_are_in_the_last_chunk_of_a_completion(gateway: Gateway) -> None:
+async def test_end_token_id_and_logprob_are_in_the_last_chunk(gateway: Gateway) -> None:
     gateway.engine.script = says_scored([70, 71, IM_END], reason=FinishReason.STOP)
     fields = {"logprobs": 1, "return_token_ids": True}
     chunks = await chunks_of(gateway, COMPLETION, **fields)
@@ -123,7 +123,7 @@ async def test_its_id_and_its_score_are_in_the_last_chunk_of_a_completion(gatewa
         assert [value for logprobs in streamed for value in logprobs[field]] == values
 
 
-async def test_a_token_that_could_end_it_and_does_not_is_told_with_the_next(gateway: Gateway) -> None:
+async def test_non_ending_stop_token_is_sent_with_the_next_one(gateway: Gateway) -> None:
     gateway.engine.script = says_scored([70, IM_END, 71], reason=FinishReason.LENGTH)
     chunks = await chunks_of(gateway, COMPLETION, logprobs=0, return_token_ids=True, skip_special_tokens=False)
     choices = [chunk["choices"][0] for chunk in chunks]

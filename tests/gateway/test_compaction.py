@@ -1,4 +1,4 @@
-"""/v1/responses/input_tokens and /compact with a scripted engine: what is counted, summed up, and gone on with."""
+"""/v1/responses/input_tokens and /compact with a scripted engine: counts, summaries and continued conversations."""
 
 import json
 from typing import Any
@@ -55,7 +55,7 @@ def prompt_of(gateway: Gateway) -> str:
         {"input": "hi", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}},
     ],
 )
-async def test_a_count_is_what_usage_tells(gateway: Gateway, fields: dict[str, Any]) -> None:
+async def test_input_token_count_equals_usage(gateway: Gateway, fields: dict[str, Any]) -> None:
     counted = await posted(gateway, COUNT, **fields)
     assert gateway.engine.requests == []
     model_says(gateway, '{"city": "Rome"}')
@@ -63,7 +63,7 @@ async def test_a_count_is_what_usage_tells(gateway: Gateway, fields: dict[str, A
     assert used is not None and counted == {"object": "response.input_tokens", "input_tokens": used.input_tokens}
 
 
-async def test_a_conversation_is_summed_up_and_gone_on_with(gateway: Gateway) -> None:
+async def test_conversation_is_compacted_and_continued(gateway: Gateway) -> None:
     num_tokens = model_says(gateway, "They asked of Rome: sunny. Oslo is open. é")
     compacted = await posted(gateway, COMPACT, model="roomy", input=TALK, instructions="be")
     typed = CompactedResponse.construct(**compacted)
@@ -81,27 +81,27 @@ async def test_a_conversation_is_summed_up_and_gone_on_with(gateway: Gateway) ->
     assert request.sampling.max_tokens == 1024
     prompt = prompt_of(gateway)
     assert prompt.startswith("<|im_start|>system\nbe<|im_end|>") and "Summarize our conversation" in prompt
-    # What came is what goes in again; a user's messages before the summary are one.
+    # The output is valid input; it contains the user messages from before the summary once.
     model_says(gateway, "Rain.")
     response = await asked(gateway.session, input=[*compacted["output"], {"role": "user", "content": "So?"}])
     assert response.output_text == "Rain."
     turns = ["user\nRome?\n\nAnd Oslo?", "assistant\nThey asked of Rome: sunny. Oslo is open. é", "user\nSo?"]
     rendered = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
     assert prompt_of(gateway) == rendered + "<|im_start|>assistant\n"
-    # And it can be summed up again.
+    # The result can be compacted again.
     model_says(gateway, "Twice.")
     again = await posted(gateway, COMPACT, input=[*compacted["output"], {"role": "user", "content": "So?"}])
     assert [item["type"] for item in again["output"]] == ["message", "message", "message", "compaction"]
 
 
-async def test_a_text_is_a_conversation_too_and_a_summary_may_be_cut(gateway: Gateway) -> None:
+async def test_text_input_is_compacted_and_summary_may_be_truncated(gateway: Gateway) -> None:
     model_says(gateway, "Hm", reason=FinishReason.LENGTH)
     compacted = await posted(gateway, COMPACT, input="hi", max_output_tokens=2)
     assert [item["type"] for item in compacted["output"]] == ["message", "compaction"]
     assert gateway.engine.requests[-1].sampling.max_tokens == 2
 
 
-async def test_reasoning_is_no_part_of_a_summary(start_gateway: Any, roomy_model_dir: Any) -> None:
+async def test_summary_excludes_reasoning(start_gateway: Any, roomy_model_dir: Any) -> None:
     gateway = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
     model_says(gateway, "<think>hm</think>Short.")
     compacted = await posted(gateway, COMPACT, input="hi")
@@ -125,7 +125,9 @@ async def test_reasoning_is_no_part_of_a_summary(start_gateway: Any, roomy_model
         ({"input": "hi", "conversation": "c"}, 400, "conversation"),
     ],
 )
-async def test_refused(gateway: Gateway, url: str, fields: dict[str, Any], status: int, param: str) -> None:
+async def test_invalid_compaction_is_refused(
+    gateway: Gateway, url: str, fields: dict[str, Any], status: int, param: str
+) -> None:
     async with gateway.session.post(url, json=fields) as reply:
         error = (await reply.json())["error"]
     assert (reply.status, error["param"]) == (status, param)
@@ -133,7 +135,7 @@ async def test_refused(gateway: Gateway, url: str, fields: dict[str, Any], statu
     assert gateway.engine.requests == []
 
 
-async def test_what_does_not_fit_is_counted_and_not_summed_up(gateway: Gateway) -> None:
+async def test_input_that_does_not_fit_is_counted_but_not_compacted(gateway: Gateway) -> None:
     counted = await posted(gateway, COUNT, input="z" * 5000)
     assert counted["input_tokens"] > 5000
     async with gateway.session.post(COMPACT, json={"input": "z" * 5000}) as reply:
@@ -141,5 +143,5 @@ async def test_what_does_not_fit_is_counted_and_not_summed_up(gateway: Gateway) 
 
 
 @pytest.mark.parametrize("text", ["", "é\n\u2028" * 100, "a"])
-def test_what_is_wrapped_is_unwrapped(text: str) -> None:
+def test_wrapped_summary_is_unwrapped(text: str) -> None:
     assert unwrapped(wrapped(text)) == text and json.dumps(wrapped(text)).isascii()

@@ -1,4 +1,4 @@
-"""The body of a request is decoded once, whatever is made of it: every call of a JSON decoder is counted."""
+"""A request body is decoded once. Every call of a JSON decoder is counted."""
 
 import json as json_module
 import sys
@@ -24,7 +24,7 @@ ONCE = Counter({"gateway/requests/request_body.py::decode_body": 1})
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Which functions of the gateway called a JSON decoder, and how often, on any thread that begins in here."""
+    """Count the calls of JSON decoders by calling function of the gateway, on any thread started inside."""
     calls = Counter[str]()
 
     def look(frame: FrameType, event: str, called: Any) -> None:
@@ -52,7 +52,7 @@ def _is_decoder(called: Any) -> bool:
     return of_one or called is msgspec.json.decode
 
 
-def test_decoders_are_counted() -> None:
+def test_decoder_calls_are_counted() -> None:
     code = "import json, msgspec\njson.loads('1')\nmsgspec.json.decode('1')\nmsgspec.json.Decoder().decode('1')"
     compiled = compile(code, str(ROOT / "gateway" / "x.py"), "exec")
     with counted() as calls:
@@ -72,7 +72,7 @@ def test_decoders_are_counted() -> None:
         ("/v1/messages", {"model": "tiny", "messages": HI, "max_tokens": 5}),
     ],
 )
-async def test_a_body_is_decoded_once(
+async def test_request_body_is_decoded_once(
     start_gateway: Callable[..., Any], path: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5, IM_END])))
@@ -86,7 +86,7 @@ async def test_a_body_is_decoded_once(
     ("endpoint", "body"),
     [("/v1/completions", {"prompt": "the end"}), ("/v1/responses", {"input": "hi", "prompt": None})],
 )
-async def test_the_body_of_a_line_is_decoded_once(
+async def test_batch_line_body_is_decoded_once(
     start_gateway: Callable[..., Any], tmp_path: Path, endpoint: str, body: dict[str, Any]
 ) -> None:
     num_lines = 3
@@ -98,8 +98,8 @@ async def test_the_body_of_a_line_is_decoded_once(
             batch = await ended(client, await begun(client, content, endpoint))
     assert batch.request_counts is not None and batch.request_counts.completed == num_lines
     of_requests = {name: count for name, count in calls.items() if name.startswith("gateway/requests/")}
-    create = 1  # the body that made the batch
-    # Each line is read twice, to be checked and to be answered; its body stays as it came but for the one decoding.
+    create = 1  # the body that created the batch
+    # Each line is read twice, to be checked and to be answered; its body is decoded in one of them only.
     names = 3 * num_lines  # custom_id, method, url
     assert of_requests == {
         "gateway/requests/request_body.py::decode_body": num_lines + create,

@@ -1,4 +1,4 @@
-"""One log line when descriptors run out, and one when there are free ones again."""
+"""Log one line when file descriptors run out, and one when some are free again."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import pytest
 from gateway.descriptors import DescriptorCheck
 
 
-def test_descriptors_that_run_out_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_descriptor_exhaustion_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     check = DescriptorCheck()
     check.check()
@@ -17,7 +17,7 @@ def test_descriptors_that_run_out_are_logged_once(caplog: pytest.LogCaptureFixtu
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     next_free = os.dup(0)
     os.close(next_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))  # each one below is open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))  # every descriptor below is open
     try:
         check.check()
         check.check()

@@ -1,4 +1,4 @@
-"""What one key may hold of a resource that keys divide, and what is left for the next."""
+"""One key's share of a resource that all keys divide, and what remains for the next key."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def resource(total: int) -> DividedResource:
 
 
 def take_all(divided: DividedResource, taker: Account, amount: int = 1) -> int:
-    """Take until the key is refused; return how often it was not."""
+    """Take until the key is refused; return the number of successes."""
     for number in range(10_000):
         try:
             divided.take(taker, amount)
@@ -37,7 +37,7 @@ def test_one_key_leaves_room_for_the_next(total: int, one: int, other: int) -> N
     assert divided.num_held == one + other
 
 
-def test_keys_that_take_in_turn_have_equal_shares() -> None:
+def test_alternating_keys_get_equal_shares() -> None:
     divided, (a, b) = resource(900), (account("a"), account("b"))
     for _ in range(400):
         divided.take(a, 1)
@@ -66,14 +66,14 @@ def test_lone_key_may_take_everything() -> None:
 
 
 def test_newcomer_without_room_sees_a_full_gateway() -> None:
-    """It holds nothing, so no request of its own can end."""
+    """A newcomer holds nothing, so no request of its own can end."""
     divided = resource(10)
     take_all(divided, account("a"))
     with pytest.raises(Unavailable):
         divided.take(account("b"), 3)
 
 
-def test_units_return_when_they_are_given_back() -> None:
+def test_units_return_when_they_are_released() -> None:
     divided, key = resource(10), account("a")
     with divided.hold(key, 8) as held:
         held.shrink(3)

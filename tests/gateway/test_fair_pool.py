@@ -1,4 +1,4 @@
-"""Work of many keys on few threads: in turn, never all of it for one, and nothing that nobody waits for."""
+"""Work of many keys on few threads: round-robin, never all threads for one key, and no work for callers that left."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from gateway.fair_pool import INLINE_BYTES, FairPool, TooMuchWaits
 
 
 class Workshop:
-    """A pool whose pieces are begun and ended as a test wants."""
+    """A pool in which the test begins and ends each piece of work."""
 
     def __init__(self, num_threads: int) -> None:
         self.pool = FairPool(num_threads)
@@ -32,7 +32,7 @@ class Workshop:
             self._changed.notify_all()
 
     async def has_begun(self, *names: str) -> None:
-        """These and no others, in whatever order."""
+        """Wait until exactly these have begun, in any order."""
         while len(self.begun) < len(names):
             await asyncio.sleep(0)
         assert sorted(self.begun) == sorted(names)
@@ -64,21 +64,21 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_backlog_of_one_key_leaves_a_thread_to_others(workshop: Callable[[int], Workshop]) -> None:
+async def test_backlog_of_one_key_leaves_a_thread_to_others(workshop: Callable[[int], Workshop]) -> None:
     shop = workshop(3)
     hostile = [shop.ask("hostile", f"h{i}") for i in range(20)]
     await shop.has_begun("h0")
     polite = shop.ask("polite", "p")
-    await shop.has_begun("h0", "p")  # at once: behind none of the twenty
+    await shop.has_begun("h0", "p")  # at once: none of the twenty precedes it
     shop.let_end("p")
     assert await polite == "p"
     await settled()
-    await shop.has_begun("h0", "p")  # and its thread stays free for the next
+    await shop.has_begun("h0", "p")  # and its thread stays free for the next one
     for task in hostile:
         task.cancel()
 
 
-async def test_keys_are_served_in_turn_whatever_each_has_waiting(workshop: Callable[[int], Workshop]) -> None:
+async def test_keys_are_served_round_robin_for_any_backlog(workshop: Callable[[int], Workshop]) -> None:
     shop = workshop(1)
     for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0"):
         shop.ask(name[0], name)
@@ -89,7 +89,7 @@ async def test_keys_are_served_in_turn_whatever_each_has_waiting(workshop: Calla
     assert shop.begun == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
 
 
-async def test_who_comes_last_waits_for_one_piece_of_each_other_at_most(workshop: Callable[[int], Workshop]) -> None:
+async def test_last_key_waits_for_at_most_one_piece_of_each_other(workshop: Callable[[int], Workshop]) -> None:
     shop = workshop(1)
     backlog = [shop.ask("hostile", f"h{i}") for i in range(20)]
     await shop.has_begun("h0")
@@ -104,14 +104,14 @@ async def test_who_comes_last_waits_for_one_piece_of_each_other_at_most(workshop
         task.cancel()
 
 
-async def test_a_piece_whose_caller_has_gone_is_not_begun(workshop: Callable[[int], Workshop]) -> None:
+async def test_work_of_a_caller_that_left_is_not_begun(workshop: Callable[[int], Workshop]) -> None:
     shop = workshop(1)
     first, gone, last = (shop.ask("a", name) for name in ("first", "gone", "last"))
     await shop.has_begun("first")
     gone.cancel()
     await settled()
     assert shop.pool.num_waiting == 1
-    first.cancel()  # its thread is not free before it ends
+    first.cancel()  # its thread is not free until it ends
     await settled()
     await shop.has_begun("first")
     shop.let_end("first")
@@ -120,7 +120,7 @@ async def test_a_piece_whose_caller_has_gone_is_not_begun(workshop: Callable[[in
     assert shop.begun == ["first", "last"] and shop.pool.num_waiting == 0
 
 
-async def test_a_key_has_so_much_waiting_and_no_more(
+async def test_key_over_its_waiting_limit_is_refused(
     workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fair_pool, "MAX_WAITING", 2)
@@ -136,7 +136,9 @@ async def test_a_key_has_so_much_waiting_and_no_more(
         task.cancel()
 
 
-async def test_of_large_pieces_fewer_wait(workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_larger_work_has_a_lower_waiting_limit(
+    workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fair_pool, "MAX_WAITING_BYTES", 100_000)
     shop = workshop(1)
     tasks = [shop.ask("a", f"a{i}", num_bytes) for i, num_bytes in enumerate((200_000, 60_000, 40_000))]
@@ -147,7 +149,7 @@ async def test_of_large_pieces_fewer_wait(workshop: Callable[[int], Workshop], m
         task.cancel()
 
 
-async def test_what_is_short_is_done_at_once_and_errors_are_the_callers() -> None:
+async def test_short_work_runs_at_once_and_errors_reach_the_caller() -> None:
     pool = FairPool(1)
     assert await pool.run("a", INLINE_BYTES, threading.get_ident) == threading.get_ident()
     assert await pool.run("a", INLINE_BYTES + 1, threading.get_ident) != threading.get_ident()
@@ -157,8 +159,8 @@ async def test_what_is_short_is_done_at_once_and_errors_are_the_callers() -> Non
     pool.close()
 
 
-async def test_an_error_holds_nothing_of_its_work() -> None:
-    """Refused bodies of 2 MiB were kept until the next search for cyclic garbage: 200 of them."""
+async def test_error_holds_no_reference_to_its_work() -> None:
+    """Before this, refused bodies of 2 MiB stayed in memory until the next cyclic garbage collection: 200 of them."""
 
     class Body:
         def refused(self) -> None:

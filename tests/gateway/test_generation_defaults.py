@@ -1,4 +1,4 @@
-"""generation_config.json: what a request leaves out is as the model's makers would have it; what it names wins."""
+"""generation_config.json supplies the values that a request omits. Values in the request take precedence."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ FILE = {
     "min_p": 0.05,
     "repetition_penalty": 1.1,
     "max_new_tokens": 7,
-    "typical_p": 0.5,  # not among vLLM's
+    "typical_p": 0.5,  # not among vLLM's fields
 }
 HELD = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "max_tokens": 7}
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -41,8 +41,8 @@ def write_model(directory: Path, **defaults: Any) -> Path:
     return directory
 
 
-async def told(gateway: Gateway, url: str, **fields: Any) -> tuple[SamplingParams, Any]:
-    """What the engine hears of a request with `fields`, and the answer."""
+async def sampling_and_answer(gateway: Gateway, url: str, **fields: Any) -> tuple[SamplingParams, Any]:
+    """Return the sampling parameters that reach the engine for `fields`, and the answer."""
     model_says(gateway, "Yes.")
     async with gateway.session.post(url, json=fields) as response:
         answer = await response.json()
@@ -54,18 +54,18 @@ def of(sampling: SamplingParams, names: Any = HELD) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in names}
 
 
-async def test_what_is_left_out_is_the_models(start_gateway: Any, tmp_path: Path) -> None:
+async def test_omitted_fields_get_the_models_defaults(start_gateway: Any, tmp_path: Path) -> None:
     gateway = await start_gateway(model=write_model(tmp_path / "model", **FILE))
-    assert of((await told(gateway, "/v1/chat/completions", messages=HI))[0]) == HELD
-    sampling, answer = await told(gateway, "/v1/responses", input="hi")
+    assert of((await sampling_and_answer(gateway, "/v1/chat/completions", messages=HI))[0]) == HELD
+    sampling, answer = await sampling_and_answer(gateway, "/v1/responses", input="hi")
     assert of(sampling) == HELD and (answer["temperature"], answer["top_p"]) == (0.6, 0.9)
-    sampling, _ = await told(gateway, "/v1/messages", model="model", messages=HI, max_tokens=5)
+    sampling, _ = await sampling_and_answer(gateway, "/v1/messages", model="model", messages=HI, max_tokens=5)
     assert of(sampling) == HELD | {"max_tokens": 5}
-    sampling, _ = await told(gateway, "/v1/completions", prompt="hi")
-    assert of(sampling) == HELD | {"max_tokens": 16}  # this API has a default of its own
+    sampling, _ = await sampling_and_answer(gateway, "/v1/completions", prompt="hi")
+    assert of(sampling) == HELD | {"max_tokens": 16}  # this API has its own default
 
 
-async def test_each_model_of_a_file_says_for_itself_whose_defaults_hold(start_gateway: Any, tmp_path: Path) -> None:
+async def test_models_file_sets_the_defaults_per_model(start_gateway: Any, tmp_path: Path) -> None:
     directory, path = write_model(tmp_path / "model", **FILE), tmp_path / "models.toml"
     says_so = {
         "by-the-flag": "",
@@ -84,25 +84,25 @@ async def test_each_model_of_a_file_says_for_itself_whose_defaults_hold(start_ga
         assert of(engines[name].requests[-1].sampling, held) == held
 
 
-def test_a_word_that_is_none_of_them_is_refused_with_the_field(tmp_path: Path) -> None:
+def test_invalid_generation_config_is_refused_with_its_field(tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_text('[[models]]\nmodel = "/m"\ngeneration_config = "/folder"\n')
     with pytest.raises(SettingsError, match="generation_config: expected one of auto, vllm, none; got '/folder'"):
         model_options(GatewaySettings(models_file=path))
 
 
-async def test_what_a_request_names_wins_also_where_it_is_neutral(start_gateway: Any, tmp_path: Path) -> None:
+async def test_request_fields_override_defaults_even_if_neutral(start_gateway: Any, tmp_path: Path) -> None:
     gateway = await start_gateway(model=write_model(tmp_path / "model", **FILE))
-    sampling, _ = await told(gateway, "/v1/chat/completions", messages=HI, max_tokens=9, **NEUTRAL)
+    sampling, _ = await sampling_and_answer(gateway, "/v1/chat/completions", messages=HI, max_tokens=9, **NEUTRAL)
     assert of(sampling) == NEUTRAL | {"max_tokens": 9}
-    sampling, _ = await told(gateway, "/v1/chat/completions", messages=HI, temperature=0, top_p=None)
+    sampling, _ = await sampling_and_answer(gateway, "/v1/chat/completions", messages=HI, temperature=0, top_p=None)
     assert of(sampling) == HELD | {"temperature": 0.0}
-    sampling, answer = await told(gateway, "/v1/responses", input="hi", temperature=0, top_p=0.5)
+    sampling, answer = await sampling_and_answer(gateway, "/v1/responses", input="hi", temperature=0, top_p=0.5)
     assert (answer["temperature"], answer["top_p"]) == (0, 0.5) and (sampling.temperature, sampling.top_p) == (0, 0.5)
 
 
-def test_an_answer_that_is_read_again_tells_what_held_when_it_was_made() -> None:
-    """Its body says nothing of it, and the gateway that reads it may have other defaults."""
+def test_stored_answer_keeps_the_defaults_of_its_creation() -> None:
+    """The stored body lacks them, and the gateway that reads it may have other defaults."""
     said, sampling = (
         {"temperature": 1.0, "top_p": 1.0, "store": True},
         SamplingParams(max_tokens=1, seed=0, temperature=0.6),
@@ -112,29 +112,29 @@ def test_an_answer_that_is_read_again_tells_what_held_when_it_was_made() -> None
     assert with_what_held({}, SamplingFields(), sampling) == {}
 
 
-async def test_a_beam_search_does_not_sample(start_gateway: Any, tmp_path: Path) -> None:
+async def test_beam_search_ignores_sampling_defaults(start_gateway: Any, tmp_path: Path) -> None:
     gateway = await start_gateway(model=write_model(tmp_path / "model", **FILE))
     body = {"prompt": "hi", "n": 2, "use_beam_search": True, "max_tokens": 4}
-    sampling, _ = await told(gateway, "/v1/completions", **body)
+    sampling, _ = await sampling_and_answer(gateway, "/v1/completions", **body)
     assert of(sampling, NEUTRAL) == NEUTRAL | {"temperature": 0.0}
 
 
 @pytest.mark.parametrize("source", ["none", "vllm"])
-async def test_the_file_may_be_left_alone(start_gateway: Any, tmp_path: Path, source: str) -> None:
+async def test_generation_config_file_may_be_ignored(start_gateway: Any, tmp_path: Path, source: str) -> None:
     gateway = await start_gateway(model=write_model(tmp_path / "model", **FILE), generation_config=source)
-    assert of((await told(gateway, "/v1/chat/completions", messages=HI))[0], NEUTRAL) == NEUTRAL
+    assert of((await sampling_and_answer(gateway, "/v1/chat/completions", messages=HI))[0], NEUTRAL) == NEUTRAL
     async with gateway.session.get("/v1/models") as response:
         assert "generation_defaults" not in (await response.json())["data"][0]
 
 
-async def test_models_tell_their_defaults(start_gateway: Any, tmp_path: Path) -> None:
+async def test_models_route_lists_the_defaults(start_gateway: Any, tmp_path: Path) -> None:
     gateway = await start_gateway(model=write_model(tmp_path / "model", temperature=0.6, top_p=None))
     async with gateway.session.get("/v1/models") as response:
         assert (await response.json())["data"][0]["generation_defaults"] == {"temperature": 0.6}
 
 
 @pytest.mark.parametrize(
-    ("defaults", "told"),
+    ("defaults", "message"),
     [
         ({"temperature": 3.5}, "temperature"),
         ({"top_p": "0.9"}, "top_p"),
@@ -142,8 +142,8 @@ async def test_models_tell_their_defaults(start_gateway: Any, tmp_path: Path) ->
         ({"repetition_penalty": float("nan")}, "repetition_penalty"),
     ],
 )
-def test_defaults_that_no_request_could_have_are_refused(tmp_path: Path, defaults: Any, told: str) -> None:
+def test_invalid_defaults_are_refused(tmp_path: Path, defaults: Any, message: str) -> None:
     model = write_model(tmp_path / "model", **defaults)
-    with pytest.raises(ModelFilesError, match=rf"generation_config.json: .*{told}.*--generation-config none"):
+    with pytest.raises(ModelFilesError, match=rf"generation_config.json: .*{message}.*--generation-config none"):
         load_served_model(model)
     assert load_served_model(model, generation_config="none").defaults == {}

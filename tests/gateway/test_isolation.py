@@ -1,4 +1,4 @@
-"""What breaks in one answer's text ends that answer, with one error; its neighbours have theirs whole."""
+"""A failure in one answer's text ends that answer with one error. Concurrent answers are unaffected."""
 
 import asyncio
 from typing import Any
@@ -22,7 +22,7 @@ async def stream(gateway: Gateway, **fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("broken", ["detokenizer", "stop strings"])
-async def test_an_exception_in_a_stream_is_its_one_error_event(
+async def test_exception_in_a_stream_is_its_only_error_event(
     gateway: Gateway, tiny_model: ServedModel, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     hello, fatal = tiny_model.encoder.encode_text("a"), tiny_model.encoder.encode_text("b")
@@ -39,20 +39,20 @@ async def test_an_exception_in_a_stream_is_its_one_error_event(
         monkeypatch.setattr(kind, "push", fail_on_fatal)
 
     break_(ByteLevelDetokenizer, fatal[0]) if broken == "detokenizer" else break_(StopStrings, "b")
-    neighbour, victim, other = await asyncio.gather(
+    neighbor, victim, other = await asyncio.gather(
         stream(gateway), stream(gateway, seed=666, stop="zz"), stream(gateway, n=2)
     )
     assert victim.count(INTERNAL) == 1 and b"secret" not in victim
     assert victim.endswith(b"data: [DONE]\n\n") and victim.count(b"[DONE]") == 1
-    for whole in (neighbour, other):
+    for whole in (neighbor, other):
         assert b'"finish_reason":"stop"' in whole and b"error" not in whole and whole.endswith(b"data: [DONE]\n\n")
     async with gateway.session.post("/v1/completions", json={**BODY, "seed": 666, "stop": "zz"}) as response:
         assert response.status == 500 and INTERNAL in (await response.read()).replace(b": ", b":")
     assert await gateway.state.open_requests.wait_idle(10.0)
-    assert len(gateway.engine.cancelled) >= 2  # the engine works no longer for the two that failed
+    assert len(gateway.engine.cancelled) >= 2  # the engine stops work for the two that failed
 
 
-async def test_what_was_queued_is_withdrawn_where_its_way_back_cannot_be_made(
+async def test_queued_request_is_withdrawn_if_its_response_fails(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

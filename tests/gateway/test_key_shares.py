@@ -1,4 +1,4 @@
-"""One key does its worst with streams, attaches and bytes: it gets 429 beyond its share, and another key is served."""
+"""One key exhausts streams, attaches and bytes: beyond its share it gets 429, and another key is served."""
 
 import asyncio
 import socket
@@ -21,10 +21,10 @@ from tests.golden.engine import KeepingInferenceClient
 from tests.patience import PATIENCE_SECONDS
 
 URL = "/v1/completions"
-NUM_STREAMS = 10  # of which one key may have 8
-NUM_BODIES = 8  # of the largest; one key may have 7
+NUM_STREAMS = 10  # one key may have 8
+NUM_BODIES = 8  # of the largest size; one key may have 7
 Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-NUM_TOKENS = 1_000  # each with its 20 likeliest: half a megabyte, which does not fit into a socket's buffers
+NUM_TOKENS = 1_000  # with 20 alternatives each: half a megabyte, more than a socket's buffers
 SCORED = {**PROMPT, "logprobs": 20}
 
 
@@ -36,7 +36,7 @@ def says_much(request: GenerationRequest) -> list[StreamEvent]:
 
 
 class HalfReadEngine(KeepingInferenceClient):
-    """Kept answers of which a reader never gets the end."""
+    """An engine with stored answers whose end a reader never receives."""
 
     async def attach_all(
         self, requests: Sequence[GenerationRequest], terms_of_each: Sequence[RetentionTerms]
@@ -48,7 +48,7 @@ class HalfReadEngine(KeepingInferenceClient):
 
 
 class CountingEngine(KeepingInferenceClient):
-    """Counts how often a kept answer is attached to."""
+    """Count the attaches to a stored answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ async def start_with_keys(
 
 
 async def keep(gateway: Gateway, body: dict[str, Any] = PROMPT) -> str:
-    """Make a kept answer of the first key, and return its id."""
+    """Make a stored answer of the first key; return its id."""
     headers = bearer(KEY) | {"Idempotency-Key": "mine"}
     async with gateway.session.post(URL, json={**body, "stream": True}, headers=headers) as reply:
         assert reply.status == 200
@@ -83,9 +83,9 @@ async def keep(gateway: Gateway, body: dict[str, Any] = PROMPT) -> str:
 async def opened(
     gateway: Gateway, head: bytes, key: str
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that sends this head, and whose client reads nothing by itself."""
+    """Open a connection that sends this head; the client reads only on request."""
     client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, or it has no effect
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # set before connecting, or it has no effect
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", gateway.port))
     reader, writer = await asyncio.open_connection(sock=client, limit=1024)
@@ -107,7 +107,7 @@ def body_head(num_bytes: int) -> bytes:
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, str]:
-    """Status and the rest of what came."""
+    """Return the status and the rest of the received data."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         status = int((await reader.readline()).split()[1])
         return status, (await reader.readuntil(b"}}")).decode()
@@ -143,7 +143,7 @@ async def test_streams_beyond_a_share_are_refused(start_gateway: Callable[..., A
         assert rejected == 12
         if kind != "attach":
             assert (await ask(OTHER))[0] == 200
-        else:  # it has no answer of its own: let in, and then not found
+        else:  # it has no answer: admitted, then not found
             assert (await ask(OTHER))[0] == 404
 
 
@@ -185,7 +185,7 @@ async def test_lone_key_fills_all_bytes_and_then_gets_503(start_gateway: Callabl
         assert status == 503 and "gateway_full" in text and "--max-bytes-in-flight" in text
 
 
-async def test_chunked_body_counts_what_it_may_have_until_it_is_read(gateway: Gateway) -> None:
+async def test_chunked_body_counts_its_maximum_until_it_is_read(gateway: Gateway) -> None:
     held, head = (
         gateway.state.bytes_in_flight,
         body_head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"),
@@ -228,7 +228,7 @@ async def test_kept_body_is_built_once_for_slow_readers(start_gateway: Callable[
 
 
 async def test_kept_bodies_beyond_a_share_are_refused(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    """Distinct answers, so that nothing is shared; what was refused can be read later."""
+    """Distinct answers, so that nothing is shared. A refused answer can be read later."""
     engine = KeepingInferenceClient()
     engine.script = says_much
     gateway = await start_with_keys(start_gateway, tmp_path, engine, max_bytes_in_flight=4 * 2**20)

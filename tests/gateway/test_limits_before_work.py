@@ -1,6 +1,6 @@
-"""A request over a limit costs nothing: on no route is a byte of its body read, and nothing is decoded or encoded.
+"""On every route, a request over a limit is refused before its body is read, decoded or encoded.
 
-The bodies are the largest legal ones, and the client never sends them: an answer shows that nobody waited for one.
+The bodies have the maximum length, and the client never sends them: any answer proves that the gateway did not wait.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ UPLOAD = "/v1/files"
 
 @pytest.fixture
 async def gateway(start_gateway: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest) -> Gateway:
-    """With every route, and two keys, of which the first has the limits of the parameter."""
+    """Start a gateway with every route and two keys; the parameter sets the first key's limits."""
     return await limited(start_gateway, tmp_path, **getattr(request, "param", {"tokens_per_minute": 1_000}))
 
 
@@ -35,7 +35,7 @@ def account(gateway: Gateway) -> Account:
 
 @pytest.fixture
 def work(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The work that was done, by its name."""
+    """Record the names of the work that was done."""
     done: list[str] = []
     for name, target in {
         "read": "gateway.state._read",
@@ -49,8 +49,10 @@ def work(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def refusal_of_unsent(gateway: Gateway, method: str, path: str) -> str:
-    """The error code for a request that announces the largest body and never sends it; Anthropic's errors have none,
-    and give their status."""
+    """Announce the largest body, send none of it, and return the error code.
+
+    Anthropic's errors have no code; return their status.
+    """
     url = path.replace("{id}", "0" * 32)
     size = gateway.state.settings.max_file_bytes if path == UPLOAD else MAX_BODY_BYTES
     media_type = "multipart/form-data; boundary=a" if path == UPLOAD else "application/json"

@@ -1,4 +1,4 @@
-"""The share of the event loop by key, in turns and pieces that are counted: the clock moves by what is done alone."""
+"""The event loop is shared by key in time slices. Pieces of work are counted, and only work moves the clock."""
 
 import asyncio
 from collections import deque
@@ -12,11 +12,11 @@ from gateway.loop_scheduler import ROUND_SECONDS, SLICE_SECONDS, KeyScheduler, L
 from shared.messages import FinishReason
 
 PIECE_SECONDS = SLICE_SECONDS / 4
-MOST_OF_A_SLICE = 5  # pieces: the last one may begin before the slice is over, as sums of quarters are not exact
+MAX_PIECES_PER_SLICE = 5  # pieces: the last may begin before the slice ends, because sums of quarters are inexact
 
 
 class Work:
-    """Pieces of a key that are done one after the other, and written down in one log with those of others."""
+    """Pieces of a key that are done one after another and recorded in a shared log."""
 
     def __init__(self, loop: "CountedLoop", key: str, num_pieces: int, seconds: float = PIECE_SECONDS) -> None:
         self._loop = loop
@@ -41,11 +41,11 @@ class Work:
 class CountedLoop:
     def __init__(self) -> None:
         self.now = 0.0
-        self.log: list[str] = []  # whose piece was done
+        self.log: list[str] = []  # the key whose piece was done
         self.scheduler = LoopScheduler(lambda: self.now)
 
     async def run(self, while_true: Callable[[], bool]) -> list[list[str]]:
-        """Whose pieces were done in each iteration of the loop."""
+        """Return the keys whose pieces were done in each iteration of the loop."""
         iterations = []
         while while_true():
             before = len(self.log)
@@ -54,46 +54,46 @@ class CountedLoop:
         return iterations
 
 
-async def test_what_fits_is_done_at_once_and_the_rest_in_turns() -> None:
+async def test_short_work_is_done_at_once_and_the_rest_in_slices() -> None:
     loop = CountedLoop()
     small, large = Work(loop, "small", 1), Work(loop, "large", 1000)
     small.begin()
     large.begin()
-    assert small.num_left == 0 and 1000 - large.num_left <= MOST_OF_A_SLICE
+    assert small.num_left == 0 and 1000 - large.num_left <= MAX_PIECES_PER_SLICE
     iterations = await loop.run(lambda: large.num_left > 0)
-    assert all(0 < len(done) <= MOST_OF_A_SLICE for done in iterations[1:])
+    assert all(0 < len(done) <= MAX_PIECES_PER_SLICE for done in iterations[1:])
 
 
 @pytest.mark.parametrize("num_works", [1, 128])
-async def test_nobody_waits_for_more_than_a_slice_of_another_key(num_works: int) -> None:
-    """However much that has waiting, in one answer or in many."""
+async def test_key_waits_for_at_most_one_slice_of_another_key(num_works: int) -> None:
+    """This holds for any backlog, in one answer or in many."""
     loop = CountedLoop()
     hostile = [Work(loop, "hostile", 100_000 // num_works) for _ in range(num_works)]
     for work in hostile:
         work.begin()
-    assert len(loop.log) <= MOST_OF_A_SLICE, "by the task that hears of them all"
+    assert len(loop.log) <= MAX_PIECES_PER_SLICE, "by the task that receives all events"
     for _ in range(50):
         await loop.run(iter([True, True, False]).__next__)
         before = len(loop.log)
         polite = Work(loop, "polite", 1)
-        asyncio.get_running_loop().call_soon(polite.begin)  # as what a socket brings is heard of
+        asyncio.get_running_loop().call_soon(polite.begin)  # like data from a socket
         await loop.run(lambda polite=polite: polite.num_left > 0)  # type: ignore[misc]
         waited_for = loop.log[before : loop.log.index("polite", before)]
-        assert len(waited_for) <= MOST_OF_A_SLICE
+        assert len(waited_for) <= MAX_PIECES_PER_SLICE
 
 
-async def test_keys_with_more_than_there_is_time_for_have_equal_shares() -> None:
+async def test_overloaded_keys_get_equal_shares() -> None:
     loop = CountedLoop()
     works = [*(Work(loop, "many", 1_000) for _ in range(20)), Work(loop, "one", 1_000)]
     for work in works:
         work.begin()
     await loop.run(lambda: works[-1].num_left > 0)
     done = loop.log[: len(loop.log) - loop.log[::-1].index("one")]
-    assert abs(done.count("many") - done.count("one")) <= 2 * MOST_OF_A_SLICE
+    assert abs(done.count("many") - done.count("one")) <= 2 * MAX_PIECES_PER_SLICE
 
 
-async def test_what_was_taken_too_much_is_owed() -> None:
-    """One whose pieces are ten slices long, as a long tool call is, has as much time as one of short pieces."""
+async def test_excess_time_is_repaid() -> None:
+    """A key whose pieces are ten slices long (a long tool call) gets as much time as one with short pieces."""
     loop = CountedLoop()
     coarse, fine = Work(loop, "coarse", 50, 10 * SLICE_SECONDS), Work(loop, "fine", 2_000)
     coarse.begin()
@@ -103,28 +103,28 @@ async def test_what_was_taken_too_much_is_owed() -> None:
     assert abs(seconds[0] - seconds[1]) <= 11 * SLICE_SECONDS
 
 
-async def test_who_is_alone_waits_for_nobody() -> None:
+async def test_lone_key_never_waits() -> None:
     loop = CountedLoop()
     alone = Work(loop, "alone", 50, 10 * SLICE_SECONDS)
     alone.begin()
     iterations = await loop.run(lambda: alone.num_left > 0)
-    assert all(done for done in iterations[1:]), "a debt to nobody is no reason to stand still"
+    assert all(done for done in iterations[1:]), "a debt without waiting keys delays nothing"
 
 
-async def test_a_round_is_bounded_however_many_keys_wait() -> None:
+async def test_round_is_bounded_for_any_number_of_keys() -> None:
     loop = CountedLoop()
     works = [Work(loop, f"key {number}", 100) for number in range(40)]
     for work in works:
         work.begin()
     iterations = await loop.run(lambda: any(work.num_left for work in works))
-    most = ROUND_SECONDS / SLICE_SECONDS * MOST_OF_A_SLICE
-    assert max(map(len, iterations)) <= most
-    firsts = loop.log[: 40 * MOST_OF_A_SLICE]
-    assert len(set(firsts)) == 40, "nobody is passed over"
+    max_pieces = ROUND_SECONDS / SLICE_SECONDS * MAX_PIECES_PER_SLICE
+    assert max(map(len, iterations)) <= max_pieces
+    firsts = loop.log[: 40 * MAX_PIECES_PER_SLICE]
+    assert len(set(firsts)) == 40, "no key is skipped"
 
 
 class Tokens:
-    """What of a Generation is read: so many updates that are there already."""
+    """The part of a Generation that is read: a number of updates that are ready."""
 
     def __init__(self, scheduler: KeyScheduler, num_tokens: int) -> None:
         self.scheduler = scheduler
@@ -165,21 +165,21 @@ class Taker(Sink):
         await self.may_go_on.wait()
 
 
-async def test_a_first_token_beside_a_hundred_thousand_waits_for_a_few_slices() -> None:
+async def test_first_token_beside_100000_waits_for_a_few_slices() -> None:
     loop = CountedLoop()
     many = [Tokens(loop.scheduler.of("hostile"), 1_000) for _ in range(100)]
     readings = [asyncio.create_task(Reading(tokens, Taker(loop, "hostile")).to_end()) for tokens in many]
     await asyncio.sleep(0)
     before = len(loop.log)
     await asyncio.create_task(Reading(Tokens(loop.scheduler.of("polite"), 1), Taker(loop, "polite")).to_end())
-    assert loop.log[before:].index("polite") <= 2 * MOST_OF_A_SLICE
+    assert loop.log[before:].index("polite") <= 2 * MAX_PIECES_PER_SLICE
     assert sum(len(tokens.waiting) for tokens in many) > 99_000
     await asyncio.gather(*readings)
-    assert loop.log.count("hostile") == 100_000, "and nothing is left out"
+    assert loop.log.count("hostile") == 100_000, "no token is lost"
 
 
-async def test_a_slow_reader_costs_its_own_answer_alone() -> None:
-    """It has no turns before it has caught up, and what it has not taken stays where it was."""
+async def test_slow_reader_delays_only_its_own_answer() -> None:
+    """It gets no slices until it has caught up, and its unread updates stay where they are."""
     loop = CountedLoop()
     slow, quick = Tokens(loop.scheduler.of("a"), 100), Tokens(loop.scheduler.of("a"), 100)
     taker = Taker(loop, "slow", refuses=3)
@@ -196,13 +196,13 @@ async def test_a_slow_reader_costs_its_own_answer_alone() -> None:
 
 
 class OneByOne(Tokens):
-    """The tokens are plain ones, each heard of when the one before it was read."""
+    """Plain tokens; each one arrives when the previous one was read."""
 
     def read_plain(self) -> Sequence[ChoiceUpdate] | None:
         return [self.waiting.popleft()] if len(self.waiting) > 1 else None
 
 
-async def test_a_slow_reader_is_waited_for_between_plain_tokens() -> None:
+async def test_slow_reader_is_awaited_between_plain_tokens() -> None:
     loop = CountedLoop()
     slow = OneByOne(loop.scheduler.of("a"), 100)
     taker = Taker(loop, "slow", refuses=1)
@@ -211,7 +211,7 @@ async def test_a_slow_reader_is_waited_for_between_plain_tokens() -> None:
     assert slow.listener is not None
     for _ in range(5):
         slow.listener()
-    assert loop.log == ["slow"], "it has one, and has not caught up"
+    assert loop.log == ["slow"], "it read one token and has not caught up"
     taker.may_go_on.set()
     while not reading.done():
         slow.listener()
@@ -219,13 +219,13 @@ async def test_a_slow_reader_is_waited_for_between_plain_tokens() -> None:
     assert loop.log == ["slow"] * 100
 
 
-async def test_what_goes_wrong_is_raised_where_the_answer_is_read() -> None:
+async def test_exception_is_raised_where_the_answer_is_read() -> None:
     class Failing(Sink):
         def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
             raise ValueError("no such text")
 
     loop = CountedLoop()
-    Work(loop, "a", 100).begin()  # so that it is read in a later turn
+    Work(loop, "a", 100).begin()  # so that it is read in a later slice
     with pytest.raises(ValueError, match="no such text"):
         await Reading(Tokens(loop.scheduler.of("a"), 10), Failing()).to_end()
     other = Work(loop, "a", 100)
@@ -233,7 +233,7 @@ async def test_what_goes_wrong_is_raised_where_the_answer_is_read() -> None:
     await loop.run(lambda: other.num_left > 0)
 
 
-async def test_an_answer_that_nobody_reads_any_more_has_no_turns() -> None:
+async def test_abandoned_answer_gets_no_slices() -> None:
     loop = CountedLoop()
     Work(loop, "a", 8).begin()
     tokens = Tokens(loop.scheduler.of("a"), 1_000)
@@ -244,4 +244,4 @@ async def test_an_answer_that_nobody_reads_any_more_has_no_turns() -> None:
     await asyncio.wait([reading])
     for _ in range(5):
         await asyncio.sleep(0)
-    assert num_waiting - len(tokens.waiting) <= MOST_OF_A_SLICE
+    assert num_waiting - len(tokens.waiting) <= MAX_PIECES_PER_SLICE

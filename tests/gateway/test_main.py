@@ -1,4 +1,4 @@
-"""The gateway as a process: it starts without store and model, and ends as it should."""
+"""The gateway as a process: start without store and model, errors at the start, and shutdown."""
 
 import contextlib
 import importlib.util
@@ -52,10 +52,10 @@ def get(port: int, path: str) -> tuple[int, bytes]:
                 return error.code, error.read()
         except OSError:
             assert time.monotonic() < deadline, "the gateway does not listen"
-            time.sleep(0.05)  # polls another process: there is nothing to wait on
+            time.sleep(0.05)  # polls another process: there is no event to wait for
 
 
-def test_listens_without_store_and_model_until_sigterm(start: Start, tmp_path: Path) -> None:
+def test_gateway_listens_without_store_and_model(start: Start, tmp_path: Path) -> None:
     port = free_port()
     process = start("--model", str(tmp_path / "later"), "--port", str(port))
     assert get(port, "/livez")[0] == 200
@@ -68,7 +68,7 @@ def test_listens_without_store_and_model_until_sigterm(start: Start, tmp_path: P
     assert process.wait(PATIENCE_SECONDS) == 0
 
 
-def test_a_port_in_use(start: Start, tmp_path: Path) -> None:
+def test_port_in_use_ends_the_start(start: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = start("--model", str(tmp_path), "--port", str(port))
@@ -76,7 +76,7 @@ def test_a_port_in_use(start: Start, tmp_path: Path) -> None:
     assert process.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in errors
 
 
-def test_gateways_share_a_port_when_all_say_so_and_each_has_its_own_beside_it(start: Start, tmp_path: Path) -> None:
+def test_gateways_share_a_port_and_have_one_of_their_own(start: Start, tmp_path: Path) -> None:
     port, own_ports = free_port(), [free_port(), free_port()]
     flags = ("--model", str(tmp_path), "--port", str(port), "--reuse-port", "--own-port")
     first, second = (start(*flags, str(own_port)) for own_port in own_ports)
@@ -87,32 +87,32 @@ def test_gateways_share_a_port_when_all_say_so_and_each_has_its_own_beside_it(st
     assert second.poll() is None
 
 
-def test_a_model_that_cannot_be_served(start: Start, tiny_model_dir: Path) -> None:
+def test_unservable_model_ends_the_start(start: Start, tiny_model_dir: Path) -> None:
     process = start("--model", str(tiny_model_dir), "--port", "0", "--max-model-len", "1M")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1 and "--max-model-len: 1048576 exceeds the model's maximum, 256" in errors
 
 
-def test_models_that_cannot_be_told_apart(start: Start) -> None:
+def test_models_with_equal_names_end_the_start(start: Start) -> None:
     process = start("--port", "0", "--model", "/m", "--served-model-name", "a", "a")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 2
     assert errors == "pagestream gateway: error: model name 'a': used twice; names and aliases must be unique\n"
 
 
-def test_a_wrong_flag(start: Start) -> None:
+def test_unknown_flag_ends_the_start(start: Start) -> None:
     process = start("--model", "/m", "--port", "x")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 2 and "--port" in errors
 
 
-def test_it_runs_on_uvloop_where_that_is_installed() -> None:
+def test_gateway_runs_on_uvloop_if_installed() -> None:
     has_uvloop = importlib.util.find_spec("uvloop") is not None
     with contextlib.closing(new_event_loop()) as loop:
         assert type(loop).__module__.partition(".")[0] == ("uvloop" if has_uvloop else "asyncio")
 
 
-def test_without_uvloop_it_says_so_and_answers(start: Start, tmp_path: Path) -> None:
+def test_gateway_without_uvloop_logs_it_and_answers(start: Start, tmp_path: Path) -> None:
     port = free_port()
     source = "import sys; sys.modules['uvloop'] = None; from gateway.__main__ import main; sys.exit(main(sys.argv[1:]))"
     process = start("--model", str(tmp_path / "later"), "--port", str(port), program=("-c", source))
@@ -123,8 +123,8 @@ def test_without_uvloop_it_says_so_and_answers(start: Start, tmp_path: Path) -> 
     assert "uvloop: not installed" in log
 
 
-async def test_a_burst_of_connections_waits_for_the_loop() -> None:
-    """1,000 clients connect while the event loop does something else; aiohttp's own backlog takes 128 of them."""
+async def test_burst_of_connections_waits_for_the_loop() -> None:
+    """1,000 clients connect while the event loop is busy; aiohttp's default backlog takes 128 of them."""
     runner = web.AppRunner(web.Application())
     await runner.setup()
     listen = SimpleNamespace(host="127.0.0.1", port=0, reuse_port=False, own_port=None)

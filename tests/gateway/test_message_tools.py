@@ -1,4 +1,4 @@
-"""Tools and thinking in Anthropic's words: what the model is shown and bound to, and the blocks that come back."""
+"""Tools and thinking in the Messages API: prompt, grammar, and the returned content blocks."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ async def gateway(start_gateway: Any, roomy_model_dir: Path) -> Gateway:
 
 
 async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.STOP, **fields: Any) -> Any:
-    """(blocks, stop reason) of a model that says `text` token by token: streamed and not, which must be equal."""
+    """Return (blocks, stop reason) of a model that says `text`: streamed and whole, which must be equal."""
     encoder = gateway.service.require_model().encoder
     gateway.engine.script = says(*([token_id] for token_id in encoder.encode_text(text)), reason=reason)
     async with gateway.session.post(URL, json={**HI, **fields}) as response:
@@ -48,7 +48,8 @@ async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.S
         events = [json.loads(line[6:]) for line in (await response.text()).splitlines() if line.startswith("data: ")]
     blocks, stop_reason, usage = joined(events)
     for block, same in zip(blocks, whole["content"], strict=True):
-        if block["type"] == "tool_use" and reason is FinishReason.LENGTH:  # half a call is none, but for who streams it
+        # half a call is dropped from a whole answer, but was already streamed
+        if block["type"] == "tool_use" and reason is FinishReason.LENGTH:
             assert same["input"] == {}
         elif block["type"] == "tool_use":
             block["input"] = json.loads(block["input"])
@@ -60,7 +61,7 @@ async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.S
 
 
 def joined(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
-    """As Anthropic's client puts a stream together; a block is open from its start to its stop, one at a time."""
+    """Join a stream as Anthropic's client does; exactly one block is open from its start to its stop."""
     blocks: list[dict[str, Any]] = []
     is_open = False
     fields = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
@@ -93,7 +94,7 @@ def tool_block(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "name": name, "input": arguments}
 
 
-async def test_a_call_of_the_models_own_accord(gateway: Gateway) -> None:
+async def test_optional_call_becomes_a_tool_use_block(gateway: Gateway) -> None:
     weather = tool_block("get_weather", city="Zürich")
     assert await ask(gateway, CALL) == ([weather], "tool_use")
     assert await ask(gateway, f"Let me see. {CALL}") == ([text_block("Let me see. "), weather], "tool_use")
@@ -105,7 +106,7 @@ async def test_a_call_of_the_models_own_accord(gateway: Gateway) -> None:
     assert await ask(gateway, CALL, tool_choice={"type": "none"}) == ([text_block(CALL)], "end_turn")
 
 
-async def test_forced_calls(gateway: Gateway) -> None:
+async def test_forced_call_becomes_a_tool_use_block(gateway: Gateway) -> None:
     named = {"type": "tool", "name": "get_weather"}
     found = await ask(gateway, '{"city": "Rome"}', tool_choice=named)
     assert found == ([tool_block("get_weather", city="Rome")], "tool_use")
@@ -118,7 +119,7 @@ async def test_forced_calls(gateway: Gateway) -> None:
     assert json.loads(one.grammar.grammar.text)["maxItems"] == 1
 
 
-async def test_reasoning_is_blocks_for_who_asks_for_it(gateway: Gateway) -> None:
+async def test_reasoning_becomes_thinking_blocks_if_requested(gateway: Gateway) -> None:
     text = f"<think>\nHm, Zürich.\n</think>\n\nSo: {CALL}"
     reasoning = {"type": "thinking", "thinking": "Hm, Zürich.\n", "signature": ""}
     rest = [text_block("So: "), tool_block("get_weather", city="Zürich")]
@@ -130,16 +131,14 @@ async def test_reasoning_is_blocks_for_who_asks_for_it(gateway: Gateway) -> None
     assert plain == ([{"type": "thinking", "thinking": "a", "signature": ""}, text_block("b")], "end_turn")
 
 
-async def test_thinking_needs_a_parser_of_reasoning(start_gateway: Any, roomy_model_dir: Path) -> None:
+async def test_thinking_without_reasoning_parser_is_refused(start_gateway: Any, roomy_model_dir: Path) -> None:
     gateway = await start_gateway(model=roomy_model_dir)
     async with gateway.session.post(URL, json={**HI, "thinking": THINKING}) as response:
         error = (await response.json())["error"]
     assert (response.status, error["param"]) == (400, "thinking") and "reasoning parser" in error["message"]
 
 
-async def test_a_model_that_may_think_does_not_where_nothing_tells_reasoning_apart(
-    start_gateway: Any, tmp_path: Path
-) -> None:
+async def test_adaptive_thinking_without_parser_is_disabled(start_gateway: Any, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "roomy", max_model_len=4096)
     (model / "chat_template.jinja").write_text("{{ enable_thinking }}")
     for parser, expected in (("", "False"), ("qwen3", "True")):
@@ -154,7 +153,7 @@ async def test_a_model_that_may_think_does_not_where_nothing_tells_reasoning_apa
         assert counted == len(gateway.engine.requests[-1].prompt_token_ids)
 
 
-async def test_reasoning_may_be_left_out(gateway: Gateway) -> None:
+async def test_reasoning_may_be_omitted(gateway: Gateway) -> None:
     omitted = {"type": "adaptive", "display": "omitted"}
     assert await ask(gateway, "<think>a</think>b", thinking=omitted) == ([text_block("b")], "end_turn")
 
@@ -163,7 +162,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
 @pytest.mark.parametrize("fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}])
-async def test_a_schema_is_followed(gateway: Gateway, fields: dict[str, Any]) -> None:
+async def test_output_schema_is_enforced(gateway: Gateway, fields: dict[str, Any]) -> None:
     found = await ask(gateway, '{"city": "Rome"}', tools=None, thinking={"type": "adaptive"}, **fields)
     assert found == ([text_block('{"city": "Rome"}')], "end_turn")
     grammar = gateway.engine.requests[-1].sampling.grammar
@@ -171,7 +170,7 @@ async def test_a_schema_is_followed(gateway: Gateway, fields: dict[str, Any]) ->
     assert parse(tools=None, output_config={"effort": "low"}).template["template_kwargs"]["reasoning_effort"] == "low"
 
 
-async def test_a_schema_beside_tools_leaves_both_open(gateway: Gateway) -> None:
+async def test_schema_with_tools_allows_answer_and_calls(gateway: Gateway) -> None:
     fields: dict[str, Any] = {"output_config": {"format": FORMAT}}
     assert await ask(gateway, '{"city": "Rome"}', **fields) == ([text_block('{"city": "Rome"}')], "end_turn")
     assert gateway.engine.requests[-1].sampling.grammar is not None
@@ -197,11 +196,11 @@ def answered(*ids: str) -> dict[str, Any]:
         [CALLED, answered("t1"), CALLED, answered("t1")],
     ],
 )  # fmt: skip
-def test_results_answer_the_calls_of_the_turn_before(messages: list[Any]) -> None:
+def test_tool_results_answer_the_calls_of_the_previous_turn(messages: list[Any]) -> None:
     assert parse(messages=[*HI["messages"], *messages]).prompts
 
 
-async def test_calls_and_results_of_earlier_turns_reach_the_model(gateway: Gateway) -> None:
+async def test_earlier_calls_and_results_reach_the_model(gateway: Gateway) -> None:
     used = {"type": "tool_use", "id": "toolu_0123abcde", "name": "get_weather", "input": {"city": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": used["id"], "content": [{"type": "text", "text": "sunny"}]}
     again = {**used, "id": "toolu_again"}
@@ -223,6 +222,8 @@ async def test_calls_and_results_of_earlier_turns_reach_the_model(gateway: Gatew
                 {"id": "0123abcde", "type": "function", "function": function},
                 {"id": "again", "type": "function", "function": function},
             ],
+            "reasoning": "Hm",
+            "reasoning_content": "Hm",
         },
         {"role": "tool", "content": "sunny", "tool_call_id": "0123abcde"},
         {"role": "tool", "content": "Error: no net", "tool_call_id": "again"},
@@ -281,7 +282,9 @@ def parse(**fields: Any) -> Any:
         ({"tools": None, "output_config": {"format": FORMAT}, "thinking": THINKING}, "thinking"),
     ],
 )  # fmt: skip
-async def test_what_is_wrong_is_named_in_anthropics_words(gateway: Gateway, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_tool_use_is_named_in_anthropics_format(
+    gateway: Gateway, fields: dict[str, Any], param: str
+) -> None:
     async with gateway.session.post(URL, json={**HI, **fields}) as response:
         error = (await response.json())["error"]
     assert (response.status, error["param"]) == (400, param) and param in error["message"]

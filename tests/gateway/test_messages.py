@@ -1,4 +1,4 @@
-"""Anthropic's API: the order of a stream's events, what a request becomes, and errors in its words."""
+"""The Messages API: the order of stream events, the request to the engine, and errors in Anthropic's format."""
 
 import json
 import re
@@ -33,7 +33,7 @@ async def events(gateway: Gateway, body: dict[str, Any]) -> list[tuple[str, Any]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in pairs]
 
 
-async def test_the_events_of_a_stream_in_their_order(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_stream_events_are_in_order(gateway: Gateway, tiny_model: ServedModel) -> None:
     token_ids = ids(tiny_model, "It is é.")
     gateway.engine.script = says(*[[token_id] for token_id in token_ids])
     found = await events(gateway, HI)
@@ -64,7 +64,7 @@ async def test_the_events_of_a_stream_in_their_order(gateway: Gateway, tiny_mode
         (FinishReason.LENGTH, ["xyz", "Par"], ("stop_sequence", "Par", "It is ")),
     ],
 )
-async def test_whole_and_streamed_agree(
+async def test_whole_answer_equals_stream(
     gateway: Gateway, tiny_model: ServedModel, reason: FinishReason, stops: list[str], expected: Any
 ) -> None:
     gateway.engine.script = says(*[[token_id] for token_id in ids(tiny_model, "It is Paris.")], reason=reason)
@@ -79,7 +79,7 @@ async def test_whole_and_streamed_agree(
     assert "".join(d["delta"]["text"] for n, d in streamed if n == "content_block_delta") == block["text"]
 
 
-async def test_what_the_engine_is_asked(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_request_fields_reach_the_engine(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says([70])
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
@@ -117,7 +117,7 @@ async def test_what_the_engine_is_asked(gateway: Gateway, tiny_model: ServedMode
         ({"model": "claude"}, 404, "not_found_error", "model"),
     ],
 )  # fmt: skip
-async def test_errors_in_anthropics_words(
+async def test_invalid_request_gets_an_anthropic_error(
     gateway: Gateway, change: dict[str, Any], status: int, kind: str, param: str
 ) -> None:
     found, body = await post(gateway, {**HI, **change})
@@ -125,7 +125,7 @@ async def test_errors_in_anthropics_words(
     assert body["request_id"].startswith("req_")
 
 
-async def test_an_error_within_a_stream_is_its_last_event(gateway: Gateway) -> None:
+async def test_error_within_a_stream_is_its_last_event(gateway: Gateway) -> None:
     def breaks(request: Any) -> Any:
         yield TokenEvent(request.request_id, 0, [70])
         yield ErrorEvent(request.request_id, ErrorCode.REQUEST_FAILED, "")
@@ -136,8 +136,8 @@ async def test_an_error_within_a_stream_is_its_last_event(gateway: Gateway) -> N
     assert len(data["request_id"]) > len("req_")
 
 
-@pytest.mark.parametrize(("sent", "told"), [("job-7", "req_job-7"), ("req_01", "req_01"), ("", None)])
-async def test_every_answer_has_its_id_in_anthropics_header(gateway: Gateway, sent: str, told: str | None) -> None:
+@pytest.mark.parametrize(("sent", "expected"), [("job-7", "req_job-7"), ("req_01", "req_01"), ("", None)])
+async def test_every_answer_has_anthropics_request_id_header(gateway: Gateway, sent: str, expected: str | None) -> None:
     gateway.engine.script = says([70])
     for body, url, status in (
         (HI, "/v1/messages", 200),
@@ -150,14 +150,14 @@ async def test_every_answer_has_its_id_in_anthropics_header(gateway: Gateway, se
         async with gateway.session.post(url, json=body, headers={"x-request-id": sent}) as response:
             text = await response.text()
         request_id = response.headers["request-id"]
-        assert (response.status, request_id) == (status, told or f"req_{response.headers['x-request-id']}")
+        assert (response.status, request_id) == (status, expected or f"req_{response.headers['x-request-id']}")
         if status != 200:
             assert json.loads(text)["request_id"] == request_id
     async with gateway.session.post("/v1/chat/completions", json={}) as response:
         assert "request-id" not in response.headers and list(await response.json()) == ["error"]
 
 
-async def test_a_model_is_named_here_and_need_not_be_elsewhere(gateway: Gateway) -> None:
+async def test_model_is_required_here_but_optional_elsewhere(gateway: Gateway) -> None:
     gateway.engine.script = says([70])
     nameless = {key: value for key, value in HI.items() if key != "model"}
     for url in ("/v1/messages", "/v1/messages/count_tokens"):
@@ -166,7 +166,7 @@ async def test_a_model_is_named_here_and_need_not_be_elsewhere(gateway: Gateway)
     assert (await post(gateway, nameless, "/v1/chat/completions"))[0] == 200
 
 
-async def test_systems_messages_stay_where_they_are(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_system_messages_keep_their_positions(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says([70])
     user, brief = HI["messages"][0], {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
     messages = [{"role": "system", "content": "be kind"}, user, brief]
@@ -184,26 +184,26 @@ PARTS = {"type": "content", "content": [{"type": "text", "text": "Rome"}, {"type
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "expected"),
     [
         ({"source": SOURCE}, "<document_contents>\nRome is old.\n</document_contents>"),
         ({"source": PARTS, "title": "T", "context": "C", "citations": {"enabled": False}},
          "<title>T</title>\n<context>C</context>\n<document_contents>\nRome\nis old.\n</document_contents>"),
     ],
 )  # fmt: skip
-def test_documents_of_text_are_read(document: dict[str, Any], told: str) -> None:
+def test_text_documents_are_read(document: dict[str, Any], expected: str) -> None:
     block = {"type": "document", **document}
-    told = f"<document>\n{told}\n</document>"
+    expected = f"<document>\n{expected}\n</document>"
     content = [block, {"type": "text", "text": "How old?"}]
     (chat,) = parse_messages(
         decode_body(json.dumps({**HI, "messages": [{"role": "user", "content": content}]}).encode())
     ).prompts
-    assert chat[0]["content"] == f"{told}\nHow old?"  # type: ignore[index]
+    assert chat[0]["content"] == f"{expected}\nHow old?"  # type: ignore[index]
     used = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
     messages = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
     (chat,) = parse_messages(decode_body(json.dumps({**HI, "messages": messages}).encode())).prompts
-    assert chat[1]["content"] == told  # type: ignore[index]
+    assert chat[1]["content"] == expected  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ async def test_other_documents_are_refused(gateway: Gateway, document: dict[str,
     assert (status, body["error"]["param"]) == (400, f"messages[0].content[0].{param}")
 
 
-async def test_models_in_anthropics_shape(start_gateway: Any) -> None:
+async def test_models_route_has_anthropics_format(start_gateway: Any) -> None:
     gateway = await start_gateway(served_model_name=("a", "b", "c"))
 
     async def listed(**query: str) -> tuple[list[str], bool]:
@@ -269,7 +269,7 @@ async def test_message_starts_before_its_first_token(start_gateway: Any, tiny_mo
     ],
     ids=["answer", "prompt"],
 )
-async def test_context_errors_have_anthropics_words(
+async def test_context_error_has_anthropics_message(
     gateway: Gateway, content: str, max_tokens: int, words: str
 ) -> None:
     body = {**HI, "max_tokens": max_tokens, "messages": [{"role": "user", "content": content}]}

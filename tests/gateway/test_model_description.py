@@ -1,4 +1,4 @@
-"""What is told of a model itself: its tokenizer, as vLLM's clients read it, and the fingerprint of what answers."""
+"""Descriptions of a model: its tokenizer in vLLM's format, and the system fingerprint."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.mark.parametrize("url", ["/tokenizer_info", "/v1/tokenizer_info", "/tokenizer_info?model=tiny"])
-async def test_a_client_finds_what_it_needs_of_the_tokenizer(gateway: Gateway, url: str) -> None:
+async def test_tokenizer_info_has_what_clients_need(gateway: Gateway, url: str) -> None:
     async with gateway.session.get(url) as response:
         assert response.status == 200
         info = await response.json()
@@ -29,8 +29,8 @@ async def test_a_client_finds_what_it_needs_of_the_tokenizer(gateway: Gateway, u
             assert (await response.json())["tokens"] == [int(token_id)]
 
 
-async def test_a_remote_tokenizer_makes_the_prompts_that_we_make(gateway: Gateway) -> None:
-    """Special tokens and the template of `/tokenizer_info`, all else by `/tokenize`, as lm-eval's does."""
+async def test_remote_tokenizer_builds_the_same_prompts(gateway: Gateway) -> None:
+    """Special tokens and template come from `/tokenizer_info`, everything else from `/tokenize`, as in lm-eval."""
     async with gateway.session.get("/tokenizer_info") as response:
         info = await response.json()
 
@@ -44,7 +44,7 @@ async def test_a_remote_tokenizer_makes_the_prompts_that_we_make(gateway: Gatewa
     assert len(await tokens_of(prompt=info["eos_token"], add_special_tokens=False)) == 1
 
 
-async def test_it_is_behind_the_key_and_of_one_model(start_gateway: Any) -> None:
+async def test_tokenizer_info_requires_a_key_and_names_a_model(start_gateway: Any) -> None:
     gateway = await start_gateway(api_key=KEY)
     async with gateway.session.get("/tokenizer_info") as response:
         assert response.status == 401
@@ -54,7 +54,7 @@ async def test_it_is_behind_the_key_and_of_one_model(start_gateway: Any) -> None
             assert response.status == status
 
 
-def test_nothing_is_told_but_what_makes_tokens(tmp_path: Path) -> None:
+def test_tokenizer_info_exposes_only_tokenizer_settings(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "tiny")
     config = {
         "tokenizer_class": "../x",
@@ -105,7 +105,7 @@ async def test_every_body_and_chunk_has_the_fingerprint(gateway: Gateway) -> Non
     assert fingerprints == {gateway.service.require_model().fingerprint}
 
 
-def test_the_fingerprint_is_of_the_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_depends_only_on_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, same = (write_tiny_model(tmp_path / name) for name in ("one", "same"))
     before = load_served_model(one).fingerprint
     assert before == load_served_model(same).fingerprint and len(before) == len("fp_0123456789")

@@ -1,4 +1,4 @@
-"""Two models on one gateway: names, engine, readiness and metrics are each one's own; a key may be of one alone."""
+"""Two models on one gateway have separate names, engines, readiness and metrics; a key may be limited to one model."""
 
 import asyncio
 import json
@@ -50,18 +50,19 @@ async def ask(gateway: Gateway, path: str, body: dict[str, Any] | None = None, k
 
 
 @pytest.mark.parametrize(("asked", "answered"), [("large", 0), ("gpt-4o", 0), ("org/small", 1)])
-async def test_the_model_of_a_request_chooses_the_engine(
+async def test_model_of_a_request_selects_the_engine(
     two: Two, engines: list[FakeInferenceClient], asked: str, answered: int
 ) -> None:
     gateway = await two()
     for path, prompt in (("/v1/completions", {"prompt": "a"}), ("/v1/messages", {})):
         body = {"model": asked, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], **prompt}
         status, answer = await ask(gateway, path, body)
-        assert (status, answer["model"]) == (200, ["large", "org/small"][answered])  # an alias is answered by the name
+        # the answer to an alias contains the name
+        assert (status, answer["model"]) == (200, ["large", "org/small"][answered])
     assert [len(engine.requests) for engine in engines] == [2 * (answered == 0), 2 * (answered == 1)]
 
 
-async def test_the_model_must_be_named_and_known(two: Two, engines: list[FakeInferenceClient]) -> None:
+async def test_missing_or_unknown_model_is_refused(two: Two, engines: list[FakeInferenceClient]) -> None:
     gateway = await two()
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
         status, answer = await ask(gateway, path, body)
@@ -73,7 +74,7 @@ async def test_the_model_must_be_named_and_known(two: Two, engines: list[FakeInf
     assert [engine.requests for engine in engines] == [[], []]
 
 
-async def test_each_model_has_limits_of_its_own(two: Two) -> None:
+async def test_each_model_has_its_own_limits(two: Two) -> None:
     gateway = await two()
     prompt = {"prompt": [5] * 16, "max_tokens": 1}
     assert (await ask(gateway, "/v1/completions", {**prompt, "model": "large"}))[0] == 200
@@ -95,7 +96,9 @@ async def test_every_name_is_listed(two: Two) -> None:
     assert (await ask(gateway, "/v1/models/small"))[0] == 404
 
 
-async def test_a_model_without_workers_refuses_for_itself_alone(two: Two, engines: list[FakeInferenceClient]) -> None:
+async def test_model_without_workers_refuses_only_its_own_requests(
+    two: Two, engines: list[FakeInferenceClient]
+) -> None:
     gateway = await two(no_worker="refuse")
     assert (await ask(gateway, "/ready"))[1]["models"] == {"large": "ready", "org/small": "ready"}
     assert (await ask(gateway, "/readyz?all=true"))[0] == 200
@@ -115,7 +118,7 @@ async def test_a_model_without_workers_refuses_for_itself_alone(two: Two, engine
     assert [(await ask(gateway, path))[0] for path in ("/ready", "/readyz", "/health")] == [503, 503, 503]
 
 
-async def test_metrics_tell_the_models_apart(two: Two, engines: list[FakeInferenceClient]) -> None:
+async def test_metrics_are_labeled_by_model(two: Two, engines: list[FakeInferenceClient]) -> None:
     gateway = await two(vllm_metric_names=True)
     assert (await ask(gateway, "/v1/completions", {"model": "org/small", "prompt": "a"}))[0] == 200
     engines[0].workers = []
@@ -136,7 +139,7 @@ async def test_metrics_tell_the_models_apart(two: Two, engines: list[FakeInferen
         assert "\npagestream_redis_up 0.0\n" in await response.text()
 
 
-async def test_a_kept_answer_is_found_without_its_model_being_named(
+async def test_stored_answer_is_found_without_its_model_name(
     two: Two, engines: list[FakeInferenceClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await two()
@@ -166,7 +169,7 @@ async def guarded(two: Two, tmp_path: Path) -> Gateway:
     return await two(api_keys_file=path)
 
 
-async def test_a_key_of_one_model_sees_no_other(guarded: Gateway, engines: list[FakeInferenceClient]) -> None:
+async def test_key_of_one_model_sees_no_other(guarded: Gateway, engines: list[FakeInferenceClient]) -> None:
     async def ids(key: str) -> list[str]:
         return [model["id"] for model in (await ask(guarded, "/v1/models", key=key))[1]["data"]]
 
@@ -183,9 +186,7 @@ async def test_a_key_of_one_model_sees_no_other(guarded: Gateway, engines: list[
     assert [len(engine.requests) for engine in engines] == [0, 1]
 
 
-async def test_a_key_sees_the_blocks_of_its_own_requests_alone(
-    guarded: Gateway, engines: list[FakeInferenceClient]
-) -> None:
+async def test_key_sees_only_blocks_of_its_own_requests(guarded: Gateway, engines: list[FakeInferenceClient]) -> None:
     def request(number: int, tenant: str) -> KVRequest:
         return KVRequest(
             id=f"id{number}#0", state="running", num_tokens=1000 + number, num_computed_tokens=2000 + number,
@@ -198,14 +199,14 @@ async def test_a_key_sees_the_blocks_of_its_own_requests_alone(
             num_bytes=6000 + number, num_tokens=7000 + number, tenant=tenant,
         )  # fmt: skip
 
-    owners = ["all", "one", "", "?"]  # of no key: before keys were set; of one that is not known
+    owners = ["all", "one", "", "?"]  # without a key: from before keys were set; of an unknown key
     requests = [request(number, tenant) for number, tenant in enumerate(owners)]
     moves = [move(number, f"id{number}", tenant) for number, tenant in enumerate(owners)] + [move(9, "", "?")]
     snapshot = KVSnapshot(worker="w", block_size=16, states="pasf", requests=requests, events=moves)
     for key, own in ((KEY, 0), (ONLY_SMALL, 1)):
         headers = {"Authorization": f"Bearer {key}"}
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while engines[1].kv.num_watchers:  # the one before
+            while engines[1].kv.num_watchers:  # the previous one
                 await asyncio.sleep(0.01)
         engines[1].kv.snapshots.put_nowait(snapshot)
         async with guarded.session.get("/debug/kv/stream?model=org/small", headers=headers) as response:
@@ -219,7 +220,7 @@ async def test_a_key_sees_the_blocks_of_its_own_requests_alone(
 
 
 @pytest.mark.parametrize(("query", "watched"), [("", [1, 1]), ("?model=gpt-4o", [1, 0]), ("?model=org/small", [0, 1])])
-async def test_the_blocks_of_all_models_or_of_one(
+async def test_blocks_of_all_models_or_of_one_are_listed(
     two: Two, engines: list[FakeInferenceClient], query: str, watched: list[int]
 ) -> None:
     gateway = await two()

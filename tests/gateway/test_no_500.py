@@ -1,4 +1,4 @@
-"""Whatever a client sends, the answer is about what it sent: never 500, never a stack trace in the log."""
+"""For any input, the answer is about the input: never a 500, and no stack trace in the log."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ class Fuzzer:
         self._routes = [(method, path) for method, path in routes if method != "*" and "events" not in path]
 
     def request(self) -> tuple[str, bytes]:
-        """(what it is, its bytes)."""
+        """Return (description, bytes) of a random request."""
         method, path = self._rng.choice(self._routes)
         target = "/".join(self._text() if part.startswith("{") else part for part in path.split("/"))
         query = "&".join(f"{self._rng.choice(QUERIES)}={self._text()}" for _ in range(self._rng.randrange(3)))
@@ -116,7 +116,7 @@ async def exchange(port: int, request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_is_sent_never_ends_in_a_500(
+async def test_random_input_never_gets_a_500(
     start_gateway: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
     engine = FakeInferenceClient()

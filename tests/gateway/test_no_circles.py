@@ -1,5 +1,8 @@
-"""A request is freed as it ends. Of what is left in circles a search for garbage frees hundreds of requests at
-one time: 20 to 40 ms in which the event loop stands still, and until then each refused body has its buffers."""
+"""A request's memory is freed when it ends, without the cyclic garbage collector.
+
+A collection that frees hundreds of requests stops the event loop for 20 to 40 ms, and until then each refused body
+keeps its buffers.
+"""
 
 import gc
 from collections import Counter
@@ -20,7 +23,7 @@ from tests.gateway.fake_inference import FakeInferenceClient, says
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 4}
 FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n%b\r\n--b--\r\n' % bytes(2**16)
 FORM_TYPE = {"Content-Type": "multipart/form-data; boundary=b"}
-OTHER_TYPE = {"Content-Type": "multipart/form-data; boundary=c"}  # where the first of a boundary fills a cache
+OTHER_TYPE = {"Content-Type": "multipart/form-data; boundary=c"}  # the first request with a boundary fills a cache
 
 
 def failing(request: GenerationRequest) -> Iterable[StreamEvent]:
@@ -30,10 +33,10 @@ def failing(request: GenerationRequest) -> Iterable[StreamEvent]:
 
 @contextmanager
 def left_in_circles() -> Iterator[Counter[str]]:
-    """Counts by type what is left of a gateway's own and of requests, once it is over.
+    """Count by type the objects of the gateway and of requests that are left in reference cycles.
 
-    What was there before is held meanwhile: aiohttp keeps the applications of the last 1,024 handlers, so each request
-    may let go of the gateway of an earlier test, which is one large circle.
+    Objects that exist before are kept alive: aiohttp keeps the applications of the last 1,024 handlers, so any request
+    may release the gateway of an earlier test, which is one large cycle.
     """
     left: Counter[str] = Counter()
     gc.collect()
@@ -45,7 +48,8 @@ def left_in_circles() -> Iterator[Counter[str]]:
         gc.collect()
         for thing in gc.garbage:
             if type(thing).__module__.startswith("gateway.") or isinstance(thing, web.BaseRequest | type):
-                left[type(thing).__qualname__] += 1  # a type: the standard library's mail parser makes three a header
+                # a type: the standard library's mail parser creates three per header
+                left[type(thing).__qualname__] += 1
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -74,7 +78,7 @@ async def status_of(gateway: Gateway, path: str, **sent: Any) -> int:
         ("/v1/files", {"data": FORM.replace(b"--b", b"--c"), "headers": OTHER_TYPE}, 413),
     ],
 )
-async def test_an_answer_leaves_nothing_in_circles(
+async def test_answer_leaves_no_reference_cycles(
     start_gateway: Callable[..., Any], tmp_path: Path, path: str, sent: dict[str, Any], status: int
 ) -> None:
     (tmp_path / "keys.toml").write_text(entry("a", KEY))
@@ -85,10 +89,10 @@ async def test_an_answer_leaves_nothing_in_circles(
         max_files_bytes=2**15,
     )
     if sent.get("headers") != OTHER_TYPE:
-        await status_of(gateway, path, **sent)  # what is made on first use
+        await status_of(gateway, path, **sent)  # created on first use
     with left_in_circles() as left:
         assert await status_of(gateway, path, **sent) == status
-        await status_of(gateway, "/tokenize", json={"prompt": "the"})  # behind which the one before is over
+        await status_of(gateway, "/tokenize", json={"prompt": "the"})  # after this answer, the previous one has ended
     assert not left
 
 
@@ -100,7 +104,7 @@ async def test_an_answer_leaves_nothing_in_circles(
         (FakeInferenceClient(), False, 503),
     ],
 )
-async def test_what_fails_leaves_nothing_in_circles(
+async def test_failed_request_leaves_no_reference_cycles(
     start_gateway: Callable[..., Any], engine: FakeInferenceClient, stream: bool, status: int
 ) -> None:
     if engine.script is None:
@@ -109,6 +113,7 @@ async def test_what_fails_leaves_nothing_in_circles(
     await status_of(gateway, "/v1/chat/completions", json=CHAT)
     with left_in_circles() as left:
         assert await status_of(gateway, "/v1/chat/completions", json=CHAT | {"stream": stream}) == status
-        engine.submit_error = None if engine.script else QueueFull("a new one")  # the one it raised has the frames
+        # the frames belong to the exception that it raised
+        engine.submit_error = None if engine.script else QueueFull("a new one")
         await status_of(gateway, "/tokenize", json={"prompt": "the"})
     assert not left

@@ -1,4 +1,4 @@
-"""While no worker is ready, but one was: requests are taken and wait for the next one, within bounds."""
+"""After a ready worker is gone, requests are accepted and wait for the next one, within limits."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ async def ask(gateway: Gateway, path: str, body: dict[str, Any] | None = None) -
 
 @pytest.fixture
 def start(start_gateway: Callable[..., Any]) -> Callable[..., Any]:
-    """A gateway whose only worker was ready and is gone."""
+    """Start a gateway whose only worker was ready and is gone."""
 
     async def start(**changes: Any) -> Gateway:
         gateway = await start_gateway(FakeInferenceClient(says([5])), **changes)
@@ -35,10 +35,10 @@ def start(start_gateway: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
-async def test_requests_are_taken_and_the_gateway_stays_in_its_service(start: Callable[..., Any]) -> None:
+async def test_requests_without_worker_are_accepted_and_stay_ready(start: Callable[..., Any]) -> None:
     gateway = await start()
     assert (await ask(gateway, "/v1/completions", BODY))[0] == 200
-    for path in ("/readyz", "/readyz?all=true"):  # of a gateway that is not ready a balancer sends requests to nobody
+    for path in ("/readyz", "/readyz?all=true"):  # a load balancer sends no requests to a gateway that is not ready
         status, body = await ask(gateway, path)
         assert (status, body["state"], body["ready_workers"], body["ready_models"]) == (200, "waiting", 0, 1)
     status, body = await ask(gateway, "/ready")
@@ -57,22 +57,22 @@ async def test_requests_are_taken_and_the_gateway_stays_in_its_service(start: Ca
         ({"default_queue_timeout_seconds": 20.0}, {}, 20.0),
     ],
 )
-async def test_each_waits_for_its_own_time_or_for_that_of_a_restart(
+async def test_request_waits_for_its_own_or_the_restart_timeout(
     start: Callable[..., Any], options: dict[str, Any], asked: dict[str, Any], queue_deadline: float
 ) -> None:
     gateway = await start(**options)
     assert (await ask(gateway, "/v1/completions", {**BODY, **asked}))[0] == 200
-    assert gateway.engine.requests[-1].queue_deadline == queue_deadline  # the fake fleet's clock stands at 0
+    assert gateway.engine.requests[-1].queue_deadline == queue_deadline  # the fake fleet's clock is at 0
 
 
-async def test_with_a_ready_worker_nothing_is_bounded(start: Callable[..., Any]) -> None:
+async def test_request_with_a_ready_worker_has_no_deadline(start: Callable[..., Any]) -> None:
     gateway = await start()
     gateway.engine.workers = [heartbeat()]
     assert (await ask(gateway, "/v1/completions", BODY))[0] == 200
     assert gateway.engine.requests[-1].queue_deadline is None
 
 
-async def test_a_worker_that_does_not_come_back_is_not_waited_for(start: Callable[..., Any]) -> None:
+async def test_wait_ends_if_no_worker_returns(start: Callable[..., Any]) -> None:
     gateway = await start(no_worker_wait_seconds=30.0)
     gateway.engine.seconds_without_worker = 29.9
     assert (await ask(gateway, "/v1/completions", BODY))[0] == 200
@@ -84,14 +84,14 @@ async def test_a_worker_that_does_not_come_back_is_not_waited_for(start: Callabl
     assert (await ask(gateway, "/readyz"))[0] == 503
 
 
-async def test_who_will_not_wait_is_refused_at_once(start: Callable[..., Any]) -> None:
+async def test_no_worker_refuse_refuses_at_once(start: Callable[..., Any]) -> None:
     gateway = await start(no_worker="refuse")
     status, body = await ask(gateway, "/v1/completions", BODY)
     assert (status, body["error"]["code"]) == (503, "no_worker")
     assert (await ask(gateway, "/readyz"))[0] == 503
 
 
-async def test_the_next_worker_is_taken_to_be_like_the_last(start_gateway: Callable[..., Any]) -> None:
+async def test_limits_of_the_last_worker_apply_without_one(start_gateway: Callable[..., Any]) -> None:
     gateway = await start_gateway(FakeInferenceClient(says([5])))
     gateway.engine.workers = [heartbeat(max_model_len=64)]
     assert (await ask(gateway, "/ready"))[0] == 200
@@ -111,8 +111,8 @@ async def test_beams_above_half_of_the_smallest_worker_are_refused(start_gateway
     assert (status, body["error"]["param"]) == (400, "best_of")
 
 
-async def test_lines_of_a_batch_wait_without_a_bound(start: Callable[..., Any], tmp_path: Path) -> None:
-    """A line that has waited too long would have its result for good; a batch has the time."""
+async def test_batch_lines_wait_without_a_deadline(start: Callable[..., Any], tmp_path: Path) -> None:
+    """A timed-out line would keep its error forever, and a batch has time to wait."""
     gateway = await start(files_dir=tmp_path)
     async with client_of(gateway) as client:
         await begun(client, jsonl(line("a")))

@@ -1,8 +1,7 @@
-"""What the compliance tests of Open Responses ask of a server for texts and tools, with a scripted engine.
+"""The compliance tests of Open Responses for text and tools, with a scripted engine.
 
-A response has to be valid by their specification, to have ended well, and to have the items that were asked for; a
-stream has to be valid event by event, and to tell of a call in each of its steps. Their tests of images and of
-WebSocket are not here: neither is this server's.
+A response must match the specification, end well, and contain the requested items. A stream must be valid event by
+event and report each step of a call. The tests of images and of WebSocket are omitted: the server has neither.
 """
 
 from collections.abc import Callable
@@ -42,29 +41,29 @@ async def gateway(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:
         [item("user", "I am Ann."), item("assistant", "Hello Ann."), item("user", "Who am I?")],
     ],
 )
-async def test_texts(gateway: Gateway, items: list[dict[str, Any]]) -> None:
+async def test_text_response_passes_the_compliance_tests(gateway: Gateway, items: list[dict[str, Any]]) -> None:
     model_says(gateway, "Hello.")
     body = {"model": "roomy", "input": items}
-    whole, told = await said(gateway, "/v1/responses", body), await events(gateway, "/v1/responses", body)
+    whole, streamed = await said(gateway, "/v1/responses", body), await events(gateway, "/v1/responses", body)
     check_response(whole)
-    for event in told:
+    for event in streamed:
         check_event(event)
-    for response in (whole, told[-1]["response"]):
+    for response in (whole, streamed[-1]["response"]):
         assert response["status"] == "completed" and response["completed_at"] >= response["created_at"]
         assert [part["type"] for part in response["output"]] == ["message"]
 
 
-async def test_tools(gateway: Gateway) -> None:
+async def test_tool_response_passes_the_compliance_tests(gateway: Gateway) -> None:
     model_says(gateway, CALL)
     tool = {name: value for name, value in WEATHER.items() if name != "strict"}
     body = {"model": "roomy", "input": [item("user", "Oslo?")], "tools": [tool]}
-    whole, told = await said(gateway, "/v1/responses", body), await events(gateway, "/v1/responses", body)
+    whole, streamed = await said(gateway, "/v1/responses", body), await events(gateway, "/v1/responses", body)
     check_response(whole)
-    for event in told:
+    for event in streamed:
         check_event(event)
     assert [part["type"] for part in whole["output"]] == ["function_call"]
-    kinds = [event["type"] for event in told]
+    kinds = [event["type"] for event in streamed]
     assert [kind for kind in dict.fromkeys(kinds) if kind in CALL_STEPS] == CALL_STEPS
-    for event in told:
+    for event in streamed:
         if event["type"] in ("response.output_item.added", "response.output_item.done"):
             assert event["item"]["type"] == "function_call"

@@ -1,4 +1,4 @@
-"""The official OpenAI client against a gateway with a fake engine: its types are the oracle of our shapes."""
+"""The official OpenAI client against a gateway with a fake engine. The client's types check our response format."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,12 +26,14 @@ async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
         yield opened
 
 
-async def test_models(client: openai.AsyncOpenAI) -> None:
+async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).owned_by == "pagestream"
 
 
-async def test_chat(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_chat_answer_has_openais_types(
+    client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
+) -> None:
     gateway.engine.script = says(tiny_model.encoder.encode_text("It is Paris."), reason=FinishReason.LENGTH)
     answer = await client.chat.completions.create(model="tiny", messages=HI, n=2, extra_body={"top_k": 5})
     assert [(choice.message.content, choice.finish_reason) for choice in answer.choices] == [
@@ -43,7 +45,9 @@ async def test_chat(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: Se
     openai.types.chat.ChatCompletion.model_validate(answer.model_dump(), strict=True)
 
 
-async def test_chat_stream(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_chat_stream_has_openais_types(
+    client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
+) -> None:
     gateway.engine.script = says(*[[token] for token in tiny_model.encoder.encode_text("Paris é")])
     stream = await client.chat.completions.create(
         model="tiny", messages=HI, stream=True, stream_options={"include_usage": True}
@@ -57,7 +61,9 @@ async def test_chat_stream(client: openai.AsyncOpenAI, gateway: Gateway, tiny_mo
         openai.types.chat.ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
 
 
-async def test_completions(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_completion_has_openais_types(
+    client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
+) -> None:
     gateway.engine.script = says(tiny_model.encoder.encode_text(" Paris"))
     answer = await client.completions.create(model="tiny", prompt=["a", "b"])
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, " Paris"), (1, " Paris")]
@@ -65,7 +71,7 @@ async def test_completions(client: openai.AsyncOpenAI, gateway: Gateway, tiny_mo
     assert "".join([chunk.choices[0].text async for chunk in stream]) == " Paris"
 
 
-async def test_the_blocking_client(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_blocking_client_reads_a_stream(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(tiny_model.encoder.encode_text("Paris"))
 
     def ask() -> tuple[str | None, str]:
@@ -77,7 +83,7 @@ async def test_the_blocking_client(gateway: Gateway, tiny_model: ServedModel) ->
     assert await asyncio.to_thread(ask) == ("Paris", "Paris")
 
 
-async def test_errors_by_class(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+async def test_errors_raise_the_clients_classes(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         await client.chat.completions.create(model="tiny", messages=HI, temperature=3)
     assert (bad.value.code, bad.value.param, bad.value.type) == (
@@ -94,7 +100,7 @@ async def test_errors_by_class(client: openai.AsyncOpenAI, gateway: Gateway) -> 
     assert (full.value.status_code, full.value.code) == (503, "queue_full")
 
 
-async def test_the_client_repeats_a_refusal(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_client_retries_a_refusal(gateway: Gateway, tiny_model: ServedModel) -> None:
     submit = gateway.engine.submit
     gateway.engine.script = says(tiny_model.encoder.encode_text("Paris"))
     refusals = [QueueFull("cap")]
@@ -109,7 +115,7 @@ async def test_the_client_repeats_a_refusal(gateway: Gateway, tiny_model: Served
     assert answer.choices[0].message.content == "Paris"
 
 
-async def test_an_error_within_a_stream(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+async def test_error_within_a_stream_raises(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     def breaks(request: Any) -> Any:
         yield TokenEvent(request.request_id, 0, [70])
         yield ErrorEvent(request.request_id, ErrorCode.REQUEST_FAILED, "")
@@ -122,7 +128,7 @@ async def test_an_error_within_a_stream(client: openai.AsyncOpenAI, gateway: Gat
     assert error.value.code == "request_failed"
 
 
-async def test_leaving_a_stream_cancels(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+async def test_client_that_leaves_a_stream_cancels(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     stream = await client.chat.completions.create(model="tiny", messages=HI, stream=True)
     request = (await gateway.engine.next_stream()).request
     await stream.close()
@@ -134,7 +140,7 @@ async def test_keep_alive_comments_are_skipped(start_gateway: Any, tiny_model: S
     async with openai.AsyncOpenAI(base_url=base_url(gateway), api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(model="tiny", messages=HI, stream=True)
         source = await gateway.engine.next_stream()
-        await asyncio.sleep(0.6)  # one tick of the watch: real time is what is tested here
+        await asyncio.sleep(0.6)  # one tick of the watch: this test is about real time
         source.send(TokenEvent(source.request.request_id, 0, tiny_model.encoder.encode_text("a")))
         source.send(finish(source.request, 1))
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "a"

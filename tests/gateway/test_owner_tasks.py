@@ -1,4 +1,4 @@
-"""A gateway's owner task that fails ends the process; a message or stream that fails ends alone."""
+"""A failed owner task ends the gateway process. A failed message or stream ends only itself."""
 
 import asyncio
 import subprocess
@@ -36,7 +36,7 @@ OWNERS = {
     "batches": "gateway.batches.service:BatchService.run",
     "settle": "gateway.state:GatewayState.keep_reader_ready",
 }
-# The gateway, with one of its coroutines replaced by one that fails, as a program of its own.
+# A separate program: the gateway, with one of its coroutines replaced by one that fails.
 PROGRAM = """
 import importlib, sys, time
 target, end, *arguments = sys.argv[1:]
@@ -55,7 +55,7 @@ sys.exit(main(arguments))
 
 
 def run_gateway(directory: Path, model: Path, url: str, owner: str, end: str) -> tuple[int, str, float]:
-    """Its exit status, its log, and the seconds from the task's end to its own."""
+    """Return exit status, log, and the seconds between the end of the task and of the process."""
     flags = ["--model", str(model), "--port", str(free_port()), "--redis-url", url, "--files-dir", str(directory / "f")]
     flags += ["--api-keys-file", str(write_keys(directory / "keys.toml", *list(KEYS)[:1]))]
     argv = [sys.executable, "-c", PROGRAM, OWNERS[owner], end, *flags]
@@ -69,7 +69,7 @@ def run_gateway(directory: Path, model: Path, url: str, owner: str, end: str) ->
 
 
 @pytest.mark.parametrize("owner", [owner for owner in OWNERS if owner != "settle"])
-def test_an_owner_task_that_raises_ends_the_process(
+def test_owner_task_that_raises_ends_the_process(
     tmp_path: Path, tiny_model_dir: Path, valkey: Valkey, owner: str
 ) -> None:
     status, log, seconds = run_gateway(tmp_path, tiny_model_dir, valkey.url, owner, "raise")
@@ -77,13 +77,13 @@ def test_an_owner_task_that_raises_ends_the_process(
     assert seconds < 1.0
 
 
-def test_an_owner_task_that_returns_ends_the_process(tmp_path: Path, tiny_model_dir: Path, valkey: Valkey) -> None:
+def test_owner_task_that_returns_ends_the_process(tmp_path: Path, tiny_model_dir: Path, valkey: Valkey) -> None:
     status, log, seconds = run_gateway(tmp_path, tiny_model_dir, valkey.url, "listening", "return")
     assert status == 1 and "owner task listening: ended early" in log
     assert seconds < 1.0
 
 
-def test_a_failed_preparation_ends_the_process(tmp_path: Path, tiny_model_dir: Path, valkey: Valkey) -> None:
+def test_failed_preparation_ends_the_process(tmp_path: Path, tiny_model_dir: Path, valkey: Valkey) -> None:
     status, log, seconds = run_gateway(tmp_path, tiny_model_dir, valkey.url, "settle", "raise")
     assert status == 1 and "owner task settle: failed: " in log
     assert seconds < 1.0
@@ -101,7 +101,7 @@ async def test_livez_fails_with_an_owner_task(gateway: Gateway) -> None:
     assert gateway.metric("pagestream_owner_task_up", task="stream_watch") == 1.0
 
 
-async def test_a_cancelled_owner_task_is_no_failure() -> None:
+async def test_cancelled_owner_task_is_no_failure() -> None:
     owners = OwnerTasks()
     task = owners.start("listening", asyncio.sleep(PATIENCE_SECONDS))
     await asyncio.sleep(0)
@@ -111,14 +111,14 @@ async def test_a_cancelled_owner_task_is_no_failure() -> None:
     assert not owners.failed.is_set()
 
 
-async def test_a_task_that_may_return_is_no_failure() -> None:
+async def test_end_of_a_task_that_may_return_is_no_failure() -> None:
     owners = OwnerTasks()
     await owners.start("settle", asyncio.sleep(0), may_return=lambda: True)
     await asyncio.sleep(0)
     assert not owners.failed.is_set()
 
 
-async def test_a_refusing_store_is_no_reason_to_start_again() -> None:
+async def test_refusing_store_does_not_restart_the_gateway() -> None:
     async def fail() -> None:
         raise StoreRefused("the store is a read-only replica; give the address of the primary")
 
@@ -147,7 +147,7 @@ async def test_failed_background_work_is_counted() -> None:
 
 
 class TestOneOfMany:
-    """Two streams of one message, or a message of several: the handler of one raises."""
+    """Two streams of one message, or one message of several: one handler raises."""
 
     @pytest.fixture
     async def client(self, connections: RedisConnections, keys: RedisKeys) -> AsyncIterator[InferenceClient]:
@@ -158,9 +158,7 @@ class TestOneOfMany:
         assert not self.owners.failed.is_set()
         await client.close()
 
-    async def test_a_stream_that_fails_ends_alone(
-        self, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_stream_that_fails_ends_alone(self, client: InferenceClient, monkeypatch: pytest.MonkeyPatch) -> None:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
         monkeypatch.setattr(bad, "offer", broken)
         await client._listening._deliver([TokenEvent(one.request_id, 0, [5]) for one in (bad, good)])
@@ -169,7 +167,7 @@ class TestOneOfMany:
         assert isinstance(end, ErrorEvent) and end.code is ErrorCode.REQUEST_FAILED
         assert client.counts.num_message_errors == 1
 
-    async def test_a_journal_that_fails_ends_its_stream_alone(
+    async def test_journal_that_fails_ends_only_its_stream(
         self, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
@@ -179,9 +177,9 @@ class TestOneOfMany:
         assert not good.has_ended and client.counts.num_message_errors == 1
         async with asyncio.timeout(PATIENCE_SECONDS):
             while await client._redis.exists(client.archive._keys.request(bad.request_id)):
-                await asyncio.sleep(0.01)  # the store is told
+                await asyncio.sleep(0.01)  # the request is cancelled in the store
 
-    async def test_a_heartbeat_that_fails_is_counted(
+    async def test_heartbeat_that_fails_is_counted(
         self, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Fleet, "record_heartbeat", broken)

@@ -1,4 +1,4 @@
-"""The page and its feed: served whole, from here alone, and only while it is watched."""
+"""The page and its event stream: complete, self-contained, and active only while somebody watches."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def snapshot(worker: str = "w") -> KVSnapshot:
     return KVSnapshot(worker=worker, block_size=16, states="pasf", requests=[request], events=[])
 
 
-async def test_the_page_and_all_that_it_names_is_there(gateway: Gateway) -> None:
+async def test_page_and_all_its_files_are_served(gateway: Gateway) -> None:
     async with gateway.session.get("/") as response:
         assert response.status == 200
         policy = response.headers["Content-Security-Policy"]
@@ -43,8 +43,8 @@ async def test_the_page_and_all_that_it_names_is_there(gateway: Gateway) -> None
             assert response.headers["X-Content-Type-Options"] == "nosniff"
 
 
-async def test_the_policy_has_nothing_to_forbid() -> None:
-    """No inline script or style, nothing from elsewhere, and no way to put HTML together out of data."""
+async def test_page_obeys_a_strict_security_policy() -> None:
+    """The page has no inline script or style, no foreign resource, and never builds HTML from data."""
     for path in UI.iterdir():
         text = path.read_text()
         assert not re.search(r"https?://|<style|\sstyle=|\son\w+=", text)
@@ -53,18 +53,18 @@ async def test_the_policy_has_nothing_to_forbid() -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2Fapp.py", "%2e%2e/app.py", "__init__.py"])
-async def test_nothing_else_is_served(gateway: Gateway, name: str) -> None:
+async def test_other_paths_are_not_served(gateway: Gateway, name: str) -> None:
     async with gateway.session.get(f"/ui/{name}") as response:
         assert response.status == 404
 
 
-async def test_no_ui_no_page(start_gateway: Callable[..., Any]) -> None:
+async def test_page_is_absent_without_ui(start_gateway: Callable[..., Any]) -> None:
     gateway = await start_gateway(ui=False)
     async with gateway.session.get("/") as response:
         assert response.status == 404
 
 
-async def test_the_stream_lasts_as_long_as_its_reader(gateway: Gateway) -> None:
+async def test_stream_lasts_as_long_as_its_reader(gateway: Gateway) -> None:
     gateway.engine.kv.snapshots.put_nowait(snapshot())
     async with gateway.session.get("/debug/kv/stream") as response:
         line = await response.content.readline()
@@ -83,7 +83,7 @@ class TestWatch:
         yield watch
         await cancel_and_wait([running])
 
-    async def test_asks_while_somebody_watches(
+    async def test_snapshots_are_requested_while_somebody_watches(
         self, watch: KVWatch, connections: RedisConnections, keys: RedisKeys
     ) -> None:
         redis = connections.commands
@@ -97,7 +97,7 @@ class TestWatch:
             assert await anext(first) == await anext(second) == snapshot()
         assert (await redis.pubsub_numsub(keys.kv_channel))[0][1] == 0
 
-    async def test_a_slow_watcher_misses_the_oldest(
+    async def test_slow_watcher_misses_the_oldest_snapshots(
         self, watch: KVWatch, connections: RedisConnections, keys: RedisKeys
     ) -> None:
         async with snapshots_of([watch]) as slow, snapshots_of([watch]) as quick:

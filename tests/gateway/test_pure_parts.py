@@ -1,4 +1,4 @@
-"""Small pure files: admission, response bytes, seeds, settings."""
+"""Small pure modules: admission, response bytes, seeds, settings."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
         ({"store_has_room": False}, "store_full"),
     ],
 )
-def test_admission(changes: dict[str, int], reason: str | None) -> None:
+def test_admission_checks_the_ready_workers(changes: dict[str, int], reason: str | None) -> None:
     usual = {"draining": False, "model_loaded": True, "ready_workers": 1, "was_ready": True}
     usual |= {"store_has_room": True, "is_waited_for": False}
     load = Load(**{**usual, **changes})  # type: ignore[arg-type]
@@ -56,8 +56,8 @@ def test_admission(changes: dict[str, int], reason: str | None) -> None:
         assert refused.value.retry_after_seconds == RETRY_AFTER_SECONDS[reason] >= 1
 
 
-def test_the_workers_that_are_ready_are_those_of_this_moment() -> None:
-    """However often they are asked for in between."""
+def test_ready_workers_are_evaluated_at_each_call() -> None:
+    """Repeated calls in between change nothing."""
     now = 100.0
     fleet = Fleet(clock=lambda: now)
 
@@ -84,7 +84,7 @@ def test_the_workers_that_are_ready_are_those_of_this_moment() -> None:
     for second in range(15):
         now += 1.0
         beat("a", step=second)
-        beat("b", step=1)  # stands still
+        beat("b", step=1)  # makes no progress
     assert ready() == ["a"]
     beat("b", step=2)
     beat("a", step=15, phase=WorkerPhase.DRAINING)
@@ -94,14 +94,14 @@ def test_the_workers_that_are_ready_are_those_of_this_moment() -> None:
 @pytest.mark.parametrize(
     "text", ["", 'a"\\', "\r\n\ndata: x", "\u2028\u2029\u0085\x0b\x0c\x1c", "é🎉", "\u0000", "</script>"]
 )
-def test_text_is_one_line_for_every_reader(text: str) -> None:
+def test_json_text_is_one_line_for_every_reader(text: str) -> None:
     encoded = json_text(text)
     assert json.loads(encoded) == text
     assert len(encoded.decode().splitlines()) == 1
 
 
 @pytest.mark.parametrize("usage_in_chunks", [False, True])
-def test_a_chunk_from_the_template_is_the_encoded_object(usage_in_chunks: bool) -> None:
+def test_chunk_from_the_template_equals_the_encoded_object(usage_in_chunks: bool) -> None:
     chunks = ChatFormat("1", 'a "model"', usage_in_chunks=usage_in_chunks)
     data = json.loads(chunks.text(ChoiceUpdate(3, "x\n", None)).removeprefix(b"data: "))
     expected = json.loads(chunks.first(3).removeprefix(b"data: "))
@@ -116,7 +116,7 @@ def test_a_chunk_from_the_template_is_the_encoded_object(usage_in_chunks: bool) 
     }
 
 
-def test_seeds() -> None:
+def test_seeds_are_derived_per_choice() -> None:
     def seeds(fields: str) -> list[int]:
         body = b'{"messages":[{"role":"user","content":"x"}],"n":3,"max_tokens":1' + fields.encode() + b"}"
         request = parse_chat(decode_body(body))
@@ -130,13 +130,13 @@ def test_seeds() -> None:
     assert all(0 <= seed < 2**63 for seed in [*seeds(""), *seeds(',"seed":-1')])
 
 
-def test_tenant_goes_to_the_scheduler_with_its_limits() -> None:
+def test_tenant_reaches_the_scheduler_with_its_limits() -> None:
     request = parse_completion(decode_body(b'{"prompt":[1]}'))
     (planned,) = plan_requests(request, [[1]], LIMITS, Tenant("a", 2.0, 8))
     assert (planned.tenant, planned.tenant_weight, planned.tenant_max_running) == ("a", 2.0, 8)
 
 
-def test_default_length_fits_into_what_is_left() -> None:
+def test_default_length_fits_into_the_remaining_context() -> None:
     request = parse_completion(decode_body(b'{"prompt":[1]}'))
     lengths = [plan_requests(request, [[1] * size], LIMITS)[0].sampling.max_tokens for size in (1, 84, 85, 99)]
     assert lengths == [16, 16, 15, 1]
@@ -147,7 +147,7 @@ def test_tiny_temperature_is_greedy() -> None:
     assert plan_requests(request, [[1]], LIMITS)[0].sampling.is_greedy
 
 
-def test_settings() -> None:
+def test_settings_are_parsed() -> None:
     settings = load_settings(
         GatewaySettings, ["--model", "/m/name", "--max-model-len", "2k"], {}, prog="gateway"
     ).settings
@@ -162,7 +162,7 @@ def test_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ((), "Set exactly one of --model and --models-file"),
         (("--model", "/m", "--models-file", "FILE"), "Set exactly one of --model and --models-file"),
@@ -170,16 +170,16 @@ def test_settings() -> None:
         (("--models-file", "FILE"), "tool_call_parser: expected one of auto, hermes, llama3_json, mistral; got 'x'"),
     ],
 )
-def test_models_that_cannot_be_used(tmp_path: Path, flags: tuple[str, ...], told: str) -> None:
+def test_unservable_models_are_refused(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
     path = tmp_path / "models.toml"
     path.write_text('[[models]]\nmodel = "/a"\ntool_call_parser = "x"\n')
     argv = [str(path) if flag == "FILE" else flag for flag in flags]
     with pytest.raises(SettingsError) as refused:
         model_options(load_settings(GatewaySettings, argv, {}, prog="gateway").settings)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_what_an_entry_does_not_say_is_as_the_flags_say(tmp_path: Path) -> None:
+def test_models_file_entry_inherits_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_text(
         '[[models]]\nmodel = "/m/first"\n'
@@ -217,6 +217,6 @@ def test_what_an_entry_does_not_say_is_as_the_flags_say(tmp_path: Path) -> None:
         ["--no-worker-wait-seconds", "0"],
     ],
 )
-def test_settings_name_the_flag(flags: list[str]) -> None:
+def test_settings_error_names_the_flag(flags: list[str]) -> None:
     with pytest.raises(SettingsError, match=f"^{flags[0]}: expected "):
         load_settings(GatewaySettings, ["--model", "/m", *flags], {})

@@ -1,4 +1,4 @@
-"""HTTP that no client library sends, byte by byte: each has its status, and no stream beside it changes."""
+"""Raw HTTP that no client library sends. Each case has its status, and a concurrent stream stays unchanged."""
 
 import asyncio
 import logging
@@ -42,8 +42,8 @@ def get(target: bytes, method: bytes = b"GET", host: bytes = HOST) -> bytes:
 
 
 CASES: dict[str, tuple[int, bytes]] = {
-    "a good one": (200, post(LENGTH)),
-    # length and encoding: where one server ends a request, the next must not see another
+    "valid request": (200, post(LENGTH)),
+    # length and encoding: no server may disagree about where a request ends
     "two lengths": (400, post(LENGTH, b"Content-Length: 5")),
     "the same length twice": (400, post(LENGTH, LENGTH)),
     "a list of lengths": (400, post(LENGTH + b", " + SIZE)),
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[int, bytes]] = {
     "compressed chunks": (415, post(b"Transfer-Encoding: gzip, chunked", body=CHUNKS)),
     "chunks not last": (400, post(b"Transfer-Encoding: chunked, identity", body=CHUNKS)),
     "space before the colon of the encoding": (400, post(b"Transfer-Encoding : chunked", body=CHUNKS)),
-    # chunks
+    # chunked bodies
     "chunks": (200, chunked(CHUNKS)),
     "chunk with an extension": (200, chunked(b"%x;a=b\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY))),
     "chunk with an extension of 1 MB": (200, chunked(b"%x;%s\r\n%s\r\n0\r\n\r\n" % (len(BODY), b"a" * 2**20, BODY))),
@@ -69,12 +69,12 @@ CASES: dict[str, tuple[int, bytes]] = {
     "chunk of 2^68 bytes": (400, chunked(b"fffffffffffffffff\r\n" + BODY)),
     "chunk of -1 bytes": (400, chunked(b"-1\r\n" + BODY)),
     "chunk of 0x bytes": (400, chunked(b"0x22\r\n" + BODY + b"\r\n0\r\n\r\n")),
-    "chunk of no number": (400, chunked(b"zz\r\n" + BODY)),
-    "chunk without its end": (400, chunked(b"%x\r\n%sXX0\r\n\r\n" % (len(BODY), BODY))),
+    "chunk size is not a number": (400, chunked(b"zz\r\n" + BODY)),
+    "chunk without end": (400, chunked(b"%x\r\n%sXX0\r\n\r\n" % (len(BODY), BODY))),
     "chunks with bare line feeds": (400, chunked(b"%x\n%s\n0\n\n" % (len(BODY), BODY))),
     "trailer": (200, chunked(b"%x\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(BODY), BODY))),
     "trailer of 20 kB": (400, chunked(b"%x\r\n%s\r\n0\r\nX: %s\r\n\r\n" % (len(BODY), BODY, b"y" * 20_000))),
-    # lines and headers
+    # request lines and headers
     "bare line feeds": (400, post(LENGTH).replace(b"\r\n", b"\n")),
     "bare carriage return": (400, post(LENGTH).replace(b"\r\n", b"\r", 2)),
     "folded header": (400, post(LENGTH, b"X: a\r\n b")),
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[int, bytes]] = {
     "two hosts": (400, post(LENGTH, HOST)),
     "two different hosts": (400, post(LENGTH, b"Host: evil.example")),
     "host with a path": (403, post(LENGTH, host=b"Host: evil.example/?")),
-    "host of another": (403, post(LENGTH, host=b"Host: evil.example")),
+    "other host": (403, post(LENGTH, host=b"Host: evil.example")),
     # bodies
     "gzip": (415, post(LENGTH, b"Content-Encoding: gzip")),
     "gzip in gzip": (415, post(LENGTH, b"Content-Encoding: gzip, gzip")),
@@ -105,10 +105,10 @@ CASES: dict[str, tuple[int, bytes]] = {
     "x-gzip": (415, post(LENGTH, b"Content-Encoding: x-gzip")),
     "brotli": (415, post(LENGTH, b"Content-Encoding: br")),
     "identity": (200, post(LENGTH, b"Content-Encoding: identity")),
-    "wait for a 100": (100, post(LENGTH, b"Expect: 100-continue")),
+    "expect 100-continue": (100, post(LENGTH, b"Expect: 100-continue")),
     "expect something else": (417, post(LENGTH, b"Expect: tea")),
-    "expect what is no text": (417, post(LENGTH, b"Expect: \xff\xfe")),
-    "expect it where nothing is": (417, get(b"/nothing", host=HOST + b"\r\nExpect: \xff")),
+    "expect is not text": (417, post(LENGTH, b"Expect: \xff\xfe")),
+    "expect on an unknown path": (417, get(b"/nothing", host=HOST + b"\r\nExpect: \xff")),
     "type of 256 characters": (200, typed(b"application/json" + b";" * 240)),
     "type of 257 characters": (415, typed(b"application/json" + b";" * 241)),
     "type of 8 kB": (415, typed(b"application/json" + b";" * 8000)),
@@ -119,14 +119,14 @@ CASES: dict[str, tuple[int, bytes]] = {
     "HTTP/1.0": (200, post(LENGTH, line=b"POST /v1/completions HTTP/1.0")),
     "HTTP/1.2": (400, post(LENGTH, line=b"POST /v1/completions HTTP/1.2")),
     "HTTP/3.0": (400, post(LENGTH, line=b"POST /v1/completions HTTP/3.0")),
-    "http in small letters": (400, post(LENGTH, line=b"POST /v1/completions http/1.1")),
-    "HTTP/2 without asking": (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    "lowercase http": (400, post(LENGTH, line=b"POST /v1/completions http/1.1")),
+    "HTTP/2 preface": (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
     "TLS": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n"),
     "SSH": (400, b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
     "every byte": (400, bytes(range(256)) + b"\r\n\r\n"),
     "upgrade to a web socket": (200, post(LENGTH, b"Upgrade: websocket").replace(b"close", b"close, Upgrade")),
     "unknown method": (400, post(LENGTH, line=b"FOO /v1/completions HTTP/1.1")),
-    "method in small letters": (400, post(LENGTH, line=b"post /v1/completions HTTP/1.1")),
+    "lowercase method": (400, post(LENGTH, line=b"post /v1/completions HTTP/1.1")),
     "method by a header": (200, post(LENGTH, b"X-HTTP-Method-Override: DELETE")),
     "TRACE": (405, get(b"/v1/models", b"TRACE")),
     "CONNECT": (404, get(b"evil.example:80", b"CONNECT")),
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[int, bytes]] = {
     "backslash": (404, get(b"/ui/..\\app.py")),
     "NUL in a path": (404, get(b"/ui/app.js%00.html")),
     "bad escape": (404, get(b"/%zz")),
-    "no UTF-8": (404, get(b"/%ff%fe")),
+    "invalid UTF-8": (404, get(b"/%ff%fe")),
     "bytes in a path": (400, get(b"/\xff\xfe")),
     "another host in the path": (404, get(b"//evil.example/%2e%2e")),
     "path without a slash": (400, get(b"v1/models")),
@@ -155,7 +155,7 @@ async def status_of(port: int, data: bytes) -> int:
         writer.close()
 
 
-async def test_each_has_its_status_and_a_stream_beside_them_is_unchanged(
+async def test_raw_request_has_its_status_and_a_stream_is_unchanged(
     gateway: Gateway, tiny_model: ServedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -185,7 +185,7 @@ ROUND_ABOUT = [
 ]  # fmt: skip
 
 
-async def test_no_way_of_writing_an_url_gets_round_the_key(start_gateway: Callable[..., Any]) -> None:
+async def test_no_url_spelling_bypasses_the_key(start_gateway: Callable[..., Any]) -> None:
     gateway: Gateway = await start_gateway(api_key="ps-0123456789abcdef")
     got = {
         (target, host): await status_of(gateway.port, get(target, host=host))
@@ -195,14 +195,14 @@ async def test_no_way_of_writing_an_url_gets_round_the_key(start_gateway: Callab
     assert {key: status for key, status in got.items() if status not in (400, 401)} == {}
 
 
-async def test_a_key_of_no_text_is_no_key(start_gateway: Callable[..., Any]) -> None:
+async def test_key_that_is_not_text_is_refused(start_gateway: Callable[..., Any]) -> None:
     gateway: Gateway = await start_gateway(api_key="ps-0123456789abcdef")
     long = b"Authorization: Bearer " + b"k" * 4000
     for header in (b"Authorization: Bearer \xff\xfe", b"x-api-key: \xed\xa0\x80", long):
         assert await status_of(gateway.port, post(LENGTH, header)) == 401
 
 
-async def test_a_hundred_requests_at_once_on_one_connection(gateway: Gateway) -> None:
+async def test_hundred_pipelined_requests_are_answered(gateway: Gateway) -> None:
     gateway.engine.script = says([5])
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     one = post(LENGTH).replace(b"Connection: close\r\n", b"")
@@ -212,7 +212,7 @@ async def test_a_hundred_requests_at_once_on_one_connection(gateway: Gateway) ->
     assert answers.count(b"HTTP/1.1 200 OK") == 100
 
 
-async def test_what_is_smuggled_into_a_body_is_a_body(gateway: Gateway) -> None:
+async def test_request_smuggled_into_a_body_is_body(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     inner = post(LENGTH)
     writer.write(post(b"Content-Length: %d" % len(inner), body=inner))
@@ -222,8 +222,8 @@ async def test_what_is_smuggled_into_a_body_is_a_body(gateway: Gateway) -> None:
     assert gateway.engine.requests == []
 
 
-async def test_clients_that_leave_or_dawdle_cost_nothing(gateway: Gateway) -> None:
-    """Cut off at every tenth byte; by a reset; and 200 that send a byte and wait: others are answered at once."""
+async def test_clients_that_leave_or_stall_delay_nobody(gateway: Gateway) -> None:
+    """Disconnect at every tenth byte, and by reset. 200 clients send one byte and wait; others are answered at once."""
     gateway.engine.script = says([5])
     whole = post(LENGTH)
     for end in range(0, len(whole), 10):

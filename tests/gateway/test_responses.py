@@ -1,4 +1,4 @@
-"""/v1/responses with a scripted engine: items, events in their order, what the engine is asked, what is repeated."""
+"""/v1/responses with a scripted engine: items, order of events, the request to the engine, and repeated fields."""
 
 import json
 import time
@@ -24,7 +24,7 @@ MESSAGE_EVENTS = [
 
 @pytest.fixture(scope="module")
 def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Definitions of tools are long when every character is a token."""
+    """Write a model with a long context: tool definitions are long if every character is a token."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "roomy", max_model_len=4096)
 
 
@@ -33,7 +33,7 @@ def names_without_deltas(events: list[Any]) -> list[str]:
     return [name for name in names if not name.endswith(".delta")]
 
 
-async def test_a_text_whole_and_streamed(gateway: Gateway) -> None:
+async def test_text_response_whole_equals_stream(gateway: Gateway) -> None:
     num_tokens = model_says(gateway, "It is é, and more\u2028.")
     whole = await asked(gateway.session)
     events = await streamed(gateway.session)
@@ -51,7 +51,7 @@ async def test_a_text_whole_and_streamed(gateway: Gateway) -> None:
     assert last.id.startswith("resp_")
 
 
-async def test_an_answer_that_is_cut_is_incomplete(gateway: Gateway) -> None:
+async def test_truncated_answer_is_incomplete(gateway: Gateway) -> None:
     model_says(gateway, "It is", reason=FinishReason.LENGTH)
     for response in (await asked(gateway.session), (await streamed(gateway.session))[-1].response):
         details, (message,) = response.incomplete_details, list[Any](response.output)
@@ -60,20 +60,20 @@ async def test_an_answer_that_is_cut_is_incomplete(gateway: Gateway) -> None:
     assert (await streamed(gateway.session))[-1].type == "response.incomplete"
 
 
-async def test_an_answer_without_text_is_an_empty_message(gateway: Gateway) -> None:
+async def test_answer_without_text_is_an_empty_message(gateway: Gateway) -> None:
     model_says(gateway, "")
     whole = await asked(gateway.session)
     assert [item.type for item in whole.output] == ["message"] and whole.output_text == ""
     assert names_without_deltas(await streamed(gateway.session))[2:-1] == MESSAGE_EVENTS
 
 
-async def test_reasoning_text_and_calls_are_items_in_their_order(start_gateway: Any, roomy_model_dir: Any) -> None:
+async def test_reasoning_text_and_calls_are_items_in_order(start_gateway: Any, roomy_model_dir: Any) -> None:
     gateway = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
     model_says(gateway, f"<think>hm</think>I look.\n{CALL}\n{CALL}")
     whole = await asked(gateway.session, tools=[WEATHER])
     events = await streamed(gateway.session, tools=[WEATHER])
     assert whole.usage is not None and whole.usage == events[-1].response.usage
-    assert whole.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")  # a token a character
+    assert whole.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")  # one token per character
     for output in (whole.output, events[-1].response.output):
         reasoning, message, *calls = list[Any](output)
         assert reasoning.content[0].text == "hm" and message.content[0].text.strip() == "I look."
@@ -95,7 +95,7 @@ async def test_reasoning_text_and_calls_are_items_in_their_order(start_gateway: 
         assert "".join(event.delta for event in of_item if event.type.endswith(".delta")) == text
 
 
-async def test_text_behind_a_call_is_another_message(start_gateway: Any, roomy_model_dir: Any) -> None:
+async def test_text_after_a_call_is_a_second_message(start_gateway: Any, roomy_model_dir: Any) -> None:
     gateway = await start_gateway(model=roomy_model_dir)
     model_says(gateway, f"One.{CALL}Two.")
     whole = await asked(gateway.session, tools=[WEATHER])
@@ -105,7 +105,7 @@ async def test_text_behind_a_call_is_another_message(start_gateway: Any, roomy_m
     assert whole.output_text == last.output_text == "One.Two."
 
 
-async def test_logprobs_are_asked_for_with_include(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_logprobs_are_requested_with_include(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says_scored(tokens_of(tiny_model, "It is é."), group=2)
     body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = await asked(gateway.session, **body)
@@ -114,8 +114,10 @@ async def test_logprobs_are_asked_for_with_include(gateway: Gateway, tiny_model:
     scores = message.content[0].logprobs
     assert scores and bytes(byte for entry in scores for byte in entry.bytes).decode() == "It is é."
     assert all(len(entry.top_logprobs) == 2 for entry in scores)
-    told = [entry for event in events if event.type.endswith(".delta") for entry in event.logprobs]
-    assert [(entry.token, entry.logprob) for entry in told] == [(entry.token, entry.logprob) for entry in scores]
+    delta_entries = [entry for event in events if event.type.endswith(".delta") for entry in event.logprobs]
+    assert [(entry.token, entry.logprob) for entry in delta_entries] == [
+        (entry.token, entry.logprob) for entry in scores
+    ]
     assert events[-1].response.output[0].content[0].logprobs == scores
     assert whole.top_logprobs == 2
     assert gateway.engine.requests[0].sampling.logprobs == 2
@@ -124,7 +126,7 @@ async def test_logprobs_are_asked_for_with_include(gateway: Gateway, tiny_model:
     assert gateway.engine.requests[-1].sampling.logprobs is None
 
 
-async def test_what_the_engine_is_asked(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_response_fields_reach_the_engine(gateway: Gateway, tiny_model: ServedModel) -> None:
     model_says(gateway, "ok")
     items = [
         {"role": "developer", "content": "be"},
@@ -145,7 +147,7 @@ async def test_what_the_engine_is_asked(gateway: Gateway, tiny_model: ServedMode
     assert sampling.max_tokens == 7
 
 
-async def test_calls_and_their_outputs_become_messages(start_gateway: Any, roomy_model_dir: Any) -> None:
+async def test_calls_and_outputs_become_messages(start_gateway: Any, roomy_model_dir: Any) -> None:
     gateway = await start_gateway(model=roomy_model_dir)
     model_says(gateway, "ok")
     call = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Rome"}'}
@@ -159,7 +161,7 @@ async def test_calls_and_their_outputs_become_messages(start_gateway: Any, roomy
     ]
     await asked(gateway.session, input=items)
     decoded = gateway.service.require_model().encoder.decode(gateway.engine.requests[0].prompt_token_ids)
-    assert decoded.count("assistant\n") == 2  # both calls in one, with its text
+    assert decoded.count("assistant\n") == 2  # both calls in one message, with its text
     assert decoded.index("I look.") < decoded.index('Rome"}') < decoded.index('Oslo"}') < decoded.index("sunny")
     assert "rain" in decoded
 
@@ -172,7 +174,7 @@ async def test_calls_and_their_outputs_become_messages(start_gateway: Any, roomy
         ({"type": "text"}, None),
     ],
 )
-async def test_the_form_of_the_text(gateway: Gateway, form: Any, kind: GrammarKind | None) -> None:
+async def test_text_format_becomes_a_grammar(gateway: Gateway, form: Any, kind: GrammarKind | None) -> None:
     model_says(gateway, "7")
     response = await asked(gateway.session, text={"format": form})
     grammar = gateway.engine.requests[0].sampling.grammar
@@ -190,7 +192,9 @@ async def test_the_form_of_the_text(gateway: Gateway, form: Any, kind: GrammarKi
         ("none", '{"city": "Rome"}', []),
     ],
 )  # fmt: skip
-async def test_tool_choice(start_gateway: Any, roomy_model_dir: Any, choice: Any, text: str, names: list[str]) -> None:
+async def test_tool_choice_becomes_a_grammar(
+    start_gateway: Any, roomy_model_dir: Any, choice: Any, text: str, names: list[str]
+) -> None:
     gateway = await start_gateway(model=roomy_model_dir)
     model_says(gateway, text)
     other = {"type": "function", "name": "clock", "parameters": None, "strict": None}
@@ -203,7 +207,7 @@ async def test_tool_choice(start_gateway: Any, roomy_model_dir: Any, choice: Any
         assert "clock" not in grammar.text
 
 
-async def test_what_is_repeated_of_the_request(gateway: Gateway) -> None:
+async def test_request_fields_are_repeated_in_the_response(gateway: Gateway) -> None:
     model_says(gateway, "ok")
     asked_for: dict[str, Any] = {
         "instructions": "sys", "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s", "temperature": 0.5,
@@ -212,16 +216,16 @@ async def test_what_is_repeated_of_the_request(gateway: Gateway) -> None:
     }  # fmt: skip
     reasoning = {"effort": "low", "summary": "detailed"}
     response = await asked(gateway.session, **asked_for, reasoning=reasoning, store=False)
-    told = response.model_dump()
-    assert {name: told[name] for name in asked_for if name != "tools"} == {
+    body_read = response.model_dump()
+    assert {name: body_read[name] for name in asked_for if name != "tools"} == {
         name: value for name, value in asked_for.items() if name != "tools"
     }
-    assert told["tools"][0]["name"] == "get_weather" and response.reasoning is not None
+    assert body_read["tools"][0]["name"] == "get_weather" and response.reasoning is not None
     assert response.reasoning.effort == "low"
 
 
-async def test_what_typed_clients_need_is_in_every_response(start_gateway: Any, roomy_model_dir: Any) -> None:
-    """By OpenAI's document and the Open Responses specification, whatever the request leaves out or adds."""
+async def test_every_response_has_the_fields_that_typed_clients_need(start_gateway: Any, roomy_model_dir: Any) -> None:
+    """Follow OpenAI's document and the Open Responses specification, for any optional field of the request."""
     gateway = await start_gateway(model=roomy_model_dir)
     model_says(gateway, "ok")
     tool = {"type": "function", "name": "f", "defer_loading": False, "x": 1}
@@ -231,18 +235,20 @@ async def test_what_typed_clients_need_is_in_every_response(start_gateway: Any, 
         "text": {"format": {"type": "text", "name": "n"}, "x": 2}, "presence_penalty": 0.5,
     }  # fmt: skip
     async with gateway.session.post("/v1/responses", json=body) as reply:
-        told = await reply.json()
-    assert told["tools"] == [{"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}]
-    assert told["tool_choice"] == {"type": "allowed_tools", "mode": "auto", "tools": body["tool_choice"]["tools"]}
-    assert told["text"] == {"format": {"type": "text"}}
-    assert (told["store"], told["presence_penalty"], told["frequency_penalty"]) == (True, 0.5, 0.0)
-    assert told["created_at"] <= told["completed_at"] <= time.time()
+        body_read = await reply.json()
+    assert body_read["tools"] == [
+        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
+    ]
+    assert body_read["tool_choice"] == {"type": "allowed_tools", "mode": "auto", "tools": body["tool_choice"]["tools"]}
+    assert body_read["text"] == {"format": {"type": "text"}}
+    assert (body_read["store"], body_read["presence_penalty"], body_read["frequency_penalty"]) == (True, 0.5, 0.0)
+    assert body_read["created_at"] <= body_read["completed_at"] <= time.time()
     schema = {"type": "json_schema", "schema": {"type": "integer"}}
     async with gateway.session.post("/v1/responses", json={"input": "hi", "text": {"format": schema}}) as reply:
         assert (await reply.json())["text"] == {"format": {"name": "response", "strict": None, **schema}}
 
 
-async def test_an_error_within_a_stream_is_a_failed_response(gateway: Gateway) -> None:
+async def test_error_within_a_stream_is_a_failed_response(gateway: Gateway) -> None:
     def breaks(request: Any) -> Any:
         yield TokenEvent(request.request_id, 0, [70])
         yield ErrorEvent(request.request_id, ErrorCode.REQUEST_FAILED, "")
@@ -254,7 +260,7 @@ async def test_an_error_within_a_stream_is_a_failed_response(gateway: Gateway) -
         assert (reply.status, (await reply.json())["error"]["code"]) == (500, "request_failed")
 
 
-async def test_a_stream_tells_its_id_before_there_is_a_token(gateway: Gateway) -> None:
+async def test_stream_sends_its_id_before_the_first_token(gateway: Gateway) -> None:
     async with gateway.session.post("/v1/responses", json={"input": "hi", "stream": True}) as reply:
         source = await gateway.engine.next_stream()
         while not (line := await reply.content.readline()).startswith(b"data: "):
@@ -266,7 +272,7 @@ class Town(pydantic.BaseModel):
     name: str
 
 
-async def test_the_helpers_of_openais_client(start_gateway: Any, roomy_model_dir: Any) -> None:
+async def test_openai_stream_helpers_read_a_response(start_gateway: Any, roomy_model_dir: Any) -> None:
     gateway = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
     url = f"http://127.0.0.1:{gateway.port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -286,7 +292,7 @@ async def test_the_helpers_of_openais_client(start_gateway: Any, roomy_model_dir
         assert grammar is not None and json.loads(grammar.text)["required"] == ["name"]
 
 
-# The tools of Codex 0.169.0: functions, a namespace, and a hosted tool.
+# Tools of Codex 0.169.0: functions, a namespace, and a hosted tool.
 CODEX_TOOLS = [
     {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}},
     {"type": "namespace", "name": "multi_agent_v1", "tools": [{"type": "function", "name": "f"}]},

@@ -1,4 +1,4 @@
-"""Probes, metrics, models, tokenize: what clients and operators ask besides answers."""
+"""Probes, metrics, models and tokenization."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ async def test_readiness_follows_the_phases(start_gateway: Any, tmp_path: Path, 
     assert (status, body["phase"], [worker["id"] for worker in body["workers"]]) == (503, "warmup", ["w.1", "w.2"])
     engine.workers = [heartbeat()]
     status, body = await get(gateway, "/ready")
-    assert (status, body["state"]) == (503, "starting")  # a worker is ready, but the tokenizer is not there yet
+    assert (status, body["state"]) == (503, "starting")  # a worker is ready, but the tokenizer is not loaded
     (tmp_path / "tiny").symlink_to(tiny_model_dir)
     await gateway.state.models_loaded.wait()
     status, body = await get(gateway, "/ready")
@@ -50,7 +50,7 @@ async def test_readiness_follows_the_phases(start_gateway: Any, tmp_path: Path, 
     assert (status, body["state"]) == (503, "no_worker")
 
 
-async def test_a_model_that_cannot_be_served(start_gateway: Any, tmp_path: Path) -> None:
+async def test_unservable_model_is_reported(start_gateway: Any, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("[]")
     gateway = await start_gateway(wait=False, model=tmp_path)
@@ -58,7 +58,7 @@ async def test_a_model_that_cannot_be_served(start_gateway: Any, tmp_path: Path)
         await gateway.state.model_failed.wait()
 
 
-async def test_health_and_livez(gateway: Gateway) -> None:
+async def test_health_and_livez_answer(gateway: Gateway) -> None:
     async with gateway.session.get("/health") as response:
         assert (response.status, await response.read()) == (200, b"")
     gateway.engine.workers = [heartbeat(phase=WorkerPhase.DRAINING)]
@@ -67,7 +67,7 @@ async def test_health_and_livez(gateway: Gateway) -> None:
     assert await get(gateway, "/livez") == (200, {"state": "alive"})
 
 
-async def test_readyz_needs_a_store_that_takes_writes(gateway: Gateway) -> None:
+async def test_readyz_requires_a_writable_store(gateway: Gateway) -> None:
     status, body = await get(gateway, "/readyz")
     assert (status, body) == (
         200,
@@ -78,7 +78,7 @@ async def test_readyz_needs_a_store_that_takes_writes(gateway: Gateway) -> None:
     assert (status, body["store_write_seconds"]) == (503, None)
 
 
-async def test_models(gateway: Gateway) -> None:
+async def test_models_are_listed(gateway: Gateway) -> None:
     model = {
         "id": "tiny",
         "object": "model",
@@ -94,12 +94,12 @@ async def test_models(gateway: Gateway) -> None:
         assert await get(gateway, path) == (200, model)
 
 
-async def test_a_model_name_with_a_slash(start_gateway: Any) -> None:
+async def test_model_name_with_a_slash_is_found(start_gateway: Any) -> None:
     gateway = await start_gateway(served_model_name=("org/model",))
     assert (await get(gateway, "/v1/models/org/model"))[1]["id"] == "org/model"
 
 
-async def test_embeddings_are_refused_and_the_rest_is_unknown(gateway: Gateway) -> None:
+async def test_embeddings_are_refused_and_other_paths_unknown(gateway: Gateway) -> None:
     async with gateway.session.post("/v1/embeddings", json={"model": "tiny", "input": "a"}) as response:
         assert (response.status, response.headers["x-should-retry"]) == (501, "false")
         error = (await response.json())["error"]
@@ -110,13 +110,13 @@ async def test_embeddings_are_refused_and_the_rest_is_unknown(gateway: Gateway) 
             assert (response.status, (await response.json())["error"]["code"]) == (404, "unknown_url")
 
 
-async def test_version(gateway: Gateway) -> None:
+async def test_version_is_reported(gateway: Gateway) -> None:
     status, body = await get(gateway, "/version")
     assert status == 200 and list(body) == ["version"]
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-async def test_tokenize_and_back(gateway: Gateway, tiny_model: ServedModel, prefix: str) -> None:
+async def test_tokenize_and_detokenize_are_inverse(gateway: Gateway, tiny_model: ServedModel, prefix: str) -> None:
     tokens = tiny_model.encoder.encode_text("the é")
     async with gateway.session.post(f"{prefix}/tokenize", json={"prompt": "the é", "model": "tiny"}) as response:
         assert await response.json() == {
@@ -129,7 +129,7 @@ async def test_tokenize_and_back(gateway: Gateway, tiny_model: ServedModel, pref
         assert await response.json() == {"prompt": "the é"}
 
 
-async def test_tokenize_messages(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_tokenize_accepts_messages(gateway: Gateway, tiny_model: ServedModel) -> None:
     async with gateway.session.post("/tokenize", json={"messages": HI, "return_token_strs": True}) as response:
         body = await response.json()
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -137,7 +137,7 @@ async def test_tokenize_messages(gateway: Gateway, tiny_model: ServedModel) -> N
     assert body["token_strs"][0] == "<|im_start|>" and len(body["token_strs"]) == body["count"]
 
 
-async def test_tokenize_before_a_worker_is_there(start_gateway: Any) -> None:
+async def test_tokenize_works_before_a_worker_is_ready(start_gateway: Any) -> None:
     engine = FakeInferenceClient()
     engine.workers = []
     gateway = await start_gateway(engine)
@@ -145,13 +145,13 @@ async def test_tokenize_before_a_worker_is_there(start_gateway: Any) -> None:
         assert response.status == 200
 
 
-async def test_tokenize_before_the_model_is_there(start_gateway: Any, tmp_path: Path) -> None:
+async def test_tokenize_before_the_model_is_loaded_is_refused(start_gateway: Any, tmp_path: Path) -> None:
     gateway = await start_gateway(wait=False, model=tmp_path / "later")
     async with gateway.session.post("/tokenize", json={"prompt": "a"}) as response:
         assert (response.status, (await response.json())["error"]["code"]) == (503, "starting")
 
 
-async def test_metrics_of_an_answer(gateway: Gateway) -> None:
+async def test_answer_is_counted_in_metrics(gateway: Gateway) -> None:
     gateway.engine.script = says([5], [6, 7], reason=FinishReason.LENGTH)
     async with gateway.session.post("/v1/completions", json={"prompt": [5, 6], "stream": True}) as response:
         await response.read()
@@ -171,7 +171,7 @@ async def test_metrics_of_an_answer(gateway: Gateway) -> None:
     assert gateway.metric("pagestream_http_request_duration_seconds_count", **labels) == 1
 
 
-async def test_scrape(gateway: Gateway) -> None:
+async def test_scrape_has_all_metrics(gateway: Gateway) -> None:
     gateway.engine.counts.num_journal_reads = 4
     async with gateway.session.get("/metrics") as response:
         text = await response.text()
@@ -198,7 +198,7 @@ async def test_scrape(gateway: Gateway) -> None:
         assert response.status == 200
 
 
-async def test_labels_are_bounded(gateway: Gateway) -> None:
+async def test_metric_labels_are_bounded(gateway: Gateway) -> None:
     for index in range(30):
         async with gateway.session.request("PROPFIND", f"/nowhere/{index}") as response:
             assert response.status == 404
@@ -211,7 +211,7 @@ async def test_labels_are_bounded(gateway: Gateway) -> None:
     assert gateway.metric("pagestream_http_request_duration_seconds_count", **labels) == 30
 
 
-async def test_an_unexpected_error_tells_nothing(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unexpected_error_reveals_nothing(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     gateway.engine.submit_error = RuntimeError("/srv/secret")
     async with gateway.session.post("/v1/completions", json={"prompt": "a"}) as response:
         text = await response.text()
@@ -221,7 +221,7 @@ async def test_an_unexpected_error_tells_nothing(gateway: Gateway, caplog: pytes
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
-async def test_the_metrics_once_more_under_the_names_of_vllm(start_gateway: Callable[..., Any], accept: str) -> None:
+async def test_metrics_are_repeated_under_vllm_names(start_gateway: Callable[..., Any], accept: str) -> None:
     gateway = await start_gateway(vllm_metric_names=True)
     async with gateway.session.get("/metrics", headers={"Accept": accept}) as response:
         text = await response.text()

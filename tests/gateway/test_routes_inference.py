@@ -1,4 +1,4 @@
-"""Chat and completions over a real port: what is sent, in which order, and what happens when somebody leaves."""
+"""Chat and completions over a real port: content, order of chunks, and clients that leave."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ def ids(model: ServedModel, text: str) -> list[int]:
 
 
 async def read_events(response: aiohttp.ClientResponse) -> list[Any]:
-    """The data of each event; the last is the string [DONE]."""
+    """Return the data of each event; the last is the string [DONE]."""
     events = []
     for block in (await response.text()).split("\n\n")[:-1]:
         assert block.startswith("data: ") and "\n" not in block
@@ -30,7 +30,7 @@ async def read_events(response: aiohttp.ClientResponse) -> list[Any]:
     return events
 
 
-async def test_chat_answer(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_chat_answer_is_complete(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(ids(tiny_model, "It is "), [*ids(tiny_model, "Paris"), IM_END])
     async with gateway.session.post("/v1/chat/completions", json=CHAT) as response:
         body = await response.json()
@@ -61,14 +61,14 @@ async def test_chat_answer(gateway: Gateway, tiny_model: ServedModel) -> None:
     assert body["id"].startswith("chatcmpl-")
 
 
-async def test_tokens_that_came_together_are_an_event_each(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_tokens_that_arrive_together_get_one_event_each(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(ids(tiny_model, "abcde"))
     async with gateway.session.post("/v1/completions", json={"prompt": "Hi", "stream": True}) as response:
         events = await read_events(response)
     assert [event["choices"][0]["text"] for event in events[:-1]] == ["a", "b", "c", "d", "e", ""]
 
 
-async def test_order_of_chat_chunks(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_chat_chunks_are_in_order(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(ids(tiny_model, "ab"), ids(tiny_model, "cd"), reason=FinishReason.LENGTH)
     body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
     async with gateway.session.post("/v1/chat/completions", json=body) as response:
@@ -91,14 +91,14 @@ async def test_order_of_chat_chunks(gateway: Gateway, tiny_model: ServedModel) -
     assert events[-1]["usage"]["completion_tokens"] == 4
 
 
-async def test_no_usage_in_chunks_unless_asked_for(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_chunks_have_no_usage_unless_requested(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(ids(tiny_model, "ab"))
     async with gateway.session.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
         events = await read_events(response)
     assert all("usage" not in event for event in events[:-1])
 
 
-async def test_usage_in_every_chunk(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_every_chunk_has_usage_if_requested(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(ids(tiny_model, "ab"), ids(tiny_model, "cde"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     async with gateway.session.post(
@@ -109,7 +109,7 @@ async def test_usage_in_every_chunk(gateway: Gateway, tiny_model: ServedModel) -
     assert [event["usage"]["completion_tokens"] for event in texts[1:]] == [1, 2, 3, 4, 5]
 
 
-async def test_completion_chunks(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_completion_chunks_are_in_order(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(ids(tiny_model, "ab"))
     body = {"prompt": "Hi", "stream": True}
     async with gateway.session.post("/v1/completions", json=body) as response:
@@ -124,7 +124,7 @@ async def test_completion_chunks(gateway: Gateway, tiny_model: ServedModel) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_choices_of_several_prompts(gateway: Gateway, tiny_model: ServedModel, stream: bool) -> None:
+async def test_choices_of_several_prompts_are_numbered(gateway: Gateway, tiny_model: ServedModel, stream: bool) -> None:
     def names_its_prompt(request: Any) -> Any:
         return says(request.prompt_token_ids)(request)
 
@@ -145,7 +145,7 @@ async def test_choices_of_several_prompts(gateway: Gateway, tiny_model: ServedMo
     assert len({request.request_id for request in gateway.engine.requests}) == 2
 
 
-async def test_token_ids_as_prompt_and_echo(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_token_id_prompt_is_echoed(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(ids(tiny_model, "!"))
     prompt = ids(tiny_model, "Hello")
     async with gateway.session.post("/v1/completions", json={"prompt": prompt, "echo": True}) as response:
@@ -153,7 +153,7 @@ async def test_token_ids_as_prompt_and_echo(gateway: Gateway, tiny_model: Served
     assert gateway.engine.requests[0].prompt_token_ids == prompt
 
 
-async def test_stop_string_over_chunks_ends_the_request(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_stop_string_across_chunks_ends_the_request(gateway: Gateway, tiny_model: ServedModel) -> None:
     async with gateway.session.post(
         "/v1/chat/completions", json={**CHAT, "stream": True, "stop": ["XYZ"], "max_tokens": 50}
     ) as response:
@@ -179,7 +179,7 @@ async def test_first_token_is_sent_at_once(gateway: Gateway, tiny_model: ServedM
         assert (await response.text()).endswith("data: [DONE]\n\n")
 
 
-async def test_characters_come_whole(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_characters_are_sent_whole(gateway: Gateway, tiny_model: ServedModel) -> None:
     tokens = ids(tiny_model, "é🎉")
     assert len(tokens) == 6
     gateway.engine.script = says(*[[token] for token in tokens])
@@ -190,7 +190,7 @@ async def test_characters_come_whole(gateway: Gateway, tiny_model: ServedModel) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_is_cancelled(gateway: Gateway, stream: bool) -> None:
+async def test_client_that_leaves_is_cancelled(gateway: Gateway, stream: bool) -> None:
     post = asyncio.create_task(gateway.session.post("/v1/chat/completions", json={**CHAT, "stream": stream, "n": 2}))
     request_id = (await gateway.engine.next_stream()).request.request_id
     if stream:
@@ -201,7 +201,7 @@ async def test_a_client_that_leaves_is_cancelled(gateway: Gateway, stream: bool)
     assert gateway.metric("pagestream_gateway_choices_finished_total", reason="cancelled") == 2
 
 
-async def test_error_of_the_engine_after_the_headers(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_engine_error_after_the_headers_is_an_event(gateway: Gateway, tiny_model: ServedModel) -> None:
     async with gateway.session.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
         stream = await gateway.engine.next_stream()
         request_id = stream.request.request_id
@@ -228,7 +228,7 @@ async def test_error_of_the_engine_after_the_headers(gateway: Gateway, tiny_mode
         (ErrorCode.CAPACITY_EXCEEDED, 400, "invalid_request_error"),
     ],
 )
-async def test_error_of_the_engine_without_a_stream(
+async def test_engine_error_without_a_stream_is_a_status(
     gateway: Gateway, code: ErrorCode, status: int, error_type: str
 ) -> None:
     gateway.engine.script = lambda request: [ErrorEvent(request.request_id, code, "too large")]
@@ -240,7 +240,7 @@ async def test_error_of_the_engine_without_a_stream(
 @pytest.mark.parametrize(
     ("error", "code"), [(QueueFull("cap"), "queue_full"), (StoreUnavailable("down"), "store_unavailable")]
 )
-async def test_refused_by_the_store(gateway: Gateway, error: Exception, code: str) -> None:
+async def test_refusal_by_the_store_is_a_status(gateway: Gateway, error: Exception, code: str) -> None:
     gateway.engine.submit_error = error
     async with gateway.session.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
         body = await response.json()
@@ -250,7 +250,7 @@ async def test_refused_by_the_store(gateway: Gateway, error: Exception, code: st
 
 
 async def test_prompts_are_submitted_together(gateway: Gateway) -> None:
-    """None of them is, where there is no room for all: tests/integration/test_repeats.py."""
+    """If there is no room for all, none is submitted: tests/integration/test_repeats.py."""
     gateway.engine.submit_error = QueueFull("cap")
     async with gateway.session.post("/v1/completions", json={"prompt": ["a", "b", "c"]}) as response:
         assert response.status == 503
@@ -261,7 +261,7 @@ async def test_prompts_are_submitted_together(gateway: Gateway) -> None:
     ("workers", "code"),
     [([], "starting"), ([heartbeat(phase=WorkerPhase.LOAD)], "starting"), ([heartbeat("supervisor")], "starting")],
 )
-async def test_no_worker_yet(start_gateway: Any, workers: list[Any], code: str) -> None:
+async def test_request_before_the_first_worker_is_refused(start_gateway: Any, workers: list[Any], code: str) -> None:
     engine = FakeInferenceClient(says([5]))
     engine.workers = workers
     gateway = await start_gateway(engine)
@@ -271,7 +271,7 @@ async def test_no_worker_yet(start_gateway: Any, workers: list[Any], code: str) 
     assert int(response.headers["Retry-After"]) >= 1
 
 
-async def test_workers_gone(start_gateway: Any) -> None:
+async def test_request_after_all_workers_left_is_refused(start_gateway: Any) -> None:
     gateway = await start_gateway(no_worker="refuse")
     async with gateway.session.get("/ready") as response:
         assert response.status == 200
@@ -280,7 +280,9 @@ async def test_workers_gone(start_gateway: Any) -> None:
         assert (response.status, (await response.json())["error"]["code"]) == (503, "no_worker")
 
 
-async def test_draining_refuses_new_requests_and_waits_for_open_ones(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_draining_gateway_refuses_new_and_finishes_open_requests(
+    gateway: Gateway, tiny_model: ServedModel
+) -> None:
     async with gateway.session.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
         stream = await gateway.engine.next_stream()
         gateway.state.open_requests.draining = True
@@ -292,7 +294,7 @@ async def test_draining_refuses_new_requests_and_waits_for_open_ones(gateway: Ga
     assert await gateway.state.open_requests.wait_idle(5)
 
 
-async def test_full_gateway(start_gateway: Any) -> None:
+async def test_full_gateway_refuses(start_gateway: Any) -> None:
     gateway = await start_gateway(max_num_streams=1)
     async with gateway.session.post("/v1/chat/completions", json={**CHAT, "stream": True}):
         await gateway.engine.next_stream()
@@ -312,7 +314,7 @@ async def test_ignored_fields_are_named(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("sent", "kept"), [("job-7.a_B", True), ("x" * 64, True), ("x" * 65, False), ("a b", False), ("é", False)]
 )
-async def test_request_id(gateway: Gateway, sent: str, kept: bool) -> None:
+async def test_request_id_is_returned(gateway: Gateway, sent: str, kept: bool) -> None:
     gateway.engine.script = says([5])
     for path, body in (
         ("/v1/chat/completions", CHAT),
@@ -353,7 +355,7 @@ async def test_sampling_fields_reach_the_engine(gateway: Gateway) -> None:
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({7: -100.0}, (9,), True)
 
 
-async def test_defaults(gateway: Gateway) -> None:
+async def test_omitted_fields_have_defaults(gateway: Gateway) -> None:
     gateway.engine.script = says([5])
     async with gateway.session.post(
         "/v1/chat/completions", json={**CHAT, "temperature": None, "seed": None}
@@ -364,7 +366,7 @@ async def test_defaults(gateway: Gateway) -> None:
     assert request.sampling.temperature == 1.0
 
 
-async def test_the_workers_context_bounds_the_gateways(gateway: Gateway) -> None:
+async def test_context_of_workers_limits_the_gateway(gateway: Gateway) -> None:
     gateway.engine.script = says([5])
     gateway.engine.workers = [heartbeat(max_model_len=100), heartbeat("w.2", max_model_len=64)]
     async with gateway.session.post("/v1/completions", json={"prompt": "a" * 64}) as response:

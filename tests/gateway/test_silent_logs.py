@@ -1,4 +1,4 @@
-"""No log line, at any level, of any library, holds a prompt, an answer or a key; nor does a metric."""
+"""No log line of any level or library, and no metric, contains a prompt, an answer or a key."""
 
 import asyncio
 import json
@@ -17,15 +17,15 @@ from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish
 
 PROMPT, ANSWER, WRONG_KEY = "canaryprompt", "canaryanswer", "canary-wrong-key-0123"
-CANARIES = ("canary", KEY, "Y2FuYXJ5")  # the last is base64
+CANARIES = ("canary", KEY, "Y2FuYXJ5")  # the last one is base64
 
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-@pytest.mark.filterwarnings("ignore")  # asyncio's debug messages are wanted here, not its warnings
-async def test_nothing_of_a_session_is_logged(
+@pytest.mark.filterwarnings("ignore")  # this test needs asyncio's debug messages, not its warnings
+async def test_session_logs_contain_no_secrets(
     start_gateway: Callable[..., Any], tiny_model: ServedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys_file = tmp_path / "keys.toml"
@@ -53,7 +53,7 @@ async def test_nothing_of_a_session_is_logged(
         async with gateway.session.post("/v1/chat/completions", json=body, headers=bearer(KEY)) as response:
             assert (response.status == 200) == (body in good)
             text = await response.text()
-            assert (ANSWER in text) == (body is good[0])  # the second comes in pieces, the third stops before it
+            assert (ANSWER in text) == (body is good[0])  # the second arrives in pieces; the third stops before its end
     for data in (b'{"messages":"canary', b'["canary"]', b"\xffcanary"):
         async with gateway.session.post("/v1/chat/completions", data=data, headers=bearer(KEY)) as response:
             assert response.status in (400, 415)
@@ -74,7 +74,7 @@ async def test_nothing_of_a_session_is_logged(
     async with gateway.session.get("/metrics", headers=bearer(KEY)) as response:
         metrics = await response.text()
     await asyncio.sleep(0)
-    assert len(caplog.records) >= len(good) + len(bad)  # there were logs to look at
+    assert len(caplog.records) >= len(good) + len(bad)  # there were logs to check
     logged = json.dumps([caplog.handler.format(record) for record in caplog.records])
     for canary in CANARIES:
         assert canary not in logged
@@ -82,7 +82,7 @@ async def test_nothing_of_a_session_is_logged(
     assert logging.getLogger().isEnabledFor(1)
 
 
-async def test_names_of_no_model_make_no_series(start_gateway: Callable[..., Any]) -> None:
+async def test_unknown_model_names_create_no_metric_series(start_gateway: Callable[..., Any]) -> None:
     gateway: Gateway = await start_gateway()
 
     async def num_series() -> int:

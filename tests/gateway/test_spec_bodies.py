@@ -1,6 +1,6 @@
-"""Every kind of body, chunk and event is valid by OpenAI's own document; responses by the Open Responses specification.
+"""Bodies, chunks and events are valid by OpenAI's document; responses by the Open Responses specification.
 
-The documents are kept as facts in tests/spec. What is told beyond them, or is null where they have none, stands here.
+tests/spec has the documents. Fields beyond them, and those that are null here, are listed below.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ REASONING = {"reasoning": {"type": "string"}, "reasoning_content": {"type": "str
 OPENAI = Description(
     "openai-2.3.0",
     more={
-        # Of vLLM and DeepSeek, where reasoning is told apart.
+        # Of vLLM and DeepSeek, for separate reasoning.
         "ChatCompletionResponseMessage": REASONING,
         "ChatCompletionStreamResponseDelta": REASONING,
         # Of Open Responses, and of OpenAI's server.
@@ -35,7 +35,7 @@ OPENAI = Description(
             "presence_penalty": {"type": "number"},
             "frequency_penalty": {"type": "number"},
         },
-        "ResponseUsage": {  # of later types of OpenAI's client, which want it
+        "ResponseUsage": {  # of later types of OpenAI's client, which requires it
             "input_tokens_details": {
                 "type": "object",
                 "required": ["cached_tokens", "cache_write_tokens"],
@@ -46,7 +46,7 @@ OPENAI = Description(
         # Of vLLM.
         "Model": {"root": {"type": "string"}, "parent": {"type": "null"}, "max_model_len": {"type": "integer"}},
     },
-    nullable={  # OpenAI's server says null there too
+    nullable={  # OpenAI's server sends null there too
         "Response": ("user", "safety_identifier", "prompt_cache_key", "usage"),
         "CreateChatCompletionStreamResponse": ("usage",),
         "Batch": ("errors", "output_file_id", "error_file_id", *TIMES),
@@ -57,12 +57,12 @@ OPEN_RESPONSES = Description(
     "open-responses-2026-04-24",
     more={
         "ResponseResource": {"user": {"type": ["string", "null"]}},
-        # OpenAI's document has these.
+        # Of OpenAI's document.
         "ResponseFunctionCallArgumentsDoneStreamingEvent": {"name": {"type": "string"}},
         "ReasoningBody": {"status": {"enum": ["in_progress", "completed", "incomplete"]}},
     },
 )
-# Their schemas are named after OpenAI's events. Reasoning has names of its own there: response.reasoning.delta.
+# Schemas are named after OpenAI's events. Reasoning has its own names there: response.reasoning.delta.
 OPEN_NAMES = {
     "response.created": "ResponseCreated", "response.in_progress": "ResponseInProgress",
     "response.completed": "ResponseCompleted", "response.incomplete": "ResponseIncomplete",
@@ -113,7 +113,7 @@ CHATS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-async def test_chats(gateway: Gateway, reason: FinishReason) -> None:
+async def test_chat_bodies_and_chunks_are_valid(gateway: Gateway, reason: FinishReason) -> None:
     for text, fields in CHATS:
         model_says(gateway, text, reason)
         OPENAI.check("CreateChatCompletionResponse", await said(gateway, "/v1/chat/completions", {**HI, **fields}))
@@ -122,7 +122,7 @@ async def test_chats(gateway: Gateway, reason: FinishReason) -> None:
                 OPENAI.check("CreateChatCompletionStreamResponse", chunk)
 
 
-async def test_log_probabilities(gateway: Gateway) -> None:
+async def test_logprobs_are_valid(gateway: Gateway) -> None:
     encoder = gateway.service.require_model().encoder
     gateway.engine.script = says_scored(encoder.encode_text("It is é."), group=2)
     chat = {**HI, "logprobs": True, "top_logprobs": 2}
@@ -139,8 +139,11 @@ async def test_log_probabilities(gateway: Gateway) -> None:
 
 
 def check_completion_chunks(chunks: list[Any]) -> None:
-    """The document has one schema for bodies and chunks, in which the end of a choice is never null: chunks of OpenAI's
-    server have null until the last."""
+    """Validate a chunk against the schema of whole bodies, except for a null finish_reason.
+
+    The document has one schema for both, in which finish_reason is never null. OpenAI's server sends null until the
+    last chunk.
+    """
     for chunk in chunks:
         for choice in chunk["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
@@ -149,7 +152,7 @@ def check_completion_chunks(chunks: list[Any]) -> None:
         OPENAI.check("CreateCompletionResponse", chunk)
 
 
-async def test_completions(gateway: Gateway) -> None:
+async def test_completion_bodies_and_chunks_are_valid(gateway: Gateway) -> None:
     for text, fields in (("It is", {}), ("It", {"echo": True, "n": 2}), ("", {"prompt": ["a", "b"], "max_tokens": 1})):
         model_says(gateway, text)
         body = {"prompt": "hi", **fields}
@@ -173,7 +176,7 @@ RESPONSES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-async def test_responses(gateway: Gateway, reason: FinishReason) -> None:
+async def test_response_bodies_and_events_are_valid(gateway: Gateway, reason: FinishReason) -> None:
     kinds = set()
     for text, fields in RESPONSES:
         model_says(gateway, text, reason)
@@ -198,7 +201,7 @@ def check_event(event: Any) -> None:
         OPEN_RESPONSES.check(f"{OPEN_NAMES[event['type']]}StreamingEvent", event)
 
 
-async def test_responses_that_fail_or_wait(gateway: Gateway) -> None:
+async def test_failed_and_waiting_responses_are_valid(gateway: Gateway) -> None:
     def breaks(request: Any) -> Any:
         yield TokenEvent(request.request_id, 0, [70])
         yield ErrorEvent(request.request_id, ErrorCode.REQUEST_FAILED, "")
@@ -211,7 +214,7 @@ async def test_responses_that_fail_or_wait(gateway: Gateway) -> None:
     check_response(await said(gateway, "/v1/responses", {"input": "hi", "background": True}))
 
 
-async def test_counts_and_compactions(gateway: Gateway) -> None:
+async def test_counts_and_compactions_are_valid(gateway: Gateway) -> None:
     counted = await said(gateway, "/v1/responses/input_tokens", {"input": "hi"})
     OPENAI.check("TokenCountsResource", counted)
     model_says(gateway, "Short.")
@@ -221,7 +224,7 @@ async def test_counts_and_compactions(gateway: Gateway) -> None:
         OPEN_RESPONSES.check("CompactResource", compacted)
 
 
-async def test_models_files_and_batches(gateway: Gateway) -> None:
+async def test_models_files_and_batches_are_valid(gateway: Gateway) -> None:
     models = await said(gateway, "/v1/models", method="GET")
     OPENAI.check("ListModelsResponse", models)
     OPENAI.check("Model", await said(gateway, f"/v1/models/{models['data'][0]['id']}", method="GET"))
@@ -248,7 +251,7 @@ async def test_models_files_and_batches(gateway: Gateway) -> None:
     OPENAI.check("ListFilesResponse", await said(gateway, "/v1/files?limit=1", method="GET"))
 
 
-async def test_errors(gateway: Gateway) -> None:
+async def test_error_bodies_are_valid(gateway: Gateway) -> None:
     wrong: list[tuple[str, str, Any, int]] = [
         ("POST", "/v1/chat/completions", {}, 400), ("POST", "/v1/responses", {"input": 3}, 400),
         ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404), ("GET", "/v1/files/x", None, 404),
@@ -269,6 +272,6 @@ async def test_errors(gateway: Gateway) -> None:
         ("TokenCountsResource", {"object": "response.input_tokens", "input_tokens": None}),
     ],
 )
-def test_what_is_not_described_is_told(schema: str, data: Any) -> None:
+def test_undocumented_field_is_detected(schema: str, data: Any) -> None:
     with pytest.raises(AssertionError):
         OPENAI.check(schema, data)

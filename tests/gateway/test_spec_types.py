@@ -1,4 +1,4 @@
-"""Every field of every chunk and body is one of OpenAI's spec, as the types of its client have it, and none more."""
+"""Every field of every chunk and body is in the types of OpenAI's client, and there are no others."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ ROUTES = [
 
 
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """The client's types take whatever comes, and keep what they do not know apart."""
+    """Return the fields that the client's types do not declare; the client accepts and separates them."""
     if isinstance(value, pydantic.BaseModel):
         yield from (f"{path}.{name}" for name in value.model_extra or ())
         for name in type(value).model_fields:
@@ -33,7 +33,7 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
 
 
 def checked(kind: type[pydantic.BaseModel], data: Any) -> Any:
-    if kind is Completion:  # its type has no null for the end of a chunk that is not the last; OpenAI's chunks do
+    if kind is Completion:  # the client's type has no null finish_reason; OpenAI's chunks before the last one do
         choices = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in data["choices"]]
         data = {**data, "choices": choices}
     value = kind.model_validate(data, strict=True)
@@ -52,7 +52,7 @@ async def chunks_of(gateway: Gateway, url: str, body: dict[str, Any]) -> list[An
 
 
 @pytest.mark.parametrize(("url", "body", "whole", "chunk"), ROUTES)
-async def test_fields_are_those_of_the_spec(
+async def test_all_fields_are_in_the_types_of_the_client(
     gateway: Gateway, tiny_model: ServedModel, url: str, body: dict[str, Any], whole: Any, chunk: Any
 ) -> None:
     gateway.engine.script = says_scored(tiny_model.encoder.encode_text("It is é."), group=2)
@@ -64,7 +64,7 @@ async def test_fields_are_those_of_the_spec(
     assert len({(data["id"], data["created"], data["model"], data["object"]) for data in with_usage}) == 1
     *others, last = with_usage
     assert all(data["usage"] is None for data in others) and last["choices"] == []
-    # What is streamed, put together, is the whole: text, log-probabilities, ends and usage.
+    # The joined stream equals the whole: text, logprobs, finish reasons and usage.
     assert {**last["usage"]} == answer.usage.model_dump(exclude_none=True)
     for choice in answer.choices:
         parts = [part for data in others for part in data["choices"] if part["index"] == choice.index]
@@ -72,8 +72,8 @@ async def test_fields_are_those_of_the_spec(
         logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
         if whole is ChatCompletion:
             assert "".join(part["delta"].get("content", "") for part in parts) == choice.message.content
-            told = [entry for part in logprobs for entry in part["content"]]
-            assert told == [entry.model_dump() for entry in choice.logprobs.content]
+            joined = [entry for part in logprobs for entry in part["content"]]
+            assert joined == [entry.model_dump() for entry in choice.logprobs.content]
         else:
             assert "".join(part["text"] for part in parts) == choice.text
             for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):

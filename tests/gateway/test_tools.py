@@ -1,4 +1,4 @@
-"""Tools through the whole gateway: what the model is shown, what it is bound to, and what its client reads."""
+"""Tools through the whole gateway: the rendered prompt, the grammar, and the client's answer."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def schema_of(request: CompletionRequest) -> Any:
     return json.loads(request.grammar.grammar.text)
 
 
-def test_a_named_call_is_bound_to_its_parameters() -> None:
+def test_named_call_is_constrained_to_its_parameters() -> None:
     request = parse(tool_choice=NAMED)
     assert schema_of(request) == WEATHER["function"]["parameters"]
     assert request.grammar is not None and request.grammar.param == "tools[0].function.parameters"
@@ -73,12 +73,12 @@ def test_a_named_call_is_bound_to_its_parameters() -> None:
         ([], False),
     ],
 )
-def test_a_required_call_is_bound_to_a_list_of_calls(calls: list[Any], is_valid: bool) -> None:
+def test_required_call_is_constrained_to_a_list_of_calls(calls: list[Any], is_valid: bool) -> None:
     schema = schema_of(parse(tool_choice="required"))
     assert jsonschema.Draft202012Validator(schema).is_valid(calls) is is_valid
 
 
-def test_without_parallel_calls_there_is_one() -> None:
+def test_required_call_without_parallel_calls_is_one() -> None:
     schema = schema_of(parse(tool_choice="required", parallel_tool_calls=False))
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
 
@@ -88,7 +88,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-def test_allowed_tools_are_as_if_there_were_no_others() -> None:
+def test_allowed_tools_hide_all_others() -> None:
     request = parse(tool_choice=allowed("auto", "clock"))
     assert request.tools is not None and (request.tools.mode, request.grammar) == ("auto", None)
     assert [tool["function"]["name"] for tool in request.tools.definitions] == ["clock"]
@@ -97,7 +97,7 @@ def test_allowed_tools_are_as_if_there_were_no_others() -> None:
     assert parse(tool_choice=allowed("auto", "clock", "get_weather")).tools == parse(tool_choice="auto").tools
 
 
-def test_auto_and_none_bind_to_nothing() -> None:
+def test_tool_choice_auto_and_none_add_no_grammar() -> None:
     assert parse().grammar is None and parse(tool_choice="auto").tools is not None
     assert parse(tool_choice="none").tools is None
     assert parse(tools=[], tool_choice="auto").tools is None
@@ -127,7 +127,7 @@ def test_auto_and_none_bind_to_nothing() -> None:
         ),
     ],
 )
-def test_what_is_no_tool_use_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_invalid_tool_use_is_refused_with_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         parse(**fields)
     assert raised.value.param == param and param in raised.value.message
@@ -152,7 +152,7 @@ def rendered(encoder: PromptEncoder, **fields: Any) -> str:
     return stand_ins.reveal(text)
 
 
-def test_a_template_that_takes_tools_gets_them_as_values(tiny_model_dir: Path) -> None:
+def test_template_with_tools_gets_them_as_values(tiny_model_dir: Path) -> None:
     source = (
         "{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.required | tojson }}) {% endfor %}"
         "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -165,7 +165,7 @@ def test_a_template_that_takes_tools_gets_them_as_values(tiny_model_dir: Path) -
     )
 
 
-def test_a_template_without_a_word_for_tools_is_told_in_hermes_words(tiny_model: ServedModel) -> None:
+def test_template_without_tools_gets_hermes_text(tiny_model: ServedModel) -> None:
     text = rendered(tiny_model.encoder)
     assert text.startswith("<|im_start|>system\nYou can call these functions:\n<tools>\n")
     assert json.dumps(WEATHER) in text and '<tool_call>\n{"name": "the name", "arguments": {}}\n</tool_call>' in text
@@ -177,7 +177,7 @@ def test_a_template_without_a_word_for_tools_is_told_in_hermes_words(tiny_model:
 
 @pytest.fixture(scope="module")
 def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Definitions of tools are long when every character is a token."""
+    """Write a model with a long context: tool definitions are long if every character is a token."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "roomy", max_model_len=4096)
 
 
@@ -187,7 +187,7 @@ async def gateway(start_gateway: Any, roomy_model_dir: Path) -> Gateway:
 
 
 async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.STOP, **fields: Any) -> Any:
-    """The answer of a model that says `text`, token by token: (message, finish reason), streamed and not."""
+    """Return (message, finish reason) of a model that says `text` token by token: streamed and whole."""
     token_ids = gateway.service.require_model().encoder.encode_text(text, add_special_tokens=False)
     gateway.engine.script = says(*([token_id] for token_id in token_ids), reason=reason)
     body = {"messages": HI, "tools": [WEATHER, CLOCK], **fields}
@@ -226,7 +226,7 @@ async def read_stream(response: ClientResponse) -> tuple[str, str, list[tuple[st
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 
 
-async def test_a_call_of_the_models_own_accord(gateway: Gateway) -> None:
+async def test_optional_call_is_parsed(gateway: Gateway) -> None:
     expected = [("get_weather", '{"city": "Zürich"}')]
     assert await ask(gateway, CALL) == (None, "", expected, "tool_calls")
     assert await ask(gateway, f"Let me see. {CALL}") == ("Let me see. ", "", expected, "tool_calls")
@@ -235,7 +235,7 @@ async def test_a_call_of_the_models_own_accord(gateway: Gateway) -> None:
     assert await ask(gateway, cut, FinishReason.LENGTH) == (None, "", [("get_weather", '{"city": "Zü')], "length")
 
 
-async def test_forced_calls_are_read_as_their_grammar_writes_them(gateway: Gateway) -> None:
+async def test_forced_calls_are_parsed_as_their_grammar_writes_them(gateway: Gateway) -> None:
     assert await ask(gateway, '{"city": "Rome"}', tool_choice=NAMED) == (
         None, "", [("get_weather", '{"city": "Rome"}')], "tool_calls",
     )  # fmt: skip
@@ -246,12 +246,12 @@ async def test_forced_calls_are_read_as_their_grammar_writes_them(gateway: Gatew
     assert gateway.engine.requests[-1].sampling.grammar is not None
 
 
-async def test_without_tools_a_call_is_text(gateway: Gateway) -> None:
+async def test_call_without_tools_is_text(gateway: Gateway) -> None:
     assert await ask(gateway, CALL, tool_choice="none") == (CALL, "", [], "stop")
 
 
-async def test_ids_of_calls_are_those_of_the_answer(gateway: Gateway) -> None:
-    """So that a resumed stream goes on with the id that its client has."""
+async def test_call_ids_derive_from_the_answer_id(gateway: Gateway) -> None:
+    """A resumed stream must continue with the ids that its client has."""
     ids = set()
     token_ids = gateway.service.require_model().encoder.encode_text(CALL * 2, add_special_tokens=False)
     gateway.engine.script = says(token_ids)
@@ -261,9 +261,7 @@ async def test_ids_of_calls_are_those_of_the_answer(gateway: Gateway) -> None:
     assert len(ids) == 4
 
 
-async def test_reasoning_is_told_apart_where_the_gateway_looks_for_them(
-    start_gateway: Any, roomy_model_dir: Path
-) -> None:
+async def test_reasoning_is_separated_by_its_parser(start_gateway: Any, roomy_model_dir: Path) -> None:
     thinking = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
     text = f"<think>\nHm, Zürich.\n</think>\n\nSo: {CALL}"
     assert await ask(thinking, text) == (
@@ -285,7 +283,7 @@ async def test_reasoning_is_told_apart_where_the_gateway_looks_for_them(
         ("deepseek_r1", "Hm.</think>Yes.", "Hm.</think>"),
     ],
 )
-async def test_usage_tells_the_tokens_of_reasoning(
+async def test_usage_counts_reasoning_tokens(
     start_gateway: Any, roomy_model_dir: Path, parser: str, text: str, reasoning: str
 ) -> None:
     gateway = await start_gateway(model=roomy_model_dir, reasoning_parser=parser)
@@ -304,7 +302,7 @@ async def test_usage_tells_the_tokens_of_reasoning(
         assert "completion_tokens_details" not in (await response.json())["usage"]
 
 
-async def test_the_option_names_the_family(start_gateway: Any, roomy_model_dir: Path) -> None:
+async def test_option_sets_the_parser_family(start_gateway: Any, roomy_model_dir: Path) -> None:
     mistral = await start_gateway(model=roomy_model_dir, tool_call_parser="mistral")
     assert await ask(mistral, '[TOOL_CALLS]clock[ARGS]{"a": 1}') == (None, "", [("clock", '{"a": 1}')], "tool_calls")
 
@@ -313,7 +311,7 @@ async def test_the_option_names_the_family(start_gateway: Any, roomy_model_dir: 
     ("source", "family"),
     [("{{ '[TOOL_CALLS]' }}", "mistral"), ("{{ '<|python_tag|>' }}", "llama3_json"), ("", "hermes")],
 )
-def test_the_template_shows_the_family(source: str, family: str) -> None:
+def test_template_implies_the_parser_family(source: str, family: str) -> None:
     class Encoder:
         template_source = source
 

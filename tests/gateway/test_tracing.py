@@ -1,4 +1,4 @@
-"""The gateway's span, and what of it the engine gets."""
+"""The gateway's span and the trace context that it sends to the engine."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -49,7 +49,7 @@ async def traced(tiny_model_dir: Path, exporter: InMemorySpanExporter) -> AsyncI
     await runner.cleanup()
 
 
-async def test_the_engine_gets_the_gateways_span_in_the_clients_trace(
+async def test_engine_gets_the_gateway_span_in_the_clients_trace(
     traced: Gateway, exporter: InMemorySpanExporter
 ) -> None:
     async with traced.session.post("/v1/completions", json=BODY, headers={"traceparent": CLIENT}) as reply:
@@ -66,7 +66,7 @@ async def test_the_engine_gets_the_gateways_span_in_the_clients_trace(
 
 
 @pytest.mark.parametrize(("header", "handed_on"), [(CLIENT, CLIENT), ("nonsense", "")])
-async def test_without_tracing_a_clients_trace_is_handed_on(gateway: Gateway, header: str, handed_on: str) -> None:
+async def test_client_trace_passes_through_without_tracing(gateway: Gateway, header: str, handed_on: str) -> None:
     gateway.engine.script = says([5, IM_END])
     async with gateway.session.post("/v1/completions", json=BODY, headers={"traceparent": header}) as reply:
         assert reply.status == 200

@@ -1,4 +1,4 @@
-"""A long answer gives others their turn: while it is understood, while it is written, and while its body is made."""
+"""Long answers yield to other tasks while they are parsed, written, and built."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ from tests.gateway.text.test_logprobs import scored
 from tests.patience import PATIENCE_SECONDS
 
 NUM_TOKENS = 200
-LEAST_SLICE = 1e-9  # less than any work takes
+TINY_SLICE_SECONDS = 1e-9  # shorter than any work
 BODY = {"prompt": [5], "max_tokens": NUM_TOKENS}
 
 
@@ -50,7 +50,7 @@ class Turns:
 
 @asynccontextmanager
 async def turns_of_others() -> AsyncIterator[Turns]:
-    """How often somebody else has the event loop."""
+    """Count how often another task gets the event loop."""
     turns = Turns()
 
     async def take() -> None:
@@ -64,22 +64,22 @@ async def turns_of_others() -> AsyncIterator[Turns]:
 
 
 @pytest.mark.parametrize("body", [BODY, {**BODY, "stream": True}, {**BODY, "stream": True, "n": 2}])
-async def test_an_answer_that_is_there_at_once_is_told_in_turns(
+async def test_ready_answer_is_written_in_time_slices(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)))
     counts = []
-    for seconds in (LEAST_SLICE, 3600.0):
+    for seconds in (TINY_SLICE_SECONDS, 3600.0):
         monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", seconds)
         async with turns_of_others() as turns, gateway.session.post("/v1/completions", json=body) as reply:
             text = await reply.text()
             counts.append(turns.count)
         assert text.count("finish_reason") >= 1 and "error" not in text
-    assert counts[0] >= counts[1] + NUM_TOKENS / 2, "as many turns as tokens, where each is a turn"
+    assert counts[0] >= counts[1] + NUM_TOKENS / 2, "one time slice per token if each token fills a slice"
 
 
-async def test_what_was_collected_is_let_go_of_in_turns(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When their client goes: freed at one time, 16,000 tokens with 20 log-probabilities stop the loop for 70 ms."""
+async def test_collected_tokens_are_freed_in_pieces(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed at once after a disconnect, 16,000 tokens with 20 logprobs each stop the loop for 70 ms."""
     all_collected: list[delivery._Collected] = []
 
     class Seen(delivery._Collected):
@@ -103,10 +103,10 @@ async def test_what_was_collected_is_let_go_of_in_turns(gateway: Gateway, monkey
 
 
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 1, "stream": True}])
-async def test_scores_that_were_told_are_let_go_of_in_turns(
+async def test_written_prompt_logprobs_are_freed_in_pieces(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """Freed at one time, those of 32 prompts of 8,000 tokens stop the loop for 8 ms."""
+    """Freed at once, those of 32 prompts of 8,000 tokens stop the loop for 8 ms."""
     monkeypatch.setattr(delivery, "_FREED_SCORES", 10)
     gateway.engine.script = None
     asked = asyncio.create_task(gateway.session.post("/v1/completions", json={"prompt": [5] * 201, **fields}))
@@ -123,18 +123,18 @@ async def test_scores_that_were_told_are_let_go_of_in_turns(
     assert sizes[0] == 200
 
 
-def test_scores_of_a_stream_that_goes_on_are_kept() -> None:
-    """Its client has gone, but the answer is to be kept, and is whole when all of them have come."""
+def test_prompt_logprobs_of_a_kept_stream_are_not_freed() -> None:
+    """The client has left, but the answer is stored, and is complete once all of them have arrived."""
     generation = SimpleNamespace(is_over=False, prompt_scores=[{1: scored(5)}])
     delivery._let_go(SimpleNamespace(generation=generation))  # type: ignore[arg-type]
     assert len(generation.prompt_scores[0]) == 1
 
 
 @pytest.mark.parametrize("counts", [{}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}])
-async def test_nothing_is_left_out_between_turns(
+async def test_nothing_is_lost_between_time_slices(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, counts: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", LEAST_SLICE)
+    monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", TINY_SLICE_SECONDS)
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)), reason=FinishReason.LENGTH)
     body = {**BODY, "stream": True, "prompt": [[5], [6]], "n": 2, "return_token_ids": True, **counts}
     async with gateway.session.post("/v1/completions", json=body) as reply:
@@ -148,7 +148,7 @@ async def test_nothing_is_left_out_between_turns(
         assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["length"]
 
 
-async def test_long_bodies_are_made_beside_the_event_loop_and_never_refused(
+async def test_long_bodies_are_built_on_a_thread_and_never_refused(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
@@ -167,10 +167,8 @@ async def test_long_bodies_are_made_beside_the_event_loop_and_never_refused(
     assert threads[0] == threading.get_ident() != threads[1]
 
 
-async def test_an_end_that_repeats_the_answer_is_made_beside_the_event_loop(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four events of a response have all of it, with all log-probabilities."""
+async def test_repeating_end_event_is_built_on_a_thread(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four events of a response repeat the whole text, with all logprobs."""
     threads: list[int] = []
     close = OutputItems.close
 
@@ -189,21 +187,21 @@ async def test_an_end_that_repeats_the_answer_is_made_beside_the_event_loop(
         assert (threads[-1] == threading.get_ident()) == (num_tokens == 10)
 
 
-async def test_a_long_prompt_of_ids_is_read_in_steps(gateway: Gateway, tiny_model: ServedModel) -> None:
-    """Once for all its choices, and others have their turn between two steps."""
+async def test_long_prompt_of_ids_is_read_in_pieces(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """Read it once for all its choices, and yield between two pieces."""
     encoder = tiny_model.encoder
     prompt = [5 + place % 90 for place in range(4 * TOKENS_OF_STEP + 1)]
     request = parse_completion(decode_body(json.dumps({"prompt": prompt, "echo": True, "n": 2}).encode()))
     echo = PromptEcho(encoder, request, [prompt])
     echo.take([ChoiceUpdate(0, "!", None), ChoiceUpdate(1, "?", None)], [{}])
-    told = list(echo.ready())
+    batches = list(echo.ready())
     text = encoder.decode(prompt, skip_special_tokens=False)
-    assert [len(updates) for updates in told] == [0] * 6 + [1, 1]
-    assert [update.text for updates in told for update in updates] == [text + "!", text + "?"]
+    assert [len(updates) for updates in batches] == [0] * 6 + [1, 1]
+    assert [update.text for updates in batches for update in updates] == [text + "!", text + "?"]
     assert echo.is_told
 
 
-async def test_the_scores_of_a_long_prompt_come_in_pieces(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_logprobs_of_a_long_prompt_arrive_in_pieces(gateway: Gateway, tiny_model: ServedModel) -> None:
     prompt = list(range(5, 5 + 3 * ENTRIES_OF_PIECE + 1))
     gateway.engine.script = scores_prompt_and_says([70])
     body = {"prompt": prompt, "max_tokens": 1, "logprobs": 1, "echo": True}
@@ -211,19 +209,19 @@ async def test_the_scores_of_a_long_prompt_come_in_pieces(gateway: Gateway, tiny
         (whole,) = (await reply.json())["choices"]
     async with gateway.session.post("/v1/completions", json={**body, "stream": True}) as reply:
         lines = (await reply.text()).split("\n\n")[:-2]
-    told = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
-    assert "".join(choice["text"] for choice in told) == whole["text"]
-    pieces = [choice["logprobs"] for choice in told if choice["logprobs"]]
+    choices = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    pieces = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     assert max(len(piece["tokens"]) for piece in pieces) <= ENTRIES_OF_PIECE + 1
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [entry for piece in pieces for entry in piece[field]] == whole["logprobs"][field]
 
 
-@pytest.mark.parametrize(("has_scores", "most"), [(False, MAX_READ_TOKENS), (True, MAX_READ_SCORES)])
-def test_an_event_has_so_many_tokens_and_no_more(has_scores: bool, most: int) -> None:
+@pytest.mark.parametrize(("has_scores", "max_tokens_per_event"), [(False, MAX_READ_TOKENS), (True, MAX_READ_SCORES)])
+def test_event_has_a_maximum_of_tokens(has_scores: bool, max_tokens_per_event: int) -> None:
     sampling = SamplingParams(max_tokens=5000, seed=0, n=2, logprobs=0 if has_scores else None)
     stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling))
-    num_tokens = 2 * most + 1
+    num_tokens = 2 * max_tokens_per_event + 1
     tokens = list(range(num_tokens))
     scores = {index: encoded_logprobs(TokenLogprobs(-float(index), (), ())) for index in tokens} if has_scores else {}
     choices = [StoredChoice(list(tokens), FinishReason.STOP, dict(scores)) for _ in range(2)]
@@ -231,7 +229,7 @@ def test_an_event_has_so_many_tokens_and_no_more(has_scores: bool, most: int) ->
     stream.offer_journal(choices, FinishEvent("a", FinishReason.STOP, usage))
     read: dict[int, list[int]] = {0: [], 1: []}
     while not isinstance(event := stream.read(), FinishEvent):
-        assert isinstance(event, TokenEvent) and 0 < len(event.token_ids) <= most
+        assert isinstance(event, TokenEvent) and 0 < len(event.token_ids) <= max_tokens_per_event
         assert event.index == len(read[event.choice])
         assert [score.logprob for score in decoded_logprobs(event.logprobs or ())] == [
             -float(id_) for id_ in event.token_ids if has_scores

@@ -1,4 +1,4 @@
-"""Work in another process: what it gives and raises, what is sent, what it spares this one, and what becomes of it."""
+"""Work in another process: results, exceptions, transferred data, saved CPU time, and process lifetime."""
 
 import asyncio
 import gc
@@ -37,7 +37,7 @@ def processes() -> Iterator[WorkProcesses]:
     made.close()
 
 
-def test_it_gives_what_the_work_gives_and_raises_what_it_raises(processes: WorkProcesses) -> None:
+def test_work_returns_its_result_and_raises_its_exception(processes: WorkProcesses) -> None:
     body = processes.run(partial(COMPLETION.decode, b'{"prompt":[1,2]}'))
     assert processes.run(partial(COMPLETION.parse, body)) == COMPLETION.parse(body)
     with pytest.raises(InvalidJson) as caught:
@@ -45,10 +45,10 @@ def test_it_gives_what_the_work_gives_and_raises_what_it_raises(processes: WorkP
     assert caught.value.body()["error"]["code"] == "invalid_json"
     with pytest.raises(ZeroDivisionError) as unexpected:
         processes.run(partial(divmod, 1, 0))
-    assert "work_process" in unexpected.value.__notes__[0], "the log tells where it was"
+    assert "work_process" in unexpected.value.__notes__[0], "the log names the process"
 
 
-def test_who_hands_a_body_on_does_not_decode_it(processes: WorkProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passed_on_body_is_not_decoded_here(processes: WorkProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     data = msgspec.json.encode({"prompt": list(range(100_000)), "max_tokens": 1})
     expected = COMPLETION.parse(COMPLETION.decode(data))
     monkeypatch.setattr(request_body, "_decoder", None)
@@ -60,7 +60,7 @@ def test_who_hands_a_body_on_does_not_decode_it(processes: WorkProcesses, monkey
     assert body.given == msgspec.json.decode(data)
 
 
-def test_one_process_serves_works_that_follow_each_other_and_yields_to_others(processes: WorkProcesses) -> None:
+def test_one_process_serves_serial_work_at_low_priority(processes: WorkProcesses) -> None:
     process_id = processes.run(os.getpid)
     assert process_id != os.getpid()
     assert processes.run(os.getpid) == process_id
@@ -68,19 +68,19 @@ def test_one_process_serves_works_that_follow_each_other_and_yields_to_others(pr
     assert processes.run(partial(os.getpriority, os.PRIO_PROCESS, 0)) == min(19, own + NICENESS)
 
 
-def test_who_needs_one_at_the_same_time_has_another(processes: WorkProcesses, tmp_path: Path) -> None:
+def test_concurrent_work_gets_a_second_process(processes: WorkProcesses, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     first = processes.run(os.getpid)
     with ThreadPoolExecutor() as threads:
         reading = threads.submit(processes.run, partial(Path.read_bytes, tmp_path / "fifo"))
-        with (tmp_path / "fifo").open("wb"):  # which waits for a reader: one of them is at work from here on
+        with (tmp_path / "fifo").open("wb"):  # open() waits for a reader: from here on, one process is busy
             assert processes.run(os.getpid) != first
             assert not reading.done()
         assert reading.result() == b""
 
 
-def test_one_more_than_are_at_work_is_ready_up_to_the_most(processes: WorkProcesses, tmp_path: Path) -> None:
-    """Each that is prepared leaves a directory behind."""
+def test_one_idle_process_is_prepared_up_to_the_maximum(processes: WorkProcesses, tmp_path: Path) -> None:
+    """Each preparation creates a directory, which the test counts."""
     os.mkfifo(tmp_path / "fifo")
     (prepared := tmp_path / "prepared").mkdir()
 
@@ -103,12 +103,12 @@ def test_one_more_than_are_at_work_is_ready_up_to_the_most(processes: WorkProces
     assert len(list(prepared.iterdir())) == 2
 
 
-def test_what_prepares_may_fail(processes: WorkProcesses) -> None:
+def test_failed_preparation_does_not_affect_work(processes: WorkProcesses) -> None:
     processes.keep_one_ready(partial(divmod, 1, 0), max_processes=1)
     assert processes.run(partial(int, "7")) == 7
 
 
-async def test_a_reader_is_prepared_when_the_models_are_loaded_and_a_worker_is_ready(
+async def test_reader_is_prepared_once_models_and_worker_are_ready(
     start_gateway: Callable[..., Any],
 ) -> None:
     processes = _Counted()
@@ -122,19 +122,19 @@ async def test_a_reader_is_prepared_when_the_models_are_loaded_and_a_worker_is_r
     assert processes.run(work) is None
 
 
-def test_one_that_dies_costs_its_work_alone(processes: WorkProcesses) -> None:
+def test_killed_process_fails_only_its_own_work(processes: WorkProcesses) -> None:
     with pytest.raises(InternalError):
         processes.run(partial(os._exit, 3))
     assert processes.run(partial(int, "7")) == 7
 
 
-def test_what_cannot_be_sent_is_an_error_and_no_end(processes: WorkProcesses) -> None:
+def test_unpicklable_result_is_an_error_and_work_continues(processes: WorkProcesses) -> None:
     with pytest.raises(RuntimeError, match="pickle"):
         processes.run(threading.Lock)
     assert processes.run(partial(int, "7")) == 7
 
 
-def test_none_is_left_when_they_are_closed(processes: WorkProcesses) -> None:
+def test_closed_pool_leaves_no_process(processes: WorkProcesses) -> None:
     process_id = processes.run(os.getpid)
     processes.close()
     with pytest.raises(ProcessLookupError):
@@ -143,7 +143,7 @@ def test_none_is_left_when_they_are_closed(processes: WorkProcesses) -> None:
         processes.run(os.getpid)
 
 
-def test_a_model_is_sent_by_its_name(tiny_model: ServedModel, processes: WorkProcesses) -> None:
+def test_model_is_sent_by_name(tiny_model: ServedModel, processes: WorkProcesses) -> None:
     model = replace(tiny_model, tool_call_parser="mistral")
     assert len(pickle.dumps(model)) < 1000
     request = COMPLETION.parse(COMPLETION.decode(b'{"prompt":"a b","seed":1}'))
@@ -163,14 +163,14 @@ def test_a_model_is_sent_by_its_name(tiny_model: ServedModel, processes: WorkPro
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_are_the_same_behind_a_pipe(error: GatewayError) -> None:
+def test_errors_across_the_pipe_are_equal(error: GatewayError) -> None:
     sent = pickle.loads(pickle.dumps(error))
     assert type(sent) is type(error)
     assert (sent.body(), sent.headers(), sent.args) == (error.body(), error.headers(), error.args)
 
 
-def test_a_refused_body_costs_this_interpreter_little(processes: WorkProcesses) -> None:
-    """Processor time, of which a busy machine takes none: 40 ms and more where it is decoded."""
+def test_refused_body_costs_this_process_little(processes: WorkProcesses) -> None:
+    """Measure processor time, which a busy machine does not change: decoding here takes 40 ms or more."""
     data = msgspec.json.encode({"prompt": "x", "unknown": [""] * 600_000})
     processes.run(os.getpid)
 
@@ -185,7 +185,7 @@ def test_a_refused_body_costs_this_interpreter_little(processes: WorkProcesses) 
     assert there < here / 3
 
 
-def test_an_error_holds_nothing_of_its_work(processes: WorkProcesses) -> None:
+def test_error_holds_no_reference_to_its_work(processes: WorkProcesses) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -215,7 +215,7 @@ ROUTES = {
 
 
 class _Counted(WorkProcesses):
-    """Works are counted, and done by the processes of `started`, which has them from one test to the next."""
+    """Count the work and run it in the processes of `started`, which are shared by the tests."""
 
     num_works = 0
 
@@ -259,7 +259,7 @@ def _without_its_own(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in own}
 
 
-async def test_short_bodies_are_sent_nowhere(start_gateway: Callable[..., Any]) -> None:
+async def test_short_bodies_are_read_in_this_process(start_gateway: Callable[..., Any]) -> None:
     processes = _Counted()
     gateway = await start_gateway(processes=processes)
     gateway.engine.script = says([5])

@@ -1,4 +1,4 @@
-"""python -m tests.golden: write the golden files anew. Say in the commit which lines changed, and why."""
+"""Write the golden files: `python -m tests.golden`. Name the changed lines and the reason in the commit."""
 
 import asyncio
 import tempfile

@@ -1,4 +1,4 @@
-"""The requests that the golden files record, by kind of answer: streamed, collected, tools, logprobs, kept, errors."""
+"""Define the recorded requests by kind: streamed, collected, tools, logprobs, stored answers, errors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ SCORES = {"logprobs": True, "top_logprobs": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One HTTP request. `{id}` in its path is the id of the answer before it."""
+    """One HTTP request. `{id}` in the path stands for the id of the previous answer."""
 
     name: str
     path: str
@@ -31,7 +31,7 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     says: str = TEXT
     fails: ErrorCode | None = None
-    refusal: str = ""  # queue_full | store_unavailable: what the store answers
+    refusal: str = ""  # queue_full | store_unavailable: the store's reply
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ KINDS = {
 
 
 def calls_of(kind: Kind) -> Sequence[Call]:
-    """The calls of one kind, in the order in which they are made."""
+    """Return the calls of one kind, in the order in which they are made."""
     return [*_answers(kind), *_kept(kind), *_errors(kind)]
 
 

@@ -1,6 +1,6 @@
-"""A deterministic engine that keeps answers in memory: what the golden files are recorded with.
+"""A deterministic engine that stores answers in memory, for recording the golden files.
 
-Every request gets the text of its answer token by token, each token with its log-probabilities if the request asks.
+It answers token by token, with logprobs if the request asks for them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ from tests.gateway.fake_inference import FakeInferenceClient, FakeStream, finish
 
 
 def says_text(encode: Callable[[str], list[int]], text: str) -> Callable[[GenerationRequest], Iterable[StreamEvent]]:
-    """Each choice says `text`, one token an event, and ends with `stop`."""
+    """Return a script in which each choice says `text`, one token per event, and ends with `stop`."""
 
     def script(request: GenerationRequest) -> Iterable[StreamEvent]:
         token_ids, n = encode(text), request.sampling.n
@@ -44,7 +44,7 @@ def says_text(encode: Callable[[str], list[int]], text: str) -> Callable[[Genera
 
 
 def fails(code: ErrorCode) -> Callable[[GenerationRequest], Iterable[StreamEvent]]:
-    """One token, and then the engine's error."""
+    """Return a script that sends one token and then the engine's error."""
 
     def script(request: GenerationRequest) -> Iterable[StreamEvent]:
         yield TokenEvent(request.request_id, 0, [70])
@@ -54,19 +54,19 @@ def fails(code: ErrorCode) -> Callable[[GenerationRequest], Iterable[StreamEvent
 
 
 def _scored(token_id: int) -> EncodedLogprobs:
-    """Recognizable by the token, and exact in any float."""
+    """Make the logprob recognizable by its token, and exact in any float."""
     other = token_id + 1
     return encoded_logprobs(TokenLogprobs(-token_id / 1024, (token_id, other), (-token_id / 1024, -other / 1024)))
 
 
 class KeptStream(FakeStream):
-    """A stream that knows whether it had ended before it was attached to."""
+    """A stream that remembers whether it had ended before a reader attached."""
 
     had_ended = False
 
 
 class KeepingInferenceClient(FakeInferenceClient):
-    """Keeps what is submitted with terms, as the store does: by id, and by its client's own name."""
+    """Store requests that have retention terms by id and by Idempotency-Key, as the store does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class KeepingInferenceClient(FakeInferenceClient):
         return [await self.submit(request) for request in requests]
 
     def _keep(self, request: GenerationRequest, terms: RetentionTerms) -> None:
-        assert self.script is not None, "an answer that is kept has a script"
+        assert self.script is not None, "a stored answer needs a script"
         events = list(self.script(request))
         num_tokens = sum(len(event.token_ids) for event in events if isinstance(event, TokenEvent))
         end = events[-1]
@@ -122,7 +122,7 @@ class KeepingInferenceClient(FakeInferenceClient):
         return decode()
 
     async def cancel(self, request: GenerationRequest) -> None:
-        """What is kept here has ended: it stays as it was."""
+        """Leave the stored answer unchanged, because it has ended."""
 
     async def erase(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

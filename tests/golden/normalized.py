@@ -1,10 +1,11 @@
-"""Replace what differs between two runs, and the texts of errors, which may be reworded, by placeholders."""
+"""Replace run-dependent values and error messages, which may be reworded, with placeholders."""
 
 import re
 from itertools import count
 
 _ID = re.compile(r"[0-9a-f]{32}")
-_SHORT_ID = re.compile(r"(?<=req_)[0-9a-f]{24}|(?<=[\"_])[0-9a-f]{9}(?=\")")  # of Anthropic's requests, of tool calls
+# ids of Anthropic requests and of tool calls
+_SHORT_ID = re.compile(r"(?<=req_)[0-9a-f]{24}|(?<=[\"_])[0-9a-f]{9}(?=\")")
 _TIMES = re.compile(r'("(?:created|created_at|completed_at|expires_at)": ?)\d+')
 _FINGERPRINT = re.compile(r"\bfp_[0-9a-f]+")
 _MESSAGE = re.compile(r'("message": ?)"(?:[^"\\]|\\.)*"')
@@ -12,7 +13,7 @@ _ENCRYPTED = re.compile(r'("encrypted_content": ?)"[^"]*"')
 
 
 def normalized(text: str) -> str:
-    """Return `text` with ids numbered in their order, and without times, fingerprints and messages."""
+    """Return `text` with ids numbered by first use, and without times, fingerprints and messages."""
     numbers = count(1)
     known: dict[str, str] = {}
 

@@ -28,16 +28,16 @@ from tests.golden.engine import KeepingInferenceClient, fails, says_text
 from tests.golden.normalized import normalized
 from tests.monitoring.loaded_worker import LoadedWorker
 
-MAX_MODEL_LEN = 4096  # tools take a few hundred tokens
+MAX_MODEL_LEN = 4096  # tool definitions take a few hundred tokens
 KEY = "sk-golden-0123456789abcdef"
 PROGRAMS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
-_UNSTEADY_HEADERS = frozenset(("date", "content-length"))  # lengths of ids and times differ
+_UNSTEADY_HEADERS = frozenset(("date", "content-length"))  # the lengths of ids and times vary
 _REFUSALS = {"queue_full": QueueFull("full"), "store_unavailable": StoreUnavailable("gone")}
 _ANSWER_ID = re.compile(r'"id": ?"[a-z]+[-_]([0-9a-f]{32})"')
 
 
 async def recorded(model: Path) -> dict[str, str]:
-    """Return the text of each golden file by its name. `model`: a directory as write_tiny_model() makes it."""
+    """Return the text of each golden file by name. `model` is a directory made by write_tiny_model()."""
     files = {f"answers_{name}.txt": await _answers(name, model) for name in KINDS}
     files["metrics.txt"] = _metrics()
     files["show_config.txt"] = "\n".join(_configuration(program) for program in PROGRAMS)
@@ -96,7 +96,7 @@ async def _running(
 
 
 def _metrics() -> str:
-    """Name, type, labels and help of every metric."""
+    """List name, type, labels and help text of every metric."""
     model = ModelMetrics(CollectorRegistry())
     model.registry.register(DeliveryCollector(FakeInferenceClient()))
     vllm = CollectorRegistry()
@@ -119,7 +119,7 @@ def _metrics() -> str:
 
 
 def _configuration(program: str) -> str:
-    """What `--show-config` prints where nothing is set."""
+    """Return the output of `--show-config` with default settings."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         load_settings(PROGRAMS[program], ["--show-config"], {}, prog=f"pagestream {program}")

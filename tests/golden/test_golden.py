@@ -1,4 +1,4 @@
-"""Answers, metrics and options are what the golden files say; `python -m tests.golden` writes them anew."""
+"""Compare answers, metrics and options with the golden files. `python -m tests.golden` rewrites the files."""
 
 from pathlib import Path
 
@@ -31,5 +31,5 @@ async def test_golden_files_are_up_to_date(tmp_path: Path) -> None:
         ("a" * 32 + "b" * 32, "a" * 64, False),
     ],
 )
-def test_normalized_keeps_what_clients_read(one: str, other: str, is_same: bool) -> None:
+def test_normalized_text_keeps_what_clients_read(one: str, other: str, is_same: bool) -> None:
     assert (normalized(one) == normalized(other)) == is_same

@@ -1,4 +1,4 @@
-"""anthropic, as a program: URL MODEL -> what it saw, as JSON."""
+"""Use the anthropic client: URL MODEL -> what it received, as JSON."""
 
 import json
 import sys
@@ -16,13 +16,13 @@ class Capital(pydantic.BaseModel):
 
 
 def of_other_forms(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
-    """Typed output, system messages, documents, models, ids of requests."""
+    """Send typed output, system messages, documents, model requests and request ids."""
     asked = {**asked, "max_tokens": 60}
     parsed = client.messages.parse(**asked, output_format=Capital)
     source: Any = {"type": "text", "media_type": "text/plain", "data": "Paris is the capital of France."}
     document: Any = {"role": "user", "content": [{"type": "document", "source": source}, {"type": "text", "text": "?"}]}
     reminder: Any = {"role": "system", "content": "You are terse."}
-    told = client.messages.create(
+    answer = client.messages.create(
         **{**asked, "messages": [*QUESTION, reminder]}, thinking={"type": "adaptive"}, output_config={"effort": "low"}
     )
     read = client.messages.create(**{**asked, "messages": [document]})
@@ -35,7 +35,7 @@ def of_other_forms(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[s
         ids += [error.request_id, error.body["request_id"]]
     return {
         "parsed": sorted(parsed.parsed_output.model_dump()) if parsed.parsed_output else [parsed.stop_reason],
-        "stop_reasons": [told.stop_reason, read.stop_reason],
+        "stop_reasons": [answer.stop_reason, read.stop_reason],
         "model": [model.type, model.display_name, client.models.retrieve(model.id).lifecycle, page.has_more],
         "created_in": model.created_at.year,
         "ids": ids,

@@ -1,4 +1,4 @@
-"""anthropic with tools and thinking, as a program: URL MODEL -> what it saw of two turns, as JSON."""
+"""Use the anthropic client with tools and thinking: URL MODEL -> what it received in two turns, as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""instructor, as a program: URL MODEL -> an object of a given type out of a chat."""
+"""Use instructor: URL MODEL -> a typed object from a chat."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def main(url: str, model: str) -> dict[str, Any]:
         "max_retries": 1,
     }
     found = {}
-    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):  # the second names its tool in tool_choice
+    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):  # the second mode names its tool in tool_choice
         found[mode.value] = instructor.from_openai(client, mode=mode).chat.completions.create(**asked).model_dump()
     return found
 

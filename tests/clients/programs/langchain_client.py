@@ -1,4 +1,4 @@
-"""langchain-openai, as a program: URL MODEL -> what it saw, as JSON."""
+"""Use langchain-openai: URL MODEL -> what it received, as JSON."""
 
 import json
 import sys

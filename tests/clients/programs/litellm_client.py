@@ -1,4 +1,4 @@
-"""litellm, as a program: URL MODEL -> what it saw, as JSON."""
+"""Use litellm: URL MODEL -> what it received, as JSON."""
 
 import json
 import sys

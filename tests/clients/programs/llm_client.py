@@ -1,4 +1,4 @@
-"""llm (Simon Willison's), as a program: URL MODEL -> what its command line prints, streamed and whole, as JSON."""
+"""Use Simon Willison's llm: URL MODEL -> what its command line prints, streamed and whole, as JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""openai or anthropic, as a program: URL MODEL PACKAGE -> an answer that only a repeat gets, and how long it waited."""
+"""Use openai or anthropic: URL MODEL PACKAGE -> the answer after a retry, and the seconds until the retry."""
 
 import json
 import sys

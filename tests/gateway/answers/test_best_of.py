@@ -1,4 +1,4 @@
-"""best_of: samples are held back, ranked by their likelihood, and the best are answered."""
+"""best_of withholds samples, ranks them by likelihood, and answers with the best."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from tests.gateway.test_routes_inference import ids, read_events
 
 
 def best_of_script(texts: list[list[int]], logprobs: list[float]) -> Script:
-    """Sample i says texts[i], each of its tokens with log-probability logprobs[i]; the first ends last."""
+    """Return a script: sample i says texts[i], each token with logprob logprobs[i]; the first sample ends last."""
 
     def script(request: GenerationRequest) -> Iterable[StreamEvent]:
         assert (request.sampling.n, request.sampling.logprobs) == (len(texts), 0)
@@ -25,10 +25,10 @@ def best_of_script(texts: list[list[int]], logprobs: list[float]) -> Script:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_likeliest_samples_are_answered_best_first(
+async def test_best_of_samples_are_sorted_by_likelihood(
     gateway: Gateway, tiny_model: ServedModel, stream: bool
 ) -> None:
-    """By the sum of log-probabilities: of "x" -0.9, of "qqqq" -1.2, of "zz" -1.8."""
+    """Sort by the sum of logprobs: "x" has -0.9, "qqqq" -1.2, "zz" -1.8."""
     texts = [ids(tiny_model, text) for text in ("qqqq", "zz", "x")]
     assert [len(text) for text in texts] == [4, 2, 1]
     gateway.engine.script = best_of_script(texts, [-0.3, -0.9, -0.9])
@@ -45,11 +45,11 @@ async def test_the_likeliest_samples_are_answered_best_first(
             answers, usage = answer["choices"], answer["usage"]
     assert [(choice["index"], choice["text"]) for choice in answers] == [(0, "x"), (1, "qqqq")]
     assert all(choice["logprobs"] is None for choice in answers)
-    assert usage["completion_tokens"] == 7  # what was computed
+    assert usage["completion_tokens"] == 7  # the withheld sample counts too
 
 
-async def test_a_stop_string_ends_one_sample_of_a_ranking(gateway: Gateway, tiny_model: ServedModel) -> None:
-    """What comes behind it does not count, and the engine is told once all have ended."""
+async def test_best_of_stop_string_ends_one_sample(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """Ignore tokens after the stop string; cancel at the engine only after all samples have ended."""
     texts = [ids(tiny_model, text) for text in ("zz", "q!qq")]
     gateway.engine.script = best_of_script(texts, [-0.5, -0.25])
     body = {"prompt": "p", "best_of": 2, "n": 1, "stop": "!"}

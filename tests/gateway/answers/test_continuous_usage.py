@@ -1,4 +1,7 @@
-"""Ends joined with the tokens before them: each update is told once, and so is a failure, wherever a reader stops."""
+"""Sequence ends are joined with the preceding tokens.
+
+Each update and each failure is delivered once, even if a reader stops early.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -40,7 +43,7 @@ def end(index: int, *token_ids: int) -> ChoiceUpdate:
 
 
 def source(*batches: list[ChoiceUpdate], error: GatewayError | None = None) -> Ready:
-    """What has been given is gone, as it is of a generation."""
+    """Yield each batch once, as a generation does."""
     left = list(batches)
 
     def ready() -> Iterator[list[ChoiceUpdate]]:
@@ -54,37 +57,40 @@ def source(*batches: list[ChoiceUpdate], error: GatewayError | None = None) -> R
     return ready
 
 
-def told_in_turns(usage: ContinuousUsage, ready: Ready, num_read: int) -> list[tuple[int, str, bool]]:
-    """By a reader that goes away after `num_read` of what is told, and comes again until there is nothing."""
-    told = []
+def read_with_interruptions(usage: ContinuousUsage, ready: Ready, num_read: int) -> list[tuple[int, str, bool]]:
+    """Read `num_read` batches at a time, close the reader, and continue with a new one until nothing is left."""
+    delivered = []
     while True:
         turn = usage.with_ends(ready())
         updates = [updates for _, updates in zip(range(num_read), turn, strict=False)]
         turn.close()  # type: ignore[attr-defined]
-        told += [(update.index, update.text, update.reason is not None) for some in updates for update in some]
+        delivered += [(update.index, update.text, update.reason is not None) for some in updates for update in some]
         if not updates:
-            return told
+            return delivered
 
 
 BATCHES = ([token(0, "a"), token(1, "x")], [token(0, "b")], [end(1)], [token(0, "c")], [end(0)])
 
 
 @pytest.mark.parametrize("num_read", [1, 2, 99])
-def test_each_is_told_once_and_ends_with_their_tokens(num_read: int) -> None:
-    told = told_in_turns(usage_of(0, 1), source(*BATCHES), num_read)
-    assert [entry for entry in told if entry[0] == 0] == [(0, "a", False), (0, "b", False), (0, "c", True)]
-    assert [entry for entry in told if entry[0] == 1] == [(1, "x", True)]
+def test_updates_are_delivered_once_and_end_with_their_tokens(num_read: int) -> None:
+    delivered = read_with_interruptions(usage_of(0, 1), source(*BATCHES), num_read)
+    assert [entry for entry in delivered if entry[0] == 0] == [(0, "a", False), (0, "b", False), (0, "c", True)]
+    assert [entry for entry in delivered if entry[0] == 1] == [(1, "x", True)]
 
 
-def test_only_a_token_that_is_the_last_waits() -> None:
+def test_token_that_may_be_the_last_waits_for_its_end() -> None:
     usage = usage_of(1)
-    assert told_in_turns(usage, source([token(0, "a"), token(1, "x")]), 99) == [(0, "a", False)]
-    assert told_in_turns(usage, source([end(1)], [end(0)]), 99) == [(1, "x", True), (0, "", True)]
-    assert told_in_turns(usage_of(0), source([token(0, "a")], [end(0, 2)]), 99) == [(0, "a", False), (0, "", True)]
+    assert read_with_interruptions(usage, source([token(0, "a"), token(1, "x")]), 99) == [(0, "a", False)]
+    assert read_with_interruptions(usage, source([end(1)], [end(0)]), 99) == [(1, "x", True), (0, "", True)]
+    assert read_with_interruptions(usage_of(0), source([token(0, "a")], [end(0, 2)]), 99) == [
+        (0, "a", False),
+        (0, "", True),
+    ]
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-def test_a_failure_is_raised_behind_what_waited_also_to_who_was_away(num_read: int) -> None:
+def test_failure_is_raised_after_waiting_updates_and_again(num_read: int) -> None:
     usage, error = usage_of(0, 1), GenerationFailed("It broke.")
     ready = source([token(0, "a"), token(1, "x")], error=error)
     first = next(usage.with_ends(ready()))

@@ -1,4 +1,4 @@
-"""What is stored of a kept answer's body: enough to write the answer again, and no more."""
+"""A stored answer keeps only the request fields that are needed to write the answer again."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from gateway.requests.openai_schema import CompletionRequest
 from shared.messages import GenerationRequest, SamplingParams
 
 MEGABYTES = "A" * 2_000_000
-NOISE = "".join(random.Random(1).choices(string.printable, k=100_000))  # which no packing makes short
+NOISE = "".join(random.Random(1).choices(string.printable, k=100_000))  # incompressible
 TOOL = {"name": "f", "description": NOISE[:100], "parameters": {"type": "object"}}
 HI = [{"role": "user", "content": NOISE}]
 BODIES: list[tuple[AnswerKind, dict[str, Any]]] = [
@@ -65,7 +65,7 @@ def kept(kind: AnswerKind, body: dict[str, Any]) -> tuple[CompletionRequest, byt
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_an_answer_is_written_by_it_as_by_the_whole_body(kind: AnswerKind, body: dict[str, Any]) -> None:
+def test_stored_body_writes_the_same_answer(kind: AnswerKind, body: dict[str, Any]) -> None:
     whole, short = kept(kind, body)
     again = kind.parse(kind.decode(short))
     for name in (
@@ -81,7 +81,7 @@ def test_an_answer_is_written_by_it_as_by_the_whole_body(kind: AnswerKind, body:
 
 
 @pytest.mark.parametrize("kind", [CHAT, COMPLETION])
-def test_of_fields_without_effect_nothing_is_kept_and_of_unknown_ones_their_names(kind: AnswerKind) -> None:
+def test_fields_without_effect_are_not_stored(kind: AnswerKind) -> None:
     body = next(body for of_kind, body in BODIES if of_kind is kind)
     whole, short = kept(kind, {**body, **EXTRAS})
     names = ["x_new", *(f"f{i}" for i in range(9))]
@@ -92,26 +92,26 @@ def test_of_fields_without_effect_nothing_is_kept_and_of_unknown_ones_their_name
     assert len(short) < 600
 
 
-def test_a_response_keeps_what_is_read_again() -> None:
+def test_response_stores_the_fields_that_it_repeats() -> None:
     items = [{"type": "message", "role": "user", "content": "Hi", "id": "mine"}]
     body = {"input": items, "instructions": "Be brief.", "metadata": {"a": "b"}, "user": "u", "earlier_items": 1}
     _, short = kept(RESPONSE, {**body, "x_new": MEGABYTES, "temperature": None})
     assert json.loads(short) == {**body, "x_new": None}
 
 
-def test_with_echo_a_completion_keeps_its_prompts() -> None:
+def test_completion_with_echo_stores_its_prompts() -> None:
     whole, short = kept(COMPLETION, {"prompt": ["a b", "c"], "echo": True})
     assert COMPLETION.parse(COMPLETION.decode(short)).prompts == whole.prompts == ("a b", "c")
 
 
 class TestRecords:
-    def test_one_that_is_long_is_packed(self) -> None:
+    def test_long_stored_body_is_compressed(self) -> None:
         body = {"input": [{"role": "user", "content": "I said that already. " * 2000}]}
         record, encoded = record_of(RESPONSE, body, num_prompts=1)
         assert len(encoded) < len(json.dumps(body)) / 20
         assert json.loads(record.body) == body
 
-    def test_one_of_the_previous_release_is_read(self) -> None:
+    def test_stored_body_of_previous_release_is_read(self) -> None:
         others = [generation("b")]
         old: dict[str, Any] = {"kind": "text_completion", "created": 1, "detach_seconds": 2.0}
         old["body"] = b'{"prompt":["a","b"]}'
@@ -120,8 +120,8 @@ class TestRecords:
             kind="text_completion", body=old["body"], created=1, detach_seconds=2.0, others=others
         )
 
-    def test_the_previous_release_reads_one_or_finds_none(self) -> None:
-        """While a fleet is upgraded: never a part of an answer."""
+    def test_previous_release_reads_all_or_nothing(self) -> None:
+        """During an upgrade, the previous release must never return a part of an answer."""
 
         class Previous(msgspec.Struct):
             kind: str
@@ -140,7 +140,7 @@ class TestRecords:
     @pytest.mark.parametrize(
         "data", [b"", b"x", packed(b"{}")[:-1], zlib.compress(bytes(MAX_UNPACKED_BYTES + 1))], ids=range(4)
     )
-    def test_damaged_and_endless_ones_are_none(self, data: bytes) -> None:
+    def test_damaged_or_huge_stored_body_is_not_found(self, data: bytes) -> None:
         with pytest.raises(ValueError, match=r"cut short|incorrect header"):
             unpacked(data)
         if data:

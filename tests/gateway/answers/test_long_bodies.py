@@ -1,4 +1,4 @@
-"""The body of many choices is put together in place, choice by choice: at one time it would keep the interpreter."""
+"""Bodies with many choices are built in place, choice by choice: building one at once would block the interpreter."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, Str
 from tests.gateway.answers.test_prompt_echo import CHAT
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import Script, finish
-from tests.gateway.test_turns import LEAST_SLICE, turns_of_others
+from tests.gateway.test_turns import TINY_SLICE_SECONDS, turns_of_others
 from tests.gateway.text.test_logprobs import scored
 
 NUM_CHOICES = 8
@@ -35,22 +35,22 @@ SCORED_RESPONSE = {
 LONG = [{"role": "user", "content": "x" * NUM_TOKENS}]
 
 
-class Told(msgspec.Struct, weakref=True):
-    """Stands in a choice, and is there until that is written."""
+class Tracked(msgspec.Struct, weakref=True):
+    """A value inside a choice; it is freed once the choice is written."""
 
     number: int
 
 
 @pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
-def test_a_choice_that_is_written_is_let_go_of(form: type[ChatFormat | CompletionFormat]) -> None:
-    alive: list[weakref.ref[Told]] = []
+def test_written_choice_is_freed(form: type[ChatFormat | CompletionFormat]) -> None:
+    alive: list[weakref.ref[Tracked]] = []
 
     def choices() -> Iterator[ChoiceResult]:
         for index in range(NUM_CHOICES):
-            assert sum(told() is not None for told in alive) <= 1
-            told = Told(index)
-            alive.append(weakref.ref(told))
-            yield ChoiceResult(index, f"text {index}", "length", extra={"told": told})
+            assert sum(tracked() is not None for tracked in alive) <= 1
+            tracked = Tracked(index)
+            alive.append(weakref.ref(tracked))
+            yield ChoiceResult(index, f"text {index}", "length", extra={"tracked": tracked})
 
     body = json.loads(form("id", "model").body(choices(), UsageCount(1, 2), {"more": True}))
     assert [choice["index"] for choice in body["choices"]] == list(range(NUM_CHOICES))
@@ -61,20 +61,20 @@ def test_a_choice_that_is_written_is_let_go_of(form: type[ChatFormat | Completio
 
 @pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
 @pytest.mark.parametrize("num_at_once", [1, 7, 64])
-def test_log_probabilities_are_joined_as_they_would_be_written_at_one_time(
+def test_logprobs_in_pieces_equal_logprobs_at_once(
     form: type[ChatFormat | CompletionFormat],
     num_at_once: int,
     tiny_model: ServedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Byte for byte, with a first token that has none, and where pieces end."""
+    """Compare byte for byte, with a first token without logprobs, and at the limits of pieces."""
     monkeypatch.setattr("gateway.text.long_json.PIECE_BYTES", 100)
     spellings = tiny_model.encoder.spellings(by_id=False)
     entries = [LogprobEntry(70 + place % 9, scored(70) if place else None, place, spellings) for place in range(64)]
     written = form("id", "model", created=1)
     for start in range(0, len(entries), num_at_once):
-        told = tuple(entries[start : start + num_at_once])
-        left = written.collect(ChoiceUpdate(0, "x", None, told, (70,)))
+        group = tuple(entries[start : start + num_at_once])
+        left = written.collect(ChoiceUpdate(0, "x", None, group, (70,)))
         assert left == ChoiceUpdate(0, "x", None, (), (70,))
     results = [ChoiceResult(0, "x", "stop", has_logprobs=True), ChoiceResult(1, "y", "stop", has_logprobs=True)]
     body = bytes(written.body([*results, ChoiceResult(2, "z", "stop")], UsageCount(1, 2), {"more": None}))
@@ -85,7 +85,7 @@ def test_log_probabilities_are_joined_as_they_would_be_written_at_one_time(
     assert choices[2]["logprobs"] is None
 
 
-def test_no_piece_of_a_long_body_is_longer_than_what_came_at_one_time() -> None:
+def test_body_pieces_do_not_exceed_the_piece_limit() -> None:
     array = LongArray()
     for _ in range(1000):
         array.extend(b'["' + b"x" * 1000 + b'"]')
@@ -107,13 +107,13 @@ def test_no_piece_of_a_long_body_is_longer_than_what_came_at_one_time() -> None:
         ("chat/completions", {"messages": LONG, "prompt_logprobs": 1, "max_tokens": 1}),
     ],
 )
-async def test_log_probabilities_are_written_in_their_keys_turns(
+async def test_logprobs_are_written_in_time_slices_of_their_key(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
 ) -> None:
-    """None is left for a thread, which would have the interpreter beside the event loop for half a second."""
-    monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", LEAST_SLICE)
+    """Leave nothing to a thread, which would hold the interpreter for half a second beside the event loop."""
+    monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", TINY_SLICE_SECONDS)
     gateway.engine.script = scores_all(asked.get("best_of", 1))
-    written: list[tuple[int, int]] = []  # by which thread, and after how many turns of others
+    written: list[tuple[int, int]] = []  # (thread id, time slices of others so far)
     async with turns_of_others() as turns:
         for name in ("_object", "_by_text", "_ranked"):
             write = getattr(logprobs, name)
@@ -135,7 +135,7 @@ async def test_log_probabilities_are_written_in_their_keys_turns(
 
 
 def scores_all(num_samples: int) -> Script:
-    """The prompt, and each of as many tokens for each sample as are asked for."""
+    """Score the prompt, and each of the requested tokens of every sample."""
 
     def script(request: GenerationRequest) -> Iterator[StreamEvent]:
         if request.sampling.prompt_logprobs is not None:
@@ -150,21 +150,21 @@ def scores_all(num_samples: int) -> Script:
     return script
 
 
-async def test_a_response_tells_the_same_log_probabilities_in_each_of_its_events(gateway: Gateway) -> None:
-    """In the deltas, in the three events that have all of a text, at the stream's end, and where it is not streamed."""
+async def test_response_events_have_the_same_logprobs(gateway: Gateway) -> None:
+    """Compare deltas, the three events with the whole text, the end of the stream, and the unstreamed response."""
     gateway.engine.script = scores_all(1)
     async with gateway.session.post("/v1/responses", json=SCORED_RESPONSE) as reply:
         whole = (await reply.json())["output"]
     async with gateway.session.post("/v1/responses", json={**SCORED_RESPONSE, "stream": True}) as reply:
         lines = (await reply.text()).splitlines()
-    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    by_kind = {event["type"]: event for event in told}
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    by_kind = {event["type"]: event for event in events}
     scores = whole[0]["content"][0]["logprobs"]
     assert len(scores) == NUM_TOKENS and all(entry["bytes"] for entry in scores)
     assert by_kind["response.content_part.done"]["part"]["logprobs"] == scores
     assert by_kind["response.output_item.done"]["item"]["content"][0]["logprobs"] == scores
     assert by_kind["response.incomplete"]["response"]["output"][0]["content"][0]["logprobs"] == scores
-    deltas = [event["logprobs"] for event in told if event["type"] == "response.output_text.delta"]
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     without_bytes = [
         {
             name: [{key: top[key] for key in ("token", "logprob")} for top in field]

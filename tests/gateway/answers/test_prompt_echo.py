@@ -1,4 +1,4 @@
-"""What an answer tells of its prompt: echo, scores and ids, whole and streamed; how prompts are cut and prioritised."""
+"""Echo, prompt logprobs and token ids, streamed and whole; truncation and priority of prompts."""
 
 from typing import Any
 
@@ -39,8 +39,8 @@ async def ask(gateway: Gateway, url: str = "/v1/completions", **body: Any) -> An
         return await response.json()
 
 
-async def test_echo_with_logprobs_is_what_evaluations_read(gateway: Gateway, tiny_model: ServedModel) -> None:
-    """The sums that lm-eval makes: the prompt's first token has none, and the last entry is the answer's."""
+async def test_echo_with_logprobs_has_the_sums_of_lm_eval(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """Compute lm-eval's sums: the first prompt token has no logprob, and the last entry belongs to the answer."""
     prompts, answer = [ids(tiny_model, "It's é."), ids(tiny_model, "the end")], ids(tiny_model, "!")
     gateway.engine.script = scores_prompt_and_says(answer)
     found = await ask(gateway, prompt=prompts, max_tokens=1, logprobs=1, echo=True, temperature=0)
@@ -55,8 +55,8 @@ async def test_echo_with_logprobs_is_what_evaluations_read(gateway: Gateway, tin
     assert [choice["text"] for choice in found["choices"]] == ["It's é.!", "the end!"]
 
 
-async def test_a_token_that_ends_the_answer_is_scored_too(gateway: Gateway, tiny_model: ServedModel) -> None:
-    """Else the last entry, which evaluations cut off, would be the prompt's."""
+async def test_end_token_of_echo_is_scored(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """Without it, evaluations that drop the last entry would drop one of the prompt."""
     prompt = ids(tiny_model, "the end")
     gateway.engine.script = scores_prompt_and_says([IM_END], FinishReason.STOP)
     (choice,) = (await ask(gateway, prompt=prompt, max_tokens=1, logprobs=1, echo=True))["choices"]
@@ -65,7 +65,7 @@ async def test_a_token_that_ends_the_answer_is_scored_too(gateway: Gateway, tiny
     assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 1
 
 
-async def test_no_tokens_at_all(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_echo_with_max_tokens_0_has_the_prompt_only(gateway: Gateway, tiny_model: ServedModel) -> None:
     prompt = ids(tiny_model, "the end")
     gateway.engine.script = scores_prompt_and_says(ids(tiny_model, "!"))
     found = await ask(gateway, prompt=prompt, max_tokens=0, logprobs=0, echo=True)
@@ -75,7 +75,7 @@ async def test_no_tokens_at_all(gateway: Gateway, tiny_model: ServedModel) -> No
     assert found["usage"]["completion_tokens"] == 0 and gateway.engine.requests[0].sampling.max_tokens == 1
 
 
-async def test_streamed_echo_is_the_whole(
+async def test_echo_streamed_equals_whole(
     openai_client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
 ) -> None:
     gateway.engine.script = scores_prompt_and_says(ids(tiny_model, " a é"))
@@ -88,7 +88,7 @@ async def test_streamed_echo_is_the_whole(
         assert streamed == getattr(whole.logprobs, field)
 
 
-async def test_prompt_logprobs_in_vllms_shape(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_prompt_logprobs_have_the_shape_of_vllm(gateway: Gateway, tiny_model: ServedModel) -> None:
     prompt = ids(tiny_model, "the end")
     gateway.engine.script = scores_prompt_and_says(ids(tiny_model, "!"))
     (choice,) = (await ask(gateway, prompt=prompt, prompt_logprobs=2))["choices"]
@@ -103,7 +103,7 @@ async def test_prompt_logprobs_in_vllms_shape(gateway: Gateway, tiny_model: Serv
     assert "prompt_logprobs" not in chat["choices"][0]
 
 
-async def test_token_ids_come_back(gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_token_ids_are_returned(gateway: Gateway, tiny_model: ServedModel) -> None:
     answer = ids(tiny_model, "é so")
     gateway.engine.script = says(*[[token_id] for token_id in [*answer, IM_END]])
     (choice,) = (await ask(gateway, prompt=[5, 6], return_token_ids=True, n=1))["choices"]
@@ -114,7 +114,7 @@ async def test_token_ids_come_back(gateway: Gateway, tiny_model: ServedModel) ->
     assert "token_ids" not in (await ask(gateway, prompt=[5, 6]))["choices"][0]
 
 
-async def test_token_ids_in_a_stream(
+async def test_token_ids_are_streamed(
     openai_client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
 ) -> None:
     answer = ids(tiny_model, "é so")
@@ -129,7 +129,7 @@ async def test_token_ids_in_a_stream(
 
 
 @pytest.mark.parametrize(("truncate", "expected"), [(2, [8, 9]), (99, list(range(5, 10))), (-1, list(range(5, 10)))])
-async def test_prompts_are_cut_at_their_beginning(gateway: Gateway, truncate: int, expected: list[int]) -> None:
+async def test_prompt_with_truncation_loses_its_beginning(gateway: Gateway, truncate: int, expected: list[int]) -> None:
     gateway.engine.script = says([5])
     await ask(gateway, prompt=list(range(5, 10)), truncate_prompt_tokens=truncate)
     assert gateway.engine.requests[0].prompt_token_ids == expected
@@ -138,7 +138,7 @@ async def test_prompts_are_cut_at_their_beginning(gateway: Gateway, truncate: in
 @pytest.mark.parametrize(
     ("side", "truncate", "expected"), [("right", 2, [5, 6]), ("right", -1, list(range(5, 10))), ("left", 2, [8, 9])]
 )
-async def test_the_side_on_which_a_prompt_is_cut_is_the_clients(
+async def test_truncation_side_is_set_by_the_request(
     gateway: Gateway, side: str, truncate: int, expected: list[int]
 ) -> None:
     gateway.engine.script = says([5])
@@ -146,7 +146,7 @@ async def test_the_side_on_which_a_prompt_is_cut_is_the_clients(
     assert gateway.engine.requests[0].prompt_token_ids == expected
 
 
-async def test_a_prompt_that_is_cut_may_be_longer_than_the_context(gateway: Gateway) -> None:
+async def test_truncated_prompt_may_exceed_the_context(gateway: Gateway) -> None:
     gateway.engine.script = says([5])
     await ask(gateway, prompt="word " * 2000, truncate_prompt_tokens=-1, max_tokens=56)
     assert len(gateway.engine.requests[0].prompt_token_ids) == 200
@@ -162,7 +162,7 @@ async def test_a_prompt_that_is_cut_may_be_longer_than_the_context(gateway: Gate
         ({"priority": 3}, {"x-priority": "interactive"}, "interactive"),
     ],
 )
-async def test_priorities_are_classes(
+async def test_priority_numbers_map_to_classes(
     gateway: Gateway, body: dict[str, Any], headers: dict[str, str], expected: str
 ) -> None:
     gateway.engine.script = says([5])
@@ -171,12 +171,12 @@ async def test_priorities_are_classes(
     assert gateway.engine.requests[0].priority_class == expected
 
 
-async def test_an_unknown_class_is_refused(gateway: Gateway) -> None:
+async def test_unknown_priority_is_refused(gateway: Gateway) -> None:
     async with gateway.session.post("/v1/completions", json={"prompt": "a"}, headers={"x-priority": "vip"}) as response:
         assert response.status == 400 and (await response.json())["error"]["param"] == "x-priority"
 
 
-def test_entries_of_a_prompt_stand_where_their_text_does(tiny_model: ServedModel) -> None:
+def test_prompt_entries_have_the_offsets_of_their_text(tiny_model: ServedModel) -> None:
     token_ids = ids(tiny_model, "a é b")
     score = encoded_logprobs(TokenLogprobs(-1.0, (), ()))
     spellings = tiny_model.encoder.spellings(by_id=False)

@@ -1,4 +1,4 @@
-"""API keys: who gets in, what a key may spend, and that no route is forgotten."""
+"""API keys: authentication, rate limits, and a key on every route except the probes."""
 
 import base64
 import os
@@ -44,7 +44,7 @@ def keys_file(tmp_path: Path) -> Path:
 
 
 class TestKeys:
-    def test_a_key_is_found_by_its_digest(self) -> None:
+    def test_key_is_found_by_its_digest(self) -> None:
         ring = KeyRing([single_key(KEY), ApiKey(name="b", sha256=digest_of(OTHER.encode()))])
         assert [key.name if (key := ring.find(shown)) else None for shown in (KEY.encode(), OTHER.encode())] == [
             "default",
@@ -52,10 +52,10 @@ class TestKeys:
         ]
 
     @pytest.mark.parametrize("shown", [b"", b"x", KEY.encode()[:-1], KEY.encode() + b" ", b"k" * 257, b"\xff\xfe"])
-    def test_anything_else_is_not(self, shown: bytes) -> None:
+    def test_other_credentials_find_no_account(self, shown: bytes) -> None:
         assert KeyRing([single_key(KEY)]).find(shown) is None
 
-    def test_every_key_is_compared_wherever_the_right_one_stands(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_key_lookup_compares_every_digest(self, monkeypatch: pytest.MonkeyPatch) -> None:
         compared: list[str] = []
 
         def compare(one: str, other: str) -> bool:
@@ -67,10 +67,10 @@ class TestKeys:
         for shown in (b"a", b"c", b"nobody"):
             compared.clear()
             KeyRing(keys).find(shown)
-            assert compared == [key.sha256 for key in keys]  # the whole digests, and all of them
+            assert compared == [key.sha256 for key in keys]  # whole digests, and all of them
 
     @pytest.mark.parametrize("key", ["changeme", "short", "k" * 257, "your-api-key-here"])
-    def test_a_key_that_can_be_guessed_is_refused(self, key: str) -> None:
+    def test_guessable_key_is_refused(self, key: str) -> None:
         with pytest.raises(ApiKeysError):
             single_key(key)
 
@@ -87,13 +87,13 @@ class TestKeys:
             ("not toml", "keys.toml"),
         ],
     )
-    def test_a_file_that_cannot_be_used_is_named(self, tmp_path: Path, text: str, says: str) -> None:
+    def test_unusable_keys_file_is_named(self, tmp_path: Path, text: str, says: str) -> None:
         path = tmp_path / "keys.toml"
         path.write_text(text)
         with pytest.raises(ApiKeysError, match=says.replace("[", r"\[")):
             read_keys(path)
 
-    def test_two_entries_must_differ(self) -> None:
+    def test_duplicate_key_entries_are_refused(self) -> None:
         with pytest.raises(ApiKeysError, match="same sha256"):
             KeyRing([ApiKey(name="a", sha256="0" * 64), ApiKey(name="b", sha256="0" * 64)])
 
@@ -107,7 +107,7 @@ class Clock:
 
 
 def refusal(account: Account) -> tuple[str, int] | None:
-    """Return code and Retry-After of a request that generates; None: it was let in."""
+    """Return code and Retry-After of a refused generation request, or None if it is admitted."""
     try:
         account.begin(generates=True)
     except RateLimited as error:
@@ -116,15 +116,15 @@ def refusal(account: Account) -> tuple[str, int] | None:
 
 
 class TestLimits:
-    def test_a_bucket_refills_evenly_up_to_a_minutes_worth(self) -> None:
+    def test_bucket_refills_evenly_up_to_one_minute(self) -> None:
         bucket = TokenBucket(60, now=0.0)
         bucket.take(90, now=0.0)  # into debt
         assert bucket.seconds_until(1, now=0.0) == 31.0
         assert bucket.seconds_until(1, now=31.0) == 0.0
         assert bucket.seconds_until(60, now=1000.0) == 0.0
-        assert bucket.seconds_until(61, now=2000.0) == 1.0  # it does not save up
+        assert bucket.seconds_until(61, now=2000.0) == 1.0  # the bucket holds one minute at most
 
-    def test_each_limit_names_itself_and_when_to_come_again(self) -> None:
+    def test_each_limit_names_itself_and_retry_after(self) -> None:
         clock = Clock()
         account = Account(ApiKey(name="a", sha256="0" * 64, requests_per_minute=1, tokens_per_minute=60), clock)
         account.begin(generates=True)
@@ -136,7 +136,7 @@ class TestLimits:
         clock.now = 11.0
         account.begin(generates=True)
 
-    def test_debt_forbids_what_costs_tokens_alone(self) -> None:
+    def test_debt_forbids_only_requests_that_cost_tokens(self) -> None:
         account = Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60), Clock())
         account.spend(61)
         account.begin(generates=False)
@@ -144,7 +144,7 @@ class TestLimits:
             account.check_debt()
 
     def test_max_concurrent_refuses_no_request(self) -> None:
-        """The scheduler makes more sequences wait."""
+        """The scheduler keeps the sequences above the limit waiting."""
         account = Account(ApiKey(name="a", sha256="0" * 64, max_concurrent=1), Clock())
         for _ in range(3):
             account.begin(generates=True)
@@ -160,7 +160,7 @@ class TestTokenCharges:
     def account(self, clock: Clock) -> Account:
         return Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60_000), clock)
 
-    def test_reserve_is_what_the_bucket_holds_at_most(self, account: Account) -> None:
+    def test_reserve_is_capped_at_the_bucket_size(self, account: Account) -> None:
         account.reserve(100, 32 * 2 * 1_500, lambda: 100)
         assert refusal(account) is not None
         account = Account(account.key, lambda: 0.0)
@@ -168,14 +168,14 @@ class TestTokenCharges:
         account.reserve(50, 10_000, lambda: 50)
         assert refusal(account) is not None
 
-    def test_unused_reserve_is_given_back(self, account: Account) -> None:
+    def test_unused_reserve_is_returned(self, account: Account) -> None:
         charge = account.reserve(100, 59_900, lambda: 400)
         assert charge is not None
         assert refusal(account) is not None
         charge.settle()
-        account.reserve(100, 59_500, lambda: 400)  # 60,000 less 400
+        account.reserve(100, 59_500, lambda: 400)  # 60,000 minus 400
 
-    def test_output_above_the_reserve_is_charged_while_it_runs(self, account: Account, clock: Clock) -> None:
+    def test_output_above_the_reserve_is_charged_while_running(self, account: Account, clock: Clock) -> None:
         used = 100
         account.reserve(100, 1_024, lambda: used)
         used = 61_000
@@ -185,7 +185,7 @@ class TestTokenCharges:
         used = 122_000
         assert refusal(account) is not None
 
-    def test_end_charges_what_was_used_in_all(self, account: Account, clock: Clock) -> None:
+    def test_end_charges_the_total_usage(self, account: Account, clock: Clock) -> None:
         used = 100
         charge = account.reserve(100, 10, lambda: used)
         assert charge is not None
@@ -197,7 +197,7 @@ class TestTokenCharges:
         clock.now += 1.0  # 1,000 tokens
         assert refusal(account) is None
 
-    def test_answers_without_max_tokens_run_side_by_side(self, account: Account) -> None:
+    def test_answers_without_max_tokens_run_concurrently(self, account: Account) -> None:
         charges = [account.reserve(50, OPEN_OUTPUT_TOKENS, lambda: 350) for _ in range(50)]
         assert refusal(account) is None
         for charge in charges:
@@ -206,13 +206,13 @@ class TestTokenCharges:
         account.reserve(0, 60_000 - 50 * 350 - 1, lambda: 0)
         assert refusal(account) is None
 
-    def test_key_without_a_limit_of_tokens_has_no_charge(self) -> None:
+    def test_key_without_token_limit_has_no_charge(self) -> None:
         account = Account(ApiKey(name="a", sha256="0" * 64), Clock())
         assert account.reserve(10**6, 10**6, lambda: 0) is None
 
 
 class TestClasses:
-    def test_a_class_above_the_keys_own_is_lowered(self) -> None:
+    def test_class_above_the_maximum_of_the_key_is_lowered(self) -> None:
         low = Account(ApiKey(name="a", sha256="0" * 64, highest_priority_class="batch"), lambda: 0.0)
         high = Account(ApiKey(name="b", sha256="1" * 64), lambda: 0.0)
         assert [low.priority_class(asked) for asked in PRIORITY_CLASSES] == ["batch", "batch"]
@@ -220,7 +220,7 @@ class TestClasses:
 
 
 class TestReload:
-    def test_a_changed_file_counts_at_once_and_a_broken_one_not(self, keys_file: Path) -> None:
+    def test_changed_file_is_reloaded_and_a_broken_one_ignored(self, keys_file: Path) -> None:
         access = Access(keys_file=keys_file)
         account = access.account(bearer(KEY))
         keys_file.write_text("broken")
@@ -228,14 +228,14 @@ class TestReload:
         assert access.account(bearer(KEY)) is account
         keys_file.write_text(entry("team-a", KEY) + entry("team-b", OTHER, max_concurrent=1))
         access.reload_if_changed()
-        assert access.account(bearer(KEY)) is account  # what it has spent is not forgotten
+        assert access.account(bearer(KEY)) is account  # its usage is kept
         assert access.account(bearer(OTHER)).tenant == "team-b"
         keys_file.write_text(entry("team-b", OTHER))
         access.reload_if_changed()
         with pytest.raises(Unauthenticated):
             access.account(bearer(KEY))
 
-    def test_keys_share_the_store_and_one_alone_has_it_all(self, keys_file: Path) -> None:
+    def test_keys_share_the_store_and_a_lone_key_gets_all(self, keys_file: Path) -> None:
         access = Access(keys_file=keys_file)
         assert access.account(bearer(KEY)).store_ratio == 1
         keys_file.write_text(entry("team-a", KEY) + entry("team-b", OTHER) + "store_ratio = 0.5\n")
@@ -245,7 +245,7 @@ class TestReload:
         batches = access.batch_account(digest_of(KEY.encode()))
         assert batches is not None and batches.store_ratio == 1 / 3
 
-    def test_an_absent_file_stops_the_start_only(self, keys_file: Path) -> None:
+    def test_missing_keys_file_stops_only_the_start(self, keys_file: Path) -> None:
         access = Access(keys_file=keys_file)
         os.unlink(keys_file)
         access.reload_if_changed()
@@ -256,19 +256,19 @@ class TestReload:
 
 class TestAddress:
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "gateway.example"])
-    def test_beyond_loopback_a_key_is_needed(self, host: str) -> None:
+    def test_address_beyond_loopback_requires_a_key(self, host: str) -> None:
         with pytest.raises(ApiKeysError, match="PAGESTREAM_API_KEY"):
             check_address(host, Access(), allow_unauthenticated=False)
         check_address(host, Access(), allow_unauthenticated=True)
         check_address(host, Access(KEY), allow_unauthenticated=False)
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-    def test_loopback_needs_none(self, host: str) -> None:
+    def test_loopback_address_requires_no_key(self, host: str) -> None:
         check_address(host, Access(), allow_unauthenticated=False)
 
 
 class TestRoutes:
-    async def test_every_route_but_the_probes_needs_a_key(self, start_gateway: Callable[..., Any]) -> None:
+    async def test_every_route_except_probes_requires_a_key(self, start_gateway: Callable[..., Any]) -> None:
         gateway: Gateway = await start_gateway(api_key=KEY)
         seen = set()
         for method, path in gateway.routes:
@@ -284,7 +284,9 @@ class TestRoutes:
         basic(KEY), basic(":wrong-key-wrong-key"), {"Authorization": "Basic ===="},
         {"x-api-key": "wrong-key-wrong-key"}, {"Authorization": "Bearer käse"},
     ])  # fmt: skip
-    async def test_no_key_no_answer(self, start_gateway: Callable[..., Any], headers: dict[str, str]) -> None:
+    async def test_request_without_key_is_not_answered(
+        self, start_gateway: Callable[..., Any], headers: dict[str, str]
+    ) -> None:
         gateway: Gateway = await start_gateway(api_key=KEY)
         for path in ("/v1/completions", "/nowhere"):
             async with gateway.session.post(path, json=PROMPT, headers=headers) as response:
@@ -296,7 +298,7 @@ class TestRoutes:
     @pytest.mark.parametrize(
         "headers", [bearer(KEY), {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}, basic(f"anybody:{KEY}")]
     )
-    async def test_the_key_is_the_tenant(
+    async def test_key_sets_the_tenant(
         self, start_gateway: Callable[..., Any], keys_file: Path, headers: dict[str, str]
     ) -> None:
         gateway: Gateway = await start_gateway(api_keys_file=keys_file)
@@ -308,7 +310,7 @@ class TestRoutes:
     @pytest.mark.parametrize(
         ("origin", "status"), [("http://{host}", 200), ("http://other.example", 401), ("null", 401)]
     )
-    async def test_another_site_cannot_use_a_password_that_the_browser_knows(
+    async def test_cross_site_request_with_browser_password_is_refused(
         self, start_gateway: Callable[..., Any], origin: str, status: int
     ) -> None:
         gateway: Gateway = await start_gateway(api_key=KEY)
@@ -320,9 +322,9 @@ class TestRoutes:
         async with gateway.session.post(
             "/v1/completions", json=PROMPT, headers=bearer(KEY) | {"Origin": "http://other.example"}
         ) as response:
-            assert response.status == 200  # a script that shows the key itself has been given it
+            assert response.status == 200  # a script that sends the key itself was given it
 
-    async def test_a_key_has_its_highest_class(self, start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    async def test_key_limits_the_priority_class(self, start_gateway: Callable[..., Any], tmp_path: Path) -> None:
         path = tmp_path / "keys.toml"
         path.write_text(entry("a", KEY) + 'highest_priority_class = "batch"\n' + entry("b", OTHER))
         gateway: Gateway = await start_gateway(api_keys_file=path)
@@ -332,7 +334,7 @@ class TestRoutes:
                 assert response.status == 200
         assert [request.priority_class for request in gateway.engine.requests] == ["batch", "interactive"]
 
-    async def test_over_its_limit_a_key_waits_and_others_do_not(
+    async def test_key_over_its_limit_does_not_affect_other_keys(
         self, start_gateway: Callable[..., Any], tmp_path: Path
     ) -> None:
         path = tmp_path / "keys.toml"

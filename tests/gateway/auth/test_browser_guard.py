@@ -1,4 +1,4 @@
-"""A gateway without keys: programs use it freely, other sites' pages do not, by whatever way a browser offers them."""
+"""Without API keys, the gateway serves programs but refuses requests from web pages of other sites."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ KEY = "ps-0123456789abcdef"
     ["127.0.0.1:8000", "localhost", "LOCALHOST:8000", "[::1]:8000", "10.1.2.3", "gateway:8000", "app.localhost:8000",
      "localhost.", "llm.example.com:443", ""],
 )  # fmt: skip
-def test_names_that_no_stranger_can_have(host: str) -> None:
+def test_host_that_nobody_can_register_is_accepted(host: str) -> None:
     check_host({"Host": host}, frozenset({"llm.example.com"}))
 
 
@@ -28,7 +28,7 @@ def test_names_that_no_stranger_can_have(host: str) -> None:
     "host",
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.io", "a.b", "[::1", "1.2.3.4.5"],
 )  # fmt: skip
-def test_names_that_somebody_may_have_registered(host: str) -> None:
+def test_host_that_somebody_can_register_is_refused(host: str) -> None:
     with pytest.raises(Forbidden, match="--allowed-hosts"):
         check_host({"Host": host}, frozenset({"llm.example.com"}))
 
@@ -47,14 +47,14 @@ NAVIGATES = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-
         ("GET", NAVIGATES),
     ],
 )
-def test_programs_and_our_own_page_are_let_in(method: str, headers: dict[str, str]) -> None:
+def test_programs_and_own_page_are_accepted(method: str, headers: dict[str, str]) -> None:
     check_site(method, HERE | headers)
 
 
 @pytest.mark.parametrize(
     ("method", "headers"),
     [
-        ("POST", {"Origin": "http://["}),  # no URL at all
+        ("POST", {"Origin": "http://["}),  # invalid URL
         ("POST", {"Sec-Fetch-Site": "cross-site"}),
         ("POST", {"Sec-Fetch-Site": "same-site"}),  # another port of this machine
         ("GET", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}),
@@ -66,7 +66,7 @@ def test_programs_and_our_own_page_are_let_in(method: str, headers: dict[str, st
         ("POST", {"Origin": "http://evil.example", "Sec-Fetch-Site": "unheard-of"}),
     ],
 )
-def test_what_other_sites_pages_send_is_refused(method: str, headers: dict[str, str]) -> None:
+def test_cross_site_request_is_refused(method: str, headers: dict[str, str]) -> None:
     with pytest.raises(Forbidden):
         check_site(method, HERE | headers)
 
@@ -79,7 +79,7 @@ def test_what_other_sites_pages_send_is_refused(method: str, headers: dict[str, 
         ({"Sec-Fetch-Site": "cross-site"}, "cross_site_request"),
     ],
 )
-async def test_every_route_but_the_probes_is_guarded(gateway: Gateway, headers: dict[str, str], code: str) -> None:
+async def test_every_route_except_probes_is_guarded(gateway: Gateway, headers: dict[str, str], code: str) -> None:
     for method, path in [*gateway.routes, ("POST", "/nowhere")]:
         url = path.replace("{id}", "x").replace("{id:.+}", "x")
         async with gateway.session.request(method, url, json=PROMPT, headers=headers) as response:
@@ -93,8 +93,11 @@ async def test_every_route_but_the_probes_is_guarded(gateway: Gateway, headers: 
     assert gateway.engine.requests == []
 
 
-async def test_a_body_of_no_type_is_taken_from_programs_alone(gateway: Gateway) -> None:
-    """A page can send a body without Content-Type and without asking first; it cannot leave out whose page it is."""
+async def test_body_without_content_type_needs_no_origin(gateway: Gateway) -> None:
+    """Accept a body without Content-Type only from programs.
+
+    A page can send one without a CORS preflight, but it cannot omit its Origin.
+    """
     gateway.engine.script = says([5])
     data = b'{"prompt":"hi","max_tokens":2}'
     for headers, status in (({}, 200), ({"Origin": "http://evil.example"}, 403)):
@@ -102,7 +105,8 @@ async def test_a_body_of_no_type_is_taken_from_programs_alone(gateway: Gateway) 
             "/v1/completions", data=data, headers=headers, skip_auto_headers=["Content-Type"]
         ) as response:
             assert response.status == status
-    for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):  # need no asking
+    # these types need no CORS preflight
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         headers = {"Content-Type": content_type}
         async with gateway.session.post("/v1/completions", data=data, headers=headers) as response:
             assert response.status == 415
@@ -111,7 +115,7 @@ async def test_a_body_of_no_type_is_taken_from_programs_alone(gateway: Gateway) 
         assert not [name for name in asked.headers if name.lower().startswith("access-control")]
 
 
-async def test_a_key_makes_names_and_sites_indifferent(start_gateway: Callable[..., Any]) -> None:
+async def test_request_with_key_skips_host_and_site_checks(start_gateway: Callable[..., Any]) -> None:
     gateway: Gateway = await start_gateway(api_key=KEY)
     gateway.engine.script = says([5])
     headers = {"Host": "llm.example.com", "Origin": "http://app.example.com", "Authorization": f"Bearer {KEY}"}
@@ -119,13 +123,13 @@ async def test_a_key_makes_names_and_sites_indifferent(start_gateway: Callable[.
         assert response.status == 200
 
 
-async def test_a_further_name_can_be_allowed(start_gateway: Callable[..., Any]) -> None:
+async def test_allowed_hosts_adds_a_host(start_gateway: Callable[..., Any]) -> None:
     gateway: Gateway = await start_gateway(allowed_hosts=("LLM.example.com",))
     async with gateway.session.get("/v1/models", headers={"Host": "llm.example.com"}) as response:
         assert response.status == 200
 
 
-async def test_a_request_of_http_1_0_has_no_host(gateway: Gateway) -> None:
+async def test_http_1_0_request_without_host_is_served(gateway: Gateway) -> None:
     async with aiohttp.ClientSession(version=aiohttp.HttpVersion10) as session:
         url = f"http://127.0.0.1:{gateway.port}/v1/models"
         async with session.get(url, skip_auto_headers=["Host"]) as response:

@@ -1,4 +1,4 @@
-"""What tests of batches do as their clients."""
+"""Client-side helpers for the tests of batches."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def jsonl(*lines: dict[str, Any]) -> bytes:
 
 
 def client_of(gateway: Gateway, key: str = "none") -> openai.AsyncOpenAI:
-    plain = openai.DefaultAsyncHttpxClient(verify=False)  # reading the system's certificates takes it 50 ms each time
+    plain = openai.DefaultAsyncHttpxClient(verify=False)  # loading the system's certificates takes 50 ms each time
     url = f"http://127.0.0.1:{gateway.port}/v1"
     return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=plain)
 
@@ -41,7 +41,7 @@ async def begun(client: openai.AsyncOpenAI, content: bytes, endpoint: Any = ENDP
 
 async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
     while batch.status not in ("failed", "completed", "cancelled"):
-        await asyncio.sleep(0.02)  # as its users do
+        await asyncio.sleep(0.02)  # as users do
         batch = await client.batches.retrieve(batch.id)
     return batch
 
@@ -61,7 +61,7 @@ def write_keys(path: Path, *names: str, more: str = "") -> Path:
 
 
 def storage_of(kept: Path, max_bytes: int = 2**40) -> Storage:
-    """Beside the gateways that have the directory. To be closed."""
+    """Open the storage beside the gateways that own the directory. The caller closes it."""
     return Storage(kept, Quota(max_bytes), RETENTION_SECONDS)
 
 

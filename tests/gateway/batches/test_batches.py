@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches as the openai client uses them: results, problems, limits, owners, a gateway's restart."""
+"""/v1/files and /v1/batches with the openai client: results, errors, limits, owners, gateway restart."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -42,7 +42,7 @@ async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
         yield opened
 
 
-async def test_a_batch_from_its_file_to_its_results(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+async def test_batch_runs_from_input_file_to_results(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     content = jsonl(*(line(f"line-{number}") for number in range(150)), line("bad", temperature=9))
     batch = await ended(client, await begun(client, content, metadata={"what": "night"}))
     assert (batch.status, batch.endpoint, batch.completion_window) == ("completed", ENDPOINT, "24h")
@@ -61,10 +61,10 @@ async def test_a_batch_from_its_file_to_its_results(client: openai.AsyncOpenAI, 
     (bad,) = (await results(client, batch.error_file_id)).values()
     assert bad["response"]["status_code"] == 400 and bad["response"]["body"]["error"]["param"] == "temperature"
     assert {request.priority_class for request in gateway.engine.requests} == {"batch"}
-    assert gateway.metric("pagestream_time_to_first_token_seconds_count") == 0  # nobody waits for these
+    assert gateway.metric("pagestream_time_to_first_token_seconds_count") == 0  # no client waits for these answers
 
 
-async def test_a_chat_batch(client: openai.AsyncOpenAI) -> None:
+async def test_chat_batch_returns_results(client: openai.AsyncOpenAI) -> None:
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     one: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
     streamed = one | {"custom_id": "b", "body": chat | {"stream": True}}
@@ -76,7 +76,7 @@ async def test_a_chat_batch(client: openai.AsyncOpenAI) -> None:
     assert bad["c"]["response"]["status_code"] == 404 and set(bad) == {"b", "c"}
 
 
-async def test_a_batch_of_responses(client: openai.AsyncOpenAI) -> None:
+async def test_responses_batch_returns_results(client: openai.AsyncOpenAI) -> None:
     body = {"model": "tiny", "input": "hi"}
     one: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
     unknown = one | {"custom_id": "b", "body": body | {"previous_response_id": "resp_" + "0" * 32}}
@@ -103,7 +103,7 @@ async def test_a_batch_of_responses(client: openai.AsyncOpenAI) -> None:
         (b" " * 3_000_000 + b"{}", "line_too_large", None, 1),
     ],
 )
-async def test_a_file_of_another_form_fails_before_anything_is_computed(
+async def test_malformed_file_fails_before_computation(
     client: openai.AsyncOpenAI, gateway: Gateway, content: bytes, code: str, param: str | None, number: int | None
 ) -> None:
     batch = await ended(client, await begun(client, content))
@@ -114,7 +114,7 @@ async def test_a_file_of_another_form_fails_before_anything_is_computed(
     assert gateway.engine.requests == [] and batch.output_file_id is None and batch.error_file_id is None
 
 
-async def test_a_batch_has_a_most_of_lines(client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_has_a_maximum_number_of_lines(client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_lines, "MAX_LINES", 3)
     batch = await ended(client, await begun(client, jsonl(*(line(str(number)) for number in range(5)))))
     assert batch.errors is not None and batch.errors.data is not None
@@ -153,7 +153,7 @@ async def test_batches_are_listed_in_pages(client: openai.AsyncOpenAI) -> None:
     assert [batch.id async for batch in page] == [batch.id for batch in reversed(batches)]
 
 
-async def test_the_input_may_be_deleted_while_its_batch_runs(
+async def test_input_file_may_be_deleted_while_its_batch_runs(
     client: openai.AsyncOpenAI, gateway: Gateway, tmp_path: Path
 ) -> None:
     gateway.engine.script = None
@@ -168,13 +168,13 @@ async def test_the_input_may_be_deleted_while_its_batch_runs(
     ]  # fmt: skip
 
 
-async def test_a_cancelled_batch_withdraws_what_is_in_flight(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_cancelled_batch_withdraws_requests_in_flight(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway = await start_gateway(files_dir=tmp_path / "kept", max_batch_concurrency=3)
     async with client_of(gateway) as client:
         batch = await begun(client, jsonl(*map(line, "abcdefgh")))
         streams = [await gateway.engine.next_stream() for _ in range(3)]
         streams[0].send(finish(streams[0].request, 0))
-        streams.append(await gateway.engine.next_stream())  # in its place
+        streams.append(await gateway.engine.next_stream())  # in the place of the finished line
         assert (await client.batches.cancel(batch.id)).status == "cancelling"
         batch = await ended(client, batch)
         assert batch.status == "cancelled" and batch.cancelled_at is not None and batch.cancelling_at is not None
@@ -184,17 +184,17 @@ async def test_a_cancelled_batch_withdraws_what_is_in_flight(start_gateway: Call
         for result, num_lines in (("answered", 1), ("failed", 0), ("cancelled", 7)):
             assert gateway.metric("pagestream_gateway_batch_lines_total", result=result) == num_lines
         assert sorted(gateway.engine.cancelled) == sorted(stream.request.request_id for stream in streams[1:])
-        assert (await client.batches.cancel(batch.id)).status == "cancelled"  # once more, with the same end
+        assert (await client.batches.cancel(batch.id)).status == "cancelled"  # a second cancel has the same result
 
 
-async def test_what_has_ended_cannot_be_cancelled(client: openai.AsyncOpenAI) -> None:
+async def test_ended_batch_cannot_be_cancelled(client: openai.AsyncOpenAI) -> None:
     batch = await ended(client, await begun(client, jsonl(line("a"))))
     with pytest.raises(openai.ConflictError) as refused:
         await client.batches.cancel(batch.id)
     assert refused.value.code == "batch_ended"
 
 
-async def test_another_gateway_goes_on_behind_the_last_result(
+async def test_another_gateway_continues_after_the_last_result(
     start_gateway: Callable[..., Any], tmp_path: Path
 ) -> None:
     first = await start_gateway(files_dir=tmp_path, max_batch_concurrency=1)
@@ -203,15 +203,15 @@ async def test_another_gateway_goes_on_behind_the_last_result(
         stream = await first.engine.next_stream()
         second = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
         stream.send(finish(stream.request, 0))
-        await first.engine.next_stream()  # `b` is in flight, as only one gateway drives
+        await first.engine.next_stream()  # `b` is in flight, because only one gateway drives the batch
         assert second.engine.requests == []
-        first.state.open_requests.draining = True  # and so it lets go
+        first.state.open_requests.draining = True  # and so it releases the batch
         batch = await ended(client, batch)
         assert set(await results(client, batch.output_file_id)) == set("abc")
         assert len(second.engine.requests) == 2 and first.engine.cancelled == []
 
 
-async def test_a_directory_without_open_batches_is_looked_at_less_often(
+async def test_directory_without_open_batches_is_polled_less_often(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -241,7 +241,7 @@ async def test_a_directory_without_open_batches_is_looked_at_less_often(
         assert set(pauses[1:]) == {QUIET_POLL_SECONDS}
 
 
-async def test_lines_wait_while_nobody_can_answer_them(
+async def test_batch_lines_wait_while_no_worker_can_answer(
     client: openai.AsyncOpenAI, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.batches.line_answers.MAX_PAUSE_SECONDS", 0.05)
@@ -254,7 +254,7 @@ async def test_lines_wait_while_nobody_can_answer_them(
     assert set(await results(client, (await ended(client, batch)).output_file_id)) == {"a", "b"}
 
 
-async def test_files_and_batches_are_their_keys_own(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_files_and_batches_are_private_to_their_key(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", *KEYS)
     engine = FakeInferenceClient(says([5]))
     gateway = await start_gateway(engine, files_dir=tmp_path / "kept", api_keys_file=keys)
@@ -293,7 +293,7 @@ async def test_batch_leaves_max_concurrent_to_the_scheduler(start_gateway: Calla
         assert set(await results(client, (await ended(client, batch)).output_file_id)) == set("abc")
 
 
-async def test_what_is_no_upload(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_invalid_upload_is_refused(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway = await start_gateway(files_dir=tmp_path, max_file_bytes=1000, max_files_bytes=19_000)
 
     async def refused(**parts: Any) -> tuple[int, str, str | None]:
@@ -348,7 +348,7 @@ async def test_what_is_no_upload(start_gateway: Callable[..., Any], tmp_path: Pa
         ({"output_expires_after": {"anchor": "used", "seconds": 3600}}, "output_expires_after.anchor"),
     ],
 )
-async def test_what_is_no_batch(
+async def test_invalid_batch_is_refused(
     client: openai.AsyncOpenAI, gateway: Gateway, changes: dict[str, Any], param: str
 ) -> None:
     uploaded = await client.files.create(file=b"{}", purpose="batch")
@@ -370,23 +370,23 @@ async def test_what_is_no_batch(
         ("/v1/batches/batch_" + "0" * 32, 404, "id"),
     ],
 )
-async def test_what_is_not_there(gateway: Gateway, path: str, status: int, param: str) -> None:
+async def test_unknown_id_is_not_found(gateway: Gateway, path: str, status: int, param: str) -> None:
     async with gateway.session.get(path) as reply:
         assert (reply.status, (await reply.json())["error"]["param"]) == (status, param)
 
 
-async def test_an_id_is_no_path(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+async def test_path_as_an_id_is_not_found(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     uploaded = await client.files.create(file=b"{}", purpose="batch")
-    for way_back_in in (f"..%2Ffiles%2F{uploaded.id}", f".%2F{uploaded.id}"):
-        async with gateway.session.get(f"/v1/files/{way_back_in}") as reply:
+    for path in (f"..%2Ffiles%2F{uploaded.id}", f".%2F{uploaded.id}"):
+        async with gateway.session.get(f"/v1/files/{path}") as reply:
             assert reply.status == 404
 
 
-async def test_without_a_directory_there_are_no_files(start_gateway: Callable[..., Any]) -> None:
+async def test_files_routes_without_a_directory_are_refused(start_gateway: Callable[..., Any]) -> None:
     gateway = await start_gateway()
     async with gateway.session.get("/v1/files") as reply:
         assert (reply.status, (await reply.json())["error"]["code"]) == (404, "unknown_url")
 
 
-def test_the_endpoints_of_a_batch_are_those_that_it_can_answer() -> None:
+def test_unsupported_batch_endpoint_is_refused() -> None:
     assert set(CreateBatchBody.__annotations__["endpoint"].__args__) == set(KIND_OF_ENDPOINT)

@@ -1,4 +1,4 @@
-"""A key that is missing spends nothing, and loses nothing: its batches wait for it, a day at least."""
+"""Batches of a key that is missing from the keys file use no tokens and wait at least one day for the key."""
 
 import asyncio
 import time
@@ -32,15 +32,15 @@ async def progress_when(kept: Path, batch_id: str, holds: Callable[[BatchProgres
     return progress
 
 
-async def let_go(kept: Path, batch_id: str) -> None:
-    """Until no gateway drives it."""
+async def wait_until_released(kept: Path, batch_id: str) -> None:
+    """Wait until no gateway drives the batch."""
     folder = folder_of(kept, batch_id)
     while (lease := folder.try_lock()) is None:
         await asyncio.sleep(0.02)
     lease.end()
 
 
-async def test_a_key_that_is_missing_for_a_moment_spends_nothing_and_goes_on(
+async def test_briefly_missing_key_uses_nothing_and_continues(
     start_gateway: Callable[..., Any], tmp_path: Path
 ) -> None:
     keys, kept = write_keys(tmp_path / "keys", *KEYS), tmp_path / "kept"
@@ -49,15 +49,15 @@ async def test_a_key_that_is_missing_for_a_moment_spends_nothing_and_goes_on(
         batch = await begun(client, jsonl(*map(line, "abcd")))
         streams = [await gateway.engine.next_stream() for _ in range(2)]
         streams[0].send(finish(streams[0].request, 0))
-        await gateway.engine.next_stream()  # in its place, so its result is there
+        await gateway.engine.next_stream()  # it takes the place of the first line, whose result is written
         write_keys(keys, "team-b")
         assert len({await gateway.engine.next_cancellation(), await gateway.engine.next_cancellation()}) == 2
-        await let_go(kept, batch.id)
+        await wait_until_released(kept, batch.id)
         progress = await progress_when(kept, batch.id, lambda progress: True)
         assert (progress.status, progress.completed, progress.failed) == ("in_progress", 1, 0)
         gateway.engine.script = says([5])
         write_keys(keys, *KEYS)
-        while True:  # until the gateway has read them
+        while True:  # until the gateway has read the keys
             try:
                 batch = await ended(client, batch)
                 break
@@ -67,17 +67,17 @@ async def test_a_key_that_is_missing_for_a_moment_spends_nothing_and_goes_on(
         assert set(await results(client, batch.output_file_id)) == set("abcd")
 
 
-async def test_gateways_that_lost_their_keys_cancel_nothing(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_gateways_without_keys_cancel_no_batches(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     keys, kept = write_keys(tmp_path / "keys", *KEYS), tmp_path / "kept"
     first: Gateway = await start_gateway(files_dir=kept, api_keys_file=keys)
     async with client_of(first, KEYS["team-a"]) as client:
         batch = await begun(client, jsonl(*map(line, "ab")))
         await first.engine.next_stream()
         first.state.open_requests.draining = True
-    await let_go(kept, batch.id)
+    await wait_until_released(kept, batch.id)
     without: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=kept)
-    async with client_of(without) as nobody:
-        own = await ended(nobody, await begun(nobody, jsonl(line("x"))))  # so it has looked at all of them
+    async with client_of(without) as keyless:
+        own = await ended(keyless, await begun(keyless, jsonl(line("x"))))  # proof that it has checked all batches
         assert own.status == "completed"
     progress = await progress_when(kept, batch.id, lambda progress: True)
     assert (progress.status, progress.failed, len(without.engine.requests)) == ("in_progress", 0, 1)
@@ -87,7 +87,9 @@ async def test_gateways_that_lost_their_keys_cancel_nothing(start_gateway: Calla
         assert set(await results(client, batch.output_file_id)) == {"a", "b"}
 
 
-async def test_a_key_that_stays_away_for_a_day_is_withdrawn(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_key_missing_for_a_day_has_its_batches_cancelled(
+    start_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
     keys, kept = write_keys(tmp_path / "keys", *KEYS), tmp_path / "kept"
     gateway: Gateway = await start_gateway(files_dir=kept, api_keys_file=keys)
     async with client_of(gateway, KEYS["team-a"]) as client:

@@ -1,4 +1,4 @@
-"""Room for files and batches: of all keys and of one, over several catalogs of one directory."""
+"""Disk quota for files and batches, in total and per key, over several catalogs of one directory."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +10,7 @@ from gateway.errors import FilesFull
 
 
 def taken(quota: Quota, owner: str, used: dict[str, int]) -> int:
-    """How much one can take, a byte at a time."""
+    """Take one byte at a time until refused; return the number of bytes."""
     before = used.get(owner, 0)
     while True:
         try:
@@ -20,14 +20,14 @@ def taken(quota: Quota, owner: str, used: dict[str, int]) -> int:
         used[owner] = used.get(owner, 0) + 1
 
 
-def test_whoever_takes_all_it_can_leaves_room_for_the_next() -> None:
+def test_each_key_leaves_room_for_the_next() -> None:
     used: dict[str, int] = {}
     quota = Quota(120)
     assert [taken(quota, owner, used) for owner in "abc"] == [60, 30, 15]
     assert taken(quota, "a", used) == 0
 
 
-def test_without_keys_all_is_for_everybody_and_a_limit_is_a_limit() -> None:
+def test_quota_without_keys_is_shared_and_a_limit_is_exact() -> None:
     assert taken(Quota(100), "", {}) == 100
     used: dict[str, int] = {}
     assert [taken(Quota(100, 70), owner, used) for owner in "ab"] == [70, 30]
@@ -37,7 +37,7 @@ def entry(name: str, owner: str, num_bytes: int) -> Entry:
     return Entry(id=name, kind="file", owner=owner, created_ns=0, num_bytes=num_bytes)
 
 
-def test_several_gateways_never_take_more_than_there_is(tmp_path: Path) -> None:
+def test_several_gateways_never_exceed_the_quota(tmp_path: Path) -> None:
     catalogs = [Catalog(tmp_path / "catalog", Quota(1000)) for _ in range(3)]
 
     def take(number: int) -> bool:
@@ -59,7 +59,7 @@ def test_sums_follow_every_change(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "catalog", Quota(100))
     catalog.begin(entry("x", "a", 10))
     catalog.raise_to("x", 20)
-    catalog.raise_to("x", 5)  # it may have more already
+    catalog.raise_to("x", 5)  # it may keep more than it may take now
     assert catalog.used_bytes() == 20
     with pytest.raises(FilesFull):
         catalog.raise_to("x", 51)
@@ -72,8 +72,8 @@ def test_sums_follow_every_change(tmp_path: Path) -> None:
     catalog.close()
 
 
-def test_pages_come_out_of_the_index(tmp_path: Path) -> None:
-    """A page of a long list costs what the page costs: SQLite says that nothing is scanned or sorted."""
+def test_pages_are_read_from_the_index(tmp_path: Path) -> None:
+    """A page of a long list costs only the page: SQLite's query plan has no scan and no sort."""
     catalog = Catalog(tmp_path / "catalog", Quota(2**40))
     catalog.replace(
         Entry(id=f"{number:05}", kind="file", owner="ab"[number % 2], created_ns=number // 3, num_bytes=1,

@@ -1,4 +1,4 @@
-"""Bytes on the disk: taken before they are used, seen by all gateways, shared by keys, and given back."""
+"""Disk space is reserved before it is used, visible to all gateways, shared among keys, and returned."""
 
 import asyncio
 import errno
@@ -39,14 +39,14 @@ MIB = 2**20
 
 
 def used_on_disk(kept: Path) -> int:
-    """What there is but for the catalog, counted as `du` does."""
+    """Return the used bytes without the catalog, counted as `du` does."""
     paths = [path for path in kept.rglob("*") if path.is_file() and not path.name.startswith("catalog")]
     return sum(path.stat().st_size for path in paths)
 
 
 @pytest.fixture
 def may_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until it is set, batches whose end is told stay in the catalog as open ones."""
+    """Return an event; until it is set, finished batches stay open in the catalog."""
     event, end = threading.Event(), batch_store.BatchStore.end
 
     def late(store: batch_store.BatchStore, folder: batch_store.BatchFolder) -> None:
@@ -59,7 +59,7 @@ def may_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 async def uploaded(gateway: Gateway, num_bytes: int, *, is_declared: bool = True) -> int:
-    """The status of its answer."""
+    """Upload a file; return the HTTP status."""
 
     async def chunks() -> AsyncIterator[bytes]:
         for chunk in (head, b"x" * num_bytes, tail):
@@ -76,37 +76,35 @@ async def uploaded(gateway: Gateway, num_bytes: int, *, is_declared: bool = True
 
 
 @pytest.mark.parametrize("is_declared", [True, False])
-async def test_uploads_at_one_time_see_each_other(
+async def test_concurrent_uploads_see_each_other(
     start_gateway: Callable[..., Any], tmp_path: Path, is_declared: bool
 ) -> None:
-    """At two gateways: of 16 times 4.5 MB in 20 MiB four fit."""
+    """Use two gateways: of 16 uploads of 4.5 MB, four fit into 20 MiB."""
     gateways = [await start_gateway(files_dir=tmp_path, max_files_bytes=20 * MIB) for _ in range(2)]
     uploads = [uploaded(gateways[number % 2], 4_500_000, is_declared=is_declared) for number in range(16)]
     statuses = await asyncio.gather(*uploads)
     assert set(statuses) == {200, 413} and statuses.count(200) <= 4
     assert used_on_disk(tmp_path) <= 20 * MIB
-    while await uploaded(gateways[0], 4_500_000) == 200:  # what the refused had taken is free
+    while await uploaded(gateways[0], 4_500_000) == 200:  # reservations of the refused uploads are free
         statuses.append(200)
     assert statuses.count(200) == 4
     assert not list((tmp_path / "parts").iterdir())
 
 
-async def test_what_would_be_too_large_is_refused_before_it_is_read(
-    start_gateway: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_oversized_upload_is_refused_before_it_is_read(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway: Gateway = await start_gateway(files_dir=tmp_path, max_files_bytes=MIB)
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(
         b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000000\r\n"
         b"Content-Type: multipart/form-data; boundary=b\r\n\r\n"
     )
-    assert b"413" in await reader.readline()  # though nothing of it has come
+    assert b"413" in await reader.readline()  # although no byte of it has arrived
     writer.close()
     await writer.wait_closed()
 
 
-async def test_an_upload_whose_client_goes_leaves_nothing(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    """At whatever moment: before its room is taken, while it is, while bytes are written."""
+async def test_aborted_upload_leaves_nothing(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """Abort at every stage: before the reservation, during it, and while bytes are written."""
     gateway: Gateway = await start_gateway(files_dir=tmp_path)
     num_open = len(os.listdir("/proc/self/fd"))
     storage = storage_of(tmp_path)
@@ -126,7 +124,7 @@ async def test_an_upload_whose_client_goes_leaves_nothing(start_gateway: Callabl
         await asyncio.sleep(0.02)
     assert await uploaded(gateway, 10) == 200
     storage.close()
-    assert len(os.listdir("/proc/self/fd")) <= num_open + 4  # SQLite's and sockets', not one an upload
+    assert len(os.listdir("/proc/self/fd")) <= num_open + 4  # descriptors of SQLite and sockets, not one per upload
 
 
 async def test_keys_leave_room_to_each_other(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
@@ -138,7 +136,7 @@ async def test_keys_leave_room_to_each_other(start_gateway: Callable[..., Any], 
             while True:
                 kept.append(await greedy.files.create(file=b"x" * MIB, purpose="batch"))
         assert (refused.value.status_code, refused.value.code) == (413, "files_full")
-        assert len(kept) == 5  # and their entries
+        assert len(kept) == 5  # and their catalog entries
         for _ in range(2):
             await other.files.create(file=b"x" * MIB, purpose="batch")
         await greedy.files.delete(kept[0].id)
@@ -146,16 +144,16 @@ async def test_keys_leave_room_to_each_other(start_gateway: Callable[..., Any], 
         await greedy.files.create(file=b"x" * MIB, purpose="batch")
 
 
-async def test_a_key_has_its_most(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_key_has_a_maximum_of_bytes(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway: Gateway = await start_gateway(files_dir=tmp_path, max_files_bytes_per_key=3 * MIB)
     statuses = [await uploaded(gateway, MIB) for _ in range(3)]
     assert statuses == [200, 200, 413]
 
 
-async def test_a_batch_whose_results_have_no_room_ends_with_one_for_each_line(
+async def test_batch_without_room_for_results_has_one_per_line(
     start_gateway: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Some answers have room beside the input, the others are told that they have none."""
+    """Some answers fit beside the input; the other lines get an error for the missing space."""
     engine = FakeInferenceClient(says([5] * 40))
     gateway: Gateway = await start_gateway(engine, files_dir=tmp_path, max_files_bytes=115_000, max_batch_concurrency=2)
     ids = [f"{number}-{'x' * 200}" for number in range(40)]
@@ -168,11 +166,11 @@ async def test_a_batch_whose_results_have_no_room_ends_with_one_for_each_line(
         refused = await results(client, batch.error_file_id)
         assert {one["error"]["code"] for one in refused.values()} == {"files_full"}
         assert set(answered) | set(refused) == set(ids)
-        assert len(engine.requests) < len(ids)  # once there is no room nothing more is computed
+        assert len(engine.requests) < len(ids)  # without space nothing more is computed
         assert used_on_disk(tmp_path) <= 115_000
 
 
-async def test_a_batch_that_has_no_room_at_all_is_refused_before_anything_is_computed(
+async def test_batch_without_any_room_is_refused_before_computation(
     start_gateway: Callable[..., Any], tmp_path: Path, may_end: threading.Event
 ) -> None:
     gateway: Gateway = await start_gateway(files_dir=tmp_path, max_files_bytes=200_000)
@@ -188,7 +186,7 @@ async def test_a_batch_that_has_no_room_at_all_is_refused_before_anything_is_com
         assert gateway.engine.requests == []
 
 
-async def test_who_hears_that_a_batch_is_completed_finds_its_room(
+async def test_completed_batch_has_already_released_its_room(
     start_gateway: Callable[..., Any], tmp_path: Path, may_end: threading.Event
 ) -> None:
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
@@ -196,13 +194,13 @@ async def test_who_hears_that_a_batch_is_completed_finds_its_room(
         batch = await begun(client, jsonl(*(line(f"{number}") for number in range(30))))
         assert (await ended(client, batch)).status == "completed"
         with closing(storage_of(tmp_path)) as storage:
-            told = storage.used_bytes()
+            used_at_first = storage.used_bytes()
             may_end.set()
             await client.delete(f"/batches/{batch.id}", cast_to=object)
-            assert told - storage.used_bytes() == 4 * ENTRY_BYTES
+            assert used_at_first - storage.used_bytes() == 4 * ENTRY_BYTES
 
 
-async def test_what_has_ended_gives_its_room_back(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_ended_batch_returns_its_room(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
     async with client_of(gateway) as client:
         batch = await begun(client, jsonl(*map(line, "abc")))
@@ -224,7 +222,7 @@ async def test_what_has_ended_gives_its_room_back(start_gateway: Callable[..., A
     storage.close()
 
 
-async def test_a_key_has_a_most_of_batches(
+async def test_key_has_a_maximum_number_of_batches(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_store, "MAX_BATCHES_PER_KEY", 2)
@@ -239,10 +237,10 @@ async def test_a_key_has_a_most_of_batches(
         await begun(client, jsonl(line("a")))
 
 
-async def test_what_is_old_is_deleted(
+async def test_expired_files_and_batches_are_deleted(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files, ended batches and what an upload to a killed gateway left; not a batch that runs."""
+    """Delete files, ended batches and the remains of an upload to a killed gateway, but no running batch."""
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
     async with client_of(gateway) as client:
         soon = await client.files.create(
@@ -262,7 +260,8 @@ async def test_what_is_old_is_deleted(
         os.utime(left, (0, 0))
         storage = storage_of(tmp_path)
         first, second = soon.created_at + 3600, output.created_at + 7200
-        last = int(time.time()) + RETENTION_SECONDS  # of what was made last, seconds after the first on a busy machine
+        # the newest entry; on a busy machine it is seconds younger than the first
+        last = int(time.time()) + RETENTION_SECONDS
         for now, num_files in ((first - 1, 4), (first + 2, 3), (second + 2, 2), (last + 2, 0)):
             with monkeypatch.context() as later:
                 for module in (file_store, batch_store):
@@ -278,7 +277,7 @@ def _later(now: float) -> Callable[[], float]:
     return lambda: now
 
 
-async def test_a_full_disk_is_told_and_nothing_is_left(
+async def test_full_disk_is_reported_and_nothing_is_left(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway: Gateway = await start_gateway(files_dir=tmp_path)
@@ -298,8 +297,8 @@ async def test_a_full_disk_is_told_and_nothing_is_left(
     storage.close()
 
 
-async def test_a_lost_catalog_is_made_anew(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    """And that of a release that had none."""
+async def test_lost_catalog_is_rebuilt(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """This includes directories of a release that had no catalog."""
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path / "kept")
     async with client_of(gateway) as client:
         batch = await ended(client, await begun(client, jsonl(line("a"))))
@@ -323,7 +322,7 @@ async def test_a_lost_catalog_is_made_anew(start_gateway: Callable[..., Any], tm
         [("n" * 9000, "x"), ("file", b"x")],
     ],
 )
-async def test_forms_that_are_none(
+async def test_malformed_form_is_refused(
     start_gateway: Callable[..., Any], tmp_path: Path, parts: list[tuple[str, Any]]
 ) -> None:
     gateway: Gateway = await start_gateway(files_dir=tmp_path)
@@ -352,10 +351,10 @@ FEW, MANY = uploads.MAX_FORM_LINES // 2, uploads.MAX_FORM_LINES
         (FORM % (b"\r\nX: " + b"y" * 1_100), 400),
     ],
 )
-async def test_what_is_around_a_file_is_short(
+async def test_form_around_a_file_is_limited(
     start_gateway: Callable[..., Any], tmp_path: Path, body: bytes, status: int
 ) -> None:
-    """It is read line by line on the event loop, and its headers by a parser that is quadratic."""
+    """Form data is read line by line on the event loop, and its headers by a quadratic parser."""
     gateway: Gateway = await start_gateway(files_dir=tmp_path)
     headers = {"Content-Type": "multipart/form-data; boundary=b"}
     async with gateway.session.post("/v1/files", data=body, headers=headers) as reply:
@@ -365,12 +364,12 @@ async def test_what_is_around_a_file_is_short(
 async def test_uploads_of_one_key_are_written_one_at_a_time(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others find a thread, however many of them there are."""
+    """Other keys find a free thread, however many uploads one key has."""
     begun, may_go, write = threading.Semaphore(0), threading.Event(), file_store.Part.write
 
     def slow(part: file_store.Part, data: bytes, *, more: int) -> None:
         begun.release()
-        may_go.wait(PATIENCE_SECONDS)  # or the threads of a failed test would have no end
+        may_go.wait(PATIENCE_SECONDS)  # or the threads of a failed test would never end
         write(part, data, more=more)
 
     monkeypatch.setattr(file_store.Part, "write", slow)
@@ -385,7 +384,7 @@ async def test_uploads_of_one_key_are_written_one_at_a_time(
     assert await asyncio.gather(*tasks) == [200, 200, 200]
 
 
-async def test_a_file_name_is_text_whatever_bytes_it_came_as(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_file_name_is_text_for_any_bytes(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway: Gateway = await start_gateway(files_dir=tmp_path)
     body = (
         b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -399,8 +398,8 @@ async def test_a_file_name_is_text_whatever_bytes_it_came_as(start_gateway: Call
         assert len((await reply.json())["data"]) == 1
 
 
-async def test_the_service_looks_at_a_few_of_many_batches(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    """Of thousands that wait for their owner, each second some are opened, not all."""
+async def test_service_opens_few_of_many_waiting_batches(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """Each second, open some of the thousands that wait for their owner, not all."""
     kept, storage = tmp_path / "kept", storage_of(tmp_path / "kept")
     (tmp_path / "in").write_bytes(jsonl(line("a")))
     for _ in range(3 * service.LOOKAHEAD):

@@ -1,4 +1,4 @@
-"""What the batches of one key leave to others': turns, places in flight, and nothing held while it may not spend."""
+"""Batches of one key leave room for other keys: time slices, slots in flight, and none for a key in debt."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def write_limits(path: Path, limits_of_a: str) -> Path:
 
 
 @pytest.mark.parametrize("num_gateways", [1, 2])
-async def test_batches_of_a_key_in_debt_hold_no_place(
+async def test_batches_of_a_key_in_debt_hold_no_slot(
     start_gateway: Callable[..., Any], tmp_path: Path, num_gateways: int
 ) -> None:
     keys = write_limits(tmp_path / "keys", "tokens_per_minute = 1")
@@ -35,7 +35,7 @@ async def test_batches_of_a_key_in_debt_hold_no_place(
         slow = [await begun(spent, jsonl(*map(line, "abc"))) for _ in range(MAX_DRIVEN * num_gateways)]
         for gateway in gateways:
             while gateway.metric("pagestream_gateway_batches"):
-                await asyncio.sleep(0.02)  # until all have left
+                await asyncio.sleep(0.02)  # until all batches are released
         batch = await ended(other, await begun(other, jsonl(*map(line, "xy"))))
         assert set(await results(other, batch.output_file_id)) == {"x", "y"}
         statuses = {(await spent.batches.retrieve(one.id)).status for one in slow}
@@ -43,10 +43,10 @@ async def test_batches_of_a_key_in_debt_hold_no_place(
 
 
 @pytest.mark.parametrize("num_gateways", [1, 2])
-async def test_long_batches_give_way_and_go_on_where_they_were(
+async def test_long_batches_yield_and_resume(
     start_gateway: Callable[..., Any], tmp_path: Path, num_gateways: int
 ) -> None:
-    """All that may be driven is, all lines of it in flight: another key's batch is served all the same."""
+    """Serve another key's batch even if one key drives all batches with all lines in flight."""
     keys = write_keys(tmp_path / "keys", *KEYS)
     gateways: list[Gateway] = [
         await start_gateway(files_dir=tmp_path / "kept", api_keys_file=keys, max_batch_concurrency=8)
@@ -80,8 +80,8 @@ async def test_long_batches_give_way_and_go_on_where_they_were(
             assert set(await results(busy, batch.output_file_id)) == set("abcdefghijkl")
 
 
-async def test_a_batch_that_left_reads_only_what_came_behind(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    """What stood before its resumption may be anything by then: nobody looks at it again."""
+async def test_resumed_batch_reads_only_later_results(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """Do not read what precedes the resumption again: it may have changed by then."""
     keys = write_limits(tmp_path / "keys", "tokens_per_minute = 1")
     engine = FakeInferenceClient(says([5]))
     gateway: Gateway = await start_gateway(

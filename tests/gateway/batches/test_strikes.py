@@ -1,4 +1,4 @@
-"""A batch under which gateways end again and again ends by itself, instead of taking the next one along."""
+"""A batch that repeatedly kills its gateway fails, so that it does not kill the next one."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ from tests.gateway.fake_inference import FakeInferenceClient, says
 
 
 def stored(kept: Path, tmp_path: Path, progress: BatchProgress, num_killed: int) -> BatchFolder:
-    """A batch that so many gateways held when they were killed."""
+    """Store a batch that was held by `strikes` killed gateways."""
     (tmp_path / "in").write_bytes(jsonl(*map(line, "ab")))
     storage = storage_of(kept)
     folder = storage.batches.create("", ENDPOINT, "file-" + "0" * 32, tmp_path / "in", "24h", None)
@@ -37,14 +37,14 @@ def stored(kept: Path, tmp_path: Path, progress: BatchProgress, num_killed: int)
     for _ in range(num_killed):
         lease = folder.try_lock()
         assert lease is not None
-        os.close(lease._descriptor)  # as the kernel does with a process that is killed
+        os.close(lease._descriptor)  # as the kernel does for a killed process
     return folder
 
 
 @pytest.mark.parametrize(
     ("num_killed", "status"), [(0, "completed"), (MAX_CRASHES - 1, "completed"), (MAX_CRASHES, "failed")]
 )
-async def test_a_check_that_ends_gateways(
+async def test_batch_whose_check_kills_gateways_fails(
     start_gateway: Callable[..., Any], tmp_path: Path, num_killed: int, status: str
 ) -> None:
     folder = stored(tmp_path / "kept", tmp_path, BatchProgress(), num_killed)
@@ -57,7 +57,7 @@ async def test_a_check_that_ends_gateways(
         assert bool(gateway.engine.requests) == (status == "completed")
 
 
-async def test_lines_that_end_gateways_have_a_result_each(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+async def test_lines_that_kill_gateways_get_one_result_each(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     progress = BatchProgress(status="in_progress", total=2)
     folder = stored(tmp_path / "kept", tmp_path, progress, MAX_CRASHES)
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path / "kept")
@@ -68,7 +68,7 @@ async def test_lines_that_end_gateways_have_a_result_each(start_gateway: Callabl
         assert gateway.engine.requests == []
 
 
-async def test_what_ends_well_or_runs_steadily_counts_for_nothing(
+async def test_clean_end_or_steady_run_counts_no_crash(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "STEADY_SECONDS", 0.0)
@@ -77,19 +77,19 @@ async def test_what_ends_well_or_runs_steadily_counts_for_nothing(
         batch = await begun(client, jsonl(line("a")))
         await gateway.engine.next_stream()
         lock = tmp_path / "batches" / batch.id / "lock"
-        while lock.read_bytes() != b"%08d" % 0:  # steady
+        while lock.read_bytes() != b"%08d" % 0:  # a steady run
             await asyncio.sleep(0.02)
     gateway.state.open_requests.draining = True
     folder = folder_of(tmp_path, batch.id)
-    for _ in range(MAX_CRASHES + 1):  # gateways that let go
+    for _ in range(MAX_CRASHES + 1):  # gateways that release the batch
         while (lease := folder.try_lock()) is None:
             await asyncio.sleep(0.02)
         assert lease.num_crashes == 0
         lease.end()
 
 
-async def test_results_have_ids_of_their_own(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    """Also those of lines that were refused, or cancelled before they were asked."""
+async def test_every_result_has_an_id_of_its_own(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """This includes lines that were refused, or cancelled before they were sent."""
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
     async with client_of(gateway) as client:
         bad = [line(f"bad{number}", temperature=9) for number in range(3)]

@@ -1,4 +1,4 @@
-"""Who gives way to whom, and who gets the next place: pure parts of what owners share."""
+"""Pure functions that share batches and slots among owners."""
 
 import asyncio
 
@@ -14,24 +14,24 @@ def turns(*owners: str) -> list[Turn]:
 @pytest.mark.parametrize(
     ("driven", "owner", "seconds", "leaver"),
     [
-        ("aaaa", "b", 4, "a3"),  # the latest: it has the least to lose
+        ("aaaa", "b", 4, "a3"),  # the latest batch: it has the least to lose
         ("aaaa", "a", 999, None),
         ("aaab", "b", 4, "a2"),
         ("aabb", "b", 999, None),
         ("aab", "c", 4, "a1"),
-        ("ab", "c", TURN_SECONDS, "a0"),  # everybody has one: the one that had its turn
+        ("ab", "c", TURN_SECONDS, "a0"),  # everyone has one: the batch whose time slice is over
         ("ab", "c", TURN_SECONDS - 1, None),
         ("ab", "b", 999, None),
         ("", "a", 0, None),
     ],
 )
-def test_batch_to_yield(driven: str, owner: str, seconds: float, leaver: str | None) -> None:
+def test_batch_to_yield_is_of_the_largest_owner(driven: str, owner: str, seconds: float, leaver: str | None) -> None:
     found = batch_to_yield(turns(*driven), owner, seconds)
     assert (found and found.batch_id) == leaver
 
 
 @pytest.mark.parametrize("num_owners", [2, 3, 5, 16])
-def test_in_the_end_all_have_equally_many(num_owners: int) -> None:
+def test_repeated_yields_end_with_equal_shares(num_owners: int) -> None:
     driven = turns(*"a" * 16)
     owners = [chr(ord("a") + number) for number in range(num_owners)]
     for step in range(100):
@@ -46,7 +46,7 @@ def test_in_the_end_all_have_equally_many(num_owners: int) -> None:
 
 
 class Lines:
-    """Tasks that hold a place until they are told to end."""
+    """Tasks that hold a slot until the test ends them."""
 
     def __init__(self, slots: FairSlots) -> None:
         self.slots = slots
@@ -73,7 +73,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_nobody_has_all_places_and_the_next_is_for_who_has_fewest() -> None:
+async def test_freed_slot_goes_to_the_owner_with_the_fewest() -> None:
     lines = Lines(FairSlots(16, has_owners=True))
     tasks = [asyncio.create_task(lines.run("a")) for _ in range(100)]
     await settled()
@@ -88,10 +88,10 @@ async def test_nobody_has_all_places_and_the_next_is_for_who_has_fewest() -> Non
     assert (lines.running.count("a"), lines.running.count("b")) == (7, 7)
     tasks += [asyncio.create_task(lines.run(owner)) for owner in "ccd"]
     await settled()
-    assert (lines.running.count("c"), lines.running.count("d")) == (1, 1)  # at once, beside two that want all
+    assert (lines.running.count("c"), lines.running.count("d")) == (1, 1)  # at once, although two owners want all slots
     await lines.end("a")
     await lines.end("a")
-    assert (lines.running.count("a"), lines.running.count("c")) == (5, 1)  # the reserve fills first
+    assert (lines.running.count("a"), lines.running.count("c")) == (5, 1)  # the reserve is refilled first
     await lines.end("b")
     assert (lines.running.count("b"), lines.running.count("c")) == (6, 2)
     for task in tasks:
@@ -104,13 +104,13 @@ async def test_nobody_has_all_places_and_the_next_is_for_who_has_fewest() -> Non
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "has_owners", "most"), [(1, True, 1), (2, True, 1), (64, True, 56), (8, False, 8)]
+    ("num_slots", "has_owners", "max_held"), [(1, True, 1), (2, True, 1), (64, True, 56), (8, False, 8)]
 )
-async def test_how_many_one_owner_may_have(num_slots: int, has_owners: bool, most: int) -> None:
+async def test_lone_owner_gets_all_but_the_reserve(num_slots: int, has_owners: bool, max_held: int) -> None:
     lines = Lines(FairSlots(num_slots, has_owners=has_owners))
     tasks = [asyncio.create_task(lines.run("a")) for _ in range(num_slots + 1)]
     await settled()
-    assert len(lines.running) == most
+    assert len(lines.running) == max_held
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

@@ -1,4 +1,4 @@
-"""Silent and stalled streams, on a clock that the test moves."""
+"""Silent and stalled streams, on a clock that the test controls."""
 
 import asyncio
 import socket
@@ -40,7 +40,7 @@ def watch(*streams: Any) -> tuple[StreamWatch, list[int]]:
     return watching, stalls
 
 
-def test_a_comment_into_silence() -> None:
+def test_silent_stream_gets_a_comment() -> None:
     silent, busy = FakeEventStream(last_write_at=0.0), FakeEventStream(last_write_at=5.0)
     watching, _ = watch(silent, busy)
     watching.look(9.9)
@@ -48,7 +48,7 @@ def test_a_comment_into_silence() -> None:
     assert (silent.pushed, busy.pushed) == ([b": keep-alive\n\n"], [])
 
 
-def test_a_client_that_reads_nothing_is_dropped_once() -> None:
+def test_client_that_reads_nothing_is_dropped_once() -> None:
     stalled, slow = FakeEventStream(0.0, write_began_at=0.0), FakeEventStream(1.0, write_began_at=1.0)
     watching, stalls = watch(stalled, slow)
     watching.look(30.0)
@@ -58,7 +58,7 @@ def test_a_client_that_reads_nothing_is_dropped_once() -> None:
 
 
 class FullTransport:
-    """Of a client that has read nothing for a while; `waiting` bytes are in the process's own buffer."""
+    """A transport with a client that does not read; `waiting` bytes are in the process's own buffer."""
 
     def __init__(self, waiting: int) -> None:
         self.waiting = waiting
@@ -77,22 +77,22 @@ class FullTransport:
         self.aborted = True
 
 
-def test_no_comment_makes_a_stalled_client_of_one_that_nobody_writes_to() -> None:
-    """Its answer's own task would wait for it and take note when it has caught up; the watch does not."""
+def test_comment_does_not_stall_an_idle_stream() -> None:
+    """The answer's task would wait for the client and notice that it caught up; the watch does not."""
     stream = EventStream(None, {}, StreamWatch(10.0, 30.0))  # type: ignore[arg-type]
     transport = FullTransport(waiting=60)
     stream._transport, stream._max_waiting_bytes, stream.last_write_at = transport, 64, 0.0  # type: ignore[assignment]
     watching, stalls = watch(stream)
-    watching.look(10.0)  # a comment of 14 bytes would be too much
-    transport.waiting = 0  # it has caught up
+    watching.look(10.0)  # a comment of 14 bytes would exceed the limit
+    transport.waiting = 0  # the client has caught up
     watching.look(20.0)
-    assert transport.waiting > 0  # and is told that the stream lives
+    assert transport.waiting > 0  # and gets a comment again
     transport.waiting = 0
     watching.look(60.0)
     assert (transport.aborted, stalls) == (False, [])
 
 
-async def test_comments_while_a_request_waits(start_gateway: Any, tiny_model: ServedModel) -> None:
+async def test_waiting_request_gets_comments(start_gateway: Any, tiny_model: ServedModel) -> None:
     gateway: Gateway = await start_gateway(sse_keep_alive_seconds=0.001)
     body = {"prompt": "a", "stream": True}
     async with gateway.session.post("/v1/completions", json=body) as response:
@@ -103,9 +103,7 @@ async def test_comments_while_a_request_waits(start_gateway: Any, tiny_model: Se
         assert (await response.text()).endswith("data: [DONE]\n\n")
 
 
-async def test_a_client_that_stops_reading_is_aborted_and_cancelled(
-    start_gateway: Any, tiny_model: ServedModel
-) -> None:
+async def test_client_that_stops_reading_is_aborted_and_cancelled(start_gateway: Any, tiny_model: ServedModel) -> None:
     gateway: Gateway = await start_gateway(write_stall_seconds=0.001)
     body = {"prompt": "a", "stream": True}
     async with gateway.session.post("/v1/completions", json=body) as response:
@@ -125,8 +123,8 @@ async def test_a_client_that_stops_reading_is_aborted_and_cancelled(
     assert gateway.metric("pagestream_gateway_write_stalls_total") == 1
 
 
-async def test_little_is_written_for_a_client_that_reads_nothing() -> None:
-    """The kernel would take 4 MiB of it, and the gateway write as much, for each of its streams."""
+async def test_unread_stream_has_little_written() -> None:
+    """Keep the kernel from taking 4 MiB, and the gateway from writing as much, per unread stream."""
     written = asyncio.get_running_loop().create_future()
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -145,18 +143,20 @@ async def test_little_is_written_for_a_client_that_reads_nothing() -> None:
     async with TestServer(app) as server:
         assert server.port is not None
         with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, or it has no effect
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # set before connecting, or it has no effect
             client.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", server.port))
             await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-            # What is unsent, as much again in the process, and what is on its way.
+            # Unsent bytes, as many in the process, and those in transit.
             assert await written <= 3 * MAX_UNSENT_BYTES
 
 
-async def test_a_long_end_is_written_in_pieces() -> None:
-    """Of a response with its log-probabilities it is many megabytes, of which a socket takes few. Others have their
-    turn between two."""
+async def test_long_last_event_is_written_in_pieces() -> None:
+    """Let others run between two pieces.
+
+    The last event of a response with logprobs has many megabytes, of which a socket takes few.
+    """
     written: list[int] = []
     turns, at_turns = [0], list[int]()
 

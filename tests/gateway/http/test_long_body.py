@@ -1,4 +1,4 @@
-"""Long bodies: whole for who reads them, and little of them in this process for who does not."""
+"""Long bodies arrive whole at clients that read, and take little memory for clients that do not."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ async def server() -> AsyncIterator[Server]:
     await runner.cleanup()
 
 
-async def test_who_reads_has_all_of_it(server: Server) -> None:
+async def test_reading_client_gets_the_whole_body(server: Server) -> None:
     async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session:
         for _ in range(2):  # on one connection
             async with session.get("/") as reply:
@@ -73,8 +73,8 @@ async def test_who_reads_has_all_of_it(server: Server) -> None:
     assert server.held == [len(BODY), -len(BODY)] * 2
 
 
-async def test_others_have_their_turn_between_two_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the client is never waited for: its writes are no pause by themselves."""
+async def test_long_body_yields_between_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Yield even if the client never blocks: a write alone is no pause."""
     loop, turns, seen = asyncio.get_running_loop(), [0], list[int]()
     write = web.StreamResponse.write
 
@@ -93,10 +93,10 @@ async def test_others_have_their_turn_between_two_pieces(server: Server, monkeyp
     assert len(seen) == len(set(seen)) == len(BODY) // PIECE_BYTES
 
 
-async def test_who_does_not_is_dropped_and_holds_little(server: Server) -> None:
+async def test_unread_long_body_is_dropped_and_holds_little(server: Server) -> None:
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, or it has no effect
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # set before connecting, or it has no effect
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", server.port))
         await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -117,7 +117,7 @@ async def test_client_that_leaves_during_a_long_body_logs_no_error(
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     await reader.readexactly(PIECE_BYTES)
-    server.transports[0].close()  # as when the client has reset the connection, and the handler is not yet cancelled
+    server.transports[0].close()  # the client has reset the connection, and the handler is not cancelled yet
     writer.transport.abort()
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not server.ends:

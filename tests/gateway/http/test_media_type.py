@@ -1,4 +1,4 @@
-"""The media type of a request, as RFC 9110 writes it."""
+"""Parse the media type of a request according to RFC 9110."""
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -26,12 +26,12 @@ NONE = "application/octet-stream"
         (";" * MAX_CHARS, NONE, "utf-8"),
     ],
 )
-def test_it_is_read_without_its_parameters(header: str, media_type: str, charset: str) -> None:
+def test_media_type_is_read_without_parameters(header: str, media_type: str, charset: str) -> None:
     request = make_mocked_request("POST", "/", headers={"Content-Type": header})
     assert (media_type_of(request), charset_of(request)) == (media_type, charset)
 
 
-def test_a_long_one_is_not_read() -> None:
+def test_long_media_type_is_not_read() -> None:
     request = make_mocked_request("POST", "/", headers={"Content-Type": "application/json;" + "x" * MAX_CHARS})
     for read in (media_type_of, charset_of):
         with pytest.raises(UnsupportedMediaType):

@@ -1,4 +1,4 @@
-"""A body that is long and left unread: little more of it is read, and its client has the answer."""
+"""If a long body is refused before it is read, little more of it is read, and its client gets the answer."""
 
 import asyncio
 import gzip
@@ -14,8 +14,8 @@ from gateway.http.unread_bodies import leave_unread
 from gateway.requests.request_body import MAX_BODY_BYTES
 
 NUM_BYTES = 16 * 2**20
-BUFFERED_BYTES = 384 * 2**10  # aiohttp stops reading at two times 64 KiB that nobody takes; a read has 256 KiB at most
-PAUSE_SECONDS = 0.05  # so that the time which a busy machine takes has few of them
+BUFFERED_BYTES = 384 * 2**10  # aiohttp stops reading at two times 64 KiB of unread data; one read has 256 KiB at most
+PAUSE_SECONDS = 0.05  # few of them fit into the delay of a busy machine
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def server() -> AsyncIterator[tuple[int, list[StreamReader]]]:
 
 
 async def answer_of(port: int, head: bytes, body: bytes) -> tuple[bytes, bytes]:
-    """The status line, and all that follows until the end of the connection."""
+    """Return the status line, and everything until the connection ends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head + b"\r\n\r\n" + body)
     line = await reader.readline()
@@ -49,21 +49,21 @@ async def answer_of(port: int, head: bytes, body: bytes) -> tuple[bytes, bytes]:
         while chunk := await reader.read(65536):
             rest += chunk
     except ConnectionResetError:
-        pass  # which what it still wrote has brought about
+        pass  # caused by its own unfinished writes
     writer.transport.abort()
     return line, rest
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: %d" % NUM_BYTES, b"Transfer-Encoding: chunked"])
 @pytest.mark.parametrize(("path", "status"), [(b"/refuse", b"429"), (b"/redirect", b"308")])
-async def test_of_long_bodies_little_more_is_read(
+async def test_unread_long_bodies_are_read_little_further(
     server: tuple[int, list[StreamReader]],
     path: bytes,
     status: bytes,
     length: bytes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many there are at one time."""
+    """Keep this true for any number of concurrent bodies."""
     monkeypatch.setattr(unread_bodies, "PAUSE_SECONDS", PAUSE_SECONDS)
     monkeypatch.setattr(unread_bodies, "OPEN_SECONDS", 4 * PAUSE_SECONDS)
     port, bodies = server
@@ -73,18 +73,18 @@ async def test_of_long_bodies_little_more_is_read(
     for line, rest in await asyncio.gather(*(answer_of(port, head, body) for _ in range(4))):
         assert status in line
         assert b"Connection: close" in rest
-    # What is there when they are answered, the reads that they share, and what comes behind the last one of each.
+    # Data received before the answer, the reads that the bodies share, and what follows the last read of each.
     num_reads = (asyncio.get_running_loop().time() - began_at) / PAUSE_SECONDS
     assert sum(content.total_bytes for content in bodies) <= (4 + num_reads + 4) * BUFFERED_BYTES
 
 
-async def test_who_writes_all_of_it_has_the_answer_and_an_end(
+async def test_client_that_writes_a_whole_refused_body_gets_an_answer(
     server: tuple[int, list[StreamReader]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that ended while its client writes would be an error to it, whatever had been answered.
+    """Keep the connection open while the client writes: otherwise it reports an error and not the answer.
 
-    Who is not through in two seconds is cut off, and on a busy machine 16 MiB may take longer: the bound is not what is
-    asked here, so it is out of reach.
+    A client that is not done in two seconds is cut off, and a busy machine may need longer for 16 MiB. The test does
+    not check this limit and sets it out of reach.
     """
     monkeypatch.setattr(unread_bodies, "OPEN_SECONDS", 3600.0)
     port, bodies = server
@@ -98,7 +98,7 @@ async def test_who_writes_all_of_it_has_the_answer_and_an_end(
     await writer.wait_closed()
 
 
-async def test_after_a_short_body_the_connection_serves_on(server: tuple[int, list[StreamReader]]) -> None:
+async def test_connection_after_a_short_unread_body_is_reused(server: tuple[int, list[StreamReader]]) -> None:
     port, bodies = server
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /refuse HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % MAX_BODY_BYTES
@@ -112,7 +112,7 @@ async def test_after_a_short_body_the_connection_serves_on(server: tuple[int, li
 
 
 async def test_unread_gzip_body_is_not_decompressed(server: tuple[int, list[StreamReader]]) -> None:
-    """aiohttp would decompress it in one step of the event loop, whoever sent it."""
+    """Decompression by aiohttp would be one step of the event loop, even for a client without a key."""
     port, bodies = server
     body = gzip.compress(bytes(64 * 2**20))
     head = b"POST /refuse HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: %d"
@@ -121,7 +121,7 @@ async def test_unread_gzip_body_is_not_decompressed(server: tuple[int, list[Stre
     assert bodies[0].total_bytes <= len(body)
 
 
-async def test_body_that_is_no_gzip_logs_no_error(
+async def test_body_that_is_not_gzip_logs_no_error(
     server: tuple[int, list[StreamReader]], caplog: pytest.LogCaptureFixture
 ) -> None:
     port, _ = server

@@ -1,4 +1,4 @@
-"""Tool calls as models write them; and that how the text is cut changes nothing of what is read."""
+"""Parse tool calls as models write them. The result does not depend on how the text is split."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,7 +110,7 @@ CASES: list[tuple[str, str, Read]] = [
     ("offered", "```json\n```", ("```json\n```", "", [])),
     ("offered", "```json", ("```json", "", [])),
     ("offered", "` is a tick", ("` is a tick", "", [])),
-    ("offered", CALL[:-1], (CALL[:-1], "", [])),  # cut by its length: nobody knows what would have followed
+    ("offered", CALL[:-1], (CALL[:-1], "", [])),  # cut by its length: the continuation is unknown
     ("offered", f"{CALL}```", ("```", "", [("f", ARGUMENTS)])),
     ("offered llama3_json", '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
     ("offered llama3_json", '<|python_tag|>{"name": "x", "parameters": {}}', ("", "", [("x", "{}")])),
@@ -154,7 +154,7 @@ CASES: list[tuple[str, str, Read]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
-def test_what_is_read(name: str, text: str, expected: Read) -> None:
+def test_model_text_is_parsed_into_content_and_calls(name: str, text: str, expected: Read) -> None:
     assert read(name, [text]) == expected
     assert read(name, list(text)) == expected
 
@@ -172,7 +172,7 @@ FRAGMENTS = [
     st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join),
     st.data(),
 )
-def test_how_the_text_is_cut_changes_nothing(name: str, text: str, data: st.DataObject) -> None:
+def test_parse_result_is_independent_of_the_split(name: str, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(name, pieces) == read(name, [text])
@@ -182,7 +182,7 @@ def test_how_the_text_is_cut_changes_nothing(name: str, text: str, data: st.Data
     st.sampled_from(["hermes", "llama3_json", "mistral", "offered", "offered llama3_json"]),
     st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
 )
-def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> None:
+def test_text_without_a_call_is_unchanged_content(name: str, text: str) -> None:
     content, _, calls = read(name, [text])
     if not calls:
         assert content == text
@@ -191,7 +191,7 @@ def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        '<tool_call>{"a":[' * 2000 + "]}" * 2000,  # no calls, each within the one before
+        '<tool_call>{"a":[' * 2000 + "]}" * 2000,  # no calls, each nested in the previous one
         '<tool_call>{"arguments":{"a":"' + "x" * 200_000 + '"},"b":1',
         '<tool_call>{"' + "x" * 200_000,
         '<tool_call>{"a":"' + "x" * 200_000,
@@ -204,13 +204,13 @@ def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> N
         " " * 200_000 + "x",
     ],
     ids=[
-        "within each other", "arguments first", "a key", "a value", "open arrays", "a name that is none",
-        "bare, arguments first", "bare and deep", "bare, a text", "bare, open arrays", "white space",
+        "nested", "arguments first", "a key", "a value", "open arrays", "a name that is no string",
+        "bare, arguments first", "bare and deep", "bare, a string", "bare, open arrays", "white space",
     ],
 )  # fmt: skip
-@pytest.mark.timeout(600)  # eleven times up to a second of work: not for `make quick`
-def test_no_text_of_a_model_takes_long(text: str) -> None:
-    """2 s for what takes 0.2 s on an idle core, and minutes if each piece is read or copied again for the next."""
+@pytest.mark.timeout(600)  # eleven cases of up to a second: not for `make quick`
+def test_parse_time_is_linear_for_hostile_text(text: str) -> None:
+    """Allow 2 s for 0.2 s of work on an idle core. Rereading or copying every piece would take minutes."""
     parser, parts = calls_of_offered("hermes", ["f"]), list[Any]()
 
     def parse() -> None:
@@ -228,7 +228,7 @@ def test_deltas_are_joined_once() -> None:
     assert call == ToolCallDelta(0, "x" * 900_000, "id", "f")
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_call_arguments_are_streamed() -> None:
     parser = MessageParser(None, hermes(), lambda number: "id")
     pieces = '<tool_call>{"name": "f", "arg', 'uments": {"a', '": 1}', "}</tool_call>"
     pushed = [parser.push(piece) for piece in pieces]

@@ -1,4 +1,4 @@
-"""Products of what one request may ask for: bounded before anything is queued, and named."""
+"""Products of request fields are bounded before anything is queued, and errors name the fields."""
 
 import json
 from typing import Any
@@ -57,7 +57,7 @@ def planned(request: CompletionRequest, prompt_tokens: int = 1, num_prompts: int
         (chat(prompt_logprobs=20), 40_000, 1, "prompt_logprobs", "an answer has at most 524288"),
     ],
 )  # fmt: skip
-def test_a_product_that_is_too_large_is_named_with_what_is_allowed(
+def test_product_above_its_limit_names_fields_and_limit(
     request_: CompletionRequest, prompt_tokens: int, num_prompts: int, param: str, allowed: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -69,18 +69,18 @@ LONG_SCHEMA = {"guided_json": {"type": "integer", "description": "x" * 500_000}}
 MANY_IDS = {"allowed_token_ids": list(range(100_000))}
 
 
-@pytest.mark.parametrize(("rules", "most"), [(LONG_SCHEMA, 8), (MANY_IDS, 8)])
-def test_what_is_stored_with_each_prompt_is_bounded_for_all_together(rules: dict[str, Any], most: int) -> None:
-    """The body says it once: 32 prompts made 64 MB of one of 2 MB, which the event loop and the store had to take."""
-    for num_prompts in (1, most):
+@pytest.mark.parametrize(("rules", "max_prompts"), [(LONG_SCHEMA, 8), (MANY_IDS, 8)])
+def test_data_stored_per_prompt_is_bounded_in_total(rules: dict[str, Any], max_prompts: int) -> None:
+    """A body holds such data once, but 32 prompts would turn 2 MB into 64 MB for the event loop and the store."""
+    for num_prompts in (1, max_prompts):
         requests = planned(completion(prompt=[[1]] * num_prompts, max_tokens=1, **rules), 1, num_prompts)
         assert sum(len(encode(request)) for request in requests) <= MAX_RULE_BYTES + 10_000
-    with pytest.raises(InvalidRequest, match=f"at most {most} such prompts") as refused:
-        planned(completion(prompt=[[1]] * (most + 1), max_tokens=1, **rules), 1, most + 1)
+    with pytest.raises(InvalidRequest, match=f"at most {max_prompts} such prompts") as refused:
+        planned(completion(prompt=[[1]] * (max_prompts + 1), max_tokens=1, **rules), 1, max_prompts + 1)
     assert refused.value.param == "prompt"
 
 
-def test_one_prompt_has_whatever_a_body_has_room_for() -> None:
+def test_single_prompt_may_fill_the_body() -> None:
     rules = {"guided_json": {"type": "integer", "description": "x" * 1_900_000}}
     (request,) = planned(completion(max_tokens=1, **rules))
     assert request.sampling.grammar is not None
@@ -92,13 +92,14 @@ def test_one_prompt_has_whatever_a_body_has_room_for() -> None:
         (completion(max_tokens=MAX_VALUES), 1, 1),
         (completion(max_tokens=65_536, n=8), 1, 1),
         (completion(max_tokens=23_831, logprobs=20), 1, 1),
-        (completion(prompt=[[1]] * 32, echo=True, logprobs=1, max_tokens=0), 4096, 32),  # as harnesses score texts
+        # harnesses score texts like this
+        (completion(prompt=[[1]] * 32, echo=True, logprobs=1, max_tokens=0), 4096, 32),
         (completion(prompt_logprobs=20, max_tokens=1), 16_384, 1),
-        (completion(prompt=[[1]] * 8, n=8, max_tokens=8192), 100_000, 8),  # prompts that nothing is told of
+        (completion(prompt=[[1]] * 8, n=8, max_tokens=8192), 100_000, 8),  # prompts without logprobs
         (chat(n=8, max_tokens=16_384), 100_000, 1),
     ],
 )
-def test_what_is_asked_for_in_earnest_is_not(request_: CompletionRequest, prompt_tokens: int, num_prompts: int) -> None:
+def test_usual_requests_are_accepted(request_: CompletionRequest, prompt_tokens: int, num_prompts: int) -> None:
     for plan in planned(request_, prompt_tokens, num_prompts):
         assert plan.sampling.max_tokens == max(1, request_.max_tokens or 0)
 
@@ -112,14 +113,14 @@ def test_what_is_asked_for_in_earnest_is_not(request_: CompletionRequest, prompt
         (chat(prompt_logprobs=0), (MAX_VALUES - 2)),
     ],
 )
-def test_without_a_limit_an_answer_is_as_long_as_it_may_be(request_: CompletionRequest, expected: int) -> None:
+def test_answer_without_limit_uses_the_allowed_length(request_: CompletionRequest, expected: int) -> None:
     (plan,) = planned(request_)
     assert plan.sampling.max_tokens == expected
 
 
 @pytest.mark.parametrize("num_scores", [None, 0, 20, 128])
-def test_no_journal_of_an_accepted_request_is_too_long_to_be_read(num_scores: int | None) -> None:
-    """Of the longest tokens there are, each in a frame of its own, as a step of the engine writes it."""
+def test_longest_journal_of_an_accepted_request_is_readable(num_scores: int | None) -> None:
+    """Use the longest tokens, each in its own frame, as an engine step writes them."""
     worst = encoded_logprobs(TokenLogprobs(-1.1, (2**31 - 1,) * (num_scores or 0), (-1.1,) * (num_scores or 0)))
     tokens = JournalFrame(2**20, [2**31 - 1], None if num_scores is None else JournalExtras([worst]), 63)
     values = 1 if num_scores is None else 2 + num_scores

@@ -1,4 +1,4 @@
-"""Which grammar a request asks for, in every spelling; and that a bad one is refused before anything is queued."""
+"""Every spelling of a grammar is accepted; an invalid grammar is refused before anything is queued."""
 
 import json
 from typing import Any
@@ -60,7 +60,7 @@ def grammar_of(**fields: Any) -> tuple[Grammar, str] | None:
         ({"grammar": "", "regex": "", "ebnf": "", "json_schema": ""}, None),
     ],
 )
-def test_every_spelling(fields: dict[str, Any], expected: tuple[Grammar, str] | None) -> None:
+def test_grammar_in_every_spelling_is_accepted(fields: dict[str, Any], expected: tuple[Grammar, str] | None) -> None:
     assert grammar_of(**fields) == expected
 
 
@@ -90,7 +90,7 @@ def test_every_spelling(fields: dict[str, Any], expected: tuple[Grammar, str] | 
         ({"guided_regex": "a", "min_tokens": 1}, "min_tokens"),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_invalid_grammar_is_refused_with_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         grammar_of(**fields)
     assert raised.value.param == param and param in raised.value.message
@@ -114,7 +114,7 @@ def test_what_is_no_grammar_is_refused_by_name(fields: dict[str, Any], param: st
         ({"grammar": "root ::= missing"}, "grammar", "invalid_grammar", "missing"),
     ],
 )
-async def test_a_grammar_that_cannot_be_followed_is_answered_before_it_is_queued(
+async def test_unsupported_grammar_is_refused_before_queueing(
     gateway: Gateway, fields: dict[str, Any], param: str, code: str, word: str
 ) -> None:
     async with gateway.session.post(CHAT_URL, json={"messages": HI, **fields}) as response:
@@ -124,7 +124,7 @@ async def test_a_grammar_that_cannot_be_followed_is_answered_before_it_is_queued
     assert gateway.engine.requests == []
 
 
-async def test_the_engine_gets_the_grammar(gateway: Gateway) -> None:
+async def test_grammar_reaches_the_engine(gateway: Gateway) -> None:
     gateway.engine.script = says([80])
     async with gateway.session.post(CHAT_URL, json={"messages": HI, "guided_regex": "a+"}) as response:
         assert response.status == 200

@@ -1,4 +1,4 @@
-"""The structure of a JSON text is told exactly, and in time that grows as the text does, whatever is in it."""
+"""The structure check of JSON is exact, and its time is linear in the text for any input."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from tests.idle_seconds import idle_seconds
 
 HI = b'{"messages":[{"role":"user","content":"x"}],'
 ANY = HI + b'"tools":[{"type":"function","function":{"name":"a","parameters":{"x":['
-QUADRATIC_SECONDS = 3.0  # the slowest shape takes 0.09 on an idle core; a quadratic one minutes to hours
+QUADRATIC_SECONDS = 3.0  # the slowest shape takes 0.09 s on an idle core; a quadratic check takes minutes to hours
 
 
 def parse_chat(data: bytes) -> CompletionRequest:
@@ -30,7 +30,7 @@ def parse_completion(data: bytes) -> CompletionRequest:
 
 
 def depth_of(text: bytes) -> int:
-    """Character by character: what check_structure() has to agree with."""
+    """Return the depth, character by character: the reference for check_structure()."""
     depth = deepest = 0
     in_string = is_escaped = False
     for byte in text.decode():
@@ -64,7 +64,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "empty strings": lambda size: filled(ANY, b'"",', b"1]}}}]}", size),
     "escapes": lambda size: filled(HI + b'"x":"', b"\\u0101", b'"}', size),
     "lone surrogates": lambda size: filled(HI + b'"x":["', b"\\ud800", b'"]}', size),
-    "a lone surrogate behind many values": lambda size: filled(HI + b'"x":[', b"1,", b'"\\ud800"]}', size),
+    "a lone surrogate after many values": lambda size: filled(HI + b'"x":[', b"1,", b'"\\ud800"]}', size),
     "ids": lambda size: filled(b'{"prompt":[', b"1,", b"1]}", size),
     "whole numbers": lambda size: filled(ANY, b"1,", b"1]}}}]}", size),
     "fractions": lambda size: filled(ANY, b"9007199254740993.0,", b"1]}}}]}", size),
@@ -81,7 +81,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "a value that looks like a path": lambda size: filled(HI + b'"tool_choice":"', b" - at `$", b'"}', size),
     "NUL": lambda size: filled(HI + b'"x":"', b"\x00", b'"}', size),
     "UTF-16": lambda size: filled(HI, b"a", b"}", size // 2).decode().encode("utf-16"),
-    "no UTF-8": lambda size: filled(HI + b'"x":"', b"\xed\xa0\x80", b'"}', size),
+    "invalid UTF-8": lambda size: filled(HI + b'"x":"', b"\xed\xa0\x80", b'"}', size),
 }
 
 
@@ -94,7 +94,7 @@ def parse_or_refuse(parse: Callable[[bytes], CompletionRequest], body: bytes) ->
 
 @pytest.mark.timeout(600)  # bodies of 2 MiB: not for `make quick`
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_shape_of_a_body_takes_long(shape: str) -> None:
+def test_check_time_is_linear_for_any_body(shape: str) -> None:
     for parse in (parse_chat, parse_completion):
         for size in (2**16, MAX_BODY_BYTES):
             body = SHAPES[shape](size)
@@ -114,12 +114,12 @@ def test_no_shape_of_a_body_takes_long(shape: str) -> None:
         (b"[-" + b"1" * (structure.MAX_DIGITS + 1) + b"]", "1024 digits"),
     ],
 )
-def test_one_too_many(text: bytes, says: str) -> None:
+def test_one_above_each_limit_is_refused(text: bytes, says: str) -> None:
     with pytest.raises(InvalidJson, match=says):
         check_structure(text)
 
 
-def test_the_most_of_each_is_taken() -> None:
+def test_exact_limits_are_accepted() -> None:
     check_structure(b"[" * 32 + b"]" * 32)
     check_structure(b"[" * 31 + b'"\\"[[[[[[[\\\\"' + b"]" * 31)
     check_structure(b"[" + b"[]," * (structure.MAX_CONTAINERS - 2) + b"[]]")
@@ -129,7 +129,7 @@ def test_the_most_of_each_is_taken() -> None:
     check_structure(b"[" + b"1" * structure.MAX_DIGITS + b"," + b"1" * structure.MAX_DIGITS + b"]")
 
 
-def test_values_have_a_most_but_for_token_ids() -> None:
+def test_number_of_values_is_limited_except_for_token_ids() -> None:
     ids = b"[1" + b",1" * (structure.MAX_VALUES + 1) + b"]"
     most = b"[1" + b",1" * (structure.MAX_VALUES - 1) + b"]"  # and one comma is in HI
     request = parse_completion(b'{"prompt":' + ids + b',"x":"' + b"," * structure.MAX_VALUES + b'"}')
@@ -141,7 +141,7 @@ def test_values_have_a_most_but_for_token_ids() -> None:
             parse(body)
 
 
-def test_what_stands_in_a_string_is_text() -> None:
+def test_string_content_is_text() -> None:
     text = "[{" * 40_000 + "1e9 0.5 a:b " * 20_000 + "1" * 5_000
     check_structure(json.dumps({"a": text, text[:100]: [text, '"' + text]}).encode())
 
@@ -165,7 +165,7 @@ def test_depth_is_exact(value: object, levels: int, indent: int | None) -> None:
             check_structure(text)
 
 
-def test_what_is_no_json_is_refused_and_never_breaks_anything() -> None:
+def test_invalid_json_is_refused_without_other_errors() -> None:
     rng = random.Random(1)
     pieces = [
         b'"',

@@ -1,4 +1,4 @@
-"""What is sure to be too long is refused by its characters: no tokenizer is held up by it."""
+"""A prompt that must be too long is refused by its number of characters, without the cost of tokenization."""
 
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ def encodes(text: str, **options: Any) -> NoReturn:
     raise AssertionError(f"{len(text)} characters were encoded")
 
 
-def test_a_text_that_is_sure_to_be_too_long_is_not_encoded() -> None:
+def test_text_that_must_be_too_long_is_not_encoded() -> None:
     model: Any = SimpleNamespace(encoder=SimpleNamespace(least_tokens=lambda text: len(text) // 4, encode_text=encodes))
     limits = ModelLimits(max_model_len=16, vocab_size=100)
     with pytest.raises(InvalidRequest) as refused:

@@ -1,4 +1,4 @@
-"""Reasoning of earlier answers, effort, and verbosity reach the chat template, which decides what to render."""
+"""Reasoning of earlier answers, effort and verbosity reach the chat template, which decides what to render."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ from gateway.requests.request_body import decode_body
 from gateway.requests.responses_schema import parse_response
 from gateway.text.chat_template import ChatTemplate
 
-# Like Qwen3's template: reasoning is rendered after the last user message only.
+# Like Qwen3's template: only reasoning after the last user message is rendered.
 TEMPLATE = """{%- set ns = namespace(last=0) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
 {%- for m in messages -%}

@@ -1,4 +1,4 @@
-"""allowed_token_ids, bad_words and logprob_token_ids: what the engine is asked, and what the client reads."""
+"""allowed_token_ids, bad_words and logprob_token_ids: the engine's parameters and the client's answer."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ async def asked(gateway: Gateway, url: str, **fields: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("url", [CHAT, TEXT])
-async def test_the_engine_gets_tokens(gateway: Gateway, tiny_model: ServedModel, url: str) -> None:
+async def test_token_fields_reach_the_engine_as_ids(gateway: Gateway, tiny_model: ServedModel, url: str) -> None:
     gateway.engine.script = says([70])
     sampling = await asked(gateway, url, allowed_token_ids=[9, 7, 9], bad_words=["end", " the"])
     assert sampling.allowed_token_ids == (9, 7)
@@ -36,7 +36,7 @@ async def test_the_engine_gets_tokens(gateway: Gateway, tiny_model: ServedModel,
     assert (plain.allowed_token_ids, plain.bad_words, plain.logprob_token_ids) == (None, (), ())
 
 
-def test_a_word_is_forbidden_in_both_forms_once() -> None:
+def test_bad_word_is_forbidden_once_in_both_forms() -> None:
     spell = {"a": [1], " a": [2], "b": [3], " b": [3], " ": [4], "c": [5], " c": [6, 5]}
     assert words_token_ids(["a", " a", "b", " ", "c"], spell.__getitem__) == ((1,), (2,), (3,), (4,), (5,), (6, 5))
     with pytest.raises(InvalidRequest, match="no tokens") as raised:
@@ -44,8 +44,8 @@ def test_a_word_is_forbidden_in_both_forms_once() -> None:
     assert raised.value.param == "bad_words[1]"
 
 
-def test_bad_words_have_so_many_tokens_and_no_more() -> None:
-    """The last one that is allowed, and of what follows it nothing is encoded."""
+def test_bad_words_stop_encoding_at_the_token_limit() -> None:
+    """Accept the exact limit; above it, encode nothing further."""
     encoded: list[str] = []
 
     def encode(text: str) -> list[int]:
@@ -61,8 +61,8 @@ def test_bad_words_have_so_many_tokens_and_no_more() -> None:
     assert len(encoded) == 2 * (len(allowed) + 1)
 
 
-async def test_named_tokens_are_listed_in_place_of_the_likeliest(gateway: Gateway, tiny_model: ServedModel) -> None:
-    """The engine answers as it always does: the script says two tokens beside each one."""
+async def test_named_tokens_replace_the_top_logprobs(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """The script, like the engine, sends two alternatives for each token."""
     gateway.engine.script = says_scored(tiny_model.encoder.encode_text("It is"))
     sampling = await asked(gateway, CHAT, logprobs=True, top_logprobs=3, logprob_token_ids=[8, 5, 8])
     assert (sampling.logprobs, sampling.logprob_token_ids) == (0, (8, 5))

@@ -1,4 +1,4 @@
-"""The client on a real server, its own scripts that fail or wait on demand, and a worker that is played by hand."""
+"""The inference client on a real server, scripts that fail or wait on demand, and a manually driven worker."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,10 @@ def make_request(request_id: str = "a", **options: Any) -> GenerationRequest:
 
 
 class HandPlayedWorker:
-    """Says what it is told to; `heard=False` journals without a message, as if it was lost."""
+    """A worker that the test drives.
+
+    With `is_delivered=False` it writes the journal and sends no message, as if it was lost.
+    """
 
     def __init__(self, scripts: RedisScripts) -> None:
         self.scripts = scripts
@@ -49,23 +52,23 @@ class HandPlayedWorker:
             self.journals[entry.request_id] = reply.journal if reply else b""
         return [entry.request_id for entry in entries]
 
-    async def emit(self, request_id: str, index: int, *token_ids: int, heard: bool = True) -> list[str]:
+    async def emit(self, request_id: str, index: int, *token_ids: int, is_delivered: bool = True) -> list[str]:
         self.step += 1
         event = TokenEvent(request_id, index, list(token_ids))
         frame = encode(JournalFrame(index, list(token_ids)))
         frames = [StepFrame(request_id, self.claimed[request_id].entry_id, frame)]
-        return await self.scripts.emit(WORKER, self.step, frames, self._messages(event, heard))
+        return await self.scripts.emit(WORKER, self.step, frames, self._messages(event, is_delivered))
 
-    async def finish(self, request_id: str, completion_tokens: int, *, heard: bool = True) -> FinishEvent:
+    async def finish(self, request_id: str, completion_tokens: int, *, is_delivered: bool = True) -> FinishEvent:
         usage = Usage(prompt_tokens=2, completion_tokens=completion_tokens)
         event = FinishEvent(request_id, FinishReason.STOP, usage)
         entry = self.claimed[request_id]
         ending = Ending(request_id, entry.queue, entry.entry_id, encode(event))
-        await self.scripts.finish(WORKER, [ending], self._messages(event, heard))
+        await self.scripts.finish(WORKER, [ending], self._messages(event, is_delivered))
         return event
 
-    def _messages(self, event: Any, heard: bool) -> list[GatewayMessage]:
-        return [gateway_message("g", WORKER, self.step, [event], {event.request_id: 0})] if heard else []
+    def _messages(self, event: Any, is_delivered: bool) -> list[GatewayMessage]:
+        return [gateway_message("g", WORKER, self.step, [event], {event.request_id: 0})] if is_delivered else []
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def worker(scripts: RedisScripts) -> HandPlayedWorker:
 
 @pytest.fixture
 def flaky(connections: RedisConnections, keys: RedisKeys) -> FlakyScripts:
-    """The client's own scripts."""
+    """Return the client's own scripts, with faults on demand."""
     return FlakyScripts(connections.commands, keys)
 
 
@@ -95,18 +98,18 @@ async def subscribed(connections: RedisConnections, keys: RedisKeys) -> None:
 
 
 async def num_waiting(scripts: RedisScripts) -> int:
-    """Entries that a worker gets now."""
+    """Return the number of entries that a worker would get now."""
     return len((await scripts.take(WORKER, Demand(99))).entries)
 
 
 async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
-    """All further tokens and the end."""
+    """Return all further tokens and the end."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         events = [event async for event in stream]
     *tokens, end = events
-    told = [event.token_ids for event in tokens if isinstance(event, TokenEvent)]
-    assert len(told) == len(tokens)
-    return [token_id for token_ids in told for token_id in token_ids], end
+    tokens_of_each = [event.token_ids for event in tokens if isinstance(event, TokenEvent)]
+    assert len(tokens_of_each) == len(tokens)
+    return [token_id for token_ids in tokens_of_each for token_id in token_ids], end
 
 
 async def start(client: InferenceClient, worker: HandPlayedWorker, request_id: str = "a") -> ResponseStream:

@@ -1,7 +1,7 @@
-"""A request that is accepted anew begins a new journal: no token of the one before it comes behind its reader's.
+"""A request that is accepted again starts a new journal; tokens of the previous attempt never reach its reader.
 
-The interleavings are forced: the reply of a script waits, or a journal's reading does, until the test lets it go on.
-A token whose message is lost (`heard=False`) would hide that its place is taken.
+The interleavings are forced: a script's reply or a journal's reading waits until the test releases it. Lost messages
+(`is_delivered=False`) would otherwise hide that a token has taken the wrong place.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.patience import PATIENCE_SECONDS
 
 
 class Wire:
-    """The way of messages to the gateway; waits until it has heard them."""
+    """Send messages to the gateway and wait until it has processed them."""
 
     def __init__(self, client: InferenceClient, connections: RedisConnections, keys: RedisKeys) -> None:
         self._client = client
@@ -39,12 +39,12 @@ class Wire:
     async def lose(self, request_id: str) -> None:
         await self._redis.unlink(self._keys.request(request_id), self._keys.journal(request_id))
 
-    async def brings_late(self, request_id: str, index: int, *token_ids: int) -> None:
-        """A message of an attempt before comes behind all that was sent until now."""
+    async def deliver_late(self, request_id: str, index: int, *token_ids: int) -> None:
+        """Deliver a message of an earlier attempt after everything sent so far."""
         await self._redis.publish(self._keys.gateway_channel("g"), late(request_id, index, *token_ids))
-        await self.is_empty()
+        await self.drain()
 
-    async def is_empty(self) -> None:
+    async def drain(self) -> None:
         self._num_sent += 1
         name = f"w.{self._num_sent}"
         beat = WorkerHeartbeat(worker_id=name, phase=WorkerPhase.LOAD)
@@ -62,12 +62,12 @@ def wire(client: InferenceClient, connections: RedisConnections, keys: RedisKeys
     return Wire(client, connections, keys)
 
 
-async def goes_on_as_the_journal(worker: HandPlayedWorker, stream: ResponseStream) -> None:
-    """Behind the first token; of the second the message is lost."""
+async def check_continues_as_the_journal(worker: HandPlayedWorker, stream: ResponseStream) -> None:
+    """Continue after the first token; the message with the second one is lost."""
     while not await worker.claim():
         await asyncio.sleep(0)
     assert worker.journals["a"] == encode(JournalFrame(0, [5]))
-    await worker.emit("a", 1, 66, heard=False)
+    await worker.emit("a", 1, 66, is_delivered=False)
     await worker.emit("a", 2, 77)
     end = await worker.finish("a", 3)
     assert await rest(stream) == ([66, 77], end)
@@ -76,7 +76,7 @@ async def goes_on_as_the_journal(worker: HandPlayedWorker, stream: ResponseStrea
 async def restoring(
     client: InferenceClient, flaky: FlakyScripts, wire: Wire, worker: Any
 ) -> tuple[ResponseStream, Held]:
-    """The reader has one token; the store has lost the request and has taken it again, and its reply waits."""
+    """Lose a request after its first token and accept it again; the reply to the acceptance waits."""
     stream = await start(client, worker)
     await worker.emit("a", 0, 5)
     assert await rest_until(stream, 1) == [5]
@@ -87,14 +87,14 @@ async def restoring(
     return stream, held
 
 
-async def test_a_token_of_the_attempt_before_that_comes_during_the_acceptance(client, flaky, worker, wire):
+async def test_late_token_during_the_acceptance_is_dropped(client, flaky, worker, wire):
     stream, held = await restoring(client, flaky, wire, worker)
-    await wire.brings_late("a", 1, 6)
+    await wire.deliver_late("a", 1, 6)
     held.goes_on.set()
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)
 
 
-async def test_one_that_is_in_the_socket_when_the_reply_comes(client, flaky, worker, wire, connections, keys):
+async def test_late_token_in_the_socket_before_the_reply_is_dropped(client, flaky, worker, wire, connections, keys):
     stream, held = await restoring(client, flaky, wire, worker)
     handle_message, socket = client._listening.handle_message, []
 
@@ -104,16 +104,16 @@ async def test_one_that_is_in_the_socket_when_the_reply_comes(client, flaky, wor
     client._listening.handle_message = keep
     await connections.commands.publish(keys.gateway_channel("g"), late("a", 1, 6))
     held.goes_on.set()
-    while not client.counts.num_restored_requests or len(socket) < 2:  # the mark is behind it
+    while not client.counts.num_restored_requests or len(socket) < 2:  # the mark follows it
         await asyncio.sleep(0)
     client._listening.handle_message = handle_message
     for message in socket:
         await handle_message(message)
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)
 
 
 @pytest.mark.parametrize("lost", ["the reply", "the mark"])
-async def test_what_is_lost_is_repeated(client, flaky, worker, wire, connections, lost):
+async def test_lost_acceptance_reply_or_mark_is_repeated(client, flaky, worker, wire, connections, lost):
     stream, held = await restoring(client, flaky, wire, worker)
     publish = connections.commands.publish
 
@@ -127,15 +127,15 @@ async def test_what_is_lost_is_repeated(client, flaky, worker, wire, connections
     async with asyncio.timeout(PATIENCE_SECONDS):
         while stream.is_set_aside:
             await asyncio.sleep(0)
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)
 
 
-async def test_a_journal_that_was_read_before(client, flaky, worker, wire):
-    """It is long, and understood only when the next one has begun."""
+async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, wire):
+    """The journal is long; its decoding ends only after the next attempt has begun."""
     stream = await start(client, worker)
     await worker.emit("a", 0, 5)
     assert await rest_until(stream, 1) == [5]
-    await worker.emit("a", 1, 6, heard=False)
+    await worker.emit("a", 1, 6, is_delivered=False)
     decoded, is_read, goes_on = client.archive.decoded, asyncio.Event(), asyncio.Event()
 
     async def slowly(*arguments: Any) -> Any:
@@ -152,22 +152,22 @@ async def test_a_journal_that_was_read_before(client, flaky, worker, wire):
     client.streams.mark_behind([stream])
     await held.is_applied.wait()
     goes_on.set()
-    await wire.is_empty()
+    await wire.drain()
     held.goes_on.set()
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)
 
 
-async def test_a_repeated_acceptance_of_what_a_worker_has_begun_stores_nothing_anew(client, flaky, worker, wire):
-    """Its first reply is lost, and then the store loses it: it is given back with its token, not from the beginning."""
+async def test_repeated_acceptance_of_a_begun_request_stores_nothing(client, flaky, worker, wire):
+    """Lose the first reply, then the request. It is restored with its token, not from the beginning."""
     flaky.fail("accept", "lose")
     held = flaky.hold("accept")
     submitting = asyncio.create_task(client.submission.submit(make_request()))
     await held.is_applied.wait()
     assert await worker.claim() == ["a"]
     await worker.emit("a", 0, 5)
-    await wire.is_empty()
+    await wire.drain()
     await wire.lose("a")
     held.goes_on.set()
     stream = await submitting
     assert await rest_until(stream, 1) == [5]
-    await goes_on_as_the_journal(worker, stream)
+    await check_continues_as_the_journal(worker, stream)

@@ -1,6 +1,6 @@
-"""A new gateway beside a worker of commit 101a539, played by hand: new fields are obeyed or refused, never ignored.
+"""A new gateway with a manually driven worker of commit 101a539: new fields are obeyed or refused, never ignored.
 
-`make faults-versions` plays the same with the real worker of that commit.
+`make faults-versions` runs the same cases with the real worker of that commit.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ TERMS = RetentionTerms(b"record", "holder")
 
 
 class OldRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body as that commit declares it; unknown fields are ignored."""
+    """The request body as that commit declares it; unknown fields are ignored."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -39,14 +39,14 @@ class OldRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OldWorker:
-    """Reads three queues without comparing anything."""
+    """A worker that reads three queues without comparing requirements."""
 
     def __init__(self, scripts: RedisScripts) -> None:
         self.scripts = scripts
         self.num_refused = 0
 
     async def serve_once(self) -> list[str]:
-        """Claim what waits; refuse what cannot be read, as request_stream.py did; return what it would run."""
+        """Claim waiting entries, refuse unreadable ones as request_stream.py did, and return what it would run."""
         redis, keys = self.scripts.redis, self.scripts.keys
         queues = [keys.queue(name) for name in (RESUMED, *PRIORITY_CLASSES)]
         await redis.set(keys.fence(OLD_WORKER), 0, nx=True)
@@ -78,7 +78,7 @@ def old_worker(scripts: RedisScripts) -> OldWorker:
 
 @pytest.fixture
 async def new_worker(scripts: RedisScripts, worker: HandPlayedWorker) -> HandPlayedWorker:
-    assert await worker.claim() == []  # it makes the groups
+    assert await worker.claim() == []  # it creates the groups
     return worker
 
 
@@ -105,7 +105,7 @@ async def claimed(worker: HandPlayedWorker) -> list[str]:
 
 
 @pytest.mark.parametrize("terms", [None, TERMS])
-async def test_known_old_worker_never_sees_requests_with_needs(client, old_worker, new_worker, terms) -> None:
+async def test_known_old_worker_never_gets_requests_with_needs(client, old_worker, new_worker, terms) -> None:
     is_ready(client, capabilities=0)
     is_ready(client, capabilities=SUPPORTED)
     stream = await client.submission.submit(needy(), terms=terms)
@@ -121,7 +121,7 @@ async def test_known_old_worker_never_sees_requests_with_needs(client, old_worke
 
 @pytest.mark.parametrize("terms", [None, TERMS])
 @pytest.mark.parametrize("sampling", [{}, {"allowed_token_ids": None, "bad_words": ((7,),)}])
-async def test_refusal_by_an_unknown_old_worker_is_repeated(client, old_worker, new_worker, terms, sampling) -> None:
+async def test_refusal_by_an_unknown_old_worker_is_retried(client, old_worker, new_worker, terms, sampling) -> None:
     stream = await client.submission.submit(needy(**sampling), terms=terms)
     assert await old_worker.serve_once() == []
     assert old_worker.num_refused == 1
@@ -134,7 +134,7 @@ async def test_refusal_by_an_unknown_old_worker_is_repeated(client, old_worker, 
     assert old_worker.num_refused == 1
 
 
-async def test_begun_answer_read_by_an_old_worker_goes_on(client, scripts, old_worker, new_worker) -> None:
+async def test_begun_answer_read_by_an_old_worker_continues(client, scripts, old_worker, new_worker) -> None:
     """REAP of an old worker puts the entry into the queue of resumed requests, without its needs."""
     stream = await client.submission.submit(needy())
     assert await new_worker.claim() == ["a"]
@@ -152,7 +152,7 @@ async def test_begun_answer_read_by_an_old_worker_goes_on(client, scripts, old_w
     assert await rest(stream) == ([504, 253], end)
 
 
-async def test_without_an_able_worker_it_is_refused_at_once(client, scripts, new_worker) -> None:
+async def test_request_without_a_capable_worker_is_refused(client, scripts, new_worker) -> None:
     is_ready(client, capabilities=0)
     with pytest.raises(NeedsNewerWorker):
         await client.submission.submit(needy())
@@ -160,7 +160,7 @@ async def test_without_an_able_worker_it_is_refused_at_once(client, scripts, new
     assert await num_waiting(scripts) == 0
 
 
-async def test_refused_while_no_able_worker_is_ready_it_ends(client, old_worker, new_worker) -> None:
+async def test_refused_request_ends_if_no_capable_worker_is_ready(client, old_worker, new_worker) -> None:
     stream = await client.submission.submit(needy())
     is_ready(client, capabilities=0)
     assert await old_worker.serve_once() == []
@@ -168,8 +168,10 @@ async def test_refused_while_no_able_worker_is_ready_it_ends(client, old_worker,
 
 
 @pytest.mark.parametrize(("capabilities", "queue_name"), [(0, NEWER), (SUPPORTED, INTERACTIVE)])
-async def test_long_request_avoids_a_short_old_worker(client, scripts, new_worker, capabilities, queue_name) -> None:
-    """A new one compares lengths itself, so turns between keys go on."""
+async def test_long_request_avoids_an_old_worker_with_short_context(
+    client, scripts, new_worker, capabilities, queue_name
+) -> None:
+    """A new worker compares lengths itself, so keys still alternate."""
     is_ready(client, capabilities=SUPPORTED)
     is_ready(client, capabilities=capabilities, max_model_len=8)
     stream = await client.submission.submit(needy(allowed_token_ids=None))  # 2 + 9 tokens
@@ -177,7 +179,7 @@ async def test_long_request_avoids_a_short_old_worker(client, scripts, new_worke
     await client.submission.release(stream)
 
 
-async def test_a_body_with_needs_is_read_back(client, scripts, new_worker) -> None:
+async def test_body_with_needs_is_read_back(client, scripts, new_worker) -> None:
     await client.submission.submit(needy(), terms=TERMS)
     (stored,) = await client.archive.stored(["a"])
     assert stored.request == needy()

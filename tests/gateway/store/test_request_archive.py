@@ -1,4 +1,4 @@
-"""Long journals are decoded beside the event loop, those of one key one after the other."""
+"""Long journals are decoded beside the event loop, those of one key one after another."""
 
 import asyncio
 import threading
@@ -37,7 +37,8 @@ async def test_long_journals_are_decoded_beside_the_event_loop(monkeypatch: pyte
     long, short = journal_of(INLINE_BYTES), journal_of(9)
     slow = [asyncio.create_task(archive.decoded(request_of("slow"), [], long)) for _ in range(9)]
     await asyncio.sleep(0)
-    assert await archive.decoded(request_of("other"), [], long) == "other"  # nine of another are waited for by nobody
+    # nobody waits for the nine journals of another key
+    assert await archive.decoded(request_of("other"), [], long) == "other"
     assert await archive.decoded(request_of("other"), [], short) == "other"
     assert not any(task.done() for task in slow)
     may_end.set()

@@ -1,4 +1,4 @@
-"""A response stream gives each index once, in order, and one end, whatever it is offered."""
+"""A response stream delivers each index once, in order, and one end, for any sequence of events."""
 
 import asyncio
 import random
@@ -57,7 +57,7 @@ async def everything(stream: ResponseStream) -> list[object]:
         return [event async for event in stream]
 
 
-async def test_joins_what_came_since_the_last_read():
+async def test_read_joins_events_since_the_last_read():
     stream = ResponseStream(REQUEST)
     stream.add_event(token(0, 5))
     stream.add_event(token(1, 6, 7))
@@ -68,7 +68,7 @@ async def test_joins_what_came_since_the_last_read():
     assert await everything(stream) == []
 
 
-async def test_an_event_of_plain_tokens_is_read_as_it_came_if_nothing_else_waits() -> None:
+async def test_plain_token_event_is_read_whole_if_it_waits_alone() -> None:
     stream = ResponseStream(REQUEST)
     assert stream.read_whole() is None
     event = token(0, 5, 6)
@@ -78,12 +78,12 @@ async def test_an_event_of_plain_tokens_is_read_as_it_came_if_nothing_else_waits
     for batch in batches:
         for other in batch:
             stream.add_event(other)
-        assert stream.read_whole() is None, "read() has it"
+        assert stream.read_whole() is None, "only read() returns it"
         assert stream.read() is not None
     assert stream.read() == finish(6)
 
 
-async def test_a_choice_that_was_not_asked_for_is_none() -> None:
+async def test_event_of_an_unrequested_choice_is_ignored() -> None:
     stream = ResponseStream(REQUEST)
     stream.add_event(TokenEvent("a", 0, [5], choice=1))
     assert stream.read_whole() is None and stream.read() is None and not stream.num_tokens
@@ -94,16 +94,16 @@ def scored(index: int, *token_ids: int) -> TokenEvent:
     return TokenEvent("a", index, list(token_ids), logprobs=logprobs)
 
 
-async def test_log_probabilities_come_once_with_their_tokens_from_either_source():
-    stream = ResponseStream(REQUEST, RetentionTerms(b"", "holder", "", 15))  # others may ask for what was read
-    for event in (scored(0, 5), scored(0, 5, 6), scored(3, 8)):  # the last one after a hole
+async def test_logprobs_from_either_source_are_delivered_once():
+    stream = ResponseStream(REQUEST, RetentionTerms(b"", "holder", "", 15))  # kept, so that others may read it again
+    for event in (scored(0, 5), scored(0, 5, 6), scored(3, 8)):  # the last one follows a gap
         stream.add_event(event)
     assert await anext(stream) == scored(0, 5, 6)
     journal = b"".join(encode(JournalFrame(e.index, e.token_ids, JournalExtras(e.logprobs))) for e in
                        (scored(0, 5, 6), scored(2, 7, 8)))  # fmt: skip
     stream.offer_journal(journal_choices(journal, 1), None)
     assert await anext(stream) == scored(2, 7, 8)
-    # What a store that lost its memory is given back has them too.
+    # The frames that would restore a lost request have them too.
     assert journal_choices(encode(stream.frames[0]), 1) == journal_choices(journal, 1)
 
 
@@ -111,7 +111,7 @@ def scored_journal(*token_ids: int) -> list[StoredChoice]:
     return journal_choices(encode(JournalFrame(0, list(token_ids), JournalExtras(scored(0, *token_ids).logprobs))), 1)
 
 
-async def test_a_reader_that_lags_gets_the_rest_from_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lagging_reader_gets_the_rest_from_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_stream, "MAX_UNREAD_SCORES", 3)
     stream, caught_up = ResponseStream(REQUEST), []
     stream.on_caught_up = lambda: caught_up.append(stream.is_behind)
@@ -127,7 +127,7 @@ async def test_a_reader_that_lags_gets_the_rest_from_the_journal(monkeypatch: py
     assert caught_up == [True, True]
 
 
-async def test_a_reader_that_keeps_up_gets_a_long_journal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fast_reader_gets_a_long_journal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_stream, "MAX_UNREAD_SCORES", 3)
     stream, events = ResponseStream(REQUEST), []
 
@@ -141,8 +141,8 @@ async def test_a_reader_that_keeps_up_gets_a_long_journal_at_once(monkeypatch: p
     assert not stream.lags and not stream.is_behind
 
 
-async def test_scores_that_wait_do_not_hold_the_messages_that_they_came_in() -> None:
-    """A reader that is slow would hold those of everybody else, which are in them too."""
+async def test_waiting_logprobs_do_not_hold_their_messages() -> None:
+    """A slow reader would hold the data of all other requests in the same messages."""
     stream = ResponseStream(REQUEST)
     others = [TokenEvent("b", 0, [7] * 5_000)]
     messages = [encode(EventBatch(PROTOCOL_VERSION, "w", 1, [scored(index, 5), *others])) for index in range(3)]
@@ -154,7 +154,7 @@ async def test_scores_that_wait_do_not_hold_the_messages_that_they_came_in() -> 
 
 
 @pytest.mark.parametrize("terms", [None, RetentionTerms(b"", "holder", "", 15)])
-async def test_log_probabilities_are_whole_whether_they_are_read_one_by_one_or_late(
+async def test_logprobs_read_one_by_one_or_late_are_complete(
     terms: RetentionTerms | None,
 ) -> None:
     events = [scored(0, 5), scored(1, 6, 7), scored(3, 8), scored(4, *range(10, 10 + MAX_READ_SCORES))]
@@ -162,18 +162,20 @@ async def test_log_probabilities_are_whole_whether_they_are_read_one_by_one_or_l
         stream, found = ResponseStream(REQUEST, terms), list[TokenEvent]()
         for number, event in enumerate(events):
             stream.add_event(event)
-            assert stream.read_whole() is None, "they are no plain tokens"
-            while number >= num_late and isinstance(told := stream.read(), TokenEvent):
-                found.append(told)
+            assert stream.read_whole() is None, "events with logprobs are not plain"
+            while number >= num_late and isinstance(event_read := stream.read(), TokenEvent):
+                found.append(event_read)
         stream.add_event(finish(stream.num_tokens))
         found += [event for event in await everything(stream) if isinstance(event, TokenEvent)]
-        assert [id_ for told in found for id_ in told.token_ids] == [id_ for event in events for id_ in event.token_ids]
-        assert [one for told in found for one in told.logprobs or ()] == [
+        assert [id_ for event_read in found for id_ in event_read.token_ids] == [
+            id_ for event in events for id_ in event.token_ids
+        ]
+        assert [one for event_read in found for one in event_read.logprobs or ()] == [
             one for event in events for one in event.logprobs or ()
         ]
 
 
-async def test_scores_that_were_read_are_not_kept_for_nobody() -> None:
+async def test_read_logprobs_are_freed() -> None:
     stream = ResponseStream(REQUEST)
     stream.add_event(scored(0, 5, 6))
     assert await anext(stream) == scored(0, 5, 6)
@@ -187,22 +189,22 @@ def prompt_scores(start: int, stop: int) -> PromptLogprobs:
     return PromptLogprobs(start, PROMPT_SCORES[start - 1 : stop - 1])
 
 
-async def test_no_token_comes_before_the_whole_prompt_is_scored():
+async def test_prompt_logprobs_are_complete_before_the_first_token():
     sampling = SamplingParams(max_tokens=9, seed=0, prompt_logprobs=0)
     stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3, 4], sampling=sampling))
     stream.add_event(TokenEvent("a", 0, [], prompt_logprobs=prompt_scores(1, 2)))
-    stream.add_event(token(0, 5))  # what lies between was lost on the way
+    stream.add_event(token(0, 5))  # the message in between was lost
     assert stream.is_behind and tokens_of(stream) == []
     frames = [JournalFrame(0, [], JournalExtras(prompt_logprobs=prompt_scores(*part))) for part in ((1, 2), (2, 4))]
     journal = b"".join(map(encode, [*frames, JournalFrame(0, [5])]))
     stream.offer_journal(journal_choices(journal, 1), None)
     assert not stream.is_behind and await anext(stream) == token(0, 5)
     assert stream.prompt_logprobs == dict(enumerate(PROMPT_SCORES, 1))
-    # What a store that lost its memory is given back has them too.
+    # The frames that would restore a lost request have them too.
     assert journal_choices(b"".join(map(encode, stream.frames)), 1) == journal_choices(journal, 1)
 
 
-async def test_a_worker_that_knows_no_scores_does_not_hold_up_its_tokens():
+async def test_tokens_of_a_worker_without_prompt_logprobs_pass():
     sampling = SamplingParams(max_tokens=9, seed=0, prompt_logprobs=0)
     stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=sampling))
     stream.add_event(token(0, 5))
@@ -211,7 +213,7 @@ async def test_a_worker_that_knows_no_scores_does_not_hold_up_its_tokens():
     assert await everything(stream) == [token(0, 5), finish(1)]
 
 
-async def test_repeats_and_overlaps_are_dropped():
+async def test_repeated_and_overlapping_tokens_are_dropped():
     stream = ResponseStream(REQUEST)
     for event in (token(0, 5, 6), token(0, 5, 6), token(1, 6, 7), token(0, 5), finish(3)):
         stream.add_event(event)
@@ -223,7 +225,7 @@ def several(index: int, choice: int, *token_ids: int, reason: FinishReason | Non
     return TokenEvent("a", index, list(token_ids), choice, reason)
 
 
-async def test_choices_are_counted_apart_and_each_tells_its_own_end():
+async def test_choices_are_counted_separately_and_end_separately():
     request = GenerationRequest(
         request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0, n=2)
     )
@@ -235,12 +237,12 @@ async def test_choices_are_counted_apart_and_each_tells_its_own_end():
     stream.add_event(several(2, 0, 9))
     assert stream.is_behind  # index 1 of choice 0 is missing
     stream.offer_journal([StoredChoice([6, 8, 9], FinishReason.LENGTH), StoredChoice([5, 7], stop)], None)
-    stream.add_event(several(0, 2, 5))  # of no choice that was asked for
+    stream.add_event(several(0, 2, 5))  # of a choice that was not requested
     stream.add_event(finish(5))
     assert await everything(stream) == [several(1, 0, 8, 9, reason=FinishReason.LENGTH), finish(5)]
 
 
-async def test_what_a_store_gets_back_holds_every_choice():
+async def test_frames_for_a_restore_hold_every_choice():
     request = GenerationRequest(
         request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0, n=3)
     )
@@ -252,7 +254,7 @@ async def test_what_a_store_gets_back_holds_every_choice():
     assert journal_choices(journal, 3) == stored
 
 
-async def test_a_hole_asks_for_the_journal_and_nothing_is_skipped():
+async def test_gap_requests_the_journal_and_skips_nothing():
     stream = ResponseStream(REQUEST)
     stream.add_event(token(0, 5))
     stream.add_event(token(2, 7))
@@ -263,8 +265,8 @@ async def test_a_hole_asks_for_the_journal_and_nothing_is_skipped():
     assert tokens_of(stream) == [5, 6, 7]
 
 
-@pytest.mark.parametrize("end", [finish(3), ERROR], ids=["more tokens were made", "an error tells no number"])
-async def test_an_end_that_may_hide_tokens_waits_for_the_journal(end):
+@pytest.mark.parametrize("end", [finish(3), ERROR], ids=["more tokens were generated", "an error has no count"])
+async def test_end_that_may_hide_tokens_waits_for_the_journal(end):
     stream = ResponseStream(REQUEST)
     stream.add_event(token(0, 5))
     stream.add_event(end)
@@ -274,7 +276,7 @@ async def test_an_end_that_may_hide_tokens_waits_for_the_journal(end):
     assert await everything(stream) == [token(0, 5, 6, 7), end]
 
 
-async def test_nothing_counts_after_the_end():
+async def test_events_after_the_end_are_ignored():
     stream = ResponseStream(REQUEST)
     stream.add_event(finish(0))
     stream.add_event(token(0, 5))
@@ -283,14 +285,14 @@ async def test_nothing_counts_after_the_end():
     assert await everything(stream) == [finish(0)]
 
 
-async def test_an_old_or_shorter_journal_takes_nothing_back():
+async def test_older_or_shorter_journal_removes_nothing():
     stream = ResponseStream(REQUEST)
     stream.add_event(token(0, 5, 6))
     stream.offer_journal([StoredChoice([5])], None)
     assert tokens_of(stream) == [5, 6]
 
 
-async def test_a_reader_that_waits_is_woken_and_may_be_cancelled():
+async def test_waiting_reader_is_woken_and_may_be_cancelled():
     stream = ResponseStream(REQUEST)
     waiting = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
@@ -304,7 +306,7 @@ async def test_a_reader_that_waits_is_woken_and_may_be_cancelled():
     assert await waiting == token(0, 5)
 
 
-async def test_a_withdrawn_stream_ends_with_what_it_had():
+async def test_withdrawn_stream_ends_with_its_received_tokens():
     stream = ResponseStream(REQUEST)
     stream.add_event(token(0, 5))
     stream.end(cancelled_event(stream))
@@ -314,8 +316,8 @@ async def test_a_withdrawn_stream_ends_with_what_it_had():
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_any_mess_of_frames_gives_the_journal(seed):
-    """Frames lost, repeated, shuffled and split anew; now and then a part of the journal is read."""
+async def test_any_disorder_of_frames_yields_the_journal(seed):
+    """Lose, repeat, shuffle and split frames; now and then read a part of the journal."""
     rng = random.Random(seed)
     journal = [rng.randrange(50_000) for _ in range(60)]
     frames = [token(start, *journal[start : start + rng.randint(1, 5)]) for start in range(60) for _ in range(2)]
@@ -333,7 +335,7 @@ async def test_any_mess_of_frames_gives_the_journal(seed):
     assert end == finish(60)
 
 
-def test_a_worker_makes_progress_when_its_steps_do_or_it_has_nothing_to_do():
+def test_worker_makes_progress_if_it_steps_or_is_idle():
     now = 0.0
     fleet = Fleet(lambda: now)
 
@@ -353,7 +355,7 @@ def test_a_worker_makes_progress_when_its_steps_do_or_it_has_nothing_to_do():
     assert progress_after(99, step=4, running=0) == 0  # idle
 
 
-def test_the_fleet_remembers_for_ever_who_was_ready_last():
+def test_fleet_always_remembers_the_last_ready_worker():
     now = 0.0
     fleet = Fleet(lambda: now)
     for phase in (WorkerPhase.LOAD, WorkerPhase.WARMUP):
@@ -369,7 +371,7 @@ def test_the_fleet_remembers_for_ever_who_was_ready_last():
     assert (fleet.last_ready.heartbeat.max_model_len, fleet.last_ready.seconds_since_seen) == (64, 3600.0)
 
 
-def test_the_fleet_remembers_workers_for_a_minute_by_its_own_clock():
+def test_fleet_remembers_workers_for_a_minute_by_its_clock():
     now = 0.0
     fleet = Fleet(lambda: now)
     for worker_id in ("w1.b", "supervisor", "w0.a"):

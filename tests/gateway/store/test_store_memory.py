@@ -1,3 +1,5 @@
+"""Admission closes before the store's memory is full, and opens again below a lower threshold."""
+
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,7 +13,7 @@ from tests.gateway.conftest import Gateway
 from tests.patience import PATIENCE_SECONDS
 
 
-def test_the_door_does_not_flap() -> None:
+def test_admission_near_the_threshold_does_not_flap() -> None:
     memory = StoreMemory()
     seen = []
     for used in (0, 74, 75, 99, 70, 69, 74, 75):
@@ -20,25 +22,25 @@ def test_the_door_does_not_flap() -> None:
     assert seen == [True, True, False, False, False, True, True, False]
 
 
-def test_a_store_without_a_limit_has_that_of_its_machine(caplog: pytest.LogCaptureFixture) -> None:
+def test_store_without_maxmemory_is_limited_by_its_machine(caplog: pytest.LogCaptureFixture) -> None:
     memory = StoreMemory()
     for used, has_room in ((74, True), (75, False), (70, False), (69, True)):
         memory.update(used * 2**30, 0, 100 * 2**30)
         assert (memory.has_room, memory.used_ratio) == (has_room, used / 100)
-    (warning,) = caplog.records  # once
+    (warning,) = caplog.records  # logged once
     assert "no maxmemory: admission closes at 75% of its machine's 100.0 GiB" in warning.getMessage()
     memory.update(76, 100, 10**12)
     assert not memory.has_room
 
 
-def test_a_store_that_tells_neither_is_never_full_and_that_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_store_without_any_limit_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     memory = StoreMemory()
     memory.update(10**12, 0)
     assert (memory.has_room, memory.used_ratio) == (True, 0.0)
     assert "admission never closes" in caplog.text
 
 
-async def test_a_real_store_tells_its_machines_memory(connections: RedisConnections) -> None:
+async def test_real_store_reports_the_memory_of_its_machine(connections: RedisConnections) -> None:
     memory = StoreMemory()
     watch = asyncio.create_task(memory.watch(connections.commands))
     await until(lambda: memory.used_ratio > 0)
@@ -52,14 +54,14 @@ async def limited(connections: RedisConnections) -> AsyncIterator[RedisConnectio
     await connections.commands.config_set("maxmemory", 0)
 
 
-async def test_a_real_store_fills_and_empties(limited: RedisConnections) -> None:
+async def test_real_store_closes_and_opens_admission(limited: RedisConnections) -> None:
     redis = limited.commands
     memory = StoreMemory()
     watch = asyncio.create_task(memory.watch(redis))
     used = int((await redis.info("memory"))["used_memory"])
     limit = used + 32 * 2**20
     await redis.config_set("maxmemory", limit)
-    await redis.setrange("ballast", limit * 8 // 10 - used, b"x")  # made there: sending it would fill buffers too
+    await redis.setrange("ballast", limit * 8 // 10 - used, b"x")  # allocated there: sending it would fill buffers too
     await until(lambda: not memory.has_room)
     assert 0.75 <= memory.used_ratio < 1
     await redis.delete("ballast")
@@ -67,7 +69,7 @@ async def test_a_real_store_fills_and_empties(limited: RedisConnections) -> None
     await cancel_and_wait([watch])
 
 
-async def test_a_full_store_is_told_before_anything_is_read(start_gateway: Callable[..., Any]) -> None:
+async def test_full_store_refuses_before_the_body_is_read(start_gateway: Callable[..., Any]) -> None:
     gateway: Gateway = await start_gateway()
     gateway.engine.store_memory.update(80, 100)
     async with gateway.session.post("/v1/completions", json={"prompt": "the end"}) as response:
@@ -79,4 +81,4 @@ async def test_a_full_store_is_told_before_anything_is_read(start_gateway: Calla
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not holds():
-            await asyncio.sleep(0.02)  # polls an outside process: nothing to wait on
+            await asyncio.sleep(0.02)  # polls another process: there is no event to wait for

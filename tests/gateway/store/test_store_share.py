@@ -1,4 +1,4 @@
-"""How much of the store one key may hold, and how much of it a request reserves."""
+"""The share of the store that one key may hold, and the bytes that a request reserves."""
 
 from typing import Any
 
@@ -26,15 +26,13 @@ from shared.new_requests import Share
         (0.5, 0, 1, Share("k")),
     ],
 )
-def test_of_a_store_with_a_limit_each_model_has_its_part(
-    ratio: float, store_bytes: int, num_models: int, share: Share
-) -> None:
+def test_limited_store_is_divided_among_models(ratio: float, store_bytes: int, num_models: int, share: Share) -> None:
     assert share_of("k", ratio, store_bytes, num_models) == share
 
 
 @pytest.mark.parametrize("num_logprobs", [None, 0, 5, 20])
-def test_what_is_reserved_holds_the_journal(num_logprobs: int | None) -> None:
-    """Frame by frame, as a step writes it, with token ids and places of the longest kind that models have."""
+def test_reserved_bytes_hold_the_journal(num_logprobs: int | None) -> None:
+    """Write frame by frame, as a step does, with the longest token ids and indexes of real models."""
     sampling = SamplingParams(max_tokens=1000, seed=0, n=2, logprobs=num_logprobs)
     request = GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling)
     scores = None if num_logprobs is None else TokenLogprobs(-1.25, (60_000,) * num_logprobs, (-1.25,) * num_logprobs)
@@ -42,7 +40,7 @@ def test_what_is_reserved_holds_the_journal(num_logprobs: int | None) -> None:
     assert 2000 * len(encode(frame)) <= reserved_bytes(request) < 3000 * len(encode(frame))
 
 
-def test_of_plain_tokens_the_first_are_reserved_and_of_scores_all() -> None:
+def test_first_plain_tokens_and_all_logprobs_are_reserved() -> None:
     def of(**sampling: Any) -> int:
         params = SamplingParams(seed=0, **sampling)
         return reserved_bytes(GenerationRequest(request_id="a", prompt_token_ids=[1] * 10, sampling=params))

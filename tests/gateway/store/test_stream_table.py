@@ -1,4 +1,4 @@
-"""What the table of open streams counts is what they are."""
+"""The counters of the stream table equal the state of its streams."""
 
 import asyncio
 import random
@@ -9,8 +9,8 @@ from shared.messages import TokenEvent
 from tests.gateway.store.conftest import make_request
 
 
-def test_tokens_that_wait_are_counted_as_streams_come_begin_and_go() -> None:
-    """In any order, two readers of a request among them, and each of them only once."""
+def test_waiting_token_count_follows_every_stream_change() -> None:
+    """Add, read and remove streams in any order, with two readers of one request; each counts once."""
     table, chance = StreamTable(asyncio.Event()), random.Random(7)
     for number in range(3_000):
         streams = list(table)

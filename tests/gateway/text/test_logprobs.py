@@ -1,4 +1,4 @@
-"""Log-probabilities from the engine's events to OpenAI's shapes, read by the official client."""
+"""Logprobs from the engine's events in OpenAI's shapes, read by the official client."""
 
 import json
 import math
@@ -28,12 +28,12 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def scored(token_id: int) -> EncodedLogprobs:
-    """Top: the token itself and the next id."""
+    """Score the token itself and the next id."""
     return encoded_logprobs(TokenLogprobs(-token_id / 1024, (token_id, token_id + 1), (-token_id / 1024, -5.5)))
 
 
 def says_scored(token_ids: list[int], group: int = 1, reason: FinishReason = FinishReason.LENGTH) -> Script:
-    """`group` tokens an event."""
+    """Return a script with `group` scored tokens per event."""
 
     def script(request: GenerationRequest) -> Any:
         for start in range(0, len(token_ids), group):
@@ -52,7 +52,9 @@ async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 @pytest.mark.parametrize("group", [1, 3])
-async def test_chat(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel, group: int) -> None:
+async def test_chat_logprobs_have_tokens_and_alternatives(
+    client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel, group: int
+) -> None:
     token_ids = tiny_model.encoder.encode_text("It's é.")
     gateway.engine.script = says_scored(token_ids, group)
     answer = await client.chat.completions.create(
@@ -70,7 +72,7 @@ async def test_chat(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: Se
     openai.types.chat.ChatCompletion.model_validate(answer.model_dump(), strict=True)
 
 
-async def test_a_streams_chunks_together_are_the_whole(
+async def test_chunk_logprobs_together_equal_the_whole(
     client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
 ) -> None:
     gateway.engine.script = says_scored(tiny_model.encoder.encode_text("It is é, \u2028 so."), group=2)
@@ -80,13 +82,15 @@ async def test_a_streams_chunks_together_are_the_whole(
     streamed = [chunk.choices[0].logprobs for chunk in chunks]
     assert whole is not None
     assert [entry for logprobs in streamed if logprobs for entry in logprobs.content or []] == whole.content
-    # One token a chunk, so each has its own; the first (role) and the last (end) have none.
+    # One token per chunk, so each has its own; the first (role) and the last (end) have none.
     assert [bool(logprobs) for logprobs in streamed] == [False, *[True] * len(whole.content or []), False]
     for chunk in chunks:
         openai.types.chat.ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
 
 
-async def test_completions(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel) -> None:
+async def test_completion_logprobs_have_tokens_and_offsets(
+    client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
+) -> None:
     token_ids = tiny_model.encoder.encode_text("a é b")
     gateway.engine.script = says_scored(token_ids, group=2)
     answer = await client.completions.create(model="tiny", prompt="x", logprobs=1)
@@ -94,7 +98,7 @@ async def test_completions(client: openai.AsyncOpenAI, gateway: Gateway, tiny_mo
     assert logprobs is not None
     assert logprobs.tokens == ["a", " ", "\ufffd", "\ufffd", " ", "b"]
     assert logprobs.token_logprobs == [-token_id / 1024 for token_id in token_ids]
-    # The character comes with the second of its tokens; both begin where it stands.
+    # The second token completes the character; both have the offset of the character.
     assert logprobs.text_offset == [0, 1, 2, 2, 3, 4]
     assert [answer.choices[0].text[offset] for offset in logprobs.text_offset] == list("a éé b")
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0]["a"] == -token_ids[0] / 1024
@@ -105,17 +109,17 @@ async def test_completions(client: openai.AsyncOpenAI, gateway: Gateway, tiny_mo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_may_be_called_by_their_ids(client: openai.AsyncOpenAI, gateway: Gateway, stream: bool) -> None:
+async def test_tokens_as_ids_are_named_by_their_ids(client: openai.AsyncOpenAI, gateway: Gateway, stream: bool) -> None:
     gateway.engine.script = says_scored([70, 71, IM_END], reason=FinishReason.STOP)
     asked: Any = {"model": "tiny", "stream": stream, "extra_body": {"return_tokens_as_token_ids": True}}
     answer: Any = await client.completions.create(**asked, prompt="x", logprobs=1)
     choices = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
-    told = [choice.logprobs for choice in choices]
+    parts = [choice.logprobs for choice in choices]
     names = [f"token_id:{token_id}" for token_id in (70, 71, IM_END)]
-    assert [token for logprobs in told for token in logprobs.tokens] == names
-    tops = [top for logprobs in told for top in logprobs.top_logprobs]
+    assert [token for logprobs in parts for token in logprobs.tokens] == names
+    tops = [top for logprobs in parts for top in logprobs.top_logprobs]
     assert [list(top) for top in tops] == [[f"token_id:{id_}", f"token_id:{id_ + 1}"] for id_ in (70, 71, IM_END)]
-    assert [offset for logprobs in told for offset in logprobs.text_offset] == [0, 1, 2]
+    assert [offset for logprobs in parts for offset in logprobs.text_offset] == [0, 1, 2]
     answer = await client.chat.completions.create(**asked, messages=HI, logprobs=True, top_logprobs=1)
     choices = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
     entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
@@ -124,7 +128,7 @@ async def test_tokens_may_be_called_by_their_ids(client: openai.AsyncOpenAI, gat
     assert [bytes(entry.bytes) for entry in entries] == [token_bytes.of(70), token_bytes.of(71)]
 
 
-async def test_a_scored_prompt_has_ids_too(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+async def test_prompt_logprobs_as_ids_are_named_by_their_ids(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     def script(request: GenerationRequest) -> Any:
         scores = PromptLogprobs(1, [scored(6)])
         yield TokenEvent(request.request_id, 0, [70], logprobs=[scored(70)], prompt_logprobs=scores)
@@ -138,7 +142,7 @@ async def test_a_scored_prompt_has_ids_too(client: openai.AsyncOpenAI, gateway: 
     assert logprobs.token_logprobs == [None, -6 / 1024, -70 / 1024]
 
 
-async def test_nothing_is_told_unless_it_was_asked(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+async def test_logprobs_are_absent_unless_requested(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     gateway.engine.script = says_scored([70, 71])
     chat = await client.chat.completions.create(model="tiny", messages=HI, logprobs=False)
     assert chat.choices[0].logprobs is None
@@ -148,9 +152,7 @@ async def test_nothing_is_told_unless_it_was_asked(client: openai.AsyncOpenAI, g
 
 
 @pytest.mark.parametrize("shown", [False, True])
-async def test_the_ending_token_is_listed_only_if_it_is_shown(
-    client: openai.AsyncOpenAI, gateway: Gateway, shown: bool
-) -> None:
+async def test_end_token_is_listed_only_if_shown(client: openai.AsyncOpenAI, gateway: Gateway, shown: bool) -> None:
     gateway.engine.script = says_scored([70, IM_END], reason=FinishReason.STOP)
     extra = {"include_stop_str_in_output": shown, "skip_special_tokens": False}
     answer = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True, extra_body=extra)
@@ -159,7 +161,7 @@ async def test_the_ending_token_is_listed_only_if_it_is_shown(
     assert [entry.logprob for entry in logprobs.content] == [-70 / 1024, -IM_END / 1024][: 2 if shown else 1]
 
 
-async def test_a_stop_string_ends_the_list_with_its_last_token(
+async def test_stop_string_ends_the_list_with_its_last_token(
     client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
 ) -> None:
     token_ids = [token_id for letter in "abcd" for token_id in tiny_model.encoder.encode_text(letter)]
@@ -169,7 +171,7 @@ async def test_a_stop_string_ends_the_list_with_its_last_token(
     assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens == ["a", "b", "c"]
 
 
-async def test_tokens_of_a_worker_that_sends_none_go_without(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+async def test_tokens_of_a_worker_without_logprobs_have_none(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     def script(request: GenerationRequest) -> list[StreamEvent]:
         return [TokenEvent(request.request_id, 0, [70]), finish(request, 1, FinishReason.LENGTH)]
 
@@ -178,15 +180,15 @@ async def test_tokens_of_a_worker_that_sends_none_go_without(client: openai.Asyn
     assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.content == []
 
 
-def test_what_has_no_logarithm_is_told_as_a_number(tiny_model: ServedModel) -> None:
+def test_infinite_logprob_is_written_as_a_number(tiny_model: ServedModel) -> None:
     spellings = tiny_model.encoder.spellings(by_id=False)
     entry = LogprobEntry(70, encoded_logprobs(TokenLogprobs(-math.inf, (71,), (-math.inf,))), 0, spellings)
-    (told,) = json.loads(bytes(chat_logprobs([entry])["content"]))
-    assert told["logprob"] == told["top_logprobs"][0]["logprob"] == -9999.0
+    (entry_read,) = json.loads(bytes(chat_logprobs([entry])["content"]))
+    assert entry_read["logprob"] == entry_read["top_logprobs"][0]["logprob"] == -9999.0
     assert completion_logprobs([entry])["token_logprobs"] == [-9999.0]
 
 
-def test_of_tokens_with_one_text_the_likelier_is_told(tiny_model: ServedModel) -> None:
+def test_tokens_with_equal_text_keep_the_likelier(tiny_model: ServedModel) -> None:
     encoder = tiny_model.encoder
     (x,), halves = encoder.encode_text("x"), encoder.encode_text("é")
     assert [encoder.token_bytes.of(half) for half in halves] == [b"\xc3", b"\xa9"]
@@ -199,8 +201,8 @@ def test_of_tokens_with_one_text_the_likelier_is_told(tiny_model: ServedModel) -
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-def test_a_token_is_spelled_once(tiny_model: ServedModel, monkeypatch: pytest.MonkeyPatch, by_id: bool) -> None:
-    """To find its text and its bytes anew takes ten times as long as all else that is written of it."""
+def test_token_spelling_is_computed_once(tiny_model: ServedModel, monkeypatch: pytest.MonkeyPatch, by_id: bool) -> None:
+    """Cache it: finding text and bytes takes ten times as long as writing the rest of the entry."""
     asked: list[int] = []
 
     class Watched(TokenBytes):
@@ -216,7 +218,7 @@ def test_a_token_is_spelled_once(tiny_model: ServedModel, monkeypatch: pytest.Mo
     assert len(asked) == num_asked
 
 
-def test_only_so_many_spellings_are_kept(tiny_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spelling_cache_is_bounded(tiny_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.text.token_spellings.MAX_SPELLED", 8)
     table = TokenSpellings(tiny_model.encoder.token_bytes).texts
     spelled = table.all_of(range(60, 90))

@@ -1,4 +1,4 @@
-"""Stop strings, end-of-sequence tokens and broken UTF-8, however the tokens are grouped."""
+"""Stop strings, end-of-sequence tokens and broken UTF-8, for any grouping of tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +21,7 @@ from tests.gateway.conftest import IM_END
 
 
 class LetterDetokenizer:
-    """Token id n is chr(n)."""
+    """A detokenizer in which token id n is chr(n)."""
 
     def push(self, token_id: int) -> str:
         return chr(token_id)
@@ -55,21 +55,21 @@ def read(text: OutputText, groups: list[str], reason: FinishReason = FinishReaso
         ([], "abc", "abc", 3),
         (["b"], "abc", "a", 2),
         (["bc"], "abbcd", "ab", 4),
-        (["bcd", "c"], "abcd", "ab", 3),  # the stop that is complete first wins, not the one that begins first
-        (["abc", "bc"], "xabcx", "x", 4),  # of two that end together, the longer
+        (["bcd", "c"], "abcd", "ab", 3),  # the stop string that completes first wins, not the one that begins first
+        (["abc", "bc"], "xabcx", "x", 4),  # of two that end together, the longer one wins
         (["aab"], "aaab", "a", 4),
-        (["xyz"], "abxy", "abxy", 4),  # held back, then given at the end
+        (["xyz"], "abxy", "abxy", 4),  # withheld, then emitted at the end
         (["\n\n"], "a\nb\n\nc", "a\nb", 5),
     ],
 )
-def test_stop_strings(stops: list[str], text: str, expected: str, tokens: int) -> None:
+def test_stop_string_cuts_the_text(stops: list[str], text: str, expected: str, tokens: int) -> None:
     text_of = output(stops)
     assert read(text_of, list(text)) == joined(stops, [text]) == expected
     assert text_of.num_tokens == tokens
 
 
 def joined(stops: list[str], pieces: list[str], *, include: bool = False) -> str:
-    """What StopStrings lets through; a piece, as a token, may have any length."""
+    """Return the text that StopStrings emits. A piece, like a token, may have any length."""
     finder = StopStrings(stops, include_in_output=include)
     text = ""
     for piece in pieces:
@@ -86,7 +86,7 @@ def joined(stops: list[str], pieces: list[str], *, include: bool = False) -> str
     st.lists(st.integers(1, 6)),
     st.booleans(),
 )
-def test_grouping_changes_nothing(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
+def test_grouping_does_not_change_the_text(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
     groups, rest = [], text
     for size in sizes:
         groups.append(rest[:size])
@@ -100,17 +100,17 @@ def test_grouping_changes_nothing(text: str, stops: list[str], sizes: list[int],
     assert joined(stops, [*groups, rest], include=include) == expected
 
 
-def test_text_is_held_back_no_longer_than_needed() -> None:
+def test_text_is_withheld_no_longer_than_needed() -> None:
     text = output(["abc"])
     assert [text.push(token_id) for token_id in ids("xabxabab")] == ["x", "", "", "abx", "", "", "ab", ""]
     assert text.finish(FinishReason.LENGTH) == "ab"
 
 
-def test_a_stop_string_in_the_output_if_asked_for() -> None:
+def test_stop_string_is_in_the_output_if_requested() -> None:
     assert read(output(["bc"], include=True), ["a", "b", "c", "d"]) == "abc"
 
 
-def test_min_tokens_come_before_any_stop_string() -> None:
+def test_stop_string_within_min_tokens_is_ignored() -> None:
     text = output(["b"], min_tokens=3)
     assert read(text, list("abbab")) == "abba"
     assert text.num_tokens == 5
@@ -121,20 +121,20 @@ def test_min_tokens_come_before_any_stop_string() -> None:
     [
         (FinishReason.STOP, False, "a"),
         (FinishReason.STOP, True, "a$"),
-        (FinishReason.LENGTH, False, "a$"),  # it came as the last allowed token, but did not end the sequence
+        (FinishReason.LENGTH, False, "a$"),  # the last allowed token, which did not end the sequence
     ],
 )
-def test_the_token_that_ends_the_sequence(reason: FinishReason, include: bool, expected: str) -> None:
+def test_end_token_is_no_text(reason: FinishReason, include: bool, expected: str) -> None:
     text = output(terminal=ord("$"), include=include)
     assert read(text, ["a$"], reason) == expected
     assert text.num_tokens == 2
 
 
-def test_a_terminal_token_that_did_not_end_it_is_text() -> None:
+def test_terminal_token_that_did_not_end_is_text() -> None:
     assert read(output(terminal=ord("$")), ["a$", "b$"], FinishReason.STOP) == "a$b"
 
 
-def test_stop_string_completed_by_a_held_terminal_token() -> None:
+def test_withheld_terminal_token_completes_a_stop_string() -> None:
     text = output(["$"], terminal=ord("$"))
     assert [text.push(token_id) for token_id in ids("a$b")] == ["a", "", ""]
     assert text.stopped and text.num_tokens == 2
@@ -159,8 +159,8 @@ def read_all(stream: Detokenizer, token_ids: Sequence[int]) -> str:
 
 
 @given(token_ids=st.lists(st.integers(0, 320), max_size=40), skip=st.booleans())
-def test_pieces_are_the_whole(tiny_model: ServedModel, token_ids: list[int], skip: bool) -> None:
-    """Random ids of a byte-level vocabulary are mostly broken UTF-8, and some of no token at all."""
+def test_pieces_together_are_the_decoded_whole(tiny_model: ServedModel, token_ids: list[int], skip: bool) -> None:
+    """Random ids of a byte-level vocabulary are mostly broken UTF-8; some ids belong to no token."""
     whole = tiny_model.encoder.decode(token_ids, skip_special_tokens=skip)
     assert read_all(of_bytes(tiny_model, skip_special_tokens=skip), token_ids) == whole
     if skip:
@@ -168,7 +168,7 @@ def test_pieces_are_the_whole(tiny_model: ServedModel, token_ids: list[int], ski
         assert text.replace("\ufffd", "") == whole.replace("\ufffd", "")
 
 
-def test_a_token_outside_the_alphabet_of_bytes_is_its_own_text() -> None:
+def test_token_outside_the_byte_alphabet_is_its_own_text() -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(["\u4f60a", "\u0120b", "\xa0", "c"])
@@ -177,7 +177,7 @@ def test_a_token_outside_the_alphabet_of_bytes_is_its_own_text() -> None:
     assert read_all(vocabulary.detokenizer(skip_special_tokens=False), range(4)) == tokenizer.decode([0, 1, 2, 3])
 
 
-def test_decoders_that_do_more_than_bytes_keep_the_tokenizers_own_stream() -> None:
+def test_decoders_beyond_bytes_use_the_tokenizers_stream() -> None:
     tokenizer = Tokenizer(models.BPE())
     assert ByteLevelVocabulary.of(tokenizer) is None
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
@@ -186,7 +186,7 @@ def test_decoders_that_do_more_than_bytes_keep_the_tokenizers_own_stream() -> No
 
 @both
 @given(text=st.text(max_size=40))
-def test_any_text_survives_token_by_token(tiny_model: ServedModel, detokenizer: MakeDetokenizer, text: str) -> None:
+def test_any_text_is_rebuilt_token_by_token(tiny_model: ServedModel, detokenizer: MakeDetokenizer, text: str) -> None:
     stream = detokenizer(tiny_model)
     token_ids = tiny_model.encoder.encode_text(text)
     pieces = [stream.push(token_id) for token_id in token_ids]
@@ -194,8 +194,8 @@ def test_any_text_survives_token_by_token(tiny_model: ServedModel, detokenizer: 
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-def test_broken_bytes_are_not_held_for_ever(tiny_model: ServedModel) -> None:
-    """A client can force one byte with logit_bias; each further byte would make every later step dearer."""
+def test_broken_bytes_are_not_withheld_forever(tiny_model: ServedModel) -> None:
+    """A client can force one byte with logit_bias; each further byte would make every later step slower."""
     (byte,) = {token for token in tiny_model.encoder.encode_text("é")[:1]}
     stream = of_any(tiny_model)
     given_at = [index for index in range(100) if stream.push(byte)]
@@ -203,7 +203,7 @@ def test_broken_bytes_are_not_held_for_ever(tiny_model: ServedModel) -> None:
 
 
 @both
-def test_unfinished_character_at_the_end(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
+def test_unfinished_character_is_emitted_at_the_end(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
     stream = detokenizer(tiny_model)
     *start, _ = tiny_model.encoder.encode_text("a🎉")
     assert "".join(stream.push(token_id) for token_id in start) == "a"
@@ -211,19 +211,21 @@ def test_unfinished_character_at_the_end(tiny_model: ServedModel, detokenizer: M
 
 
 @both
-def test_ids_the_tokenizer_does_not_know_are_no_text(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
+def test_unknown_token_ids_are_no_text(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
     stream = detokenizer(tiny_model)
     assert [stream.push(310), stream.push(*tiny_model.encoder.encode_text("a")), stream.flush()] == ["", "a", ""]
 
 
 @both
-def test_special_tokens_on_request(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
+def test_special_tokens_are_emitted_on_request(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
     assert detokenizer(tiny_model).push(IM_END) == ""
     assert detokenizer(tiny_model, skip_special_tokens=False).push(IM_END) == "<|im_end|>"
 
 
 @both
-def test_a_prompt_that_ends_within_a_character(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
+def test_prompt_that_ends_within_a_character_is_continued(
+    tiny_model: ServedModel, detokenizer: MakeDetokenizer
+) -> None:
     *start, last = tiny_model.encoder.encode_text("Hello 🎉")
     stream = detokenizer(tiny_model, start)
     pieces = [stream.push(token_id) for token_id in [last, *tiny_model.encoder.encode_text("ok")]]

@@ -1,4 +1,4 @@
-"""A template that loops, recurses or swells ends with an error; what templates of the hub do is let through."""
+"""A chat template that loops, recurses or grows without limit ends with an error. Usual templates pass."""
 
 import asyncio
 import json
@@ -47,10 +47,13 @@ def render(source: str, seconds: float = 0.2) -> str:
         ("{% set s = namespace(t='aa') %}{% for a in range(99) %}{% set s.t = s.t + s.t %}{% endfor %}", "too large"),
         ("{% set s = namespace(t='aa') %}{% for a in range(99) %}{% set s.t = s.t ~ s.t %}{% endfor %}", "more than"),
         ("{% set s = namespace(t=[1]) %}{% for a in range(99) %}{% set s.t = s.t + s.t %}{% endfor %}", "too large"),
-        ("{% set tick = 1 %}{% set measured = 1 %}" + NESTED, "too long"),  # no name stands in for the watch
+        (
+            "{% set tick = 1 %}{% set measured = 1 %}" + NESTED,
+            "too long",
+        ),  # a template cannot shadow the names of the watch
     ],
 )
-def test_a_template_without_end_is_ended(source: str, says: str) -> None:
+def test_endless_template_is_stopped(source: str, says: str) -> None:
     def refused() -> None:
         with pytest.raises(TemplateLimit, match=says):
             render(source, seconds=0.2 if says == "too long" else 60.0)
@@ -58,7 +61,7 @@ def test_a_template_without_end_is_ended(source: str, says: str) -> None:
     assert idle_seconds(refused) < 5.0  # it would take hours, or gigabytes
 
 
-def test_usual_templates_are_what_they_were() -> None:
+def test_usual_templates_render_unchanged() -> None:
     source = (
         "{% for m in messages %}{% if loop.first %}<{% endif %}{{ loop.index }}/{{ loop.length }} {{ m.content + ';' }}"
         "{% if loop.last %}{{ '>' * 3 ~ loop.index }}{% endif %}{% endfor %}"
@@ -73,19 +76,19 @@ def test_usual_templates_are_what_they_were() -> None:
     "source",
     [NESTED, "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 1 / 0 }}", "{{ [].pop() }}", "{{ 1 | first }}"],
 )  # fmt: skip
-def test_whatever_it_does_is_told_as_a_refusal(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_failure_becomes_a_refusal(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.text.chat_template.RENDER_SECONDS", 0.1)
     with pytest.raises(ChatTemplateError, match="the model's chat template refuses"):
         ChatTemplate(source, {}).render(MESSAGES)
 
 
-def test_what_it_says_is_cut() -> None:
+def test_template_error_message_is_truncated() -> None:
     with pytest.raises(ChatTemplateError) as refused:
         ChatTemplate("{{ raise_exception('x' * 100000) }}", {}).render(MESSAGES)
     assert len(str(refused.value)) < 300
 
 
-def test_a_long_chat_takes_one_turn_a_message(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_chat_yields_once_per_message(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[None] = []
     monkeypatch.setattr("gateway.text.chat_template._deadline", CountedDeadline(turns))
     messages = [{"role": "user", "content": "hello"}] * 4096
@@ -94,7 +97,7 @@ def test_a_long_chat_takes_one_turn_a_message(tiny_model, monkeypatch: pytest.Mo
 
 
 class CountedDeadline:
-    """A deadline that never comes and counts who looks at it."""
+    """A deadline that never expires and counts its checks."""
 
     def __init__(self, looks: list[None]) -> None:
         self._looks = looks
@@ -120,10 +123,10 @@ class StandingClock:
         return 0.0 if self.stands and time.monotonic() < self._ends_at else math.inf
 
 
-async def test_others_are_answered_meanwhile(
+async def test_template_rendering_does_not_block_others(
     start_gateway: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The template's clock stands until they have been; without a thread of its own it is let go after a minute."""
+    """The template's clock stops until others are answered. Without its own thread, it would end after a minute."""
     clock = StandingClock()
     monkeypatch.setattr("gateway.text.chat_template.time", clock)
     model = shutil.copytree(tiny_model_dir, tmp_path / "hostile")
