@@ -1,16 +1,15 @@
-"""Applications that have ended are kept by aiohttp: a process of tests makes hundreds, one of the product just one.
+"""Free the aiohttp applications of finished tests, which aiohttp caches.
 
-Knows no test; conftest.py forgets them behind each.
+A test process makes hundreds of applications, the product one. conftest.py calls this after each test.
 """
 
 import sys
 
 
 def forget_applications() -> None:
-    """Let go of the applications of the last 1,024 handlers that were called in this process.
+    """Clear aiohttp's caches of the last 1,024 handlers.
 
-    Each is a gateway with its model, and a large circle: 700 of them hold 600 MB, through which every search for
-    garbage goes; and the one that makes room for a new handler becomes garbage in the middle of another's test.
+    Each handler holds its gateway and model: 700 of them hold 600 MB, which every garbage collection traverses.
     """
     if (web_app := sys.modules.get("aiohttp.web_app")) is not None:
         web_app._cached_build_middleware.cache_clear()

@@ -1,7 +1,7 @@
-"""Builders and fakes of the engine's parts: real scheduler, real block tables, and a model that is a hash.
+"""Builders and fakes of the engine's parts: a real scheduler, real block tables, and a model that is a hash.
 
-FakeModelRunner keeps a KV cache of its own, block by block, and samples a hash of what it reads *through the block
-table*. So an output equals expected_output() only if every token was computed, into a slot that nobody else wrote to.
+FakeModelRunner keeps a KV cache of its own, block by block, and samples a hash of what it reads through the block
+table. So an output equals expected_output() only if every token was computed in a slot that nothing else wrote to.
 """
 
 from array import array
@@ -41,11 +41,11 @@ from tests.request_ids import next_request_id
 
 VOCAB_SIZE = 1_000
 EOS_TOKEN_ID = 2
-SWAP_SECONDS = 1e-4  # for each block, as the fake runner tells
+SWAP_SECONDS = 1e-4  # per block, as the fake runner reports it
 
 
 def make_sampling(**changes: Any) -> SamplingParams:
-    """Greedy, 8 tokens, unless told otherwise."""
+    """Return greedy parameters with 8 tokens, unless the arguments differ."""
     return SamplingParams(**{"max_tokens": 8, "seed": 0, "temperature": 0.0, **changes})
 
 
@@ -54,7 +54,7 @@ def make_prompt(num_tokens: int, first: int = 10) -> list[int]:
 
 
 def make_request(prompt: int | list[int] = 5, request_id: str | None = None, **sampling: Any) -> GenerationRequest:
-    """`prompt`: token ids, or how many; then they follow from the request id."""
+    """Return a request; `prompt` is token ids, or a length, whose ids then follow from the request id."""
     request_id = request_id or next_request_id()
     return GenerationRequest(
         request_id=request_id,
@@ -92,7 +92,7 @@ def make_scheduler(
     window: int = 0,
     **config: Any,
 ) -> Scheduler:
-    """64 usable blocks of 4 slots: 256 tokens. `window`: of every layer."""
+    """Return a scheduler with 64 usable blocks of 4 slots (256 tokens); `window` holds for every layer."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
     limits = SchedulerConfig(**{**defaults, **config})
     kv_cache = KVCacheManager(
@@ -108,17 +108,20 @@ def make_scheduler(
 
 
 def preempted(scheduler: Scheduler, batch: ScheduledBatch, since: int = 0) -> list[str]:
-    """Ids of the requests that lost their place when `batch` was scheduled, as events after the number `since` tell."""
+    """Return the ids of requests that were preempted when `batch` was scheduled, from events after number `since`."""
     kinds = (KVEventKind.SWAP_OUT, KVEventKind.RECOMPUTE)
     events = scheduler.kv_events(since)["events"]
     return [event["request_id"] for event in events if event["step"] == batch.number and event["kind"] in kinds]
 
 
 class FakeModelRunner:
-    """A BatchExecutor without a model. `failures`: request id -> message, given when that sequence is next in a batch.
+    """A BatchExecutor without a model.
 
     Blocks from the host arrive as late as they may on a device: after the step that fetches them.
-    `before_step` is called with every batch, in the thread that executes it: tests look, wait or raise there.
+
+    Attributes:
+        failures: Request id -> message, raised when a sequence of the request is next in a batch.
+        before_step: Called with every batch in the thread that executes it; tests inspect, wait or raise there.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class FakeModelRunner:
         window: int = 0,
         before_step: Callable[[ScheduledBatch], None] | None = None,
     ) -> None:
-        """`window`: of so many tokens the model sees the last; 0: all."""
+        """Create a runner whose model sees the last `window` tokens; 0 means all."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -138,12 +141,12 @@ class FakeModelRunner:
         self.num_computed_tokens = 0
         self._window = window
         self._before_step = before_step
-        self._inflight_token_ids: dict[Sequence, int] = {}  # what the last batch sampled, as a device would keep it
+        self._inflight_token_ids: dict[Sequence, int] = {}  # sampled by the last batch, as a device would keep it
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._host: dict[int, list[int | None]] = {}
 
     def submit(self, batch: ScheduledBatch) -> "FakeStep":
-        """Computes at once, as what is submitted to a device later cannot change what it reads."""
+        """Compute at once, because later submissions to a device cannot change what this one reads."""
         if self._before_step is not None:
             self._before_step(batch)
         for copy in batch.swap_out:
@@ -200,7 +203,7 @@ class FakeModelRunner:
         return next_token(self._prefix(scheduled), index, sequence.sampling, stops, self.vocab_size)
 
     def _candidates(self, beams: list[ScheduledSequence]) -> list[BeamCandidate]:
-        """As many as beam search asked for, though each beam has only a few likely continuations."""
+        """Return as many candidates as beam search requests, though each beam has only a few likely continuations."""
         return best_candidates(
             [(self._prefix(beam), beam.sequence.beam_score) for beam in beams],
             beams[0].sequence.num_beam_candidates,
@@ -209,8 +212,8 @@ class FakeModelRunner:
 
     def _prefix(self, scheduled: ScheduledSequence) -> list[int]:
         table, end = scheduled.sequence.kv.block_table, scheduled.end
-        start = min(scheduled.start, end - 1)  # a fork without tokens samples after its parent's last
-        first = max(0, start - self._window + 1) if self._window else 0  # what the first new token sees
+        start = min(scheduled.start, end - 1)  # a fork without tokens samples after its parent's last token
+        first = max(0, start - self._window + 1) if self._window else 0  # context of the first new token
         slots = [slot for block_id in table for slot in self._cache[block_id]]
         assert PADDING_BLOCK_ID not in table[first // self.block_size :], "a block that is still seen was given back"
         seen = [-1 if token_id is None else token_id for token_id in slots[first:end]]
@@ -218,7 +221,7 @@ class FakeModelRunner:
 
 
 def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[EncodedLogprobs | None]:
-    """As the real executor: of those that ask, and an empty list when nobody does."""
+    """Return logprobs as the real executor: only of sequences that request them."""
     asking = [scheduled.sequence.sampling.logprobs is not None for scheduled in batch.sequences]
     if not any(asking):
         return []
@@ -237,7 +240,7 @@ def _prompt_logprobs(batch: ScheduledBatch) -> Iterator[tuple[Sequence, PromptLo
 
 
 def fake_logprobs(token_id: int) -> EncodedLogprobs:
-    """Recognizable by the token, and exact in any float."""
+    """Return logprobs that identify the token and are exact in any float type."""
     return encoded_logprobs(TokenLogprobs(-token_id / 1024, (token_id,), (-token_id / 1024,)))
 
 
@@ -254,7 +257,10 @@ class FakeStep:
 def next_token(
     prefix: SequenceOf[int], index: int, sampling: SamplingParams, stop_token_ids: frozenset[int], vocab_size: int
 ) -> int:
-    """The fake model: greedy hashes the prefix, sampling hashes (seed, index) too. Masks as the real sampler does."""
+    """Return the token of the fake model.
+
+    Greedy hashes the prefix; sampling also hashes (seed, index). Masks apply as in the real sampler.
+    """
     key = [*prefix] if sampling.is_greedy else [*prefix, sampling.seed, index]
     token_id = crc32(array("q", key).tobytes()) % vocab_size
     while index < sampling.min_tokens and token_id in stop_token_ids:
@@ -265,7 +271,7 @@ def next_token(
 def best_candidates(
     beams: SequenceOf[tuple[SequenceOf[int], float]], num_candidates: int, vocab_size: int
 ) -> list[BeamCandidate]:
-    """The fake model for beams (prefix, score so far): a hash of the prefix makes some tokens likely, and the stop."""
+    """Return candidates for a beam; a hash of (prefix, score) makes some tokens, and the stop token, likely."""
     candidates = []
     for place, (prefix, score) in enumerate(beams):
         start = crc32(array("q", prefix).tobytes())
@@ -280,7 +286,7 @@ def best_candidates(
 def expected_beams(
     request: GenerationRequest, *, max_num_tokens: int = 256, vocab_size: int = VOCAB_SIZE, window: int = 0
 ) -> Any:
-    """The answers of beam search over the fake model, without blocks or batches: (token ids, reason), best first."""
+    """Return (token ids, finish reason) of beam search on the fake model, best first, without blocks or batches."""
     sequence = make_sequence(request.prompt_token_ids, **asdict(request.sampling))
     longest = min(request.sampling.max_tokens, max_num_tokens - len(request.prompt_token_ids))
     search = BeamSearch(request.sampling, sequence.stop_token_ids, longest)
@@ -302,7 +308,7 @@ def expected_output(
     choice: int = 0,
     window: int = 0,
 ) -> list[int]:
-    """What FakeModelRunner's model gives for this choice alone, without blocks, chunks or batches."""
+    """Return the tokens of FakeModelRunner's model for this choice alone, without blocks, chunks or batches."""
     sampling = structs.replace(request.sampling, seed=choice_seed(request.sampling.seed, choice))
     stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
     output: list[int] = []
@@ -325,7 +331,7 @@ def make_engine(
     async_scheduling: bool = False,
     **config: Any,
 ) -> Engine:
-    """`config` is that of make_scheduler."""
+    """Return an engine; `config` is that of make_scheduler."""
     scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **config)
     return Engine(
         scheduler,
@@ -339,18 +345,18 @@ def make_engine(
 
 @dataclass
 class Transcript:
-    """What a client of each request would have: its tokens in order and its one end. Checks indices as they come."""
+    """What a client of each request receives: tokens in order and one end; indices are checked on arrival."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)  # of choice 0
-    others: dict[tuple[str, int], list[int]] = field(default_factory=dict)  # (request id, choice): the other choices
-    choice_ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)  # of requests of several
+    others: dict[tuple[str, int], list[int]] = field(default_factory=dict)  # by (request id, choice)
+    choice_ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)  # of requests with several choices
     ends: dict[str, FinishEvent | ErrorEvent] = field(default_factory=dict)
 
     def resume(self, request_id: str, token_ids: Iterable[int], choice: int = 0) -> None:
         self.choice(request_id, choice).extend(token_ids)
 
     def choice(self, request_id: str, choice: int) -> list[int]:
-        """Its tokens, to be read or changed."""
+        """Return the mutable token list of a choice."""
         if choice == 0:
             return self.tokens.setdefault(request_id, [])
         return self.others.setdefault((request_id, choice), [])
@@ -370,7 +376,7 @@ class Transcript:
 
 
 def run_to_end(engine: Engine, transcript: Transcript | None = None, max_steps: int = 10_000) -> Transcript:
-    """Step until there is no work, checking the engine's counts after each step; fails if it takes over `max_steps`."""
+    """Step until there is no work, and check the engine's counts after each step; fail after `max_steps`."""
     transcript = transcript or Transcript()
     for _ in range(max_steps):
         if not engine.has_work:

@@ -1,7 +1,6 @@
 """Fixtures that several test folders share: a real Valkey or Redis server, and clients of it.
 
-pytest                                            the embedded Valkey
-pytest --redis-server /usr/bin/redis-server       the same tests on another server binary
+``pytest`` uses the embedded Valkey; ``pytest --redis-server /usr/bin/redis-server`` uses another server binary.
 """
 
 import asyncio
@@ -32,9 +31,8 @@ from tests.parallel import WholeFiles, make_schedule, num_processes, share_cores
 from tests.process_state import FileWatch
 
 share_cores()
-# Hypothesis's limits are of time on an idle machine: 0.2 s an example, 1 s for the first ten of them. Its examples are
-# the same in every run: a test that fails once in a hundred runs says nothing of the change that it fails for. What
-# has not been thought of is looked for by `make fuzz` and `make soak`.
+# Hypothesis's time limits assume an idle machine: 0.2 s per example, 1 s for the first ten. Examples are the same in
+# every run, so that a failure comes from the change under test. `make fuzz` and `make soak` search with new examples.
 settings.register_profile(
     "any machine", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -57,9 +55,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> WholeFile
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """The C++ kernels lie beside their sources before the first worker of a test would compile them for itself."""
+    """Build the C++ kernels once, before the first worker of a test would compile them."""
     config = session.config
-    if hasattr(config, "workerinput") or config.option.markexpr == "quick":  # one of several processes, or no torch
+    if hasattr(config, "workerinput") or config.option.markexpr == "quick":  # a pytest-xdist process, or no torch
         return
     with suppress(NoLibrary, OSError):
         _ = installed_library() or build(SOURCES.parent)
@@ -69,23 +67,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if needs.is_read(collection_path, config.option.markexpr, config) else True
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m asks for the markers
+@pytest.hookimpl(tryfirst=True)  # before -m evaluates the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         assert isinstance(item, pytest.Function)
         needs.mark(item)
-    if hasattr(config, "workerinput"):  # one of several processes
+    if hasattr(config, "workerinput"):  # a pytest-xdist process
         items.sort(key=lambda item: turn(item.nodeid))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Nothing that is collected is garbage: looking for it took a fifth of the time, 3 of 18 CPU seconds."""
+    """Disable garbage collection while tests are collected; it took 3 of 18 CPU seconds."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """The collector does not look at the tests themselves again: 4,500 of them made 0.15 s of a test 1.1 s."""
+    """Exclude the collected tests from garbage collection: 4,500 tests made a test of 0.15 s take 1.1 s."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -100,7 +98,7 @@ _watch = FileWatch()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """The last test of a file fails for whatever the file leaves in the process."""
+    """Fail the last test of a file for state that the file leaves in the process."""
     yield
     if nextitem is None or nextitem.path != item.path:
         left = _watch.ends(item.path)
@@ -115,7 +113,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Valkey:
-    """A running server; `url` is what the product's --redis-url takes."""
+    """A running server; `url` is a value for --redis-url."""
 
     url: str
     socket_path: str
@@ -124,16 +122,16 @@ class Valkey:
 
 @pytest.fixture(scope="session")
 def valkey_server(request: pytest.FixtureRequest) -> Iterator[Valkey]:
-    """One server per test process, in memory, on a unix socket in a directory of its own."""
+    """Yield one server per test process, in memory, on a unix socket in its own directory."""
     with running_server(request.config, ["--port", "0"]) as server:
         yield server
 
 
 @contextmanager
 def running_server(config: pytest.Config, options: Sequence[str]) -> Iterator[Valkey]:
-    """A server with further `options`; without a file, and gone afterwards."""
+    """Run a server with further `options`, without persistence."""
     binary = config.getoption("--redis-server") or get_binary_path()
-    # Not tmp_path: the path of a unix socket has room for 107 bytes only.
+    # Not tmp_path, because the path of a unix socket has at most 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="ps-valkey-"))
     socket_path = directory / "s"
     options = [*options, "--unixsocket", str(socket_path), "--unixsocketperm", "700"]
@@ -151,7 +149,7 @@ def running_server(config: pytest.Config, options: Sequence[str]) -> Iterator[Va
 
 @pytest.fixture
 def valkey(valkey_server: Valkey) -> Iterator[Valkey]:
-    """The server, empty."""
+    """Yield the server, emptied."""
     with redis.Redis(unix_socket_path=valkey_server.socket_path) as client:
         client.flushall()
     yield valkey_server
@@ -167,7 +165,7 @@ async def connections(valkey: Valkey) -> AsyncIterator[RedisConnections]:
     opened = connect(valkey.url)
     yield opened
     await opened.aclose()
-    await asyncio.sleep(0)  # lets the transports of closed connections report their end to the loop
+    await asyncio.sleep(0)  # closed transports report their end in the next loop iteration
 
 
 @pytest.fixture
@@ -177,7 +175,7 @@ def scripts(connections: RedisConnections, keys: RedisKeys) -> RedisScripts:
 
 @pytest.fixture
 def garbage_as_before() -> Iterator[None]:
-    """Put back what a test changes of the search for garbage; the suite's own objects stay apart, as above."""
+    """Restore the garbage collector's settings; the suite's own objects stay frozen, as above."""
     thresholds = gc.get_threshold()
     yield
     gc.unfreeze()
@@ -188,7 +186,7 @@ def garbage_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
-    """SmolLM2-135M-Instruct as a model directory, converted once per machine."""
+    """Return SmolLM2-135M-Instruct as a model directory, converted once per machine."""
     from pagestream.demo_model import ensure_demo_model  # noqa: PLC0415 - only the tests of the model need it
 
     return ensure_demo_model(lambda phase, progress, detail: None)
@@ -204,5 +202,5 @@ def _wait_until_ready(socket_path: str, process: "subprocess.Popen[bytes]") -> N
             except redis.ConnectionError:
                 if process.poll() is not None:
                     raise RuntimeError(f"the server ended with {process.returncode}") from None
-                time.sleep(0.02)  # polls an outside process: nothing to wait on
+                time.sleep(0.02)  # polls an external process, which has no event to wait for
     raise RuntimeError(f"no answer from the server on {socket_path}")

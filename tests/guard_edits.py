@@ -1,7 +1,4 @@
-"""How a guard is taken out of a source file: by the function that it stands in and a few of its words.
-
-Knows Python's syntax tree; knows nothing of guards and tests.
-"""
+"""Remove a guard from a source file, located by its function and a few words."""
 
 import ast
 import textwrap
@@ -11,16 +8,19 @@ Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Source:
-    """A file's text. Each edit returns the whole new text, and raises ValueError unless its place is there, once."""
+    """The text of a file.
+
+    Each edit returns the whole new text. It raises ValueError unless its place exists exactly once.
+    """
 
     def __init__(self, text: str) -> None:
-        self._bytes = text.encode()  # the tree counts in bytes
+        self._bytes = text.encode()  # the syntax tree counts columns in bytes
         self._line_starts = [0]
         for line in self._bytes.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
 
     def without_statement(self, function: str, words: str) -> str:
-        """`pass` in place of the statement that begins with `words`."""
+        """Replace the statement that begins with `words` by `pass`."""
         scope = self._named(function)
         spans = [self._span(node) for node in ast.walk(scope) if isinstance(node, ast.stmt) and node is not scope]
         found = [span for span in spans if self._bytes[slice(*span)].startswith(words.encode())]
@@ -29,13 +29,13 @@ class Source:
         return self._spliced(found[0], "pass")
 
     def with_body(self, function: str, body: str) -> str:
-        """`body` in place of all that the function does."""
+        """Replace the body of the function by `body`."""
         scope = self._named(function)
         span = self._span(scope.body[0])[0], self._span(scope.body[-1])[1]
         return self._spliced(span, textwrap.indent(body, " " * scope.body[0].col_offset).lstrip())
 
     def with_words(self, function: str, old: str, new: str) -> str:
-        """`new` in place of `old`, in the function or class, or in the whole file where none is named."""
+        """Replace `old` by `new` in the function or class, or in the whole file if none is named."""
         start, end = self._span(self._named(function)) if function else (0, len(self._bytes))
         count = self._bytes.count(old.encode(), start, end)
         if count != 1:
@@ -50,7 +50,7 @@ class Source:
         return found[0]
 
     def _span(self, node: ast.stmt) -> tuple[int, int]:
-        """From the first decorator on."""
+        """Return the span, decorators included."""
         first = min([node, *getattr(node, "decorator_list", ())], key=lambda part: part.lineno)
         assert node.end_lineno is not None and node.end_col_offset is not None
         start = self._line_starts[first.lineno - 1] + first.col_offset
@@ -61,7 +61,7 @@ class Source:
 
 
 def _definitions(node: ast.AST, outer: str) -> Iterator[tuple[str, Named]]:
-    """With their qualified names, as `Class.method` and `function.inner`."""
+    """Yield definitions with their qualified names, such as `Class.method` and `function.inner`."""
     for child in ast.iter_child_nodes(node):
         name = outer
         if isinstance(child, Named):

@@ -1,11 +1,12 @@
-"""make mutants: remove each guard of docs/internals/security-model.md, one at a time, and check that its tests fail.
+"""make mutants: remove each guard of docs/internals/security-model.md in turn, and check that its tests fail.
 
-    python -m tests.guard_removals [WORD ...]       those whose class or file holds one of the words; default: all
+    python -m tests.guard_removals [WORD ...]       guards whose class or file contains a word; default: all
 
-guard_removals.toml has the guards, and says how to add one. A removal is made in a copy of the working tree, never in
-the tree itself. It is caught when every test of its `caught_by` fails, or when these have no end without the guard,
-or end the process. Ends with 1 when one survives. A test that breaks before it begins (a fixture, an import) has
-caught nothing.
+guard_removals.toml lists the guards and says how to add one. Guards are removed in a copy of the working tree. A
+removal
+is caught if every test of its `caught_by` fails, does not end, or kills the process. Exits with 1 if a removal
+survives.
+A test that fails before it begins (a fixture, an import) has caught nothing.
 """
 
 import os
@@ -25,8 +26,8 @@ from tests.guard_edits import Source
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-END_SECONDS = 240.0  # the slowest takes 20 on two idle cores
-MEMORY_BYTES = 16 * 2**30  # of address space: without its guard a test may take all there is
+END_SECONDS = 240.0  # the slowest takes 20 s on two idle cores
+MEMORY_BYTES = 16 * 2**30  # of address space; without its guard a test may take all memory
 
 _FAILED = re.compile(r"^FAILED tests/(\S+?\.py)::(?:\w+::)*(\w+)", re.MULTILINE)
 
@@ -35,15 +36,15 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     row: str = msgspec.field(name="class")  # as in docs/internals/security-model.md
     caught_by: frozenset[str]  # path under tests/ :: name
     file: str = ""
-    function: str = ""  # or a class, by its qualified name; empty: anywhere in the file
+    function: str = ""  # qualified name of a function or class; empty: anywhere in the file
     drop: str = ""
     body: str = ""
     replace: tuple[str, str] = ("", "")
     environ: dict[str, str] = {}
-    seconds: int = 20  # for each test: what should have been refused may wait for ever
+    seconds: int = 20  # per test; a request that should have been refused may wait forever
 
     def remove_from(self, text: str) -> str:
-        """Raises ValueError unless the guard is there, once."""
+        """Remove the guard; raise ValueError unless it exists exactly once."""
         source = Source(text)
         if self.drop:
             return source.without_statement(self.function, self.drop)
@@ -77,7 +78,7 @@ def documented_classes() -> list[str]:
 
 
 def copy_tree(target: Path) -> None:
-    """What git has, or would take."""
+    """Copy tracked files, and untracked files that git does not ignore."""
     command = ["git", "ls-files", "-zco", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")[:-1]
     for name in names:
@@ -87,7 +88,7 @@ def copy_tree(target: Path) -> None:
 
 
 def survivors(removal: Removal, tree: Path) -> frozenset[str]:
-    """Tests of `caught_by` that do not fail without the guard. `tree` is left as it was."""
+    """Return tests of `caught_by` that pass without the guard; `tree` is restored."""
     path = tree / removal.file
     whole = path.read_text() if removal.file else ""
     try:
@@ -100,12 +101,12 @@ def survivors(removal: Removal, tree: Path) -> frozenset[str]:
 
 
 def failing(tests: Iterable[str], tree: Path, environ: dict[str, str], seconds: int) -> frozenset[str]:
-    """Those of the tests that fail; all of them when they have no end, or take the process with them."""
+    """Return the tests that fail; all of them if they do not end or kill the process."""
     files, names = zip(*(test.split("::") for test in sorted(tests)), strict=True)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider"]
     command += ["--timeout", f"{seconds}", *(["--exitfirst"] if len(names) == 1 else [])]
     command += ["-k", " or ".join(names), *sorted({f"tests/{file}" for file in files})]
-    # No bytecode: a file that is changed and changed back within a second looks the same to Python's cache.
+    # No bytecode: Python's cache does not notice a file that is changed and restored within a second.
     environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", **environ}
     try:
         ran = subprocess.run(

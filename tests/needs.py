@@ -1,11 +1,10 @@
-"""The markers of a test say what it needs beside Python: found in its fixtures and in the functions that it reaches.
+"""Derive a test's markers from its fixtures and from the functions that it reaches.
 
     redis   the session's store           model   the demo model's weights
-    e2e     a process of its own          gpu     a CUDA device: a test says so itself
-    unit    at most the store             quick   nothing of these, nor torch, nor more time than a test has by itself
+    e2e     a process of its own          gpu     a CUDA device: a test states this itself
+    unit    at most the store             quick   none of these, no torch, and no longer time limit
 
-What is not found here is found when it happens: a test that starts a process all the same fails (`begin`). Where it is
-right to start one, it says `e2e` itself.
+A test without the marker `e2e` that starts a process fails (`begin`). A test may state `e2e` itself.
 """
 
 import inspect
@@ -22,9 +21,9 @@ import pytest
 
 NEEDS = ("redis", "model", "e2e", "gpu")
 STORE_FIXTURE, WEIGHTS_FIXTURE = "valkey_server", "demo_model_dir"
-# What `quick` does not even import: folders where each test starts processes; those with torch, whose import takes
-# longer than all the tests that do without; and files whose tests are seconds of work each: bodies of 2 MiB in every
-# hostile shape, random requests and histories, batches that take turns.
+# Not imported for `quick`: folders whose tests start processes; folders with torch, whose import takes longer than all
+# quick tests; and files whose tests take seconds each (hostile bodies of 2 MiB, random requests and histories,
+# batches).
 NEVER_QUICK = (
     "tests/browser/",
     "tests/faults/",
@@ -49,7 +48,7 @@ NEVER_QUICK = (
     "tests/gateway/test_spec_bodies.py",
     "tests/shared/test_garbage_collection.py",
 )
-# A function in which one of these names stands starts processes; functions of these roots are followed to find one.
+# A function that contains one of these names starts processes; functions of these roots are followed.
 STARTERS = frozenset(("subprocess", "multiprocessing", "create_subprocess_exec", "Popen", "_fork_exec"))
 FOLLOWED = ("tests", "pagestream", "bench")
 STARTS = frozenset(("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"))  # audit events
@@ -67,19 +66,19 @@ def mark(item: pytest.Function) -> None:
 
 
 def _asks_for_time(item: pytest.Item) -> bool:
-    """More than a test gets by itself: it takes long on a slow machine."""
+    """Return whether the test has a longer time limit than the default, because it is slow."""
     limit = item.get_closest_marker("timeout")
     return limit is not None and limit.args[0] > float(item.config.getini("timeout"))
 
 
 def is_read(path: Path, selected: str, config: pytest.Config) -> bool:
-    """Whether tests that `selected`, the expression of -m, wants may be in this file or folder."""
+    """Return whether this file or folder may contain tests for `selected`, the expression of -m."""
     inside = f"{path.relative_to(config.rootpath).as_posix()}/"
     return selected != "quick" or not inside.startswith(NEVER_QUICK)
 
 
 def _functions(item: pytest.Function) -> Iterator[Callable[..., Any]]:
-    """The test, its parameters and its fixtures; the store that a session shares is a need of its own."""
+    """Yield the test, its parameters and its fixtures; the shared store is a need of its own."""
     yield item.function
     if hasattr(item, "callspec"):
         yield from (value for value in item.callspec.params.values() if isinstance(value, FunctionType))
@@ -90,7 +89,7 @@ def _functions(item: pytest.Function) -> Iterator[Callable[..., Any]]:
 
 @cache
 def starts_a_process(function: Callable[..., Any]) -> bool:
-    """Whether it does, or anything that it names, or that those name. What it only may call counts as called."""
+    """Return whether the function starts a process, or anything that it names does, even conditionally."""
     seen, todo = set(), [function]
     while todo:
         if (one := todo.pop()) in seen:
@@ -105,7 +104,7 @@ def starts_a_process(function: Callable[..., Any]) -> bool:
 
 @cache
 def _names(function: Callable[..., Any]) -> tuple[frozenset[str], tuple[FunctionType, ...]]:
-    """The names in it, and those of them that are functions of ours."""
+    """Return the names in the function, and which of them are our functions."""
     hypothesis = getattr(function, "hypothesis", None)
     plain = inspect.unwrap(hypothesis.inner_test if hypothesis else function)
     if not isinstance(plain, FunctionType):
@@ -125,7 +124,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _functions_of(value: object) -> Iterator[FunctionType]:
-    """A function of ours, or the methods of a class of ours, or those of a table."""
+    """Return our function, the methods of our class, or the functions in a table."""
     if isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _functions_of(item) if callable(item) else ()
@@ -148,15 +147,15 @@ _running: list[pytest.Item] = []
 
 
 def begin(item: pytest.Item) -> None:
-    """From here on, until another test begins, a process is started on behalf of `item`."""
+    """Attribute processes that start from now on to `item`, until another test begins."""
     if not _running:
-        platform.processor()  # asks `uname`, once in a process: OpenAI's client tells it to servers
+        platform.processor()  # runs `uname` once per process, because OpenAI's client sends it to servers
         sys.addaudithook(_refuse)
     _running[:] = [item]
 
 
 def _refuse(event: str, arguments: tuple[object, ...], watched: frozenset[str] = STARTS | {"socket.connect"}) -> None:
-    if event not in watched:  # a default: when the interpreter ends, the names of this module are gone before the hook
+    if event not in watched:  # runs `uname` once, which OpenAI's client sends to servers
         return
     item = _running[0]
     if any(item.get_closest_marker(need) for need in NEEDS):
@@ -168,5 +167,5 @@ def _refuse(event: str, arguments: tuple[object, ...], watched: frozenset[str] =
 
 
 def _is_a_store(address: object) -> bool:
-    """The session's store, and every other one in this process, listens on a unix socket."""
+    """Return whether the address is a unix socket, on which every store of this process listens."""
     return isinstance(address, str) and os.path.exists(address)

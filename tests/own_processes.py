@@ -1,4 +1,4 @@
-"""The processes that a test has started, told from those of another test, of another run or of whoever else is here."""
+"""The processes that a test has started, apart from those of other tests, runs or users."""
 
 import contextlib
 
@@ -6,9 +6,9 @@ import psutil
 
 
 def running(program: str) -> list[list[str]]:
-    """The command lines of the children of this process, and of theirs, of which `program` is a word."""
+    """Return the command lines of this process's descendants that contain the word `program`."""
     commands = []
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, or nobody has asked how yet
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, or is a zombie
             commands.append(child.cmdline())
     return [command for command in commands if program in command]

@@ -1,6 +1,6 @@
-"""How long a test waits for what must come. It comes in milliseconds; this is for a machine that does ten other things.
+"""Time limits of waiting tests. Events take milliseconds; the limits suit a machine with ten busy processes.
 
-A stop, never a claim: a test that asserts how long something takes says so in CPU time (tests/idle_seconds.py).
+A limit ends a hung test and asserts nothing. A test of speed measures CPU time (tests/idle_seconds.py).
 """
 
 PATIENCE_SECONDS = 60.0

@@ -1,7 +1,7 @@
-"""Ids of requests that a test does not name: r0, r1, ... whatever ran before it in the process.
+"""Ids of requests that a test does not name: r0, r1, ..., counted from the start of each test.
 
-What the fake model samples follows from the id, so a test that got the ids that were left would see other tokens, and
-now and then the end of an answer, by how many tests ran before it.
+The fake model's tokens depend on the id. Without the restart, a test's tokens would depend on how many tests ran
+before.
 """
 
 from itertools import count
@@ -14,6 +14,6 @@ def next_request_id() -> str:
 
 
 def restart() -> None:
-    """Called before each test (conftest.py)."""
+    """Reset the counter; conftest.py calls this before each test."""
     global _numbers  # noqa: PLW0603 - one counter a process, as its tests run one after another
     _numbers = count()

@@ -1,4 +1,4 @@
-"""An application is gone with the test that made it."""
+"""An application is freed after the test that made it."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ async def middleware(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 async def answering() -> "weakref.ref[web.Application]":
-    """An application that answered a request and has ended."""
+    """Return an application that has answered a request and ended."""
     app = web.Application(middlewares=[middleware])
 
     async def answer(request: web.Request) -> web.Response:
@@ -28,7 +28,7 @@ async def answering() -> "weakref.ref[web.Application]":
     return weakref.ref(app)
 
 
-async def test_an_application_is_freed_behind_its_test() -> None:
+async def test_an_application_is_freed_after_its_test() -> None:
     app = await answering()
     gc.collect()
     assert app() is not None, "aiohttp keeps no application: tests/applications.py can go"

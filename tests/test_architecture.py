@@ -1,6 +1,6 @@
-"""The rules that no single module can keep: imports, options, names, dangerous calls, sizes.
+"""Rules that no single module can keep: imports, options, names, dangerous calls, sizes.
 
-The import contracts themselves are in pyproject.toml, as in docs/internals/index.md.
+The import contracts are in pyproject.toml and documented in docs/internals/index.md.
 """
 
 import ast
@@ -22,13 +22,13 @@ from shared.settings import options
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("gateway", "engine_worker", "kernels", "shared", "pagestream", "bench")
-# What runs code out of data. Everything that crosses a process here is MessagePack, JSON, TOML or safetensors.
+# Functions that execute code from data. Data between processes is MessagePack, JSON, TOML or safetensors.
 DANGEROUS_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-# A gateway and the processes that it starts, through pipes that nobody else has: no byte of a client is unpickled.
+# Between a gateway and its child processes, over private pipes; no client's bytes are unpickled.
 PICKLES_TO_ITSELF = {("gateway/work_process.py", "pickle")}
 DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load", "yaml.load"}
 
-# A new option is a decision: it is added here, and gets a changelog fragment. Its help text is its documentation.
+# A new option is a decision: add it here and in a changelog fragment. Its help text is its documentation.
 SERVE_OPTIONS = """
     model revision served_model_name models_file host port gateways workers tensor_parallel_size redis_url
     store_max_memory_bytes max_model_len files_dir drain_seconds log_format otlp_traces_endpoint vllm_metric_names
@@ -108,26 +108,26 @@ def test_the_list_of_options_is_frozen(settings: type, names: str) -> None:
     assert [field.name for field in options(settings)] == names.split()
 
 
-def test_serve_knows_which_flags_are_the_gateways_alone() -> None:
+def test_serve_passes_gateway_only_flags_to_the_gateway() -> None:
     of_serve, of_gateway, of_worker = (
         {"--" + field.name.replace("_", "-") for field in options(settings)}
         for settings in (ServeSettings, GatewaySettings, WorkerSettings)
     )
     assert of_gateway - of_worker - of_serve - SET_BY_SERVE == GATEWAY_FLAGS
-    # What both programs know must be an option of serve, or serve would hand it to the workers alone.
+    # An option of both programs must be an option of serve, or serve would pass it to the workers only.
     assert of_gateway & of_worker - of_serve == SET_BY_SERVE & of_gateway & of_worker
 
 
-# A family is one file: nothing else asks which one it serves, and nothing else is named after one.
+# A family is one file: no other code depends on the family, and nothing else is named after one.
 FAMILY_WORDS = re.compile(r"model_type|qwen|llama|gemma|mistral|granite|olmo", re.IGNORECASE)
 FAMILY_FILES = (
     "engine_worker/model/architectures/",
-    "engine_worker/model/transformers_backend/library.py",  # looks the model type up in the library's table
+    "engine_worker/model/transformers_backend/library.py",  # looks up the model type in the library's table
     "engine_worker/gguf/",  # what the file calls its architecture
 )
 
 
-def test_no_file_outside_the_families_names_one() -> None:
+def test_families_are_named_only_in_their_files() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for package in ("engine_worker", "kernels")
@@ -139,7 +139,7 @@ def test_no_file_outside_the_families_names_one() -> None:
     assert found == []
 
 
-# The device code knows a step's batch alone, and no class of sequences; the network nothing of scheduling at all.
+# Device code may import the step's batch only; the network may import nothing of scheduling.
 LINKS_TO_SCHEDULING = {
     "execution": {"engine_worker.scheduling.batch"},
     "model": set(),
@@ -147,7 +147,7 @@ LINKS_TO_SCHEDULING = {
 
 
 @pytest.mark.parametrize("package", LINKS_TO_SCHEDULING)
-def test_what_runs_on_the_device_knows_of_scheduling_the_batch_alone(package: str) -> None:
+def test_device_code_imports_only_the_batch_of_scheduling(package: str) -> None:
     imported = {
         name
         for path in (ROOT / "engine_worker" / package).rglob("*.py")
@@ -166,8 +166,8 @@ def imports(source: str) -> Iterator[str]:
             yield node.module or ""
 
 
-def test_kernels_is_ours_alone() -> None:
-    """transformers looks for a package of this name; with another one installed beside ours both would break."""
+def test_kernels_package_has_no_double() -> None:
+    """Check that no other package `kernels` is installed; transformers imports one of this name."""
     assert packages_distributions()["kernels"] == ["pagestream"]
     (docstring,) = ast.parse((ROOT / "kernels" / "__init__.py").read_text()).body
     assert isinstance(docstring, ast.Expr)
@@ -177,7 +177,7 @@ def test_no_package_shadows_a_name_under_tests() -> None:
     assert [path for path in (ROOT / "tests").rglob("__init__.py")] == []
 
 
-def test_nothing_runs_code_out_of_data() -> None:
+def test_no_code_is_executed_from_data() -> None:
     found = [(path, *danger) for path in source_files() for danger in dangers(tree_of(path))]
     assert {(str(path.relative_to(ROOT)), what) for path, _, what in found} == PICKLES_TO_ITSELF
 
@@ -185,7 +185,7 @@ def test_nothing_runs_code_out_of_data() -> None:
 @pytest.mark.parametrize(
     "source", ["import pickle", "from pickle import loads", "eval('1')", "torch.load('x')", "np.load('x')"]
 )
-def test_the_search_for_dangers_finds_them(source: str) -> None:
+def test_planted_dangerous_calls_are_found(source: str) -> None:
     assert len(list(dangers(ast.parse(source)))) == 1
 
 
@@ -200,10 +200,10 @@ def dangers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 MAX_FUNCTION_LINES = 50
-MAX_COMPLEXITY_EXEMPTIONS = 15  # kernels, whose arguments are what their contracts name
+MAX_COMPLEXITY_EXEMPTIONS = 15  # kernels, whose arguments are those of their contracts
 
 
-def test_functions_outside_kernels_are_of_a_size_to_be_read() -> None:
+def test_functions_outside_kernels_are_short() -> None:
     paths = [path for path in source_files() if path.relative_to(ROOT).parts[0] != "kernels"]
     long = {
         f"{path.relative_to(ROOT)}::{function.name}": lines_of(function)
@@ -214,8 +214,8 @@ def test_functions_outside_kernels_are_of_a_size_to_be_read() -> None:
     assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION_LINES} == {}
 
 
-def test_few_functions_are_exempt_from_the_limits_of_complexity() -> None:
-    """ruff asks them: complexity 10, 8 arguments, 50 statements."""
+def test_exemptions_from_complexity_limits_are_few() -> None:
+    """Ruff checks the limits: complexity 10, 8 arguments, 50 statements."""
     exempt = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in (*source_files(), *(ROOT / "tests").rglob("*.py"))

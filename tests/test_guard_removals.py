@@ -1,4 +1,4 @@
-"""The table of guards is whole and fits the source; that each removal is caught is seen by `make mutants`."""
+"""The table of guards is complete and matches the source; `make mutants` checks that each removal is caught."""
 
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ REMOVALS = removals()
 
 
 def test_documented_classes_have_guards_and_tests() -> None:
-    """A new class: a row in docs/internals/security-model.md, and its guards in guard_removals.toml."""
+    """A new class needs a row in docs/internals/security-model.md and guards in guard_removals.toml."""
     documented = documented_classes()
     assert sorted(documented) == sorted(named_tests())
     assert all(removal.caught_by for removal in REMOVALS)
 
 
 @pytest.mark.parametrize("removal", REMOVALS, ids=str)
-def test_each_guard_is_there(removal: Removal) -> None:
-    """It was moved or rewritten? Then tell guard_removals.toml, and run `make mutants ARGS=FILE`."""
+def test_each_guard_exists_in_the_source(removal: Removal) -> None:
+    """If a guard was moved or rewritten, update guard_removals.toml and run `make mutants ARGS=FILE`."""
     assert removal.environ or removal.remove_from((ROOT / removal.file).read_text())
 
 
@@ -38,7 +38,7 @@ def test_what_does_not_fail_survives(tmp_path: Path) -> None:
     removal = Removal(row="", file="guard.py", replace=("True", "False"), caught_by=both)
     assert survivors(removal, tmp_path) == {"test_it.py::test_passes"}
     unreadable = Removal(row="", file="guard.py", replace=("True", "("), caught_by=both)
-    assert survivors(unreadable, tmp_path) == both  # it breaks before it begins
+    assert survivors(unreadable, tmp_path) == both  # it fails before it begins
     assert (tmp_path / "guard.py").read_text() == TREE["guard.py"]
 
 
@@ -87,6 +87,6 @@ def test_a_guard_is_found_by_its_function_and_few_words(changes: dict[str, Any],
         {"replace": ("self.check", "pass")},
     ],
 )
-def test_a_guard_that_is_not_there_or_there_twice_is_told(changes: dict[str, Any]) -> None:
+def test_a_missing_or_repeated_guard_is_an_error(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"there are|holds"):
         Removal(row="", caught_by=frozenset(), file="x.py", **changes).remove_from(SOURCE)

@@ -1,4 +1,4 @@
-"""The needs of tests are found out, and a need that was not found is stopped: tests/needs.py."""
+"""The needs of tests are derived correctly, and a process without its marker fails the test (tests/needs.py)."""
 
 import asyncio
 import socket
@@ -29,11 +29,11 @@ async def through_a_class_and_a_name() -> None:
     await asyncio.sleep(0)
 
 
-def starts_none() -> Fleet | None:  # a class that starts processes, named in an annotation alone
+def starts_none() -> Fleet | None:  # a class that starts processes, named only in an annotation
     return None
 
 
-def test_a_process_is_found_behind_functions_and_classes() -> None:
+def test_a_process_is_found_through_functions_and_classes() -> None:
     assert needs.starts_a_process(starts_one)
     assert needs.starts_a_process(through_a_class_and_a_name)
     assert needs.starts_a_process(Fleet.start)
@@ -48,17 +48,17 @@ def test_with_the_store(valkey_server: Valkey, request: pytest.FixtureRequest) -
     assert {marker.name for marker in request.node.iter_markers()} == {"unit", "redis"}
 
 
-def test_torch_is_not_imported_for_the_quick_ones(request: pytest.FixtureRequest) -> None:
-    """It is? Then a file of tests that imports it is missing in needs.NEVER_QUICK."""
+def test_quick_tests_do_not_import_torch(request: pytest.FixtureRequest) -> None:
+    """If this fails, a test file that imports torch is missing in needs.NEVER_QUICK."""
     assert request.config.option.markexpr != "quick" or "torch" not in sys.modules
 
 
-def test_what_is_named_is_there() -> None:
+def test_named_files_exist() -> None:
     assert all((ROOT / path).exists() for path in needs.NEVER_QUICK)
 
 
 def test_a_hidden_process_is_stopped() -> None:
-    run = vars(sys.modules["subprocess"])["run"]  # a constant, which is no name
+    run = vars(sys.modules["subprocess"])["run"]  # a constant, not a name
     with pytest.raises(pytest.fail.Exception, match="starts a process"):
         run(["true"], check=True)
 

