@@ -116,5 +116,5 @@ def test_no_check_of_input_is_an_assert() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Assert)
     ]
-    told = re.compile(r"\S+: (.+ is not None|isinstance\(.+\))( and (.+ is not None|isinstance\(.+\)))*")
-    assert [text for text in asserted if not told.fullmatch(text)] == []
+    type_check = re.compile(r"\S+: (.+ is not None|isinstance\(.+\))( and (.+ is not None|isinstance\(.+\)))*")
+    assert [text for text in asserted if not type_check.fullmatch(text)] == []

@@ -81,37 +81,37 @@ async def test_streams_of_a_killed_gateway_continue_at_another(
     """Each client gets every event once, as without the kill; the store and the worker are empty at the end."""
     async with aiohttp.ClientSession() as session:
 
-        async def begin(told: ReceivedAnswer, options: dict[str, Any]) -> None:
+        async def begin(received: ReceivedAnswer, options: dict[str, Any]) -> None:
             body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "stream": True, "detach_seconds": 60}
             try:
                 async with session.post(f"{urls[0]}/v1/completions", json={**body, **options}) as reply:
-                    await told.read(reply)
+                    await received.read(reply)
             except aiohttp.ClientError:
                 pass  # the gateway is gone
 
         answers = [ReceivedAnswer() for _ in BODIES]
-        streams = [asyncio.create_task(begin(told, body)) for told, body in zip(answers, BODIES, strict=True)]
-        await asyncio.gather(*(told.has(20) for told in answers))
+        streams = [asyncio.create_task(begin(received, body)) for received, body in zip(answers, BODIES, strict=True)]
+        await asyncio.gather(*(received.has(20) for received in answers))
         fleet.processes["g0"].kill()
         await asyncio.gather(*streams)
         assert answers[0].last_event_id != "end"
 
-        for told in answers:
-            await resume(session, urls[1], told)
-            assert told.last_event_id == "end"
+        for received in answers:
+            await resume(session, urls[1], received)
+            assert received.last_event_id == "end"
             whole = ReceivedAnswer()
-            async with session.get(f"{urls[1]}/v1/requests/{told.request_id}/events") as reply:
+            async with session.get(f"{urls[1]}/v1/requests/{received.request_id}/events") as reply:
                 await whole.read(reply)
-            assert sorted(told.data) == sorted(whole.data)  # each choice in its order
-            async with session.get(f"{urls[1]}/v1/requests/{told.request_id}") as reply:
+            assert sorted(received.data) == sorted(whole.data)  # each choice in its order
+            async with session.get(f"{urls[1]}/v1/requests/{received.request_id}") as reply:
                 assert (await reply.json())["state"] == "finished"
     for queue in keys.queues:
         assert await scripts.redis.xlen(queue) == 0
         assert (await scripts.redis.xpending(queue, GROUP))["pending"] == 0
 
 
-async def resume(session: aiohttp.ClientSession, url: str, told: ReceivedAnswer) -> None:
-    headers = {"Last-Event-ID": told.last_event_id}
-    async with session.get(f"{url}/v1/requests/{told.request_id}/events", headers=headers) as reply:
+async def resume(session: aiohttp.ClientSession, url: str, received: ReceivedAnswer) -> None:
+    headers = {"Last-Event-ID": received.last_event_id}
+    async with session.get(f"{url}/v1/requests/{received.request_id}/events", headers=headers) as reply:
         if reply.status != 204:
-            await told.read(reply)
+            await received.read(reply)

@@ -217,15 +217,15 @@ def main() -> int:
                 )
             )
     finally:
-        told = {
+        shown = {
             "ranks": options.ranks,
             "seed": options.seed,
             **report.figures(),
             "took_seconds": round(time.monotonic() - started, 1),
         }
-        print(json.dumps(told, indent=1), flush=True)
+        print(json.dumps(shown, indent=1), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({**provenance([]), "command": command, **told}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**provenance([]), "command": command, **shown}, indent=1) + "\n")
     return 1 if report.wrong else 0
 
 

@@ -39,11 +39,11 @@ async def test_phase_is_published_repeatedly_until_silenced(valkey, monkeypatch:
         await channel.get_message(timeout=PATIENCE_SECONDS)
         running = asyncio.create_task(link.run())
         link.announce(WorkerPhase.CONVERT, 0.25, "half of it")
-        told = [await channel.get_message(timeout=PATIENCE_SECONDS) for _ in range(3)]
+        messages = [await channel.get_message(timeout=PATIENCE_SECONDS) for _ in range(3)]
         link.fall_silent()
         while await channel.get_message(timeout=0.2) is not None:
             pass
-    assert {decode_heartbeat(message["data"]) for message in told if message} == {
+    assert {decode_heartbeat(message["data"]) for message in messages if message} == {
         WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.CONVERT, progress=0.25, detail="half of it")
     }
     running.cancel()

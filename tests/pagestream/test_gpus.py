@@ -85,9 +85,11 @@ def test_workers_with_gpus_are_counted(tmp_path: Path, workers: list[tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("workers", "told"),
+    ("workers", "message"),
     [([(2, 2)], "2 x 2 need 4 GPUs, but there are 3"), ([(1, 2), (2, 1)], "1 x 2 and 2 x 1 need 4 GPUs")],
 )
-def test_groups_that_would_share_a_gpu_are_refused(tmp_path: Path, workers: list[tuple[int, int]], told: str) -> None:
-    with pytest.raises(SettingsError, match=told):
+def test_groups_that_would_share_a_gpu_are_refused(
+    tmp_path: Path, workers: list[tuple[int, int]], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
         check_gpus([served(tmp_path, *each) for each in workers], ["0", "1", "2"])

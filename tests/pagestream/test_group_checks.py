@@ -29,7 +29,7 @@ def test_two_linked_gpus_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "size", "status", "told"),
+    ("answer", "size", "status", "message"),
     [
         (machine(H200), 2, "fail", "2 ranks need 2 GPUs, but 1 are visible"),
         (machine(H200, H200), 4, "fail", "4 ranks need 4 GPUs, but 2 are visible"),
@@ -38,13 +38,13 @@ def test_two_linked_gpus_pass() -> None:
         (machine(), 2, "warn", "no CUDA device: 2 processes would share the CPU, which is slower than one"),
     ],
 )
-def test_impossible_group_fails(answer: dict[str, Any], size: int, status: str, told: str) -> None:
-    assert finding(answer, "group", size) == (status, told)
+def test_impossible_group_fails(answer: dict[str, Any], size: int, status: str, message: str) -> None:
+    assert finding(answer, "group", size) == (status, message)
 
 
 def test_gpus_without_peer_access_warn() -> None:
-    told = "no peer access between GPUs 0-1: NCCL sums through the host"
-    assert finding(machine(H200, H200, peers=[]), "peer access") == ("warn", told)
+    message = "no peer access between GPUs 0-1: NCCL sums through the host"
+    assert finding(machine(H200, H200, peers=[]), "peer access") == ("warn", message)
 
 
 @pytest.mark.parametrize("names", [["0", "1"], []], ids=["no link", "no name"])

@@ -27,8 +27,8 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_extra_is_named_with_its_install_command(lacking: None) -> None:
     assert missing_message("engine") == "no-such-package not installed: pip install 'pagestream[engine]'"
-    told = "absent-too, no-such-package not installed: pip install 'pagestream[serve]'"
-    assert missing_message("serve", "gateway", "engine") == told
+    message = "absent-too, no-such-package not installed: pip install 'pagestream[serve]'"
+    assert missing_message("serve", "gateway", "engine") == message
     assert missing_message("embedded") == ""
 
 
@@ -66,8 +66,8 @@ import pagestream.installation as installation
 sys.path.insert(0, {str(tmp_path)!r})
 print(*[foreign.message for foreign in installation.foreign_packages({{}})], sep="\\n")
 """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HOME).stdout
-    assert told == f"the package `shared` is {tmp_path / 'shared'}, expected {HOME / 'shared'}\n"
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HOME).stdout
+    assert message == f"the package `shared` is {tmp_path / 'shared'}, expected {HOME / 'shared'}\n"
 
 
 def test_every_package_of_the_wheel_is_checked() -> None:

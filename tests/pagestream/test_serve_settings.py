@@ -101,7 +101,7 @@ def test_command_lines_do_not_contain_the_store_password() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("environ", "expected"),
     [
         ({}, "5000"),
         ({"OMP_WAIT_POLICY": "active"}, None),
@@ -110,11 +110,11 @@ def test_command_lines_do_not_contain_the_store_password() -> None:
     ],
 )
 def test_worker_threads_spin_shortly_by_default(
-    told: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in told.items():
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
     worker = ChildCommands(ServeSettings(), PassedFlags((), ()), None, ONE, "u").worker(ONE[0], 0, "id")
     assert worker.environ is not None and worker.environ.get("GOMP_SPINCOUNT") == expected
@@ -124,8 +124,8 @@ def test_workers_share_the_cores_by_default() -> None:
     many = [model(num_workers=63), model("other")]
     shared = ChildCommands(ServeSettings(), PassedFlags((), ()), None, many, "u").worker(many[0], 3, "id")
     assert shared.argv[-2:] == ["--num-threads", "1"]
-    told = ChildCommands(ServeSettings(), split_flags(["--num-threads=2"]), None, many, "u").worker(many[0], 3, "id")
-    assert [word for word in told.argv if word.startswith("--num-threads")] == ["--num-threads=2"]
+    chosen = ChildCommands(ServeSettings(), split_flags(["--num-threads=2"]), None, many, "u").worker(many[0], 3, "id")
+    assert [word for word in chosen.argv if word.startswith("--num-threads")] == ["--num-threads=2"]
     assert shared.name == "worker-3"
 
 
@@ -162,17 +162,17 @@ def test_gateway_gets_a_models_file_and_each_worker_one_model(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("entries", "told"),
+    ("entries", "message"),
     [
         ('[[models]]\nmodel = "."\nworker = { worker-id = "x" }', "worker.worker-id: is set by serve itself"),
         ('[[models]]\nmodel = "."\nworker = { model = "x" }', "worker.model: is set by serve itself"),
         ('[[models]]\nmodel = "."\n[[models]]\nmodel = "."', "is given twice"),
     ],
 )
-def test_unservable_model_entries_are_refused(tmp_path: Path, entries: str, told: str) -> None:
+def test_unservable_model_entries_are_refused(tmp_path: Path, entries: str, message: str) -> None:
     path = tmp_path / "models.toml"
     path.write_text(entries)
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=message):
         served_models(ServeSettings(models_file=path))
 
 

@@ -75,9 +75,9 @@ async def test_clock_is_taken_from_the_fastest_reply() -> None:
         nonlocal now
         wait = next(waits)
         now += wait / 4  # the request takes less time than the reply, which cannot be measured
-        told = now + 10.0
+        server_time = now + 10.0
         now += wait * 3 / 4
-        return int(told), round(told % 1 * 1e6)
+        return int(server_time), round(server_time % 1 * 1e6)
 
     reading = await read_clock(store_time, wall=lambda: now, stopwatch=lambda: now)
     assert len(delays) == NUM_CLOCK_READINGS
@@ -85,14 +85,14 @@ async def test_clock_is_taken_from_the_fastest_reply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "status", "told"),
+    ("reading", "status", "message"),
     [
         (ClockReading(0.4, 0.001), "ok", "the store's is 400.0 ms ahead of this machine's, it answers in 1.0 ms"),
         (ClockReading(-2.5, 0.001), "warn", "the store's is 2,500.0 ms behind this machine's, it answers in 1.0 ms"),
         (ClockReading(1.0, 1.5), "ok", "the store's is 1,000.0 ms ahead of this machine's, it answers in 1,500.0 ms"),
     ],
 )
-def test_skew_above_half_a_round_trip_is_reported(reading: ClockReading, status: str, told: str) -> None:
+def test_skew_above_half_a_round_trip_is_reported(reading: ClockReading, status: str, message: str) -> None:
     finding = judge_clock(reading)
-    assert (finding.status, finding.message) == (status, told)
+    assert (finding.status, finding.message) == (status, message)
     assert ("chrony" in finding.hint) == (status == "warn")

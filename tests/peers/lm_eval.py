@@ -45,10 +45,10 @@ def _samples(environment: Environment, task: str) -> list[dict[str, Any]]:
 def _perplexities(samples: list[dict[str, Any]], reference: ReferenceModel) -> tuple[float, float]:
     """Return the word perplexity of all texts: as lm-eval reports it, and by transformers."""
     words = sum(sample["word_perplexity"][1] for sample in samples)
-    told = sum(sample["word_perplexity"][0] for sample in samples)
+    reported = sum(sample["word_perplexity"][0] for sample in samples)
     # lm-eval adds the tokenizer's first token before a text.
     known = sum(reference.rolling_log_likelihood("<|im_start|>", sample["doc"]["text"]) for sample in samples)
-    ours, exact = math.exp(-told / words), math.exp(-known / words)
+    ours, exact = math.exp(-reported / words), math.exp(-known / words)
     if abs(ours / exact - 1) > TOLERANCE:
         raise PeerFailed(f"perplexity {ours}, but transformers has {exact}")
     return ours, exact
@@ -57,12 +57,12 @@ def _perplexities(samples: list[dict[str, Any]], reference: ReferenceModel) -> t
 def _largest_difference(samples: list[dict[str, Any]], reference: ReferenceModel) -> float:
     worst = 0.0
     for sample in samples:
-        for choice, ((told, is_greedy),) in zip(sample["doc"]["choices"], sample["resps"], strict=True):
+        for choice, ((reported, is_greedy),) in zip(sample["doc"]["choices"], sample["resps"], strict=True):
             known, known_greedy = reference.log_likelihood(sample["doc"]["question"], f" {choice}")
-            worst = max(worst, abs(float(told) - known))
+            worst = max(worst, abs(float(reported) - known))
             expect(f"the likeliest token, {choice!r}", is_greedy == "True", known_greedy)
-            if abs(float(told) / known - 1) > TOLERANCE:
-                raise PeerFailed(f"log-probability of {choice!r}: {told}, but transformers has {known}")
+            if abs(float(reported) / known - 1) > TOLERANCE:
+                raise PeerFailed(f"log-probability of {choice!r}: {reported}, but transformers has {known}")
     return worst
 
 
