@@ -84,7 +84,7 @@ def false_scripts(text: str) -> list[str]:
 
 
 def false_store_names(text: str) -> list[str]:
-    """{m}:x:<id>"""
+    """Check store names such as `{m}:x:<id>`."""
     named = {re.sub(r"<[^>]+>", "*", name) for name in re.findall(r"\{m\}:(?:[\w:-]|<[^>]+>)+", text)}
     return sorted(named - facts.redis_names())
 

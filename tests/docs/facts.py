@@ -152,7 +152,7 @@ def scripts() -> frozenset[str]:
 
 @cache
 def decisions() -> dict[int, Path]:
-    """Number of a decision -> the file in docs/adr that holds it today."""
+    """Return number of a decision -> the file in docs/adr that holds it today."""
     return decision_map((ROOT / "docs" / "adr" / "README.md").read_text())
 
 

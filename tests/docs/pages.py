@@ -50,7 +50,7 @@ def pages() -> dict[str, dict[str, str]]:
 
 
 def routes() -> str:
-    """Method and path, and what the route does."""
+    """Return rows of method, path, and what the route does."""
     modules = [import_module(f"gateway.routes.{module.name}") for module in iter_modules(gateway.routes.__path__)]
     operations = sorted({(one.path, one.method, one.summary) for module in modules for one in module.OPERATIONS})
     shown = ((f"`{method} {re.sub(r':[^}]*}', '}', path)}`", _escaped(summary)) for path, method, summary in operations)

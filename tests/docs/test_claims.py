@@ -94,9 +94,9 @@ def test_every_family_has_a_name() -> None:
 
 def test_the_store_protocol_page_is_complete() -> None:
     text = (INTERNALS / "store-protocol.md").read_text()
-    told = {re.sub(r"<[^>]+>", "*", name) for name in re.findall(r"\{m\}:(?:[\w:-]|<[^>]+>)+", text)}
+    documented = {re.sub(r"<[^>]+>", "*", name) for name in re.findall(r"\{m\}:(?:[\w:-]|<[^>]+>)+", text)}
     classes = {name for name in facts.redis_names() if re.fullmatch(r"\{m\}:q:\w+", name)}  # `q:<class>` is all of them
-    assert facts.redis_names() - classes - told == set()
+    assert facts.redis_names() - classes - documented == set()
     scripts = {name.lower() for name in re.findall(r"\*\*([A-Z]{3,})\*\*", text)}
     assert facts.scripts() - scripts == set()
 
@@ -115,13 +115,13 @@ def test_the_layout_has_every_package() -> None:
 
 def test_every_raised_error_code_is_on_the_errors_page() -> None:
     rows = re.findall(r"(?m)^\| (\d{3}) \| ([^|]+) \|", (facts.ROOT / "docs" / "reference" / "errors.md").read_text())
-    told = {(int(status), code) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
-    assert facts.raised_codes() - told == set()
+    documented = {(int(status), code) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
+    assert facts.raised_codes() - documented == set()
     known = {(status, code) for status, codes in facts.error_codes().items() for code in codes}
-    assert told - known == set()
+    assert documented - known == set()
 
 
 def test_raised_errors_are_in_the_tree_of_errors() -> None:
     """gateway/errors.py starts with every status and its codes."""
-    told = {(status, code) for status, codes in facts.error_codes().items() for code in codes}
-    assert facts.raised_codes() - told == set()
+    documented = {(status, code) for status, codes in facts.error_codes().items() for code in codes}
+    assert facts.raised_codes() - documented == set()

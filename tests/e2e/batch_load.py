@@ -1,4 +1,4 @@
-"""Lines of a batch, the chats beside them, and what the results must be: for run-batch and for /v1/batches."""
+"""Batch lines, concurrent chats, and the expected results, for run-batch and /v1/batches."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tests.e2e.fleet import Answer, Api, Fleet
 NUM_LINES = 600
 MAX_TOKENS = 3
 WORKER = str(Path(__file__).with_name("scripted_worker.py"))
-# Steps of 2 ms, so that the batch takes some seconds; a dead worker is missed after three instead of fifteen.
+# Steps of 2 ms, so that the batch takes some seconds; a dead worker is missed after 3 s instead of 15.
 WORKER_FLAGS = ["--script-step-seconds", "0.002", "--metrics-port", "0", "--dead-after-seconds", "3"]
 
 
@@ -48,7 +48,7 @@ async def begun(client: openai.AsyncOpenAI, num_lines: int = NUM_LINES) -> Batch
 
 
 def check_results(lines: str, num_lines: int = NUM_LINES) -> None:
-    """Each line has exactly one, and it is the right one."""
+    """Check that each line has exactly one correct result."""
     results: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines()]
     assert Counter(result["custom_id"] for result in results) == Counter(f"line-{n}" for n in range(num_lines))
     for result in results:
@@ -61,7 +61,7 @@ def check_results(lines: str, num_lines: int = NUM_LINES) -> None:
 
 @asynccontextmanager
 async def chats(api: Api, num_chats: int = 4) -> AsyncIterator[None]:
-    """Each asks again as soon as it is answered, and must be answered whole."""
+    """Run clients that send the next request after each answer; every answer must be complete."""
     ended = asyncio.Event()
 
     async def chat() -> int:

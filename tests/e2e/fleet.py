@@ -17,7 +17,7 @@ import aiohttp
 from bench.serving.free_port import free_port
 
 MODEL = "smollm2"
-START_SECONDS = 180.0  # 5 s on two idle cores; this is for a busy CI machine
+START_SECONDS = 180.0  # 5 s on two idle cores; the limit suits a busy CI machine
 STOP_SECONDS = 100.0  # 1 s on two idle cores
 
 
@@ -25,7 +25,7 @@ class Fleet:
     """The processes of one test, and their logs."""
 
     def __init__(self, logs: Path) -> None:
-        self.port = free_port()  # for the gateway
+        self.port = free_port()  # of the gateway
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs = logs
 
@@ -64,7 +64,7 @@ def running_fleet(logs: Path) -> Iterator[Fleet]:
 
 @dataclass
 class Answer:
-    """One stream as its client saw it. `arrival_seconds[i]` belongs to `pieces[i]`."""
+    """One stream as its client received it; `arrival_seconds[i]` belongs to `pieces[i]`."""
 
     pieces: list[str] = field(default_factory=list)
     arrival_seconds: list[float] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Answer:
 
 
 class Api:
-    """The gateway at `url`, as streaming clients use it."""
+    """The gateway at `url`, with its streaming routes."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, model: str) -> None:
         self.url = url
@@ -113,16 +113,16 @@ class Api:
                         return
             except aiohttp.ClientConnectionError:
                 pass  # the gateway does not listen yet
-            await asyncio.sleep(0.1)  # polls other processes: there is nothing to wait on
+            await asyncio.sleep(0.1)  # polls other processes, which have no event to wait for
         raise AssertionError(f"not ready: {state}\n{fleet.all_logs()}")
 
     async def state(self, path: str) -> tuple[int, str]:
-        """What a probe is told."""
+        """Return the status and body of a probe."""
         async with self._session.get(f"{self.url}{path}") as reply:
             return reply.status, json.loads(await reply.text())["state"]
 
     async def complete(self, answer: Answer, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Answer:
-        """Greedy, streamed into `answer` while it comes."""
+        """Stream a greedy completion into `answer`."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
@@ -146,7 +146,7 @@ class Api:
 
 @asynccontextmanager
 async def connected(url: str, model: str = MODEL, headers: Mapping[str, str] | None = None) -> AsyncIterator[Api]:
-    connector = aiohttp.TCPConnector(limit=0)  # by default the 101st stream waits for the end of another
-    timeout = aiohttp.ClientTimeout(total=None)  # the test's own limit ends it
+    connector = aiohttp.TCPConnector(limit=0)  # by default the 101st stream waits until another ends
+    timeout = aiohttp.ClientTimeout(total=None)  # the test's own time limit ends it
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         yield Api(url, session, model)

@@ -1,4 +1,4 @@
-"""A client of one scripted request, straight at the inference client: no token may be lost, doubled or out of place."""
+"""A client of one scripted request at the inference client: no token may be lost, doubled or out of order."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ class Reader:
     ) -> None:
         self.request: GenerationRequest = make_request(prompt, ignore_eos=True, **sampling)
         self.tokens: list[int] = []
-        self.longest_silence_seconds = 0.0  # between two of its events
+        self.longest_silence_seconds = 0.0  # between two events of the stream
         self.finished: asyncio.Task[FinishEvent] = asyncio.create_task(self._read(client, terms))
 
     async def _read(self, client: InferenceClient, terms: RetentionTerms | None) -> FinishEvent:

@@ -1,6 +1,7 @@
 """A real worker process on a fake model: python scripted_worker.py [--script-...] WORKER ARGUMENTS.
 
-The tokens are hashes of the prefix, so who resumes a request must continue it exactly. Steps can be slow, hang, raise.
+The tokens are hashes of the prefix, so a worker that resumes a request must continue it exactly. Steps can be slow,
+hang or raise.
 """
 
 import argparse
@@ -57,9 +58,9 @@ def main() -> int:
         nonlocal num_steps
         num_steps += 1
         paced = float(script.script_pace_file.read_text()) if script.script_pace_file else script.script_step_seconds
-        time.sleep(paced)  # the script's own pace, not a wait
+        time.sleep(paced)  # the script's step time, not a wait for an event
         if any(is_lethal(scheduled.sequence) for scheduled in batch.sequences):
-            os._exit(139)  # what a segmentation fault would leave
+            os._exit(139)  # the effect of a segmentation fault
         for scheduled in batch.sequences:
             if script.script_failing_token in scheduled.sequence.prompt_token_ids:
                 executor.failures[scheduled.sequence.request_id] = "scripted failure of a request"

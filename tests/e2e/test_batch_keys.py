@@ -1,4 +1,4 @@
-"""/v1/batches while the gateway is killed, restarted without its file of keys, and then with it: nothing is lost."""
+"""/v1/batches while the gateway is killed, restarted without its key file, and then with it: nothing is lost."""
 
 import asyncio
 from collections.abc import Iterator
@@ -44,14 +44,14 @@ async def restart(fleet: Fleet, valkey: Valkey, tmp_path: Path, *flags: str) -> 
                 await anybody.models.list()
                 return
             except openai.APIError:
-                await asyncio.sleep(0.05)  # polls a process that starts
+                await asyncio.sleep(0.05)  # polls a starting process
 
 
 def client(fleet: Fleet) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{fleet.port}/v1", api_key=KEY)
 
 
-async def test_a_restart_without_keys_loses_no_line(fleet: Fleet, valkey: Valkey, tmp_path: Path) -> None:
+async def test_restart_without_keys_loses_no_batch_line(fleet: Fleet, valkey: Valkey, tmp_path: Path) -> None:
     keys = ["--api-keys-file", str(tmp_path / "keys")]
     await restart(fleet, valkey, tmp_path, *keys)
     async with client(fleet) as owner:
@@ -60,7 +60,7 @@ async def test_a_restart_without_keys_loses_no_line(fleet: Fleet, valkey: Valkey
     while not written.exists() or written.read_bytes().count(b"\n") < 20:
         await asyncio.sleep(0.01)  # polls a file of another process
     await restart(fleet, valkey, tmp_path)
-    async with client(fleet) as anybody:  # a batch of its own ends: this gateway has looked at all there are
+    async with client(fleet) as anybody:  # another batch has ended, so this gateway has read all batches
         own = await begun(anybody, 5)
         while own.status != "completed":
             own = await anybody.batches.retrieve(own.id)
@@ -70,7 +70,7 @@ async def test_a_restart_without_keys_loses_no_line(fleet: Fleet, valkey: Valkey
         batch = await owner.batches.retrieve(batch.id)
         while batch.status != "completed":
             assert batch.status in ("validating", "in_progress", "finalizing"), fleet.all_logs()
-            await asyncio.sleep(0.05)  # as its users do
+            await asyncio.sleep(0.05)  # polls as a client does
             batch = await owner.batches.retrieve(batch.id)
         assert batch.output_file_id is not None and batch.error_file_id is None
         check_results((await owner.files.content(batch.output_file_id)).text, NUM_LINES)

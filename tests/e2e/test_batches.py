@@ -1,4 +1,4 @@
-"""/v1/batches: 600 lines beside a chat load, while the gateway that drives them and a worker are killed midway."""
+"""/v1/batches: 600 lines beside chats, while the gateway that drives them and a worker are killed."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -34,13 +34,15 @@ def fleet(valkey: Valkey, tmp_path: Path, other_port: int) -> Iterator[Fleet]:
 
 @pytest.fixture
 async def api(fleet: Fleet) -> AsyncIterator[Api]:
-    """At the gateway that stays."""
+    """Return the gateway that survives."""
     async with connected(f"http://127.0.0.1:{fleet.port}", "tiny") as api:
         await api.wait_until_ready(fleet, num_workers=2)
         yield api
 
 
-async def test_every_line_has_exactly_one_result(api: Api, fleet: Fleet, other_port: int, tmp_path: Path) -> None:
+async def test_killed_gateway_and_worker_leave_one_result_per_line(
+    api: Api, fleet: Fleet, other_port: int, tmp_path: Path
+) -> None:
     async with chats(api), client_at(fleet.port) as client:
         async with client_at(other_port) as at_the_other:
             batch = await begun(at_the_other)
@@ -52,7 +54,7 @@ async def test_every_line_has_exactly_one_result(api: Api, fleet: Fleet, other_p
             fleet.processes[name].kill()
         while batch.status != "completed":
             assert batch.status in ("validating", "in_progress", "finalizing"), fleet.all_logs()
-            await asyncio.sleep(0.05)  # as its users do
+            await asyncio.sleep(0.05)  # polls as a client does
             batch = await client.batches.retrieve(batch.id)
         assert batch.output_file_id is not None and batch.error_file_id is None
         check_results((await client.files.content(batch.output_file_id)).text)

@@ -1,5 +1,7 @@
-"""README's question over HTTP, in the default number format and by weights of 4 and of 8 bits: one answer, streamed or
-not, cached or not."""
+"""The README's question over HTTP, in the default number format and with weights of 4 and 8 bits.
+
+The answer is the same streamed or not, cached or not.
+"""
 
 import json
 import urllib.request
@@ -28,7 +30,7 @@ def has_library() -> bool:
 
 
 def asked(server: OwnServer, salt: str, stream: bool) -> tuple[str, int]:
-    """The answer, and how many tokens of the prompt were cached. `salt`: prompts share a prefix within it alone."""
+    """Return the answer and the number of cached prompt tokens; only prompts with the same `salt` share prefixes."""
     body = {
         "model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0,
         "max_tokens": 24, "cache_salt": salt, "stream": stream,
@@ -63,12 +65,12 @@ def check_answers(server: OwnServer) -> None:
 
 @needs_library
 @pytest.mark.parametrize("quantization", ["as-stored", "int8"])
-def test_few_bits_answer_as_the_readme_says(demo_model_dir: Path, quantization: str) -> None:
+def test_quantized_weights_give_the_readme_answer(demo_model_dir: Path, quantization: str) -> None:
     flags = [*FLAGS, "--quantization", quantization]
     with own_server(demo_model_dir, MODEL, flags) as server:
         check_answers(server)
 
 
-def test_the_default_answers_as_the_readme_says(demo_model_dir: Path) -> None:
+def test_default_format_gives_the_readme_answer(demo_model_dir: Path) -> None:
     with own_server(demo_model_dir, MODEL, FLAGS) as server:
         check_answers(server)

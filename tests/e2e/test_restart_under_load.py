@@ -1,4 +1,4 @@
-"""kill -9 of the only worker under 30 requests a second: nobody is refused, and every answer is whole."""
+"""kill -9 of the only worker under 30 requests per second: no request is refused, and every answer is complete."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ SHAPE = {
 
 
 class Load:
-    """One streamed request after the other, at an even pace, whatever becomes of those before."""
+    """Sends streamed requests at an even rate, independent of the earlier ones."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -72,7 +72,7 @@ async def load_of(api: Api) -> AsyncIterator[Load]:
 
 
 async def worker_of(serve: psutil.Process, before: psutil.Process | None = None) -> psutil.Process:
-    """The supervisor's, which is another one than `before`."""
+    """Return the supervisor's present worker, which differs from `before`."""
     async with asyncio.timeout(START_SECONDS):
         while True:
             found = [child for child in serve.children() if is_worker(child) and child != before]
@@ -84,12 +84,12 @@ async def worker_of(serve: psutil.Process, before: psutil.Process | None = None)
 def is_worker(process: psutil.Process) -> bool:
     try:
         return "engine_worker" in process.cmdline()
-    except psutil.Error:  # it ended meanwhile, or has not begun
+    except psutil.Error:  # it has ended, or has not begun
         return False
 
 
-async def test_a_killed_worker_refuses_nobody(tmp_path: Path) -> None:
-    """The next one is held up until the gateway has missed the first for long enough to know that none is ready."""
+async def test_killed_worker_refuses_no_request(tmp_path: Path) -> None:
+    """The next worker is delayed until the gateway has missed the first one long enough to report no worker."""
     model = write_tiny_model(tmp_path / MODEL)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **SHAPE}))

@@ -1,4 +1,4 @@
-"""Gateways and a worker as real processes: a gateway is killed in the middle of streams, another one goes on."""
+"""A gateway is killed in the middle of streams, and another one continues them. Real processes."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from tests.conftest import Valkey
 from tests.e2e.fleet import Fleet, connected, running_fleet
 
 SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
-PROMPT = [5, 6, 7]  # the scripted model knows the first thousand tokens
+PROMPT = [5, 6, 7]  # the scripted model has text for the first thousand tokens
 BODIES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1, "seed": 7, "n": 3},
@@ -27,8 +27,8 @@ BODIES: list[dict[str, Any]] = [
 
 
 @dataclass
-class Told:
-    """What a client has of one answer, over all its connections."""
+class ReceivedAnswer:
+    """What a client has received of one answer, over all its connections."""
 
     request_id: str = ""
     last_event_id: str = ""
@@ -60,7 +60,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 async def urls(fleet: Fleet, valkey: Valkey, keys: RedisKeys, demo_model_dir: Path) -> AsyncIterator[list[str]]:
-    """Two gateways, the second of them behind its own port."""
+    """Return two gateways, each with its own port."""
     names = ["--served-model-name", keys.model_name, "--redis-url", valkey.url]
     worker = ["--model", "/none", *names, "--metrics-port", "0", "--worker-id", "w0", "--script-step-seconds", "0.01"]
     fleet.start("w0", SCRIPT, *worker, PYTHONPATH=os.getcwd())
@@ -75,43 +75,43 @@ async def urls(fleet: Fleet, valkey: Valkey, keys: RedisKeys, demo_model_dir: Pa
     yield urls
 
 
-async def test_streams_of_a_killed_gateway_go_on_at_another(
+async def test_streams_of_a_killed_gateway_continue_at_another(
     fleet: Fleet, urls: list[str], scripts: RedisScripts, keys: RedisKeys
 ) -> None:
-    """Each client has every event once, as if nothing had happened; the store and the worker are empty at the end."""
+    """Each client gets every event once, as without the kill; the store and the worker are empty at the end."""
     async with aiohttp.ClientSession() as session:
 
-        async def begin(told: Told, options: dict[str, Any]) -> None:
+        async def begin(received: ReceivedAnswer, options: dict[str, Any]) -> None:
             body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "stream": True, "detach_seconds": 60}
             try:
                 async with session.post(f"{urls[0]}/v1/completions", json={**body, **options}) as reply:
-                    await told.read(reply)
+                    await received.read(reply)
             except aiohttp.ClientError:
                 pass  # the gateway is gone
 
-        answers = [Told() for _ in BODIES]
-        streams = [asyncio.create_task(begin(told, body)) for told, body in zip(answers, BODIES, strict=True)]
-        await asyncio.gather(*(told.has(20) for told in answers))
+        answers = [ReceivedAnswer() for _ in BODIES]
+        streams = [asyncio.create_task(begin(received, body)) for received, body in zip(answers, BODIES, strict=True)]
+        await asyncio.gather(*(received.has(20) for received in answers))
         fleet.processes["g0"].kill()
         await asyncio.gather(*streams)
         assert answers[0].last_event_id != "end"
 
-        for told in answers:
-            await resume(session, urls[1], told)
-            assert told.last_event_id == "end"
-            whole = Told()
-            async with session.get(f"{urls[1]}/v1/requests/{told.request_id}/events") as reply:
+        for received in answers:
+            await resume(session, urls[1], received)
+            assert received.last_event_id == "end"
+            whole = ReceivedAnswer()
+            async with session.get(f"{urls[1]}/v1/requests/{received.request_id}/events") as reply:
                 await whole.read(reply)
-            assert sorted(told.data) == sorted(whole.data)  # of several choices each in its order
-            async with session.get(f"{urls[1]}/v1/requests/{told.request_id}") as reply:
+            assert sorted(received.data) == sorted(whole.data)  # each choice in its order
+            async with session.get(f"{urls[1]}/v1/requests/{received.request_id}") as reply:
                 assert (await reply.json())["state"] == "finished"
     for queue in keys.queues:
         assert await scripts.redis.xlen(queue) == 0
         assert (await scripts.redis.xpending(queue, GROUP))["pending"] == 0
 
 
-async def resume(session: aiohttp.ClientSession, url: str, told: Told) -> None:
-    headers = {"Last-Event-ID": told.last_event_id}
-    async with session.get(f"{url}/v1/requests/{told.request_id}/events", headers=headers) as reply:
+async def resume(session: aiohttp.ClientSession, url: str, received: ReceivedAnswer) -> None:
+    headers = {"Last-Event-ID": received.last_event_id}
+    async with session.get(f"{url}/v1/requests/{received.request_id}/events", headers=headers) as reply:
         if reply.status != 204:
-            await told.read(reply)
+            await received.read(reply)

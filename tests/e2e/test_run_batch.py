@@ -1,4 +1,4 @@
-"""run-batch beside a chat load, and a worker killed midway: every line has exactly one result."""
+"""run-batch beside chats, with a worker killed in between: every line has exactly one result."""
 
 import asyncio
 import sys
@@ -46,11 +46,11 @@ async def run_batch(fleet: Fleet, folder: Path, *, kill_midway: bool) -> None:
     assert await process.wait() == 0, fleet.all_logs()
 
 
-async def test_every_line_has_exactly_one_result(api: Api, fleet: Fleet, tmp_path: Path) -> None:
+async def test_killed_worker_leaves_one_result_per_line(api: Api, fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(batch_lines(NUM_LINES)))
     async with chats(api):
         await run_batch(fleet, tmp_path, kill_midway=True)
     before = (tmp_path / "out.jsonl").read_bytes()
     check_results(before.decode(), NUM_LINES)
-    await run_batch(fleet, tmp_path, kill_midway=False)  # there is nothing left to ask
+    await run_batch(fleet, tmp_path, kill_midway=False)  # no line is left
     assert (tmp_path / "out.jsonl").read_bytes() == before

@@ -1,6 +1,6 @@
-"""`pagestream serve` as a newcomer runs it: the demo model, a real answer, deaths in the middle of it, no orphans.
+"""`pagestream serve` as a new user runs it: the demo model, a real answer, kills during an answer, no orphans.
 
-The tests share one, as it starts for seconds: it is as whole after a disaster as before.
+The tests share one server, because a start takes seconds; after each fault it must be complete again.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from tests.patience import PATIENCE_SECONDS
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper and his dog."}]
-START_SECONDS = 180.0  # with cached weights it takes 8 s; a busy CI machine is given twenty times as much
+START_SECONDS = 180.0  # 8 s with cached weights; the limit suits a busy CI machine
 STOP_SECONDS = 100.0
 MODEL = "SmolLM2-135M-Instruct"
 NUM_STORY_TOKENS = 60
 MAX_WAKES_A_SECOND = 30
-NUM_PROMPT_TOKENS = 32  # of each of several prompts: nobody runs ahead of the only worker
+NUM_PROMPT_TOKENS = 32  # per prompt; the only worker computes them all together
 
 pytestmark = [
     pytest.mark.timeout(500),
@@ -48,7 +48,7 @@ pytestmark = [
 
 
 class Serve:
-    """A running `pagestream serve`, its lines, and a minimal client of its API."""
+    """A running `pagestream serve`, its output lines, and a minimal client of its API."""
 
     def __init__(self, state: Path, *arguments: str) -> None:
         self.state = state
@@ -56,7 +56,7 @@ class Serve:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
         environ["XDG_STATE_HOME"] = str(state)
         argv = [sys.executable, "-m", "pagestream", "serve", "--port", str(self.port), "--dtype", "float32", *arguments]
-        # One thread: two that wait for each other at every operator crawl when a third process wants a core.
+        # One thread, because two that spin for each other are slow when a third process needs a core.
         argv += ["--kv-cache-memory-bytes", "512M", "--num-threads", "1"]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
         self.lines: list[str] = []
@@ -89,7 +89,7 @@ class Serve:
                 return error.code, json.load(error)
 
     def chat(self, messages: list[dict[str, str]], **options: object) -> Iterator[str]:
-        """The pieces of a streamed answer; ends with its finish reason."""
+        """Yield the pieces of a streamed answer; the last is its finish reason."""
         body = {"model": MODEL, "messages": messages, "temperature": 0, "stream": True, **options}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode(),
@@ -123,7 +123,7 @@ class Serve:
 
 @pytest.fixture(scope="module")
 def started(demo_model_dir: Path) -> Iterator[list[Serve]]:
-    """All of this file, each with a directory of its own; the last one serves, unless a test has ended it."""
+    """Yield the servers of this file, each with a directory; the last one runs unless a test has ended it."""
     serves: list[Serve] = []
     yield serves
     for one in serves:
@@ -132,22 +132,22 @@ def started(demo_model_dir: Path) -> Iterator[list[Serve]]:
 
 
 def begin(started: list[Serve]) -> Serve:
-    started.append(Serve(Path(tempfile.mkdtemp(prefix="ps-"))))  # tmp_path is too long for a socket
+    started.append(Serve(Path(tempfile.mkdtemp(prefix="ps-"))))  # tmp_path is too long for a unix socket
     return started[-1]
 
 
 @pytest.fixture
 def serve(started: list[Serve]) -> Serve:
-    """One that is ready, whatever the test before has done to it."""
+    """Return a ready server, whatever the test before has done."""
     one = started[-1] if started and started[-1].process.poll() is None else begin(started)
     one.wait_for_line("Ready after")
     while serve_phase(one) != "ready":
-        time.sleep(0.1)  # polls other processes: there is nothing to wait on
+        time.sleep(0.1)  # polls other processes, which have no event to wait for
     return one
 
 
 def worker_ids(state: Path) -> list[str]:
-    """Of all workers that the store of a `serve` knows."""
+    """Return the ids of all workers in the store of a `serve`."""
 
     async def ask() -> list[str]:
         connections = connect(f"unix://{state}/pagestream/store/valkey.sock")
@@ -164,7 +164,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return alive == []
 
 
-def test_from_the_first_phase_to_an_answer(started: list[Serve]) -> None:
+def test_serve_starts_and_answers(started: list[Serve]) -> None:
     serve = begin(started)
     phases = [serve_phase(serve)]
     while phases[-1] != "ready":
@@ -177,12 +177,12 @@ def test_from_the_first_phase_to_an_answer(started: list[Serve]) -> None:
     assert any("on the CPU: expect" in line for line in serve.lines)
     assert "Paris" in "".join(serve.chat(PARIS))
     assert [model["id"] for model in serve.get("/v1/models")[1]["data"]] == [MODEL]
-    # Store, gateway and worker; the gateway's processes for long requests are its own children.
+    # Store, gateway and worker; the gateway's processes for slow work are its own children.
     assert len(psutil.Process(serve.process.pid).children()) == 3
 
 
 def serve_phase(serve: Serve) -> str:
-    """The phase that /ready tells; empty before anyone listens."""
+    """Return the phase that /ready reports; empty before a gateway listens."""
     assert serve.process.poll() is None, "\n".join(serve.lines)
     try:
         return str(serve.get("/ready")[1]["phase"])
@@ -191,7 +191,7 @@ def serve_phase(serve: Serve) -> str:
 
 
 def story_with(serve: Serve, disaster: Callable[[], None]) -> list[str]:
-    """Return the pieces of a stream in the middle of which `disaster` happens."""
+    """Return the pieces of a stream during which `disaster` happens."""
     pieces = []
     for piece in serve.chat(STORY, max_tokens=NUM_STORY_TOKENS):
         pieces.append(piece)
@@ -205,21 +205,21 @@ def undisturbed(serve: Serve) -> str:
     return "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
 
 
-def test_an_idle_server_does_at_a_tick_what_it_does_each_second(serve: Serve) -> None:
-    """Its wakes are counted, as a busy machine makes its CPU time longer, not them: 22 a second of all processes."""
+def test_idle_server_wakes_only_with_its_tick(serve: Serve) -> None:
+    """Count wakes instead of CPU time, which depends on the machine's load: 22 per second for all processes."""
     pids = [serve.process.pid, *(child.pid for child in serve.family())]
     assert least_share(lambda: sum(map(num_wakes, pids)), MAX_WAKES_A_SECOND, window_seconds=5.0) <= MAX_WAKES_A_SECOND
 
 
-async def test_a_killed_worker_costs_no_token_with_only_the_supervisor_to_restart_it(serve: Serve) -> None:
+async def test_killed_worker_loses_no_token_under_the_supervisor(serve: Serve) -> None:
     (worker,) = serve.workers()
     async with connected(f"http://127.0.0.1:{serve.port}", MODEL) as api:
         await kill_in_the_middle(api, worker.kill, NUM_PROMPT_TOKENS)
     serve.wait_for_line(f"worker-0  died (signal 9); {len(PROMPTS)} requests requeued")
 
 
-def test_what_a_stopped_worker_held_is_requeued_at_once_and_it_serves_on_when_it_wakes(serve: Serve) -> None:
-    """Nobody waits for its heartbeats to be missed: its parent sees the stop, and it finds itself fenced."""
+def test_stopped_worker_is_requeued_at_once_and_serves_on_waking(serve: Serve) -> None:
+    """The supervisor sees the stop and requeues before heartbeats are missed; the woken worker is fenced."""
     expected = undisturbed(serve)
     (worker,) = serve.workers()
 
@@ -233,15 +233,13 @@ def test_what_a_stopped_worker_held_is_requeued_at_once_and_it_serves_on_when_it
     assert serve.workers() == [worker]
 
 
-def test_the_store_keeps_what_was_accepted_when_it_is_killed(serve: Serve) -> None:
+def test_killed_store_keeps_accepted_requests(serve: Serve) -> None:
     expected = undisturbed(serve)
     (store,) = [child for child in serve.family() if "valkey" in child.name()]
     assert "".join(story_with(serve, store.kill)) == expected
 
 
-def test_no_orphan_stays_when_the_supervisor_is_killed_and_the_next_start_serves(
-    started: list[Serve], serve: Serve
-) -> None:
+def test_killed_supervisor_leaves_no_orphan_and_restarts(started: list[Serve], serve: Serve) -> None:
     family = serve.family()
     stream = serve.chat(STORY, max_tokens=200)
     next(stream)
@@ -254,12 +252,13 @@ def test_no_orphan_stays_when_the_supervisor_is_killed_and_the_next_start_serves
     serve.close()
     again = started[-1] = Serve(serve.state)
     again.wait_for_line("Ready after")
-    # Heartbeats would tell only after 15 s that the first fleet is dead; a fresh store's supervisor knows at once.
+    # Missed heartbeats would show only after 15 s that the first fleet is dead; the supervisor of a new store sees it
+    # at once.
     assert not any(worker_id.startswith(first_fleet) for worker_id in worker_ids(again.state))
     assert "Paris" in "".join(again.chat(PARIS))
 
 
-def test_an_orderly_end_leaves_no_process(serve: Serve) -> None:
+def test_orderly_stop_leaves_no_process(serve: Serve) -> None:
     family = serve.family()
     serve.process.send_signal(signal.SIGTERM)
     assert serve.process.wait(STOP_SECONDS) == 0

@@ -1,4 +1,4 @@
-"""`pagestream serve` of a model whose generation_config.json has defaults: they hold, or a flag leaves them alone."""
+"""`pagestream serve` applies defaults of the model's generation_config.json unless a flag turns them off."""
 
 import json
 import tempfile
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(500)
 
 @contextmanager
 def served(*arguments: str) -> Iterator[Serve]:
-    with tempfile.TemporaryDirectory(prefix="ps-") as state:  # tmp_path is too long for a socket
+    with tempfile.TemporaryDirectory(prefix="ps-") as state:  # tmp_path is too long for a unix socket
         one = Serve(Path(state), *arguments)
         try:
             one.wait_for_line("Ready after")
@@ -37,7 +37,7 @@ def response(serve: Serve, **fields: Any) -> Any:
         return json.load(answer)
 
 
-def test_defaults_of_the_model(tmp_path: Path) -> None:
+def test_model_defaults_apply_unless_turned_off(tmp_path: Path) -> None:
     model = write_model(write_tiny_model(tmp_path / "model"), vocab_size=VOCAB_SIZE)
     path, defaults = model / "generation_config.json", {"temperature": 0.5, "max_new_tokens": 3}
     path.write_text(json.dumps(json.loads(path.read_text()) | defaults))

@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def state() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ps-") as directory:  # tmp_path is too long for a socket
+    with tempfile.TemporaryDirectory(prefix="ps-") as directory:  # tmp_path is too long for a unix socket
         yield Path(directory)
 
 
@@ -58,7 +58,7 @@ def test_second_serve_of_other_weights_refuses(
 
 
 def test_serve_after_kill_changes_dtype_at_once(demo_model_dir: Path, state: Path, running: list[Serve]) -> None:
-    """The store outlives both, so only `serve` itself knows that its former workers died with it."""
+    """The store outlives both, so only `serve` itself can tell that its former workers died with it."""
     store_directory = state / "store-of-others"
     store_directory.mkdir()
     store = Store(store_directory)

@@ -1,4 +1,4 @@
-"""`pagestream serve --models-file`: two small models, a worker each; one's death is no concern of the other."""
+"""`pagestream serve --models-file`: two small models, a worker each; one's death does not affect the other."""
 
 import sys
 import tempfile
@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    with tempfile.TemporaryDirectory(prefix="ps-") as directory:  # tmp_path is too long for a socket
+    with tempfile.TemporaryDirectory(prefix="ps-") as directory:  # tmp_path is too long for a unix socket
         model = write_model(write_tiny_model(Path(directory, "tiny")), vocab_size=VOCAB_SIZE)
         models_file = Path(directory, "models.toml")
         models_file.write_text(
@@ -37,7 +37,7 @@ def answer(serve: Serve, model: str, max_tokens: int) -> Iterator[str]:
     return serve.chat([{"role": "user", "content": "hi"}], model=model, max_tokens=max_tokens, ignore_eos=True)
 
 
-def test_two_models_live_and_die_apart(serve: Serve) -> None:
+def test_death_of_one_model_does_not_affect_the_other(serve: Serve) -> None:
     serve.wait_for_line("Ready after")
     assert "first, second, 1 gateway, 2 engine workers" in serve.lines[0]
     listed = {model["id"]: model["max_model_len"] for model in serve.get("/v1/models")[1]["data"]}

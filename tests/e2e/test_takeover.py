@@ -15,7 +15,7 @@ from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, running_fleet
 pytestmark = pytest.mark.timeout(900)
 
 NUM_TOKENS = 64
-WORDS = {"guided_regex": "([A-Z][a-z]+ ){200}"}  # the new owner advances the grammar over the journal
+WORDS = {"guided_regex": "([A-Z][a-z]+ ){200}"}  # the new owner advances the grammar over the journal's tokens
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -28,7 +28,7 @@ PROMPTS = [
 ]
 
 
-async def test_a_second_worker_takes_over(valkey: Valkey, demo_model_dir: Path, tmp_path: Path) -> None:
+async def test_second_worker_takes_over_streams(valkey: Valkey, demo_model_dir: Path, tmp_path: Path) -> None:
     with running_fleet(tmp_path / "logs") as fleet:
         common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey.url]
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
@@ -51,7 +51,7 @@ async def kill_in_the_middle(api: Api, kill: Callable[[], None], num_tokens: int
         asyncio.create_task(api.complete(answer, prompt, num_tokens, **options))
         for answer, (prompt, options) in zip(answers, asked, strict=True)
     ]
-    # Early: on a busy machine one of two workers may be far ahead of the other.
+    # Early, because on a busy machine one of two workers may be far ahead of the other.
     while min(len(answer.pieces) for answer in answers) < 4:
         await asyncio.sleep(0.01)
     assert not any(answer.is_over for answer in answers)
@@ -67,11 +67,11 @@ async def kill_in_the_middle(api: Api, kill: Callable[[], None], num_tokens: int
 
 
 def kill_the_busiest(fleet: Fleet, valkey: Valkey) -> None:
-    """Of the two workers, the one that holds more of the streams."""
+    """Kill the one of two workers that holds more of the streams."""
     with redis.Redis(unix_socket_path=valkey.socket_path) as client:
         queue = RedisKeys(MODEL).queue("interactive")
         held = {consumer["name"].decode(): consumer["pending"] for consumer in client.xinfo_consumers(queue, GROUP)}
-    # Each is held, or ended in the store while its client still reads: on a busy machine one worker may be far ahead.
+    # Each request is held, or has ended in the store while its client still reads.
     assert len(PROMPTS) // 2 < sum(held.values()) <= len(PROMPTS)
     busiest = max(held, key=lambda worker_id: held[worker_id])
     print(f"killing {busiest} of {held}")

@@ -1,4 +1,4 @@
-"""Ends of a worker process on a fake model: hung, failed, told to stop. No token is lost in any of them."""
+"""A worker process on a fake model hangs, fails or is stopped. No token is lost in any case."""
 
 import asyncio
 import signal
@@ -31,7 +31,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def start(fleet: Fleet, valkey: Valkey, keys: RedisKeys) -> Start:
-    """start("w0", *flags): a scripted worker of the test's model."""
+    """Return a function that starts a scripted worker of the test's model."""
 
     def start(name: str, *flags: str) -> "subprocess.Popen[bytes]":
         argv = ["--model", "/none", "--served-model-name", keys.model_name, "--redis-url", valkey.url]
@@ -53,22 +53,22 @@ async def exit_status(process: "subprocess.Popen[bytes]") -> int:
     return await asyncio.to_thread(process.wait, STOP_SECONDS)
 
 
-async def test_a_hung_step_ends_the_process_and_dumps_the_stacks(
+async def test_hung_step_ends_the_process_and_dumps_stacks(
     start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
 ) -> None:
     hung = start("w0", "--script-hang-at-step", "5", "--step-timeout-seconds", "2")
     reader = Reader(client, max_tokens=30)
     assert await exit_status(hung) == 86
     assert "before_step" in fleet.log("w0")  # where it hangs
-    await reap_workers_with_prefix(connections.commands, keys, "w0")  # what the supervisor does
+    await reap_workers_with_prefix(connections.commands, keys, "w0")  # as the supervisor does
     start("w1")
     await reader.check_complete()
 
 
-async def test_others_go_on_at_once_with_what_a_worker_that_hangs_held(
+async def test_requests_of_a_hung_worker_continue_at_once_elsewhere(
     start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
 ) -> None:
-    """Nobody reaps it, and the other one would miss its heartbeats for ten minutes first."""
+    """Nothing reaps the worker, and the other one would miss its heartbeats only after ten minutes."""
     hung = start("w0", "--script-hang-at-step", "5", "--step-timeout-seconds", "2")
     reader = Reader(client, max_tokens=30)
     assert await exit_status(hung) == 86
@@ -79,7 +79,7 @@ async def test_others_go_on_at_once_with_what_a_worker_that_hangs_held(
     assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
 
 
-async def test_an_exception_in_a_step_ends_the_process_with_its_stack(
+async def test_exception_in_a_step_ends_the_process_with_its_stack(
     start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
 ) -> None:
     failed = start("w0", "--script-raise-at-step", "9")
@@ -91,24 +91,24 @@ async def test_an_exception_in_a_step_ends_the_process_with_its_stack(
     await reader.check_complete()
 
 
-async def test_others_go_on_at_once_with_what_a_worker_that_failed_held(
+async def test_requests_of_a_failed_worker_continue_at_once_elsewhere(
     start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
 ) -> None:
-    """Nobody reaps it, and the other one would miss its heartbeats for ten minutes first."""
+    """Nothing reaps the worker, and the other one would miss its heartbeats only after ten minutes."""
     failed = start("w0", "--script-raise-at-step", "9")
     reader = Reader(client, max_tokens=30)
     assert await exit_status(failed) == 1
     start("w1", "--dead-after", "600")
     await reader.check_complete()
     assert "others go on: ReapSummary(requeued=1" in fleet.log("w0")
-    # A crash as any other, or a request that fails every worker would never be given up.
+    # It counts as a crash; otherwise a request that fails every worker would never be given up.
     assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
 
 
-async def test_others_go_on_at_once_with_what_rank_0_of_a_group_held_when_it_was_killed(
+async def test_requests_of_a_killed_rank_0_continue_at_once_elsewhere(
     start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys
 ) -> None:
-    """It can say nothing, nobody supervises it, and the other one would miss its heartbeats for ten minutes first."""
+    """It has no supervisor, and the other worker would miss its heartbeats only after ten minutes."""
     killed = start("w0", "--script-step-seconds", "0.02", "--tensor-parallel-size", "2")
     reader = Reader(client, max_tokens=200)
     await reader.has(5)
@@ -127,7 +127,7 @@ async def test_sigterm_lets_running_requests_end(start: Start, client: Inference
     await reader.check_complete()
 
 
-async def test_what_a_drain_has_no_time_for_is_taken_over_at_once(
+async def test_unfinished_requests_of_a_drain_continue_at_once(
     start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys
 ) -> None:
     leaving = start("w0", "--script-step-seconds", "0.02", "--drain-seconds", "0.1")
@@ -139,11 +139,11 @@ async def test_what_a_drain_has_no_time_for_is_taken_over_at_once(
     num_tokens = len(reader.tokens)
     assert num_tokens < 400
     await reader.check_complete()
-    # Handed back, not missed and reaped: that would be another attempt, and rolling restarts would make dead letters.
+    # Handed back, not reaped: reaping counts an attempt, so rolling restarts would make dead letters.
     assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"1"
 
 
-async def test_a_second_sigterm_ends_the_process_at_once(start: Start, client: InferenceClient, fleet: Fleet) -> None:
+async def test_second_sigterm_ends_the_process_at_once(start: Start, client: InferenceClient, fleet: Fleet) -> None:
     worker = start("w0", "--script-step-seconds", "0.02")
     reader = Reader(client, max_tokens=1900)
     await reader.has(5)
@@ -161,7 +161,7 @@ async def test_a_second_sigterm_ends_the_process_at_once(start: Start, client: I
     [{"n": 2, "temperature": 1.0, "seed": 3}, {"n": 2, "use_beam_search": True, "beam_width": 3}],
     ids=["samples", "beams"],
 )
-async def test_a_group_survives_the_kill_of_its_worker(
+async def test_sequence_groups_survive_the_kill_of_their_worker(
     start: Start,
     client: InferenceClient,
     connections: RedisConnections,
@@ -169,12 +169,12 @@ async def test_a_group_survives_the_kill_of_its_worker(
     fleet: Fleet,
     sampling: dict[str, Any],
 ) -> None:
-    """Samples go on where each was; a search begins anew. Every choice comes whole, once."""
+    """Sampled choices continue where each was; a beam search starts again. Every choice is complete, once."""
     first = start("w0", "--script-step-seconds", "0.01")
     request = make_request(20, ignore_eos=True, max_tokens=60, **sampling)
     stream = await client.submission.submit(request)
     async with asyncio.timeout(STOP_SECONDS):
-        # A search only says that it goes on: three bytes of the journal a step.
+        # A search writes only progress frames: three journal bytes per step.
         while await connections.commands.strlen(keys.journal(request.request_id)) < 100:
             await asyncio.sleep(0.005)
     first.kill()

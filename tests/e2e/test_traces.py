@@ -1,4 +1,4 @@
-"""A request's trace as a collector gets it from real processes: one trace, through the gateway and each worker."""
+"""A request's trace as a collector receives it from real processes: one trace through the gateway and each worker."""
 
 import asyncio
 import signal
@@ -17,7 +17,7 @@ MODEL = "tiny"
 SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
 TRACE_ID, CLIENT_SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CLIENT = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN_ID}-01"}
-EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds that the SDK gathers spans for, instead of 5 s
+EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds until the SDK exports its spans, instead of 5 s
 SPANS_SECONDS = 100.0
 
 
@@ -34,11 +34,11 @@ class Stack:
         self.fleet.start(name, SCRIPT, *script, *self._common, *flags, PYTHONPATH=".", **EXPORT)
 
     async def spans(self, number: int) -> list[ReceivedSpan]:
-        """Once there are `number` of them."""
+        """Return the spans once there are `number` of them."""
         deadline = time.monotonic() + SPANS_SECONDS
         while len(self.collector.spans) < number:
             assert time.monotonic() < deadline, f"{self.collector.spans}\n{self.fleet.all_logs()}"
-            await asyncio.sleep(0.02)  # polls what other processes send
+            await asyncio.sleep(0.02)  # polls spans that other processes send
         return list(self.collector.spans)
 
 
@@ -54,7 +54,7 @@ async def complete(stack: Stack, answer: Answer, max_tokens: int) -> Answer:
         return await api.complete(answer, "the end", max_tokens)
 
 
-async def test_queue_prefill_and_decode_of_each_worker_are_parts_of_the_gateways_span(stack: Stack) -> None:
+async def test_worker_spans_are_children_of_the_gateways_span(stack: Stack) -> None:
     stack.start_worker("w0")
     answer = Answer()
     asked = asyncio.create_task(complete(stack, answer, max_tokens=60))
@@ -63,7 +63,7 @@ async def test_queue_prefill_and_decode_of_each_worker_are_parts_of_the_gateways
         assert time.monotonic() < deadline and not asked.done(), stack.fleet.all_logs()
         await asyncio.sleep(0.01)  # polls the stream that another task reads
     stack.start_worker("w1")
-    stack.fleet.processes["w0"].send_signal(signal.SIGTERM)  # it hands the request back
+    stack.fleet.processes["w0"].send_signal(signal.SIGTERM)  # the worker hands the request back
     await asyncio.to_thread(stack.fleet.processes["w0"].wait, STOP_SECONDS)
     await asked
     spans = {(span.attributes.get("worker"), span.name): span for span in await stack.spans(6)}
@@ -77,4 +77,4 @@ async def test_queue_prefill_and_decode_of_each_worker_are_parts_of_the_gateways
     assert spans["w0", "prefill"].ended_nanoseconds <= queue.ended_nanoseconds == prefill.began_nanoseconds
     assert prefill.ended_nanoseconds == decode.began_nanoseconds <= decode.ended_nanoseconds
     assert decode.attributes["gen_ai.request.model"] == MODEL and decode.attributes["reason"] == "length"
-    assert len(stack.collector.spans) == 6  # probes are no requests
+    assert len(stack.collector.spans) == 6  # probes are not traced

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for one test: OTLP over HTTP, as the SDK's exporter sends it; keeps every span it gets."""
+"""An OpenTelemetry collector for one test: it receives OTLP over HTTP from the SDK's exporter and keeps every span."""
 
 import threading
 from collections.abc import Iterator

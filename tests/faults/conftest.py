@@ -1,4 +1,4 @@
-"""A store of the test's own that can be killed, a network in front of it that can fail, and workers on a fake model."""
+"""A store that can be killed, a network in front of it that can fail, and workers on a fake model."""
 
 import asyncio
 import os
@@ -27,13 +27,13 @@ SCRIPT = str(Path(__file__).parents[1] / "e2e" / "scripted_worker.py")
 
 @dataclass
 class Store:
-    """A server process on a TCP port; what its append-only file holds survives kill() and start()."""
+    """A server process on a TCP port; the content of its append-only file survives kill() and start()."""
 
     directory: Path
     append_only: bool = True
     append_fsync: str = "always"
-    environ: dict[str, str] = field(default_factory=dict)  # beside ours
-    options: list[str] = field(default_factory=list)  # beside ours
+    environ: dict[str, str] = field(default_factory=dict)  # besides ours
+    options: list[str] = field(default_factory=list)  # besides ours
     port: int = field(default_factory=free_port)
     process: "subprocess.Popen[bytes] | None" = None
 
@@ -55,7 +55,7 @@ class Store:
                     client.ping()
                     return
                 except redis.ConnectionError:
-                    time.sleep(0.02)  # polls an outside process: nothing to wait on
+                    time.sleep(0.02)  # polls an external process, which has no event to wait for
         raise AssertionError((self.directory / "log").read_text())
 
     def kill(self) -> None:
@@ -105,7 +105,7 @@ class World:
         return [int(await self.connections.commands.hget(id_, "attempt") or 0) for id_ in ids]
 
     async def has_ready(self, *names: str) -> None:
-        """Workers of these names have been heard ready by the client."""
+        """Return whether the client has received READY heartbeats of these workers."""
         async with asyncio.timeout(START_SECONDS):
             while not set(names) <= self._ready_names():
                 await asyncio.sleep(0.02)
@@ -115,13 +115,13 @@ class World:
         return {beat.worker_id.split(".")[0] for beat in beats if beat.phase is WorkerPhase.READY}
 
     async def logged(self, name: str, text: str, times: int = 1) -> None:
-        """The process of this name has said so."""
+        """Return whether the log of the process contains the text."""
         async with asyncio.timeout(START_SECONDS):
             while self.fleet.log(name).count(text) < times:
                 await asyncio.sleep(0.02)
 
     async def nothing_is_left(self) -> None:
-        """No request is queued or pending."""
+        """Return whether no request is queued or pending."""
         for queue in self.keys.queues:
             assert await self.connections.commands.xlen(queue) == 0
             assert (await self.connections.commands.xpending(queue, GROUP))["pending"] == 0
@@ -164,4 +164,4 @@ async def start_world(store: Store, proxy: TcpProxy, keys: RedisKeys, tmp_path: 
         for world in opened:
             await world.client.close()
             await world.connections.aclose()
-        await asyncio.sleep(0)  # lets the transports of closed connections report their end to the loop
+        await asyncio.sleep(0)  # closed transports report their end in the next loop iteration

@@ -1,4 +1,4 @@
-"""What may happen to any process of a site at any time. Each leaves behind a site that is whole again."""
+"""Random faults of the processes of a site. Each fault is repaired before it returns."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import redis
 from tests.faults.site import Site
 from tests.faults.tcp_proxy import TcpProxy
 
-MAX_PAUSE_SECONDS = 6.0  # twice --dead-after: some of the paused are reaped, others are not
+MAX_PAUSE_SECONDS = 6.0  # twice --dead-after: some paused workers are reaped, others are not
 MAX_STORE_OUTAGE_SECONDS = 1.5
 MAX_CALM_SECONDS = 4.0
 MAX_PROXY_FAULT_SECONDS = 4.0
@@ -21,14 +21,14 @@ MAX_PROXY_FAULT_SECONDS = 4.0
 
 class Disasters:
     def __init__(self, site: Site, source: random.Random, least: int) -> None:
-        """`least`: how many there are at least, however long each takes."""
+        """Create a sequence of faults; at least `least` happen, however long each takes."""
         self._site = site
         self._random = source
         self._least = least
         self.counts: Counter[str] = Counter()
 
     async def run(self, seconds: float) -> None:
-        """One after the other for so long; the last one is over when this returns."""
+        """Run faults one after the other for this long; the last one has ended on return."""
         ends_at = time.monotonic() + seconds
         kinds = [
             self._worker_killed, self._worker_killed, self._worker_paused, self._worker_drained, self._gateway_killed,
@@ -37,7 +37,7 @@ class Disasters:
         if self._site.proxies:
             kinds += 2 * [self._proxy_resets, self._proxy_closes, self._proxy_stalls]
         while time.monotonic() < ends_at or self.counts.total() < self._least:
-            await asyncio.sleep(self._random.uniform(0.5, MAX_CALM_SECONDS))  # the faults' rhythm
+            await asyncio.sleep(self._random.uniform(0.5, MAX_CALM_SECONDS))  # interval between faults
             disaster = self._random.choice(kinds)
             self.counts[disaster.__name__.strip("_")] += 1
             await disaster()
@@ -56,7 +56,7 @@ class Disasters:
         name = self._worker()
         is_up = _catches(self._site.fleet.processes[name].pid, signal.SIGTERM)
         status = await self._site.end(name)
-        # One that still imports itself has claimed nothing: the signal ends it as it ends any process.
+        # A worker that is still importing has claimed nothing; the signal ends it as any process.
         ended_well = status == 0 or (status == -signal.SIGTERM and not is_up)
         assert ended_well, f"a drained worker ended with {status}"
         self._site.start_worker()
@@ -87,7 +87,7 @@ class Disasters:
         self._proxy().cut()
 
     async def _proxy_closes(self) -> None:
-        """It accepts, and closes: what every proxy does while the store behind it is away."""
+        """Accept and close connections, as a proxy does while its store is away."""
         proxy = self._proxy()
         proxy.is_down = True
         proxy.cut()
@@ -95,7 +95,7 @@ class Disasters:
         proxy.is_down = False
 
     async def _proxy_stalls(self) -> None:
-        """Bytes vanish, connections stay; then they are reset."""
+        """Drop bytes on open connections, then reset them."""
         proxy = self._proxy()
         proxy.is_silent = True
         await asyncio.sleep(self._random.uniform(0.5, MAX_PROXY_FAULT_SECONDS))
@@ -114,7 +114,7 @@ class Disasters:
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether the process has a handler of its own for the signal (proc(5): SigCgt is a mask of those)."""
+    """Return whether the process handles the signal; SigCgt in proc(5) is a mask of handled signals."""
     status = Path(f"/proc/{pid}/status").read_text()
     (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(mask, 16) >> (number - 1) & 1)

@@ -1,11 +1,10 @@
-"""make faults-group: ranks of groups are killed at random moments of their lives, a hundred times, under streams.
+"""make faults-group: kill ranks of groups at random moments, a hundred times, while streams run.
 
     python -m tests.faults.group_mix --rounds 100 [--ranks N] [--seed N] [--json FILE]
 
-A round kills one rank of one of two groups: while it loads, warms up, prefills, decodes or drains. The other group goes
-on with the streams, each of which must get the tokens of an undisturbed run, every one once; then nothing of the
-killed group and no request may be left. What a dead rank 0 held is requeued as `serve` does it. Prints each round and
-then a report, of what was played if a round fails; ends with 1 when a promise was broken.
+Each round kills one rank of one of two groups: while it loads, warms up, prefills, decodes or drains. Each stream must
+get the tokens of an undisturbed run, once; nothing of the killed group and no request may be left. What a dead rank 0
+held is requeued as `serve` does it. Prints each round and a report; exits with 1 if a promise was broken.
 """
 
 import argparse
@@ -41,7 +40,7 @@ from tests.faults.group_site import FLAGS, Groups, outputs
 from tests.faults.tcp_proxy import TcpProxy
 
 MOMENTS = ("load", "warm-up", "prefill", "decode", "drain")
-PHASES = {"load": ("import", "join", "load"), "warm-up": ("serve",)}  # of the follower, which rank 0 waits for
+PHASES = {"load": ("import", "join", "load"), "warm-up": ("serve",)}  # phases of the follower that rank 0 waits for
 LENGTHS = (3, 40, 200, 700)
 MOST_TOKENS = 300
 NUM_STREAMS = 4
@@ -55,11 +54,11 @@ class Report:
     streams: int = 0
     taken_over: int = 0
     wrong: list[str] = field(default_factory=list)
-    silences_seconds: list[float] = field(default_factory=list)  # the longest of each stream that was taken over
-    other_silences_seconds: list[float] = field(default_factory=list)  # of each that was not
+    silences_seconds: list[float] = field(default_factory=list)  # longest silence of each stream that was taken over
+    other_silences_seconds: list[float] = field(default_factory=list)  # longest silence of each other stream
     gone_seconds: list[float] = field(default_factory=list)  # from each kill until no rank and no memory was left
-    wills_gone_seconds: list[float] = field(default_factory=list)  # and until the last will had ended
-    loads: list[float] = field(default_factory=list)  # of the machine, at the end of each round
+    wills_gone_seconds: list[float] = field(default_factory=list)  # and until the exit reaper had ended
+    loads: list[float] = field(default_factory=list)  # load of the machine at the end of each round
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -68,16 +67,16 @@ class Report:
             "streams": self.streams,
             "taken_over": self.taken_over,
             "wrong": self.wrong,
-            "silence_of_taken_over_seconds": _told(self.silences_seconds, over=2.0),
-            "silence_of_others_seconds": _told(self.other_silences_seconds, over=2.0),
-            "gone_seconds": _told(self.gone_seconds, over=1.0),
-            "last_will_gone_seconds": _told(self.wills_gone_seconds, over=1.0),
-            "load_average": _told(self.loads),
+            "silence_of_taken_over_seconds": _summary(self.silences_seconds, over=2.0),
+            "silence_of_others_seconds": _summary(self.other_silences_seconds, over=2.0),
+            "gone_seconds": _summary(self.gone_seconds, over=1.0),
+            "last_will_gone_seconds": _summary(self.wills_gone_seconds, over=1.0),
+            "load_average": _summary(self.loads),
         }
 
 
-def _told(values: list[float], over: float | None = None) -> dict[str, float]:
-    """`over`: how many there are above it is told too."""
+def _summary(values: list[float], over: float | None = None) -> dict[str, float]:
+    """Summarize values; with `over`, also how many are above it."""
     if not values:
         return {}
     figures = {name: round(value, 3) for name, value in distribution(values).items()}
@@ -88,7 +87,7 @@ class Rounds:
     def __init__(self, world: World, groups: Groups, source: random.Random, report: Report) -> None:
         self._world, self._groups, self._random, self.report = world, groups, source, report
         self._names = (f"g{number}" for number in itertools.count())
-        self._expected: dict[int, list[int]] = {}  # by the length of the prompt
+        self._expected: dict[int, list[int]] = {}  # by prompt length
 
     async def begin(self) -> None:
         names = [self._start(), self._start()]
@@ -97,7 +96,7 @@ class Rounds:
         self._expected = dict(zip(LENGTHS, await outputs(readers), strict=True))
 
     async def play(self) -> str:
-        """Play a round; who was killed when, and what the streams got."""
+        """Play a round; return which rank was killed when, and the tokens of the streams."""
         moment, rank = self._random.choice(MOMENTS), self._random.randrange(self._groups.size)
         killed = f"rank {rank}, {moment}"
         self.report.killed[killed] += 1
@@ -126,13 +125,13 @@ class Rounds:
         if moment == "drain":
             world.fleet.processes[name].send_signal(signal.SIGTERM)
             await world.logged(name, "draining")
-        await asyncio.sleep(self._random.uniform(0.0, MOST_DELAY_SECONDS))  # the rhythm of the faults
+        await asyncio.sleep(self._random.uniform(0.0, MOST_DELAY_SECONDS))  # interval between faults
         requeue = partial(reap_workers_with_prefix, world.connections.commands, world.keys, name)
         await self._groups.kill(name, rank, on_end=requeue)
         await world.has_ready(self._start())
 
     async def _compare(self, lengths: list[int], readers: list[Reader]) -> tuple[int, int]:
-        """How many streams were taken over, and how many have other tokens than the undisturbed run."""
+        """Return how many streams were taken over, and how many have other tokens than the undisturbed run."""
         report, found = self.report, await outputs(readers)
         attempts = await self._world.attempts(readers)
         wrong = [
@@ -218,15 +217,15 @@ def main() -> int:
                 )
             )
     finally:
-        told = {
+        shown = {
             "ranks": options.ranks,
             "seed": options.seed,
             **report.figures(),
             "took_seconds": round(time.monotonic() - started, 1),
         }
-        print(json.dumps(told, indent=1), flush=True)
+        print(json.dumps(shown, indent=1), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({**provenance([]), "command": command, **told}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**provenance([]), "command": command, **shown}, indent=1) + "\n")
     return 1 if report.wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""Groups of ranks as workers of a World: several processes a worker, whose ranks a test can find and signal."""
+"""Groups of ranks as workers of a World: several processes per worker, whose ranks a test can find and signal."""
 
 import asyncio
 import contextlib
@@ -17,29 +17,30 @@ from tests.faults.conftest import World
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
-# Float32, where the KV that a new owner computes gives the same tokens.
+# Float32, in which the KV recomputed by a new owner gives the same tokens.
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--tensor-parallel-size", "2"]
 FLAGS += ["--kv-cache-memory-bytes", "8M", "--max-model-len", "1024", "--max-num-seqs", "8", "--dead-after", "3"]
 FLAGS += ["--max-num-batched-tokens", "16", "--metrics-port", "0"]
-STEP_TIMEOUT_SECONDS = 60  # of a group for which a test says nothing else
+STEP_TIMEOUT_SECONDS = 60  # default of a group
 FLAGS += ["--step-timeout-seconds", str(STEP_TIMEOUT_SECONDS)]
 
 
 class Groups:
     def __init__(self, world: World, model_dir: Path, flags: Sequence[str] = FLAGS) -> None:
-        """`flags`: of every group; on a CPU unless told otherwise."""
+        """Create groups with these flags, by default on a CPU."""
         self.world = world
-        self.size = int(flags[-1 - flags[::-1].index("--tensor-parallel-size") + 1])  # the last one counts
+        self.size = int(flags[-1 - flags[::-1].index("--tensor-parallel-size") + 1])  # the last flag counts
         self._flags = flags
-        # From each kill() until no rank and no memory of a group was left, and until its last will had ended too.
+        # From each kill() until no rank and no shared memory of a group was left, and until its exit reaper had ended
+        # too.
         self.gone_seconds: list[float] = []
         self.wills_gone_seconds: list[float] = []
         self._model_dir = model_dir
-        self._temporary = model_dir.parent / "tmp"  # of all groups, where they leave nothing
+        self._temporary = model_dir.parent / "tmp"  # of all groups; must be empty afterwards
         self._temporary.mkdir(exist_ok=True)
 
     def start(self, name: str, *flags: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
-        """Start rank 0, which starts the others; with the modules of `python_path` before ours."""
+        """Start rank 0, which starts the others; modules in `python_path` come before ours."""
         world = self.world
         argv = ["-m", "engine_worker", "--model", str(self._model_dir), "--served-model-name", world.keys.model_name]
         argv += ["--redis-url", world.store.url, "--worker-id", name, *self._flags, *flags]
@@ -47,7 +48,7 @@ class Groups:
         return world.fleet.start(name, *argv, PYTHONPATH=path, TMPDIR=str(self._temporary))
 
     async def follower(self, name: str, rank: int = 1) -> int:
-        """The process id of a rank but the first, when it is there."""
+        """Return the process id of a rank other than 0, once it exists."""
         pid = self.world.fleet.processes[name].pid
         async with asyncio.timeout(PATIENCE_SECONDS):
             while rank not in (found := followers_of(pid)):
@@ -56,15 +57,15 @@ class Groups:
         return found[rank]
 
     async def end_of(self, name: str) -> int:
-        """The exit status of rank 0, which is not meant to live."""
+        """Return the exit status of rank 0, which is expected to end."""
         status = await asyncio.to_thread(self.world.fleet.processes[name].wait, STOP_SECONDS)
-        del self.world.fleet.processes[name]  # those that are left are meant to live
+        del self.world.fleet.processes[name]  # the remaining processes are expected to live
         return status
 
     async def kill(self, name: str, rank: int, on_end: Callable[[], Awaitable[object]] | None = None) -> int:
-        """Kill a rank; the exit status of rank 0. All is gone before a step times out, with all that they had.
+        """Kill a rank and return the exit status of rank 0; everything of the group is gone before a step times out.
 
-        `on_end`: what a supervisor does once rank 0 has ended.
+        `on_end` is called once rank 0 has ended, as a supervisor would.
         """
         first = self.world.fleet.processes[name].pid
         followers = [await self.follower(name, number) for number in range(1, self.size)]
@@ -77,12 +78,12 @@ class Groups:
         for follower in followers:
             await gone(follower)
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while any(memories & memories_of(pid) for pid in all_pids()):  # files are closed last
+            while any(memories & memories_of(pid) for pid in all_pids()):  # a process closes its files last
                 await asyncio.sleep(0.002)
         seconds = time.monotonic() - killed_at
         self.gone_seconds.append(seconds)
         print(f"{name}: the group was gone {1e3 * seconds:.0f} ms after the end of rank {rank}")
-        # On an idle machine a few ms. Whatever a busy one adds: an end is seen, not found out by a step's time-out.
+        # A few ms on an idle machine. The end must be detected directly, not by a step's timeout.
         assert seconds < STEP_TIMEOUT_SECONDS
         assert not list(self._temporary.iterdir())
         for pid in wills:
@@ -93,28 +94,28 @@ class Groups:
         return status
 
     async def hold(self, name: str, phase: str) -> int:
-        """Stop the follower in a phase of its start, in which rank 0 then waits for it; its process id."""
+        """Stop the follower in a phase of its start in which rank 0 then waits for it; return its process id."""
         follower = await self.follower(name)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (now := phase_of(follower)) != phase:
-                # Only importing takes long enough to look away.
+                # Only importing takes long enough for a slower poll.
                 await asyncio.sleep(0.002 if now in ("", "import") else 0.0)
         os.kill(follower, signal.SIGSTOP)
         return follower
 
     async def kill_while(self, name: str, phase: str, rank: int) -> int:
-        """Start a group and kill a rank of it in a phase of its start; the exit status of rank 0."""
+        """Start a group, kill a rank in a phase of its start, and return the exit status of rank 0."""
         self.start(name)
         await self.hold(name, phase)
         assert "serving as" not in self.world.fleet.log(name)
         return await self.kill(name, rank)
 
-    async def let_no_memory(self, name: str) -> None:
-        """Whatever the follower asks the kernel for from now on, it is refused."""
+    async def refuse_memory(self, name: str) -> None:
+        """Make every further memory allocation of the follower fail."""
         resource.prlimit(await self.follower(name), resource.RLIMIT_AS, (1, 1))
 
     async def holder(self) -> str:
-        """The worker that has claimed requests."""
+        """Return the worker that has claimed requests."""
         world = self.world
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
@@ -130,25 +131,25 @@ def all_pids() -> list[int]:
 
 
 def memories_of(pid: int) -> set[int]:
-    """The inodes of the memfds by which the ranks of a process's group meet and speak."""
+    """Return the inodes of the memfds that the ranks of a process's group share."""
     return {inode for link, _, inode in open_files(pid) if "memfd:pagestream-" in link}
 
 
 def steps_of(pid: int) -> Path:
-    """The memory of a group's step channel."""
+    """Return the shared memory of a group's step channel."""
     return next(path for link, path, _ in open_files(pid) if "pagestream-steps" in link)
 
 
 def open_files(pid: int) -> Iterator[tuple[str, Path, int]]:
-    """Where each leads to, itself, its inode. A process that loads closes some while this looks at others."""
-    with contextlib.suppress(OSError):  # it ends meanwhile, or is another user's
+    """Return target and inode of each open file; a loading process may close files meanwhile."""
+    with contextlib.suppress(OSError):  # the process has ended, or is another user's
         for path in list(Path(f"/proc/{pid}/fd").iterdir()):
             with contextlib.suppress(OSError):
                 yield os.readlink(path), path, path.stat().st_ino
 
 
 def phase_of(follower: int) -> str:
-    """As it told rank 0, in its page of the channel; empty before."""
+    """Return the phase that the rank wrote into its page of the channel; empty before."""
     try:
         with steps_of(follower).open("rb") as memory:
             page = os.pread(memory.fileno(), 4096, 4096)
@@ -160,13 +161,13 @@ def phase_of(follower: int) -> str:
 
 
 def followers_of(pid: int) -> dict[int, int]:
-    """By rank, which stands behind the parent's process id in a follower's command line."""
+    """Return process ids by rank; the rank follows the parent's process id in a follower's command line."""
     found = {child: _command(child).partition("engine_worker.follower\0")[2] for child in _children_of(pid, "follower")}
     return {int(arguments.split("\0")[1]): child for child, arguments in found.items() if arguments}
 
 
 def exit_reapers_of(pid: int) -> list[int]:
-    """None where it is not there yet, or has ended."""
+    """Return the process ids of exit reapers that are running."""
     return _children_of(pid, "engine_worker.exit_reaper")
 
 
@@ -186,14 +187,14 @@ def _command(pid: int) -> str:
 
 
 async def gone(pid: int) -> None:
-    """Wait for the end of a follower or a last will."""
+    """Wait until a follower or an exit reaper has ended."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while "engine_worker." in _command(pid):
             await asyncio.sleep(0.002)
 
 
 async def outputs(readers: list[Reader]) -> list[list[int]]:
-    """The tokens of all, when all have ended."""
+    """Return the tokens of all streams once all have ended."""
     for reader in readers:
         end = await asyncio.wait_for(reader.finished, PATIENCE_SECONDS)
         assert end.usage.completion_tokens == len(reader.tokens)

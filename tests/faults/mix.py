@@ -1,10 +1,10 @@
-"""make soak: streams of every kind, while processes are killed, paused, drained and cut off at random.
+"""make soak: streams of every kind while processes are killed, paused, drained and cut off at random.
 
     python -m tests.faults.mix --seconds 600 --streams 500 [--proxies] [--seed N] [--json FILE]
 
-Every client must get the text of an undisturbed server, each choice once, with one end; when the last one has it, no
-queue, pending list or block may hold anything. What a client has is at all times the beginning of that text: anything
-else is a violation. Prints a report; ends with 1 when a promise was broken.
+Every client must get the text of an undisturbed server, each choice once, with one end. What it has received is always
+a prefix of that text. At the end no queue, pending list or block may hold anything. Prints a report; exits with 1 if a
+promise was broken.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tests.faults.stream_client import Answer, ClientFailed, StreamClient, empty
 
 WORKER_FLAGS = ["--script-step-seconds", "0.05", "--dead-after", "3", "--drain-seconds", "1"]
 NUM_WORKERS = 3
-PATIENCE_SECONDS = 120.0  # for the last streams, when the disasters are over
+PATIENCE_SECONDS = 120.0  # for the last streams after the faults
 
 
 async def run_mix(
@@ -44,7 +44,7 @@ async def run_mix(
     least_disasters: int = 0,
     with_proxies: bool = False,
 ) -> dict[str, Any]:
-    """`with_proxies`: each gateway reaches the store through a proxy of its own, which fails too."""
+    """Run it; `with_proxies`: each gateway reaches the store through its own proxy, which also fails."""
     source = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     mix = RequestMix(random.Random(source.getrandbits(64)), tokenizer, MODEL, max_tokens=200)

@@ -1,4 +1,4 @@
-"""Random requests over the scripted engine, with the text that an undisturbed server gives. Pure."""
+"""Random requests for the scripted engine, with the text that an undisturbed server gives. Pure."""
 
 import random
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class MixedRequest:
     finish_reason: str
 
     def difference(self, answer: Answer) -> str:
-        """Empty when the answer is the expected one, once."""
+        """Return how the answer differs from the expected one; empty if it is equal and came once."""
         if answer.texts != self.texts:
             return f"{self.kind} {self.body}: text {answer.texts}, expected {self.texts}"
         if answer.finish_reasons != [self.finish_reason] * len(self.texts) or answer.num_ends != 1:
@@ -28,7 +28,7 @@ class MixedRequest:
         return ""
 
     def violations(self, answer: Answer) -> list[str]:
-        """What no fault allows, also of an answer that is not whole: a wrong text, or several ends."""
+        """Return errors that no fault excuses, also in an incomplete answer: a wrong text, or several ends."""
         wrong = [text for text, expected in zip(answer.texts, self.texts, strict=True) if not expected.startswith(text)]
         found = [f"{self.kind} {self.body}: text {text!r}, expected {self.texts}" for text in wrong]
         return found + ([f"{self.kind} {self.body}: {answer.num_ends} ends"] if answer.num_ends > 1 else [])
@@ -65,6 +65,6 @@ class RequestMix:
         (text,) = texts
         start = self._random.randint(len(text) // 2, len(text) - 4)
         stop = text[start : start + 3]
-        if "\ufffd" in stop:  # broken UTF-8 of random bytes: its pieces are no promise
+        if "\ufffd" in stop:  # random bytes are invalid UTF-8, whose division into pieces is not promised
             return MixedRequest("greedy", body, texts, "length")
         return MixedRequest(kind, {**body, "stop": stop}, [text[: text.find(stop)]], "stop")

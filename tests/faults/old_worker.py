@@ -3,8 +3,8 @@
     python -m tests.faults.old_worker [--commit 101a539] [--requests N] [--json FILE]
 
 Requests with fields that the older worker does not know must be obeyed or refused with 503 needs_newer_worker. Plain
-requests must get the text of a lone new worker. The clone needs the commit: a shallow one is refused, not passed over.
-Prints a report; ends with 1 if an answer was wrong.
+requests must get the text of a single new worker. The clone must contain the commit; a shallow clone is an error.
+Prints a report; exits with 1 if an answer was wrong.
 """
 
 import argparse
@@ -39,7 +39,7 @@ NEW, OLD = "new", "old"
 
 @dataclass
 class Outcome:
-    """The answers of one start order, by what was asked."""
+    """The answers of one start order, by request."""
 
     order: str
     counts: dict[str, Counter[str]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Site:
     store: Store
     fleet: Fleet
     model: Path
-    sources: dict[str, Path]  # of NEW and OLD
+    sources: dict[str, Path]  # length of NEW and of OLD
 
     @property
     def _common(self) -> list[str]:
@@ -72,7 +72,7 @@ class Site:
         argv = ["-P", "-m", "engine_worker", *self._common, "--metrics-port", "0", "--worker-id", version]
         argv += ["--dtype", "float32", "--device", "cpu", "--max-model-len", "512"]
         if version == NEW:
-            argv += ["--quantization", "none"]  # all that 101a539 can do
+            argv += ["--quantization", "none"]  # everything that 101a539 supports
         self.fleet.start(version, *argv, PYTHONPATH=str(self.sources[version]))
 
     def stop(self, name: str) -> None:
@@ -110,7 +110,7 @@ def token_ids_of(body: dict[str, Any]) -> list[int]:
 
 
 async def play(site: Site, first: str, num_requests: int) -> list[Outcome]:
-    """Start gateway and old worker in this order, then a new worker beside them, then without the old one."""
+    """Start gateway and old worker in this order, then add a new worker, then stop the old one."""
     site.start_worker(NEW)
     site.start_gateway()
     await site.ready(1)
@@ -150,7 +150,7 @@ def running_site(directory: Path, sources: dict[str, Path], model: Path) -> Iter
 
 
 def unpack(commit: str, directory: Path) -> Path:
-    """Write the files of a commit. Raises CalledProcessError where the clone does not have it."""
+    """Write the files of a commit; raise CalledProcessError if the clone does not have it."""
     directory.mkdir()
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(directory)], input=archive, check=True)

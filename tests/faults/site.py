@@ -1,4 +1,4 @@
-"""A whole system of real processes, any of which may be killed and started again: store, gateways, scripted workers."""
+"""A whole system of real processes that can be killed and restarted: store, gateways, scripted workers."""
 
 import asyncio
 import signal
@@ -25,17 +25,17 @@ LEFTOVER_SECONDS = 100.0
 
 @dataclass
 class Site:
-    store: Store  # not started where another one is named by `store_url`
+    store: Store  # not started if `store_url` names another one
     fleet: Fleet
-    model: Path  # directory, for the tokenizer
+    model: Path  # model directory, for the tokenizer
     worker_flags: list[str]
     gateway_flags: list[str] = field(default_factory=list)
     name: str = MODEL
     worker_program: list[str] = field(default_factory=lambda: [SCRIPT, "--model", "/none"])
-    environs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by name of a process: g0, w0, ...
-    store_url: str = ""  # of another store than `store`
-    proxies: dict[str, TcpProxy] = field(default_factory=dict)  # before the store, by name of a process
-    ports: dict[str, int] = field(default_factory=dict)  # of gateways, by name
+    environs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by process name: g0, w0, ...
+    store_url: str = ""  # of a store other than `store`
+    proxies: dict[str, TcpProxy] = field(default_factory=dict)  # in front of the store, by process name
+    ports: dict[str, int] = field(default_factory=dict)  # ports of gateways, by name
     _num_workers: int = 0
 
     @property
@@ -65,7 +65,7 @@ class Site:
         self.fleet.start(name, *argv, **self._environ(name))
 
     def start_worker(self) -> str:
-        """Under a name that no worker had before."""
+        """Start a worker with a name that no worker had before."""
         name = f"w{self._num_workers}"
         self._num_workers += 1
         argv = [
@@ -86,12 +86,12 @@ class Site:
                 await api.wait_until_ready(self.fleet, num_workers)
 
     async def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> int:
-        process = self.fleet.processes.pop(name)  # those that are left are meant to live
+        process = self.fleet.processes.pop(name)  # the remaining processes are expected to live
         process.send_signal(number)
         return await asyncio.to_thread(process.wait, STOP_SECONDS)
 
     async def nothing_is_left(self) -> None:
-        """Queues and pending lists empty, every block of every worker free, within a while of the last answer."""
+        """Wait until queues and pending lists are empty and every block of every worker is free."""
         connections = connect(self.store_url or self.store.url)
         subscription = Subscription(connections.subscriber, [self.keys.heartbeat_channel])
         beats: dict[str, WorkerHeartbeat] = {}
@@ -138,7 +138,7 @@ async def running_site(
     store_url: str = "",
     **options: Any,
 ) -> AsyncIterator[Site]:
-    """`environs`: of a Site, and of "store"; `options`: further fields of a Site."""
+    """Run a site; `environs` are those of a Site, and of "store"; `options` are further fields of a Site."""
     environs = environs or {}
     (directory / "store").mkdir()
     store = Store(directory / "store", append_fsync="everysec", environ={**environs.get("store", {})})

@@ -57,11 +57,11 @@ def _haproxy() -> str | None:
 
 @dataclass
 class StoreSite:
-    """`url` leads to whichever server is the primary, by haproxy's check for `role:master`."""
+    """A replicated store; `url` leads to the present primary, by haproxy's check for `role:master`."""
 
     directory: Path
     min_replicas_to_write: int = 0
-    port: int = field(default_factory=free_port)  # of haproxy
+    port: int = field(default_factory=free_port)  # port of haproxy
     servers: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)  # by port
     _sentinels: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _proxy: "subprocess.Popen[bytes] | None" = None
@@ -74,7 +74,7 @@ class StoreSite:
         primary, replica = free_port(), free_port()
         self.start_server(primary)
         self.start_server(replica, replica_of=primary)
-        # A Sentinel asks a primary for its replicas when it starts, and then every 10 s.
+        # A Sentinel reads a primary's replicas when it starts, and then every 10 s.
         self._wait(lambda: self._is_in_step(replica), "the replica is not in step")
         for _ in range(NUM_SENTINELS):
             self._start_sentinel(primary)
@@ -100,7 +100,7 @@ class StoreSite:
 
     @property
     def primary(self) -> int:
-        """The port of the primary, as the Sentinels have it."""
+        """Return the primary's port, as the Sentinels report it."""
         for port in self._sentinels:
             with redis.Redis(port=port) as client, suppress(redis.RedisError):
                 _, primary_port = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
@@ -114,16 +114,18 @@ class StoreSite:
         return port
 
     def fail_over(self, *, is_coordinated: bool = True) -> None:
-        """A planned demotion: the primary lives on as the replica. Without coordination both are primaries for about
-        10 s, until the Sentinels reconfigure the old one."""
+        """Demote the primary, which continues as the replica.
+
+        Without coordination both are primaries for about 10 s, until the Sentinels reconfigure the old one.
+        """
         arguments = ["COORDINATED"] if is_coordinated else []
         with redis.Redis(port=next(iter(self._sentinels))) as client:
-            # Refused while the Sentinel ends the failover before it.
+            # Refused until the Sentinel has ended the failover before.
             command = partial(client.execute_command, "SENTINEL", "FAILOVER", SERVICE, *arguments)
             self._wait(lambda: bool(command()), "no failover began")
 
     def kill_primary(self) -> int:
-        """Return its port; start_server() makes it a replica again."""
+        """Kill it and return its port; start_server() makes it a replica again."""
         port = self.primary
         self.servers[port].kill()
         self.servers[port].wait()
@@ -133,7 +135,7 @@ class StoreSite:
         self._wait(lambda: self.primary != port and self._role(self.primary) == b"master", "no failover")
 
     def wait_until_whole(self) -> None:
-        """The replica is in step, each Sentinel knows it and the others, and haproxy leads to the primary."""
+        """Wait until the replica is in sync, each Sentinel has all servers, and haproxy leads to the primary."""
         self._wait(self._is_whole, "the store is not whole")
 
     def _is_whole(self) -> bool:
@@ -164,7 +166,7 @@ class StoreSite:
             with suppress(redis.RedisError):
                 if is_so():
                     return
-            time.sleep(0.05)  # polls outside processes: nothing to wait on
+            time.sleep(0.05)  # polls external processes, which have no event to wait for
         logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(self.directory.glob("*.log")))
         raise AssertionError(f"{what}\n{logs}")
 
@@ -172,7 +174,7 @@ class StoreSite:
         port = free_port()
         directory = self.directory / f"sentinel-{port}"
         directory.mkdir()
-        file = directory / "sentinel.conf"  # which it writes itself
+        file = directory / "sentinel.conf"  # the Sentinel rewrites this file
         down_after = int(DOWN_AFTER_SECONDS * 1000)
         file.write_text(
             SENTINEL.format(port=port, directory=directory, service=SERVICE, primary=primary, down_after=down_after)

@@ -1,7 +1,8 @@
-"""A client of streamed completions that gives up nothing: it asks again while refused and goes on where it was cut.
+"""A client of streamed completions that repeats refused requests and resumes broken streams.
 
-Each request has an Idempotency-Key, so one whose acceptance nobody told of is not made twice; a stream that breaks is
-resumed at any gateway with Last-Event-ID. What it ends up with must be the answer of an undisturbed server, once.
+Each request has an Idempotency-Key, so that a request whose acceptance got lost is not computed twice. A broken stream
+is
+resumed at any gateway with Last-Event-ID. The result must be the answer of an undisturbed server, once.
 """
 
 import asyncio
@@ -19,14 +20,14 @@ DETACH_SECONDS = 120
 
 
 class ClientFailed(AssertionError):
-    """The server broke a promise: a request that was accepted has failed, or an event that must not be."""
+    """The server broke a promise: an accepted request failed, or an event was wrong."""
 
 
 @dataclass
 class Answer:
     texts: list[str]
     finish_reasons: list[str | None]
-    num_ends: int = 0  # [DONE]s
+    num_ends: int = 0  # number of [DONE] events
     num_refusals: int = 0
     num_resumes: int = 0
     longest_silence_seconds: float = 0.0
@@ -54,13 +55,13 @@ def empty_answer(body: dict[str, Any]) -> Answer:
 
 class StreamClient:
     def __init__(self, session: aiohttp.ClientSession, urls: Sequence[str], source: random.Random) -> None:
-        """`urls`: of all gateways, of which some may be down."""
+        """Create a client; `urls` are all gateways, of which some may be down."""
         self._session = session
         self._urls = urls
         self._random = source
 
     async def complete(self, body: dict[str, Any], answer: Answer | None = None) -> Answer:
-        """`answer`: an empty one that is filled while it comes."""
+        """Fill the empty `answer` while the stream comes."""
         answer = answer or empty_answer(body)
         headers = {"Idempotency-Key": f"{self._random.getrandbits(128):032x}"}
         while not answer.num_ends:

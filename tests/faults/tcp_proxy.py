@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves when told to: what a network between a process and the store can do."""
+"""A TCP proxy with faults on request: what a network between a process and the store can do."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TcpProxy:
-    """`async with TcpProxy("127.0.0.1", store_port) as proxy:` and connect to `proxy.port`."""
+    """Use `async with TcpProxy("127.0.0.1", store_port) as proxy:` and connect to `proxy.port`."""
 
     host: str
     target_port: int
     port: int = 0
-    delay_seconds: float = 0.0  # before each piece of a reply
-    is_silent: bool = False  # half-open: bytes of both directions vanish, connections stay
-    is_down: bool = False  # new connections are refused by closing them
+    delay_seconds: float = 0.0  # delay before each piece of a reply
+    is_silent: bool = False  # half-open: bytes of both directions are dropped, connections stay
+    is_down: bool = False  # new connections are closed
     num_swallowed_replies: int = 0
     _to_swallow: int = 0
     _connections: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -32,12 +32,12 @@ class TcpProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
-        """Reset every connection there is."""
+        """Reset every connection."""
         for writer in self._connections:
             writer.transport.abort()
 
     def swallow_replies(self, count: int) -> None:
-        """The next `count` replies are lost, each with its connection: the store has done what was asked."""
+        """Drop the next `count` replies, each with its connection, after the store has applied the command."""
         self._to_swallow = count
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,7 +46,7 @@ class TcpProxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if self.is_down:
-            await reader.read(1)  # a client that has begun to speak is in the middle of a write
+            await reader.read(1)  # a client that has sent bytes is in the middle of a write
             writer.close()
             return
         try:

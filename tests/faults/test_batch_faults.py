@@ -1,4 +1,4 @@
-"""The store dies, with or without its memory, while a batch runs: each line has exactly one result, the right one."""
+"""The store dies, with or without its data, while a batch runs: each line has exactly one correct result."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 NUM_LINES = 300
-SILENCE_SECONDS = 1.0  # of the store
+SILENCE_SECONDS = 1.0  # port of the store
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 @pytest.mark.parametrize("append_only", [True, False], ids=["with its file", "empty"])
-async def test_a_batch_outlives_the_store(site: Site, tmp_path: Path, append_only: bool) -> None:
+async def test_store_crash_leaves_one_result_per_batch_line(site: Site, tmp_path: Path, append_only: bool) -> None:
     if not append_only:
         site.store.stop()
         site.store.append_only = False
@@ -39,12 +39,12 @@ async def test_a_batch_outlives_the_store(site: Site, tmp_path: Path, append_onl
         while not written.exists() or written.read_bytes().count(b"\n") < NUM_LINES // 3:
             await asyncio.sleep(0.01)  # polls a file of another process
         site.store.kill()
-        await asyncio.sleep(SILENCE_SECONDS)  # the fault's length
+        await asyncio.sleep(SILENCE_SECONDS)  # length of the fault
         assert (await client.batches.retrieve(batch.id)).status == "in_progress"
         site.store.start()
         while batch.status != "completed":
             assert batch.status in ("validating", "in_progress", "finalizing"), site.fleet.all_logs()
-            await asyncio.sleep(0.05)  # as its users do
+            await asyncio.sleep(0.05)  # polls as a client does
             batch = await client.batches.retrieve(batch.id)
         assert batch.output_file_id is not None and batch.error_file_id is None
         check_results((await client.files.content(batch.output_file_id)).text, NUM_LINES)

@@ -1,4 +1,4 @@
-"""The wall clock jumps, the disk is full: what a machine does to every process on it at once."""
+"""The wall clock jumps, or the disk is full, for every process of the machine at once."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ class JumpingClock:
         self.environ = {"LD_PRELOAD": str(library), "JUMPING_CLOCK": str(offset)}
 
     def jump_to(self, offset_seconds: int) -> None:
-        with self._file.open("r+b") as file:  # it is mapped: never a new one
+        with self._file.open("r+b") as file:  # it is mapped into memory, so the file must not be replaced
             file.write(offset_seconds.to_bytes(8, "little", signed=True))
 
 
@@ -51,12 +51,12 @@ def clocks(tmp_path: Path) -> dict[str, JumpingClock]:
     return {name: JumpingClock(library, tmp_path / f"{name}.clock") for name in ("store", "g0", "g1", "w0", "w1")}
 
 
-async def test_the_wall_clock_of_each_process_jumps_by_an_hour(
+async def test_wall_clock_jumps_change_no_answer(
     clocks: dict[str, JumpingClock], demo_model_dir: Path, tmp_path: Path
 ) -> None:
-    """Forward and back, one process after the other and then all at once, while clients ask and are answered.
+    """The clock jumps forward and back, process by process and then for all, while streams run.
 
-    Nothing is reaped, no time is over, no stream breaks: only monotonic clocks and ticks decide.
+    Nothing is reaped, no limit expires, no stream breaks, because only monotonic clocks and ticks decide.
     """
     environs = {name: clock.environ for name, clock in clocks.items()}
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
@@ -88,11 +88,11 @@ async def jump(site: Site, clocks: dict[str, JumpingClock]) -> None:
                 clock.jump_to(offset_seconds)
             if clocks["store"] in together:
                 await store_shows(site.store, offset_seconds)
-            await asyncio.sleep(0.5)  # the fault's length: some of everybody's turns
+            await asyncio.sleep(0.5)  # length of the fault: several ticks of every process
 
 
 async def store_shows(store: Store, offset_seconds: int) -> None:
-    """It reads its clock when its event loop turns, not at each command."""
+    """Return the store's time; it reads its clock once per event loop iteration, not for each command."""
     with store.client() as client:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while abs(client.time()[0] - time.time() - offset_seconds) > 60:
@@ -101,7 +101,7 @@ async def store_shows(store: Store, offset_seconds: int) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """2 MB."""
+    """Return a disk of 2 MB."""
     directory = tmp_path / "disk"
     directory.mkdir()
     options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)]
@@ -114,7 +114,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def streams_until_it_is_full(
     start_world: StartWorld, store: Store, small_disk: Path, append_fsync: str
 ) -> tuple[World, list[Reader], Path]:
-    """And the file that fills it."""
+    """Return running streams, and the file that fills the disk."""
     store.kill()
     store.directory, store.append_fsync = small_disk, append_fsync
     store.start()
@@ -125,8 +125,10 @@ async def streams_until_it_is_full(
     return world, readers, fill(small_disk)
 
 
-async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Store, small_disk: Path) -> None:
-    """It refuses every write. New requests are refused, workers hold their step, and it heals when there is room."""
+async def test_full_store_disk_holds_steps_until_there_is_room(
+    start_world: StartWorld, store: Store, small_disk: Path
+) -> None:
+    """The store refuses every write. New requests are refused; workers hold their step until there is room."""
     world, readers, ballast = await streams_until_it_is_full(start_world, store, small_disk, "everysec")
     with store.client() as client:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -134,7 +136,7 @@ async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Sto
                 await asyncio.sleep(0.05)
         with pytest.raises(StoreUnavailable):
             await world.client.submission.submit(make_request(5))
-        with pytest.raises(StoreUnavailable):  # what /readyz asks
+        with pytest.raises(StoreUnavailable):  # the probe of /readyz
             await world.client.probe.write_seconds()
         assert not any(reader.finished.done() for reader in readers)
         ballast.unlink()
@@ -143,10 +145,10 @@ async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Sto
     await world.nothing_is_left()
 
 
-async def test_a_store_that_syncs_each_write_ends_on_a_full_disk(
+async def test_syncing_store_ends_on_a_full_disk_and_loses_nothing(
     start_world: StartWorld, store: Store, small_disk: Path
 ) -> None:
-    """It cannot promise what it has answered, so it ends itself; with room again it comes back with every token."""
+    """It cannot keep what it has acknowledged, so it ends itself; restarted with room it has every token."""
     world, readers, ballast = await streams_until_it_is_full(start_world, store, small_disk, "always")
     assert store.process is not None
     assert await asyncio.to_thread(store.process.wait, STOP_SECONDS) == 1
@@ -159,7 +161,7 @@ async def test_a_store_that_syncs_each_write_ends_on_a_full_disk(
 
 
 def fill(disk: Path) -> Path:
-    """To its last block; the file that takes the room."""
+    """Fill the disk to its last block, and return the file that does so."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:

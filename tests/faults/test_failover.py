@@ -1,6 +1,6 @@
-"""The store fails over under streams: killed, demoted, without its replica, or behind a proxy that closes.
+"""The store fails over under streams: killed, demoted, without its replica, or with a proxy that closes connections.
 
-Two real gateways and three workers on a fake model. Every stream is whole, and no process ends.
+Two real gateways and three workers on a fake model. Every stream is complete, and no process ends.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Streams:
                 await asyncio.sleep(0.02)
 
     async def are_whole(self, max_silence_seconds: float) -> None:
-        """Also: no stream broke, and no process has ended."""
+        """Return whether all streams are complete, none broke, and no process has ended."""
         try:
             async with asyncio.timeout(120):
                 answers: list[Answer] = await asyncio.gather(*self._tasks)
@@ -114,7 +114,7 @@ async def test_planned_demotion_ends_no_worker(demo_model_dir: Path, tmp_path: P
 
 @pytest.mark.long
 async def test_planned_demotion_ends_no_idle_worker(demo_model_dir: Path, tmp_path: Path, start_streams: Start) -> None:
-    """Their blocking reads end with UNBLOCKED."""
+    """Blocking reads of idle workers end with UNBLOCKED."""
     with running_store_site(tmp_path / "stores") as store:
         async with site_of(store, tmp_path / "site", demo_model_dir) as site:
             for _ in range(3):
@@ -132,10 +132,8 @@ async def demote(store: StoreSite) -> None:
 
 
 @pytest.mark.long
-async def test_two_primaries_for_a_while_lose_nothing(
-    demo_model_dir: Path, tmp_path: Path, start_streams: Start
-) -> None:
-    """A demotion without coordination: for 10 s haproxy leads to both, and what the old one takes is lost."""
+async def test_two_primaries_lose_nothing(demo_model_dir: Path, tmp_path: Path, start_streams: Start) -> None:
+    """After a demotion without coordination, haproxy leads to both for 10 s, and the old one's writes are lost."""
     with running_store_site(tmp_path / "stores") as store:
         async with site_of(store, tmp_path / "site", demo_model_dir) as site:
             streams = await start_streams(site)
@@ -159,13 +157,13 @@ async def test_killed_primary_five_times_loses_nothing(
 
 @pytest.mark.long
 async def test_missing_replica_ends_no_worker(demo_model_dir: Path, tmp_path: Path, start_streams: Start) -> None:
-    """NOREPLICAS: the primary takes no write until the replica goes on."""
+    """NOREPLICAS: the primary accepts no write until the replica continues."""
     with running_store_site(tmp_path / "stores", min_replicas_to_write=1) as store:
         async with site_of(store, tmp_path / "site", demo_model_dir) as site:
             streams = await start_streams(site)
             replica = store.servers[store.replica]
             os.kill(replica.pid, signal.SIGSTOP)
-            await asyncio.sleep(9)  # the fault's length
+            await asyncio.sleep(9)  # length of the fault
             os.kill(replica.pid, signal.SIGCONT)
             await streams.are_whole(9 + 2.0)
 
@@ -174,14 +172,14 @@ async def test_missing_replica_ends_no_worker(demo_model_dir: Path, tmp_path: Pa
 async def test_proxy_that_closes_for_four_seconds_loses_nothing(
     demo_model_dir: Path, tmp_path: Path, start_streams: Start
 ) -> None:
-    """As every proxy does while the store behind it is away: it accepts, and closes."""
+    """The proxy accepts and closes connections, as proxies do while their store is away."""
     options = {"num_workers": NUM_WORKERS, "worker_flags": WORKER_FLAGS, "are_gateways_behind_proxies": True}
     async with running_site(tmp_path, demo_model_dir, **options) as site:  # type: ignore[arg-type]
         streams = await start_streams(site)
         for proxy in site.proxies.values():
             proxy.is_down = True
             proxy.cut()
-        await asyncio.sleep(4)  # the fault's length
+        await asyncio.sleep(4)  # length of the fault
         for proxy in site.proxies.values():
             proxy.is_down = False
         await streams.are_whole(4 + 2.0)

@@ -1,4 +1,4 @@
-"""What a worker's transport counts reaches whoever scrapes it."""
+"""Counters of a worker's transport are in its metrics."""
 
 import asyncio
 import urllib.request
@@ -9,7 +9,7 @@ from tests.faults.conftest import World
 from tests.patience import PATIENCE_SECONDS
 
 
-async def test_a_worker_tells_of_a_dead_one_and_of_what_it_could_not_read(
+async def test_metrics_count_reaped_workers_and_unreadable_requests(
     start_world: Callable[..., Awaitable[World]],
 ) -> None:
     world, port = await start_world(), free_port()

@@ -1,4 +1,4 @@
-"""Every fault of the store and of the network, at real gateways that reach the store through a proxy."""
+"""Every fault of the store and the network, with real gateways that reach the store through a proxy."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ async def site(demo_model_dir: Path, tmp_path: Path) -> AsyncIterator[Site]:
 
 async def killed_and_restarted_with_its_file(site: Site) -> None:
     site.store.kill()
-    await asyncio.sleep(2)  # the fault's length
+    await asyncio.sleep(2)  # length of the fault
     await asyncio.to_thread(site.store.start)
 
 
@@ -47,13 +47,13 @@ async def listeners_dropped_again_and_again(site: Site) -> None:
     with site.store.client() as client:
         for _ in range(15):
             client.client_kill_filter(_type="pubsub")
-            await asyncio.sleep(0.2)  # the fault's rhythm
+            await asyncio.sleep(0.2)  # interval between faults
 
 
 async def out_of_memory_and_relieved(site: Site) -> None:
     with site.store.client() as client:
         client.config_set("maxmemory", "1")
-        await asyncio.sleep(1.5)  # the fault's length
+        await asyncio.sleep(1.5)  # length of the fault
         client.config_set("maxmemory", "0")
 
 
@@ -61,14 +61,14 @@ async def connections_reset(site: Site) -> None:
     for _ in range(5):
         for proxy in site.proxies.values():
             proxy.cut()
-        await asyncio.sleep(0.1)  # the fault's rhythm
+        await asyncio.sleep(0.1)  # interval between faults
 
 
 async def down_for_three_seconds(site: Site) -> None:
     for proxy in site.proxies.values():
         proxy.is_down = True
         proxy.cut()
-    await asyncio.sleep(3)  # the fault's length
+    await asyncio.sleep(3)  # length of the fault
     for proxy in site.proxies.values():
         proxy.is_down = False
 
@@ -77,13 +77,13 @@ async def replies_lost(site: Site) -> None:
     for _ in range(8):
         for proxy in site.proxies.values():
             proxy.swallow_replies(1)
-        await asyncio.sleep(0.1)  # the fault's rhythm
+        await asyncio.sleep(0.1)  # interval between faults
 
 
 async def replies_late(site: Site) -> None:
     for proxy in site.proxies.values():
         proxy.delay_seconds = 0.5
-    await asyncio.sleep(3)  # the fault's length
+    await asyncio.sleep(3)  # length of the fault
     for proxy in site.proxies.values():
         proxy.delay_seconds = 0.0
 
@@ -91,7 +91,7 @@ async def replies_late(site: Site) -> None:
 async def half_open_for_twelve_seconds(site: Site) -> None:
     for proxy in site.proxies.values():
         proxy.is_silent = True
-    await asyncio.sleep(12)  # longer than a command's time-out and the pings of a subscription
+    await asyncio.sleep(12)  # longer than a command's timeout and a subscription's ping interval
     for proxy in site.proxies.values():
         proxy.is_silent = False
         proxy.cut()

@@ -1,4 +1,4 @@
-"""A gateway dies with its streams; clients read slowly, or not at all. The others have what they would have had."""
+"""A gateway dies with its streams; clients read slowly, or not at all. All other clients are unaffected."""
 
 import asyncio
 import random
@@ -20,8 +20,8 @@ from tests.faults.stream_client import StreamClient
 pytestmark = pytest.mark.timeout(600)
 SEED = 11
 STALL_SECONDS = 2
-# The longest name; it is in every event, so that a stream of six choices is 6 MB: more than the kernel takes for a
-# client that reads nothing.
+# The longest name. It is in every event, so a stream of six choices has 6 MB, which is more than the kernel buffers for
+# a client that reads nothing.
 NAME = "m" * 255
 
 
@@ -46,28 +46,28 @@ def mix_of(model: Path) -> RequestMix:
 
 
 async def stream_through(client: StreamClient, mix: RequestMix, count: int) -> list[int]:
-    """Streams at once, all as they must be; how often each was resumed."""
+    """Run concurrent streams, all correct; return how often each was resumed."""
     requests = [mix.draw() for _ in range(count)]
     answers = await asyncio.gather(*(client.complete(request.body) for request in requests))
     assert [request.difference(answer) for request, answer in zip(requests, answers, strict=True)] == [""] * count
     return [answer.num_resumes for answer in answers]
 
 
-async def test_a_killed_gateways_streams_go_on_at_another(
+async def test_streams_of_a_killed_gateway_continue_at_another(
     site: Site, session: aiohttp.ClientSession, demo_model_dir: Path
 ) -> None:
     client = StreamClient(session, site.urls, random.Random(SEED))
     streams = asyncio.create_task(stream_through(client, mix_of(demo_model_dir), 16))
-    await asyncio.sleep(1.5)  # into the middle of the streams
+    await asyncio.sleep(1.5)  # until the middle of the streams
     await site.end("g0", signal.SIGKILL)
     assert sum(await streams) > 0
     await site.nothing_is_left()
 
 
-async def test_slow_and_stopped_clients_hold_up_nobody(
+async def test_slow_and_stopped_clients_delay_no_other_stream(
     site: Site, session: aiohttp.ClientSession, demo_model_dir: Path
 ) -> None:
-    """One reads ten bytes a second, one nothing: it is cut after the stall time and its request is cancelled."""
+    """One client reads ten bytes per second; one reads nothing, and is cut and cancelled after the stall time."""
     lazy = [await open_stream(site.ports["g0"]) for _ in range(2)]
     slow_reader = asyncio.create_task(read_slowly(lazy[0]))
     client = StreamClient(session, site.urls[:1], random.Random(SEED))

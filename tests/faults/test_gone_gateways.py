@@ -1,4 +1,4 @@
-"""A gateway that stands still or is gone: its clients go on at another, and what nobody reads costs nobody anything."""
+"""A gateway is paused or gone: its clients continue at another one, and requests without a reader end."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ from tests.faults.stream_client import Answer, StreamClient, empty_answer
 pytestmark = pytest.mark.timeout(600)
 SEED = 21
 PATIENCE_SECONDS = 60.0
-SILENCE_SECONDS = 1.0  # after which a client gives a connection up
+SILENCE_SECONDS = 1.0  # silence after which a client gives up a connection
 GRACE_SECONDS = 2
 
 
@@ -41,8 +41,8 @@ async def until_all_have(answers: list[Answer], num_chars: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_paused_gateway_is_left_and_its_own_streams_end_right(site: Site, demo_model_dir: Path) -> None:
-    """Some clients resume at the other gateway; some have all the time there is, and get the rest when it wakes."""
+async def test_streams_of_a_paused_gateway_resume_or_end_correctly(site: Site, demo_model_dir: Path) -> None:
+    """Some clients resume at the other gateway; others wait, and get the rest when it wakes."""
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     mix = RequestMix(random.Random(SEED), tokenizer, MODEL, max_tokens=300)
     requests: list[MixedRequest] = [mix.draw() for _ in range(8)]
@@ -57,7 +57,7 @@ async def test_a_paused_gateway_is_left_and_its_own_streams_end_right(site: Site
         await until_all_have(answers, 10)
         gateway = site.fleet.processes["g0"]
         gateway.send_signal(signal.SIGSTOP)
-        await asyncio.gather(*streams[::2])  # the hasty
+        await asyncio.gather(*streams[::2])  # the clients that do not wait
         assert sum(answer.num_resumes for answer in answers[::2]) > 0
         print(f"longest silence: {max(answer.longest_silence_seconds for answer in answers[::2]):.1f} s")
         assert not any(stream.done() for stream in streams[1::2])
@@ -69,8 +69,8 @@ async def test_a_paused_gateway_is_left_and_its_own_streams_end_right(site: Site
     await site.nothing_is_left()
 
 
-async def test_requests_of_a_killed_gateway_that_nobody_takes_up_are_ended(site: Site) -> None:
-    """By the worker: their blocks come free long before they would have ended. The other gateway's go on."""
+async def test_requests_of_a_killed_gateway_end_without_a_reader(site: Site) -> None:
+    """The worker ends them long before their last token; the other gateway's requests continue."""
     async with session(None) as http:
         begun = [await http.post(f"{site.urls[0]}/v1/completions", json=endless()) for _ in range(3)]
         other = await http.post(f"{site.urls[1]}/v1/completions", json=endless())
@@ -82,7 +82,7 @@ async def test_requests_of_a_killed_gateway_that_nobody_takes_up_are_ended(site:
             while site.fleet.log("w0").count("ended: its gateway") < 3:
                 await asyncio.sleep(0.05)
         print(f"ended {time.monotonic() - killed_at:.1f} s after the kill, with a grace of {GRACE_SECONDS} s")
-        assert await other.content.readany()  # it is still told its tokens
+        assert await other.content.readany()  # its tokens are still published
         for reply in (*begun, other):
             reply.close()
         await site.nothing_is_left()
@@ -94,7 +94,7 @@ def endless() -> dict[str, Any]:
 
 
 def shorten_grace(site: Site) -> None:
-    """Of a minute, which is what a request without detach_seconds has."""
+    """Shorten the grace period, which is a minute for a request without detach_seconds."""
     with site.store.client() as client:
         for key in client.scan_iter(match=f"{site.keys.request('*')}"):
             assert client.hget(key, "grace") == b"60"

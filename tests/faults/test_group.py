@@ -1,6 +1,6 @@
-"""A group of ranks fails as one, whichever rank fails and how, and another group goes on with its streams.
+"""A group of ranks fails as a whole, whichever rank fails and how, and another group continues its streams.
 
-One test in three parts: each goes on with the group that the part before has left, as a start takes seconds.
+One test in three parts: each uses the group that the part before has left, because a start takes seconds.
 """
 
 import os
@@ -18,7 +18,7 @@ from tests.faults.group_site import Groups, gone, outputs
 pytestmark = [pytest.mark.tp, pytest.mark.timeout(1800)]
 LENGTHS = (3, 40, 200)
 HANG_SECONDS = "3"
-# From when a file is there, a follower that has a message keeps the interpreter's lock to itself, as a stuck call does.
+# Once a file exists, a follower with a message keeps the interpreter's lock, as a hung call does.
 HANGS = """
 import ctypes, os
 from engine_worker.execution.step_channel import RingReceiver
@@ -30,7 +30,7 @@ def receive_and_hang(self):
     return message
 RingReceiver.receive = receive_and_hang
 """
-# From when a file is there, a byte of a message changes in the memory of the ranks before a follower reads it.
+# Once a file exists, a byte of a message changes in the ranks' shared memory before a follower reads it.
 BREAKS = """
 import os
 from engine_worker.execution.step_channel import _PREFIX_BYTES, _Slots
@@ -43,8 +43,8 @@ _Slots.read = read_broken
 """
 
 
-# From when a file is there, each message makes a follower ask the kernel for memory, as a larger step than before does:
-# what its allocators keep may be enough for any prompt of a test.
+# Once a file exists, each message makes a follower allocate memory from the kernel, as a larger step would. Memory that
+# its allocators keep may suffice for any prompt of a test.
 ASKS_FOR_MEMORY = """
 import os
 from engine_worker.execution.step_channel import RingReceiver
@@ -65,19 +65,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(world: World, max_tokens: int, lengths: tuple[int, ...] = LENGTHS) -> list[Reader]:
-    """Prompts of these lengths: one is computed in many steps."""
+    """Return prompts of these lengths; one is computed in many steps."""
     prompts = [[20 + token % 200 for token in make_prompt(length, first=7 * length)] for length in lengths]
     return [Reader(world.client, prompt, max_tokens=max_tokens) for prompt in prompts]
 
 
 def changed(directory: Path, code: str) -> Path:
-    """Return a path of modules by which a process runs `code` first, which acts from when there is a file `now`."""
+    """Return a module path with which a process runs `code` first; it acts once the file `now` exists."""
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(code.format(path=str(directory / "now")))
     return directory
 
 
-async def test_a_group_ends_whole_and_another_one_goes_on(
+async def test_failed_rank_ends_its_group_and_another_continues(
     start_world: StartWorld, model_dir: Path, tmp_path: Path
 ) -> None:
     groups = Groups(world := await start_world(), model_dir)
@@ -100,7 +100,7 @@ async def a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(gro
     await world.has_ready("w0", "w1")
     undisturbed = await outputs(read(world, 300))
 
-    # One is found by the watchdog of steps, another one reads what is no message, a third one by its stop.
+    # The step watchdog detects the first, an invalid message the second, a stop of the process the third.
     hung = await groups.follower("w0")
     (tmp_path / "hangs" / "now").touch()
     readers = [*read(world, 300), *read(world, 300)]
@@ -108,11 +108,11 @@ async def a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(gro
     await gone(hung)
     log = world.fleet.log("w0")
     assert "no engine step ended for 3 s: exiting" in log
-    assert "in follow" in log and "engine_thread.py" in log  # the stacks of both ranks
+    assert "in follow" in log and "engine_thread.py" in log  # stacks of both ranks
     assert await outputs(readers) == undisturbed * 2
 
     broken = await groups.follower("w1")
-    os.kill(broken, signal.SIGTERM)  # not heard: rank 0 drains for all
+    os.kill(broken, signal.SIGTERM)  # ignored: rank 0 drains for all
     (tmp_path / "breaks" / "now").touch()
     readers = read(world, 300)
     assert await groups.end_of("w1") == 1
@@ -129,7 +129,7 @@ async def a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(gro
     await world.all_have(readers, 20)
     stopped = await groups.follower(holder := await groups.holder())
     os.kill(stopped, signal.SIGSTOP)
-    assert await groups.end_of(holder) == 1  # in the middle of a step, whose time-out is a minute
+    assert await groups.end_of(holder) == 1  # in the middle of a step, whose timeout is a minute
     await gone(stopped)
     assert "rank 1 of 2 does not respond in its phase 'serve': stopped by a signal" in world.fleet.log(holder)
     assert await outputs(readers) == undisturbed
@@ -140,7 +140,7 @@ async def a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_ph
     groups: Groups, tmp_path: Path
 ) -> None:
     (left,) = (world := groups.world).fleet.processes
-    await groups.let_no_memory(left)
+    await groups.refuse_memory(left)
     (tmp_path / "asks" / "now").touch()
     readers = read(world, 200, (3, 700))
     assert await groups.end_of(left) == 1
@@ -161,7 +161,7 @@ async def a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_ph
     await world.logged(holder, ": registered", times=2)  # fenced; the group is whole
 
     assert await groups.kill_while("x0", "load", rank=0) == -signal.SIGKILL
-    assert await groups.kill_while("x1", "serve", rank=1) == 1  # which it enters before rank 0's warm-up
+    assert await groups.kill_while("x1", "serve", rank=1) == 1  # entered before rank 0's warm-up
     assert "rank 1 of 2 ended in its phase 'serve' by signal 9; all ranks end" in world.fleet.log("x1")
 
     readers = read(world, 600)
@@ -195,7 +195,7 @@ async def each_rank_is_killed_while_its_group_loads_prefills_and_decodes(groups:
 
     await world.has_ready("w8")
     readers = read(world, 200)
-    await world.all_have(readers[:1], 1)  # the others are being prefilled
+    await world.all_have(readers[:1], 1)  # the other prompts are being prefilled
     assert await groups.kill(await groups.holder(), rank=0) == -signal.SIGKILL
     assert await outputs(readers) == undisturbed
     assert max(await world.attempts(readers)) == 2

@@ -1,4 +1,4 @@
-"""A group on two GPUs loses a rank: both give their memory back, and the next group goes on with its streams."""
+"""A group on two GPUs loses a rank: both GPUs' memory becomes free, and the next group continues its streams."""
 
 import asyncio
 import signal
@@ -21,12 +21,12 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices here"),
 ]
-# Later ones hold. A step is about 1 ms: enough of them that a rank dies in the middle of all streams.
+# Later ones hold. A step takes about 1 ms; with this many, a rank dies in the middle of all streams.
 ON_GPUS = [*FLAGS, "--device", "cuda", "--max-model-len", "2048", "--max-num-batched-tokens", "64"]
 ON_GPUS += ["--swap-space-bytes", "0"]
 NUM_TOKENS = 1600
 MEMORY_SECONDS = 5.0
-# What drivers and other processes may take or give back meanwhile: a rank's context alone is several hundred MiB.
+# Memory that drivers and other processes may allocate or free meanwhile; a rank's context has several hundred MiB.
 SLACK_BYTES = 64 * 2**20
 
 
@@ -43,7 +43,7 @@ def used_bytes() -> list[int]:
 
 
 async def seconds_until_free(before: list[int], used: Callable[[], list[int]] = used_bytes) -> float:
-    """How long it takes from now until no device has more in use than `before`."""
+    """Return the seconds until no device has more in use than `before`."""
     started = time.monotonic()
     async with asyncio.timeout(PATIENCE_SECONDS):
         while any(now > then + SLACK_BYTES for now, then in zip(used(), before, strict=True)):
@@ -56,10 +56,8 @@ def read(world: World) -> list[Reader]:
     return [Reader(world.client, prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
 
 
-async def test_gpus_are_free_and_streams_go_on_whichever_rank_is_killed(
-    start_world: StartWorld, model_dir: Path
-) -> None:
-    before = used_bytes()  # this process's own contexts too
+async def test_killed_rank_frees_gpus_and_streams_continue(start_world: StartWorld, model_dir: Path) -> None:
+    before = used_bytes()  # including this process's contexts
     groups = Groups(world := await start_world(), model_dir, ON_GPUS)
     groups.start("w0")
     await world.has_ready("w0")
@@ -83,10 +81,10 @@ async def test_gpus_are_free_and_streams_go_on_whichever_rank_is_killed(
 
 @pytest.mark.parametrize("phase", ["load", "warmup"])
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_gpus_are_free_after_a_rank_is_killed_at_its_start(
+async def test_rank_killed_at_its_start_frees_gpus(
     start_world: StartWorld, model_dir: Path, phase: str, rank: int
 ) -> None:
-    """Before the first step; graphs are captured in the warm-up."""
+    """Kill it before the first step; graphs are captured in the warm-up."""
     before = used_bytes()
     groups = Groups(await start_world(), model_dir, ON_GPUS)
     status = await groups.kill_while("w0", phase, rank)

@@ -1,4 +1,4 @@
-"""Cuts, silence, delay and lost replies between the store and one side. Every stream is whole in the end."""
+"""Cuts, silence, delay and lost replies between the store and one side. Every stream is complete in the end."""
 
 import asyncio
 
@@ -23,45 +23,47 @@ async def running(start_world: StartWorld, faulty_side: str) -> tuple[World, lis
     return world, readers
 
 
-async def test_connections_are_reset(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
+async def test_reset_connections_lose_nothing(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
     world, readers = await running(start_world, faulty_side)
     for _ in range(5):
         proxy.cut()
-        await asyncio.sleep(0.1)  # the fault's rhythm
+        await asyncio.sleep(0.1)  # interval between faults
     await world.all_complete(readers)
     await world.nothing_is_left()
 
 
-async def test_the_way_is_down_for_three_seconds(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
+async def test_network_down_for_three_seconds_loses_nothing(
+    start_world: StartWorld, proxy: TcpProxy, faulty_side: str
+) -> None:
     world, readers = await running(start_world, faulty_side)
     proxy.is_down = True
     proxy.cut()
-    await asyncio.sleep(3)  # the fault's length
+    await asyncio.sleep(3)  # length of the fault
     proxy.is_down = False
     await world.all_complete(readers)
 
 
-async def test_replies_are_lost(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
-    """The store has done what the caller believes undone: scripts that are repeated must change nothing."""
+async def test_lost_replies_change_nothing(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
+    """The store has applied what the caller repeats: a repeated script must change nothing."""
     world, readers = await running(start_world, faulty_side)
     for _ in range(8):
         proxy.swallow_replies(1)
-        await asyncio.sleep(0.1)  # the fault's rhythm
+        await asyncio.sleep(0.1)  # interval between faults
     await world.all_complete(readers)
     assert proxy.num_swallowed_replies >= 4
     await world.nothing_is_left()
 
 
-async def test_every_reply_is_late(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
+async def test_late_replies_lose_nothing(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
     world, readers = await running(start_world, faulty_side)
     proxy.delay_seconds = 0.5
-    await asyncio.sleep(3)  # the fault's length
+    await asyncio.sleep(3)  # length of the fault
     proxy.delay_seconds = 0.0
     await world.all_complete(readers)
 
 
-async def test_a_half_open_worker_is_replaced_and_fenced(start_world: StartWorld, proxy: TcpProxy) -> None:
-    """Bytes vanish and connections stay: it fences itself after 10 s, after 15 missed beats another goes on."""
+async def test_half_open_worker_is_fenced_and_replaced(start_world: StartWorld, proxy: TcpProxy) -> None:
+    """Bytes are dropped, connections stay: it fences itself after 10 s; another continues after 15 missed beats."""
     world, readers = await running(start_world, "worker")
     proxy.is_silent = True
     world.start_worker("w1")
@@ -73,8 +75,8 @@ async def test_a_half_open_worker_is_replaced_and_fenced(start_world: StartWorld
     await world.nothing_is_left()
 
 
-async def test_a_kept_request_outlives_its_gateway_being_cut_off(start_world: StartWorld, proxy: TcpProxy) -> None:
-    """For longer than its grace: its worker ends it, as nobody seems to read it. Its client waits and gets the rest."""
+async def test_kept_request_of_a_cut_off_gateway_is_completed(start_world: StartWorld, proxy: TcpProxy) -> None:
+    """Its worker ends it after the grace period, as if nobody read it; its client waits and gets the rest."""
     world = await start_world(client_through_proxy=True)
     world.start_worker("w0", "--script-step-seconds", "0.05")
     reader = Reader(world.client, terms=RetentionTerms(b"record", "h", grace_seconds=2), max_tokens=200)

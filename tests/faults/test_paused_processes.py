@@ -1,6 +1,6 @@
-"""Processes that die or stand still: what garbage collection, a swap storm or a moved machine looks like from outside.
+"""Processes die or are paused, as by garbage collection, swapping or the migration of a virtual machine.
 
-The limits are scaled from 15 s by --dead-after, so that a pause of seconds is past them.
+--dead-after scales the limits down from 15 s, so that a pause of seconds exceeds them.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ from tests.e2e.reader import Reader
 from tests.faults.conftest import StartWorld, World
 
 STEPS = ("--script-step-seconds", "0.02")
-# Three ticks, one more until the tick that counts begins, and the way there and back: what an idle machine takes is
-# printed, and is 5 s at most. A busy one adds to it; ticks of 15 s, not scaled, would be 25 s on an idle one.
+# Three ticks, one more until the counting tick begins, and the round trip: at most 5 s on an idle machine. Unscaled
+# ticks of 15 s would take 25 s there.
 LONGEST_SILENCE_SECONDS = 20.0
 
 
 async def on_first_of_two(start_world: StartWorld, *flags: str, max_tokens: int = 300) -> tuple[World, list[Reader]]:
-    """Four streams run on w0 when w1 joins."""
+    """Return four streams that run on w0 when w1 joins."""
     world = await start_world()
     world.start_worker("w0", *STEPS, *flags)
     readers = world.read(4, max_tokens=max_tokens)
@@ -32,7 +32,7 @@ def say_silence(readers: list[Reader]) -> None:
     assert silence_seconds < LONGEST_SILENCE_SECONDS
 
 
-async def test_killed_with_nobody_to_restart_it(start_world: StartWorld) -> None:
+async def test_killed_unsupervised_worker_is_taken_over(start_world: StartWorld) -> None:
     world, readers = await on_first_of_two(start_world, "--dead-after", "3")
     world.fleet.processes["w0"].kill()
     await world.all_complete(readers)
@@ -41,8 +41,8 @@ async def test_killed_with_nobody_to_restart_it(start_world: StartWorld) -> None
     await world.nothing_is_left()
 
 
-async def test_paused_past_the_limit_it_is_fenced_on_waking_and_serves_on(start_world: StartWorld) -> None:
-    """Not one token of its step in flight reaches a client: each would be one too many."""
+async def test_worker_paused_past_the_limit_is_fenced_and_serves_again(start_world: StartWorld) -> None:
+    """No token of its step in flight reaches a client, because each would be doubled."""
     world, readers = await on_first_of_two(start_world, "--dead-after", "3")
     zombie = world.fleet.processes["w0"]
     zombie.send_signal(signal.SIGSTOP)
@@ -51,30 +51,30 @@ async def test_paused_past_the_limit_it_is_fenced_on_waking_and_serves_on(start_
     say_silence(readers)
     zombie.send_signal(signal.SIGCONT)
     await world.logged("w0", "fenced; dropped 4 requests")
-    await world.logged("w0", "serving as w0.", times=2)  # a new id: the old one is never used again
+    await world.logged("w0", "serving as w0.", times=2)  # a new id, because the old one is never used again
     world.fleet.processes["w1"].terminate()
     later = world.read(2, max_tokens=50)
     await world.all_complete(later)
     await world.nothing_is_left()
 
 
-async def test_paused_under_the_limit_nobody_is_reaped(start_world: StartWorld) -> None:
-    """Half of the limit, as 8 s are of 15."""
+async def test_worker_paused_under_the_limit_is_not_reaped(start_world: StartWorld) -> None:
+    """The pause is half of the limit, as 8 s are of 15 s."""
     world, readers = await on_first_of_two(start_world, "--dead-after", "8")
     world.fleet.processes["w0"].send_signal(signal.SIGSTOP)
-    await asyncio.sleep(4.0)  # the fault's length
+    await asyncio.sleep(4.0)  # length of the fault
     world.fleet.processes["w0"].send_signal(signal.SIGCONT)
     await world.all_complete(readers)
     assert await world.attempts(readers) == [1] * len(readers)
     assert "reaped" not in world.fleet.all_logs()
 
 
-async def test_a_paused_observer_reaps_no_one(start_world: StartWorld) -> None:
-    """It has missed twice as many beats as make a death, in one tick of its own clock."""
+async def test_paused_observer_reaps_no_worker(start_world: StartWorld) -> None:
+    """It has missed twice as many heartbeats as a death requires, within one tick of its own clock."""
     world, readers = await on_first_of_two(start_world, "--dead-after", "3", max_tokens=550)
     world.fleet.processes["w1"].send_signal(signal.SIGSTOP)
-    await world.logged("w0", "reaped worker w1.")  # itself a worker, it is missed
-    await asyncio.sleep(3)  # the fault goes on
+    await world.logged("w0", "reaped worker w1.")  # as a worker, the observer is missed itself
+    await asyncio.sleep(3)  # the fault continues
     world.fleet.processes["w1"].send_signal(signal.SIGCONT)
     await world.logged("w1", "serving as w1.", times=2)
     await world.all_complete(readers)
@@ -82,8 +82,8 @@ async def test_a_paused_observer_reaps_no_one(start_world: StartWorld) -> None:
     assert "reaped worker w0." not in world.fleet.log("w1")
 
 
-async def test_all_workers_die_and_one_starts(start_world: StartWorld) -> None:
-    """The queue drains, what was begun first; nobody is given up, nothing is computed for ever in circles."""
+async def test_new_worker_drains_the_queue_of_dead_ones(start_world: StartWorld) -> None:
+    """The queue drains, begun requests first; no request is given up, and none is computed more than twice."""
     world = await start_world()
     names = ["w0", "w1", "w2"]
     for name in names:

@@ -1,4 +1,4 @@
-"""A request that kills every worker it meets ends alone: in a dead letter and one error event."""
+"""A request that kills every worker ends alone: as a dead letter, with one error event."""
 
 import asyncio
 from typing import Any
@@ -12,11 +12,11 @@ from tests.builders import expected_output, make_request
 from tests.e2e.fleet import STOP_SECONDS
 from tests.faults.conftest import StartWorld, World
 
-POISON = 1  # no neighbour has it: prompts that builders make begin at token 3
+POISON = 1  # in no neighbor's prompt: prompts of the builders begin at token 3
 
 
 async def outlive(world: World, *flags: str, until: "asyncio.Future[list[Any]]") -> int:
-    """Restart the worker as a supervisor does, as long as it dies; returns how often it did."""
+    """Restart the worker after each crash as a supervisor does; return the number of crashes."""
     num_deaths = 0
     while True:
         name = f"w{num_deaths}"
@@ -26,7 +26,7 @@ async def outlive(world: World, *flags: str, until: "asyncio.Future[list[Any]]")
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=STOP_SECONDS)
         if not death.done():
             assert until.done(), "neither dead nor done"
-            until.result()  # a reader's failure is told as itself
+            until.result()  # a failure of a reader is raised as itself
             worker.terminate()
             await death
             return num_deaths
@@ -52,8 +52,10 @@ def poison() -> GenerationRequest:
 
 
 @pytest.mark.parametrize(("num_tokens", "deaths"), [(0, 3), (50, 4)])
-async def test_it_costs_its_neighbours_nothing(start_world: StartWorld, num_tokens: int, deaths: int) -> None:
-    """In its prefill: two strikes, then alone. A death after new tokens is no strike."""
+async def test_poisonous_request_costs_its_neighbors_nothing(
+    start_world: StartWorld, num_tokens: int, deaths: int
+) -> None:
+    """Poison in the prefill: two crashes, then it runs alone. A crash after new tokens does not count."""
     world = await start_world()
     readers = world.read(3, max_tokens=400)
     poisoned = asyncio.create_task(read_to_error(world))

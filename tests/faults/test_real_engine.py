@@ -1,4 +1,4 @@
-"""SmolLM2 behind the whole site: gateway, store and worker are killed in turn, and no client's text is another."""
+"""SmolLM2 in the whole system: gateway, store and worker are killed in turn, and every client's text is unchanged."""
 
 import asyncio
 import random
@@ -22,12 +22,12 @@ PROMPTS = [
     "def fibonacci(n):",
     "My grandmother's recipe begins with",
 ]
-# Float32, where the KV that a new owner computes gives the same tokens.
+# Float32, in which the KV recomputed by a new owner gives the same tokens.
 WORKER_FLAGS = ["--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "64M"]
 WORKER_FLAGS += ["--max-model-len", "512", "--max-num-seqs", "4", "--dead-after", "3"]
 
 
-async def test_each_part_is_killed_in_the_middle(demo_model_dir: Path, tmp_path: Path) -> None:
+async def test_kill_of_each_part_changes_no_text(demo_model_dir: Path, tmp_path: Path) -> None:
     program = ["-m", "engine_worker", "--model", str(demo_model_dir)]
     options: dict[str, Any] = {"worker_flags": WORKER_FLAGS, "worker_program": program}
     bodies = [body(prompt, **({} if number else {"temperature": 0.8})) for number, prompt in enumerate(PROMPTS)]
@@ -65,7 +65,7 @@ async def kill_in_turn(site: Site, answers: list[Answer]) -> None:
 
 
 async def until_one_has_more(answers: list[Answer]) -> None:
-    """New text for one that has not ended: a kill is in the middle of something."""
+    """Wait until an unfinished stream has new text, so that a kill is in the middle of one."""
     before = [len(answer.texts[0]) for answer in answers]
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not any(

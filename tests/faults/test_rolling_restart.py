@@ -1,4 +1,4 @@
-"""Every part is stopped in order and started again while clients stream: an upgrade. No client sees more than a 503."""
+"""An upgrade: every part is stopped and restarted in order while clients stream. Clients see at most a 503."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ SEED = 5
 NUM_CLIENTS = 8
 
 
-async def test_all_parts_one_after_the_other_under_load(demo_model_dir: Path, tmp_path: Path) -> None:
+async def test_rolling_restart_under_load_fails_no_client(demo_model_dir: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     mix = RequestMix(random.Random(SEED), tokenizer, MODEL, max_tokens=60)
     flags = ["--script-step-seconds", "0.02"]
@@ -29,13 +29,13 @@ async def test_all_parts_one_after_the_other_under_load(demo_model_dir: Path, tm
             stream_client = StreamClient(session, site.urls, random.Random(SEED))
             await asyncio.gather(*(be_client(stream_client, mix, rolled, client) for client in clients))
         await rolled
-        # SIGTERM loses no stream: gateways let theirs end, workers finish or hand back, the store comes back with all.
+        # SIGTERM loses no stream: gateways finish theirs, workers finish or hand back, the store reads its file.
         assert ": fenced" not in site.fleet.all_logs() and "reaped worker" not in site.fleet.all_logs()
         await site.nothing_is_left()
 
 
 class Progress:
-    """Answers that one client has had, for a roll that goes on only while every client is being served."""
+    """Answers that one client has had, so that the restart continues only while every client is served."""
 
     def __init__(self) -> None:
         self.num_answers = 0
@@ -47,7 +47,7 @@ class Progress:
             self.answered.notify_all()
 
     async def one_asked_for_and_answered(self) -> None:
-        """Two more answers: what the first of them answers may have been asked before."""
+        """Wait for two more answers, because the first may belong to a request from before."""
         async with self.answered:
             enough = self.num_answers + 2
             await self.answered.wait_for(lambda: self.num_answers >= enough)
@@ -79,5 +79,5 @@ async def roll(site: Site, clients: list[Progress]) -> None:
 
 
 async def served(clients: list[Progress]) -> None:
-    """Every client has asked and been answered since, whatever the machine's speed."""
+    """Wait until every client has sent a request and got its answer since."""
     await asyncio.gather(*(client.one_asked_for_and_answered() for client in clients))

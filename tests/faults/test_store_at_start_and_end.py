@@ -1,4 +1,4 @@
-"""A store that cannot be used is refused at start with a sentence; one that is away at the end delays it, no more."""
+"""An unusable store is refused at the start with one sentence; an unreachable store only delays a stop."""
 
 import asyncio
 import signal
@@ -18,7 +18,7 @@ EXIT_CANNOT_START = 2
 
 @pytest.fixture
 def other_store(store: Store, tmp_path: Path) -> Iterator[Store]:
-    """Not started."""
+    """Return a store that is not started."""
     directory = tmp_path / "other"
     directory.mkdir()
     other = Store(directory)
@@ -28,7 +28,7 @@ def other_store(store: Store, tmp_path: Path) -> Iterator[Store]:
 
 
 async def ends_with(fleet: Fleet, url: str, model: Path, sentence: str) -> None:
-    """A worker and a gateway at this store both say so, and end."""
+    """Check that a worker and a gateway at this store end with the sentence."""
     common = ["--redis-url", url, "--served-model-name", "m"]
     worker = ["--model", "/none", "--metrics-port", "0", "--worker-id", "w0"]
     processes = {
@@ -88,7 +88,7 @@ async def until_moved(client: redis.Redis) -> None:
 
 
 async def drained_without_store(start_world: StartWorld, drain_seconds: int) -> "tuple[World, subprocess.Popen[bytes]]":
-    """A worker that holds a request and has the signal to end, while the store is away."""
+    """Return a worker that holds a request and has received SIGTERM while the store is away."""
     world = await start_world()
     worker = world.start_worker("w0", "--script-step-seconds", "0.02", "--drain-seconds", str(drain_seconds))
     (reader,) = readers = world.read(1, max_tokens=1900)
@@ -102,7 +102,7 @@ async def drained_without_store(start_world: StartWorld, drain_seconds: int) -> 
 
 async def test_worker_ends_when_the_store_is_back(start_world: StartWorld) -> None:
     world, worker = await drained_without_store(start_world, drain_seconds=2)
-    await asyncio.sleep(3)  # the drain is over, and hands back
+    await asyncio.sleep(3)  # the drain is over, and the hand-over begins
     world.store.start()
     assert await asyncio.to_thread(worker.wait, STOP_SECONDS) == 0
     assert await world.connections.commands.xlen(world.keys.queue("resumed")) == 1

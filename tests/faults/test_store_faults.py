@@ -1,4 +1,4 @@
-"""The store dies, forgets, fills up or drops its listeners while streams run. Every stream is whole in the end."""
+"""The store dies, forgets, fills up or drops its subscribers under streams. Every stream is complete in the end."""
 
 import asyncio
 
@@ -9,8 +9,8 @@ from tests.builders import make_request
 from tests.faults.conftest import StartWorld, Store
 
 
-async def test_killed_and_restarted_with_its_file(start_world: StartWorld, store: Store) -> None:
-    """EMITs are repeated with the same step, so nothing is lost or doubled; meanwhile new requests are refused."""
+async def test_killed_store_with_its_file_loses_nothing(start_world: StartWorld, store: Store) -> None:
+    """EMIT is repeated with the same step number, so nothing is lost or doubled; new requests are refused meanwhile."""
     world = await start_world()
     world.start_worker("w0", "--script-step-seconds", "0.02")
     readers = world.read(4, max_tokens=150)
@@ -18,14 +18,14 @@ async def test_killed_and_restarted_with_its_file(start_world: StartWorld, store
     store.kill()
     with pytest.raises(StoreUnavailable):
         await world.client.submission.submit(make_request(5))
-    await asyncio.sleep(2)  # the fault's length
+    await asyncio.sleep(2)  # length of the fault
     store.start()
     await world.all_complete(readers)
     await world.nothing_is_left()
 
 
-async def test_restarted_empty(start_world: StartWorld, store: Store) -> None:
-    """The gateway gives the store back what it lost: request and tokens sent; the worker registers anew."""
+async def test_empty_store_is_refilled_by_the_gateway(start_world: StartWorld, store: Store) -> None:
+    """The gateway returns request and sent tokens to the store; the worker registers again."""
     store.kill()
     store.append_only = False
     store.start()
@@ -40,7 +40,7 @@ async def test_restarted_empty(start_world: StartWorld, store: Store) -> None:
     await world.nothing_is_left()
 
 
-async def test_flushed_under_everybody(start_world: StartWorld, store: Store) -> None:
+async def test_flushed_store_is_refilled_by_the_gateway(start_world: StartWorld, store: Store) -> None:
     world = await start_world()
     world.start_worker("w0", "--script-step-seconds", "0.02")
     readers = world.read(4, max_tokens=150)
@@ -50,8 +50,8 @@ async def test_flushed_under_everybody(start_world: StartWorld, store: Store) ->
     await world.all_complete(readers)
 
 
-async def test_listeners_are_dropped_again_and_again(start_world: StartWorld, store: Store) -> None:
-    """Pub/sub is the fast path only: what it loses is read from the journals."""
+async def test_dropped_subscribers_read_the_journals(start_world: StartWorld, store: Store) -> None:
+    """Pub/sub is only the fast path: what it loses is read from the journals."""
     world = await start_world()
     world.start_worker("w0", "--script-step-seconds", "0.01")
     readers = world.read(4, max_tokens=300)
@@ -59,13 +59,13 @@ async def test_listeners_are_dropped_again_and_again(start_world: StartWorld, st
     with store.client() as client:
         while not all(reader.finished.done() for reader in readers):
             client.client_kill_filter(_type="pubsub")
-            await asyncio.sleep(0.2)  # the fault's rhythm
+            await asyncio.sleep(0.2)  # interval between faults
     await world.all_complete(readers)
     assert world.client.counts.num_journal_reads > 0
 
 
-async def test_out_of_memory_and_relieved(start_world: StartWorld, store: Store) -> None:
-    """A full store refuses new requests and EMITs alike; the worker holds its step until there is room again."""
+async def test_full_store_holds_steps_until_there_is_room(start_world: StartWorld, store: Store) -> None:
+    """A full store refuses new requests and EMITs; the worker holds its step until there is room."""
     world = await start_world()
     world.start_worker("w0", "--script-step-seconds", "0.02")
     readers = world.read(4, max_tokens=150)
@@ -75,7 +75,7 @@ async def test_out_of_memory_and_relieved(start_world: StartWorld, store: Store)
         with pytest.raises(StoreUnavailable):
             await world.client.submission.submit(make_request(5))
         before = [len(reader.tokens) for reader in readers]
-        await asyncio.sleep(1.5)  # the fault's length
+        await asyncio.sleep(1.5)  # length of the fault
         client.config_set("maxmemory", "0")
     assert all(len(reader.tokens) < 150 for reader in readers), before
     await world.all_complete(readers)

@@ -1,7 +1,7 @@
-"""The wheel: what it holds, and that it serves where there is no clone.
+"""The wheel: its content, and that it serves without a clone.
 
-It is built from the tracked files, and installed into an environment of its own whose dependencies are those of this
-environment: nothing is downloaded.
+It is built from the tracked files and installed into an environment of its own, whose dependencies are those of this
+environment; nothing is downloaded.
 """
 
 import json
@@ -53,27 +53,27 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of an environment into which the wheel was installed."""
+    """Return the folder of programs of an environment with the wheel."""
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
-    # pip, not a copy of the files: it writes the command `pagestream` too.
+    # Install with pip instead of copying, because it also writes the command `pagestream`.
     install = [sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True)
-    # Only now: pip would have found our own editable install there. Its .pth file is not read from here.
+    # Only now, because pip would have found our editable install there. Its .pth file is not read from here.
     folder = environment / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     (folder / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return environment / "bin"
 
 
-def test_the_wheel_has_what_serves_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_exactly_the_serving_files(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     packed = {name for name in names if ".dist-info/" not in name}
     assert packed == set(tracked(*PACKAGES))
     assert {name.split("/")[0] for name in packed} == set(PACKAGES)
 
 
-def test_the_extra_serve_is_the_programs_of_serve(wheel: Path) -> None:
+def test_serve_extra_contains_the_extras_of_its_programs(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
     needed = [line for line in archive.read(metadata).decode().splitlines() if line.startswith("Requires-Dist:")]
@@ -83,7 +83,7 @@ def test_the_extra_serve_is_the_programs_of_serve(wheel: Path) -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """A folder far from the clone, with packages of our names in it, and the environment variables of a stranger."""
+    """Return a folder far from the clone, with packages of our names in it, and another user's environment."""
     for name in ("shared", "kernels", "gateway"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not ours')")
@@ -94,7 +94,7 @@ def elsewhere(tmp_path: Path) -> tuple[Path, dict[str, str]]:
 
 @pytest.fixture
 def address(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> Iterator[str]:
-    """The address of `pagestream serve` out of the wheel, on a model of two layers."""
+    """Return the address of the wheel's `pagestream serve`, on a model of two layers."""
     directory, environ = elsewhere
     model = write_tiny_model(directory / "tiny")
     config = json.loads((model / "config.json").read_text())
@@ -117,7 +117,7 @@ def address(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> Iterator[
     assert serve.returncode == 0
 
 
-def test_it_serves_without_a_clone(address: str) -> None:
+def test_wheel_serves_without_a_clone(address: str) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "the capital"}], "max_tokens": 5, "stop": None}
     request = urllib.request.Request(
         f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -134,14 +134,14 @@ def run(programs: Path, elsewhere: tuple[Path, dict[str, str]], *arguments: str)
     return subprocess.run(argv, cwd=directory, env=environ, capture_output=True, text=True, check=False)
 
 
-def test_its_doctor_finds_its_packages_and_the_demo(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> None:
+def test_doctor_of_the_wheel_finds_packages_and_demo(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> None:
     findings = {found["check"]: found for found in json.loads(run(programs, elsewhere, "doctor", "--json").stdout)}
     assert findings["packages"]["status"] == "ok"
     assert str(programs.parent) in findings["packages"]["message"]
     assert "demo" in findings["model"]["message"] and findings["model"]["status"] == "ok"
 
 
-def test_its_benchmarks_are_told_to_be_elsewhere(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> None:
+def test_bench_of_the_wheel_names_the_repository(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> None:
     done = run(programs, elsewhere, "bench")
     assert done.returncode == 2
     assert "run it in a clone" in done.stderr

@@ -1,7 +1,7 @@
-"""A gateway and a worker that only seem to be ones, and `pagestream serve` run with them: python fake_children.py ARGS.
+"""A fake gateway and a fake worker, and `pagestream serve` run with them: python fake_children.py ARGS.
 
-The gateway answers /ready; the worker beats READY. `--fake-worker-exit N` lets the worker end with status N at once,
-`--fake-worker-stays yes` lets it ignore SIGTERM.
+The gateway answers /ready; the worker sends READY heartbeats. `--fake-worker-exit N` ends the worker with status N at
+once; with `--fake-worker-stays yes` it ignores SIGTERM.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.rfile.read()  # until whoever asked has read the answer and left
+        self.rfile.read()  # until the client has read the answer and left
         print("answered", flush=True)
 
     def log_message(self, *_args: object) -> None: ...
@@ -39,7 +39,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
 def gateway(options: argparse.Namespace) -> None:
     http.server.HTTPServer.allow_reuse_port = options.reuse_port
     server = http.server.HTTPServer((options.host, int(options.port)), Ready)
-    print("fake gateway", flush=True)  # it listens
+    print("fake gateway", flush=True)  # the gateway listens
     server.serve_forever()
 
 
@@ -53,10 +53,10 @@ def worker(options: argparse.Namespace) -> None:
     client = redis.Redis.from_url(options.redis_url)
     beats = [(options.worker_id, WorkerPhase.LOAD), (f"{options.worker_id}.0", WorkerPhase.READY)]
     while True:
-        with contextlib.suppress(redis.ConnectionError):  # it outlives the store, as the real one does
+        with contextlib.suppress(redis.ConnectionError):  # the worker outlives the store, as the real one does
             for worker_id, phase in beats:
                 client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=phase)))
-        time.sleep(0.05)  # the rhythm of the beats, not a wait for anything
+        time.sleep(0.05)  # the heartbeat interval, not a wait for an event
 
 
 def main() -> int:

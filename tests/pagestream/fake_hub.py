@@ -1,4 +1,4 @@
-"""A Hugging Face hub on 127.0.0.1, as far as `huggingface_hub` asks it for a snapshot: ranges, and accidents."""
+"""A Hugging Face hub on 127.0.0.1 with what `huggingface_hub` needs for a snapshot: byte ranges, and failures."""
 
 import asyncio
 import hashlib
@@ -18,8 +18,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     files: dict[str, bytes]
     repository: str = "org/tiny"
-    token: str = ""  # asked for if given: without it the model is gated
-    cut_after: dict[str, int] = field(default_factory=dict)  # a file's connection breaks there, once
+    token: str = ""  # required if set; the model is gated without it
+    cut_after: dict[str, int] = field(default_factory=dict)  # byte at which a file's connection breaks, once
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, file, range
     endpoint: str = ""
 
@@ -83,7 +83,7 @@ class FakeHub:
 
 @contextmanager
 def running(hub: FakeHub) -> Iterator[FakeHub]:
-    """In a thread of its own, so that a test may wait for a process that asks it."""
+    """Run the hub in a thread, so that a test may wait for a process that uses it."""
     loop = asyncio.new_event_loop()
     started = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The gateway's address: free or not, ready or not, as a URL."""
+"""The gateway's address: whether it is free, whether it is ready, and its URL."""
 
 import asyncio
 import socket
@@ -15,11 +15,11 @@ from pagestream.address import AddressInUse, base_url, ready_status, require_fre
         ("::", "http://[::1]:80"), ("example.org", "http://example.org:80"),
     ],
 )  # fmt: skip
-def test_base_url(host: str, url: str) -> None:
+def test_base_url_of_an_address_is_reachable(host: str, url: str) -> None:
     assert base_url(host, 80) == url
 
 
-def test_an_address_that_is_not_ours_is_told() -> None:
+def test_foreign_address_is_named_in_the_error() -> None:
     with pytest.raises(AddressInUse, match=r"cannot listen on 192\.0\.2\.1, port 80"):
         require_free_port("192.0.2.1", 80)
 
@@ -28,7 +28,7 @@ def test_an_address_that_is_not_ours_is_told() -> None:
     ("line", "status"),
     [(b"HTTP/1.1 200 OK", 200), (b"HTTP/1.1 503 Service Unavailable", 503), (b"SSH-2.0-x", None), (b"", None)],
 )
-async def test_the_status_of_readyz(line: bytes, status: int | None) -> None:
+async def test_readiness_is_the_status_of_readyz(line: bytes, status: int | None) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert await reader.readline() == b"GET /readyz?all=true HTTP/1.1\r\n"
         writer.write(line + b"\r\nContent-Length: 0\r\n\r\n")
@@ -40,7 +40,7 @@ async def test_the_status_of_readyz(line: bytes, status: int | None) -> None:
         assert await ready_status("0.0.0.0", server.sockets[0].getsockname()[1]) == status
 
 
-async def test_nobody_there_has_no_status() -> None:
+async def test_closed_port_has_no_status() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
     assert await ready_status("127.0.0.1", port) is None

@@ -1,4 +1,4 @@
-"""The whole of `serve` but for what it serves: real store, real processes, a fake gateway and fake workers."""
+"""`serve` as a whole, except its children: real store, real processes, a fake gateway and fake workers."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ class Serve:
     """`pagestream serve` with fake children; its output is read line by line."""
 
     def __init__(self, directory: Path, *arguments: str, models_file: str = "") -> None:
-        """`models_file`: its text, in which {model} stands for the directory of one."""
+        """Start it; in the text `models_file`, {model} stands for a model directory."""
         model = directory / "model"
         model.mkdir(exist_ok=True)
         for name in ("config.json", "tokenizer.json"):
@@ -52,7 +52,7 @@ class Serve:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def workers(self) -> list[list[str]]:
-        """Their command lines."""
+        """Return the workers' command lines."""
         return [child.cmdline() for child in self.children() if "fake-engine_worker" in child.cmdline()]
 
     def child(self, mark: str) -> psutil.Process:
@@ -74,7 +74,7 @@ class Serve:
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Serve]]:
     running: list[Serve] = []
-    with tempfile.TemporaryDirectory(prefix="ps-") as directory:  # tmp_path is too long for a socket
+    with tempfile.TemporaryDirectory(prefix="ps-") as directory:  # tmp_path is too long for a unix socket
 
         def start(*arguments: str, models_file: str = "") -> Serve:
             running.append(Serve(Path(directory), *arguments, models_file=models_file))
@@ -91,7 +91,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_phases_then_the_banner_then_an_orderly_stop(serve: Callable[..., Serve], number: signal.Signals) -> None:
+def test_serve_prints_phases_and_banner_and_stops_in_order(serve: Callable[..., Serve], number: signal.Signals) -> None:
     one = serve("--workers", "2")
     one.read_until("Ready after")
     text = "\n".join(one.lines)
@@ -103,18 +103,18 @@ def test_phases_then_the_banner_then_an_orderly_stop(serve: Callable[..., Serve]
     assert gone(children)
 
 
-def test_a_second_signal_waits_for_nobody(serve: Callable[..., Serve]) -> None:
+def test_second_signal_stops_without_waiting(serve: Callable[..., Serve]) -> None:
     one = serve("--fake-worker-stays", "yes", "--drain-seconds", "600")
     one.read_until("Ready after")
     children = one.children()
     one.process.send_signal(signal.SIGINT)
     one.read_until("stopping the gateway, then the workers")
     one.process.send_signal(signal.SIGINT)
-    assert one.process.wait(PATIENCE_SECONDS) == 0  # the drain time alone is ten times as much
+    assert one.process.wait(PATIENCE_SECONDS) == 0  # the drain time alone would be ten times as long
     assert gone(children)
 
 
-def test_a_killed_worker_is_replaced_under_a_new_id(serve: Callable[..., Serve]) -> None:
+def test_killed_worker_is_replaced_with_a_new_id(serve: Callable[..., Serve]) -> None:
     one = serve()
     one.read_until("Ready after")
     worker = one.child("fake-engine_worker")
@@ -126,7 +126,7 @@ def test_a_killed_worker_is_replaced_under_a_new_id(serve: Callable[..., Serve])
     assert second == first_id.removesuffix("-0") + "-1"
 
 
-def test_a_killed_gateway_and_a_killed_store_are_replaced(serve: Callable[..., Serve]) -> None:
+def test_killed_gateway_and_store_are_replaced(serve: Callable[..., Serve]) -> None:
     one = serve()
     one.read_until("Ready after")
     one.child("fake-gateway").kill()
@@ -139,9 +139,9 @@ def test_a_killed_gateway_and_a_killed_store_are_replaced(serve: Callable[..., S
     assert one.child("fake-engine_worker") == worker
 
 
-def test_several_gateways_share_the_port_and_each_is_replaced(serve: Callable[..., Serve]) -> None:
+def test_gateways_share_the_port_and_are_replaced(serve: Callable[..., Serve]) -> None:
     one = serve("--gateways", "2")
-    one.read_until("Ready after")  # one of them listens
+    one.read_until("Ready after")  # one gateway listens
     while sum("fake gateway" in line for line in one.lines) < 2:
         one.read_until("fake gateway")
     gateways = [child for child in one.children() if "fake-gateway" in child.cmdline()]
@@ -153,7 +153,7 @@ def test_several_gateways_share_the_port_and_each_is_replaced(serve: Callable[..
     assert gateways[1].is_running()
 
 
-def test_a_gateway_that_is_killed_again_and_again_is_not_called_unable_to_start(serve: Callable[..., Serve]) -> None:
+def test_gateway_killed_repeatedly_is_not_called_unstartable(serve: Callable[..., Serve]) -> None:
     one = serve()
     one.read_until("Ready after")
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_a_gateway_that_is_killed_again_and_again_is_not_called_unable_to_start(
         one.read_until("gateway   died (signal 9)")
         one.read_until("fake gateway")
         assert one.answers()
-        one.read_until("answered")  # the supervisor has seen it answer
+        one.read_until("answered")  # the supervisor has received an answer from it
     assert one.process.poll() is None
 
 
@@ -176,12 +176,12 @@ workers = 2
 """
 
 
-def test_each_model_has_workers_of_its_own_and_the_gateway_knows_all(serve: Callable[..., Serve]) -> None:
+def test_each_model_has_workers_and_the_gateway_lists_all(serve: Callable[..., Serve]) -> None:
     one = serve(models_file=TWO_MODELS)
     one.read_until("Ready after")
     assert "a, b, 1 gateway, 3 engine workers" in one.lines[0]
     while len(workers := one.workers()) < 3:
-        time.sleep(0.01)  # one of each model makes it ready; the third is being started
+        time.sleep(0.01)  # one worker of each model makes `serve` ready; the third is still starting
     served = [words[words.index("--served-model-name") + 1] for words in sorted(workers, key=_number)]
     assert served == ["a", "b", "b"]
     words = one.child("fake-gateway").cmdline()
@@ -201,13 +201,13 @@ def _number(words: list[str]) -> str:
     return words[words.index("--worker-id") + 1].split("-")[1]
 
 
-def test_a_model_that_is_none_ends_the_start(serve: Callable[..., Serve]) -> None:
+def test_invalid_model_ends_the_start(serve: Callable[..., Serve]) -> None:
     one = serve(models_file='[[models]]\nmodel = "/nowhere"\n')
     one.read_until("pagestream serve: /nowhere does not exist")
     assert one.process.wait(PATIENCE_SECONDS) == 1
 
 
-def test_no_orphan_stays_when_the_supervisor_is_killed(serve: Callable[..., Serve]) -> None:
+def test_killed_supervisor_leaves_no_orphan(serve: Callable[..., Serve]) -> None:
     one = serve("--workers", "2")
     one.read_until("Ready after")
     children = one.children()
@@ -215,14 +215,14 @@ def test_no_orphan_stays_when_the_supervisor_is_killed(serve: Callable[..., Serv
     assert gone(children)
 
 
-def test_a_worker_that_cannot_start_ends_everything_with_its_last_lines(serve: Callable[..., Serve]) -> None:
+def test_unstartable_worker_ends_serve_with_its_last_lines(serve: Callable[..., Serve]) -> None:
     one = serve("--fake-worker-exit", "3")
     one.read_until("worker-0: not restarted: it exited twice with exit status 3 before it was ready. Its last lines:")
     assert one.read_until("fake worker").startswith("    fake worker serve.")
     assert one.process.wait(PATIENCE_SECONDS) == 1
 
 
-def test_a_port_in_use_is_told_before_anything_starts(serve: Callable[..., Serve]) -> None:
+def test_port_in_use_is_refused_before_anything_starts(serve: Callable[..., Serve]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         one = serve("--port", str(other.getsockname()[1]))
         one.read_until("is in use; choose another one with --port")
@@ -230,7 +230,7 @@ def test_a_port_in_use_is_told_before_anything_starts(serve: Callable[..., Serve
     assert len(one.lines) == 1
 
 
-def test_a_second_serve_uses_the_live_store_and_leaves_it(serve: Callable[..., Serve]) -> None:
+def test_second_serve_uses_the_live_store_and_leaves_it(serve: Callable[..., Serve]) -> None:
     first, second = serve(), serve()
     first.read_until("Ready after")
     second.read_until("Ready after")
@@ -242,7 +242,7 @@ def test_a_second_serve_uses_the_live_store_and_leaves_it(serve: Callable[..., S
     assert stores[0].child("valkey-server").is_running()
 
 
-def test_an_unreachable_named_store_is_told(serve: Callable[..., Serve]) -> None:
+def test_unreachable_store_is_named_in_the_error(serve: Callable[..., Serve]) -> None:
     one = serve("--redis-url", "unix:///nowhere/valkey.sock")
     one.read_until("pagestream serve: --redis-url: the store at unix:///nowhere/valkey.sock does not answer")
     assert one.process.wait(PATIENCE_SECONDS) == 1

@@ -19,7 +19,7 @@ def written(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_line_has_the_same_key_in_every_run(tmp_path: Path) -> None:
+def test_line_key_is_equal_in_every_run(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("a"), "", line("b"), line("c", body={"prompt": "y"}))
     lines = read_lines(path)
     assert [(one.custom_id, json.loads(one.body)["prompt"]) for one in lines] == [("a", "x"), ("b", "x"), ("c", "y")]
@@ -40,6 +40,6 @@ def test_a_line_has_the_same_key_in_every_run(tmp_path: Path) -> None:
         ([line(body={"stream": True})], "without stream"),
     ],
 )
-def test_what_is_no_batch(tmp_path: Path, lines: list[str], message: str) -> None:
+def test_invalid_batch_file_is_refused(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(BatchFileError, match=message):
         read_lines(written(tmp_path / "in", *lines))

@@ -1,4 +1,4 @@
-"""The terminal's conversation, against a scripted server and a real one's bytes."""
+"""`pagestream chat`: conversations with a scripted server, and the parsing of a real server's bytes."""
 
 import io
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Script:
             yield piece
 
 
-def test_a_conversation_goes_on_and_can_begin_anew() -> None:
+def test_conversation_continues_and_can_restart() -> None:
     script, output = Script("It ", "is."), io.StringIO()
     conversation = Conversation(script, output)
     for line in ("one", "", "two", "/reset", "three", "/system be terse", "four"):
@@ -36,7 +36,7 @@ def test_a_conversation_goes_on_and_can_begin_anew() -> None:
     assert output.getvalue() == "It is.\n" * 4
 
 
-def test_a_stopped_answer_stays_as_far_as_it_came() -> None:
+def test_interrupted_answer_keeps_its_received_text() -> None:
     output = io.StringIO()
     conversation = Conversation(Script("It ", KeyboardInterrupt()), output)
     conversation.take("hi")
@@ -44,14 +44,14 @@ def test_a_stopped_answer_stays_as_far_as_it_came() -> None:
     assert output.getvalue() == "It  [stopped]\n"
 
 
-def test_an_error_leaves_the_conversation_as_it_was() -> None:
+def test_error_leaves_the_conversation_unchanged() -> None:
     output = io.StringIO()
     conversation = Conversation(Script(ChatError("The queue is full.")), output)
     conversation.take("hi")
     assert conversation.messages == [] and output.getvalue() == "error: The queue is full.\n"
 
 
-def test_the_bytes_of_a_stream() -> None:
+def test_stream_bytes_are_parsed() -> None:
     lines = [b": keep-alive\n", b'data: {"choices":[{"delta":{"content":"a"}}]}\n', b'data: {"choices":[]}\n',
              b'data: {"error":{"message":"it broke"}}\n']  # fmt: skip
     pieces = _pieces(lines)

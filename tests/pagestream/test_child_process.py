@@ -1,4 +1,4 @@
-"""One life of a child: output, end, and that it ends with its parent. Real processes."""
+"""One incarnation of a child: its output, its exit, and its exit with the parent. Real processes."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ async def start_and_await_line(command: ChildCommand) -> ChildProcess:
     return child
 
 
-async def test_lines_of_both_streams_reach_the_sink_and_the_last_ones_are_kept() -> None:
+async def test_both_output_streams_reach_the_sink_and_the_tail() -> None:
     seen: list[tuple[str, str]] = []
     code = "import sys\nfor i in range(30): print(i, flush=True)\nsys.stderr.write('end')"
     child = await ChildProcess.start(python(code), lambda name, line: seen.append((name, line)))
@@ -35,28 +35,28 @@ async def test_lines_of_both_streams_reach_the_sink_and_the_last_ones_are_kept()
     assert list(child.last_lines) == [str(i) for i in range(31 - KEPT_LINES, 30)] + ["end"]
 
 
-async def test_a_line_without_end_does_not_stop_the_reading() -> None:
+async def test_endless_line_does_not_stop_the_reader() -> None:
     child = await ChildProcess.start(python(f"print('x' * {2 * MAX_LINE_BYTES}); print('after')"))
     assert await child.wait() == 0
     assert child.last_lines[-1] == "after"
 
 
-async def test_a_status_tells_the_signal() -> None:
+async def test_exit_status_contains_the_signal() -> None:
     child = await start_and_await_line(python("print(1, flush=True); import time; time.sleep(60)"))
-    child.send_signal(signal.SIGTERM)  # not SIGINT, which a background job of a shell ignores and so do its children
+    child.send_signal(signal.SIGTERM)  # not SIGINT, which background jobs of a shell and their children ignore
     assert await child.wait() == -signal.SIGTERM
     child = await start_and_await_line(python("print(1, flush=True); import time; time.sleep(60)"))
     child.kill()
     assert await child.wait() == -signal.SIGKILL
 
 
-async def test_stop_is_gentle_first() -> None:
+async def test_stop_sends_sigterm_first() -> None:
     code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(1, flush=True); time.sleep(60)"
     child = await start_and_await_line(python(code))
     assert await child.stop(grace_seconds=20.0) == 7
 
 
-async def test_stop_kills_what_does_not_listen_and_its_children() -> None:
+async def test_stop_kills_an_unresponsive_child_and_its_children() -> None:
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {IGNORES_SIGTERM!r}]); {IGNORES_SIGTERM}"
     child = await start_and_await_line(python(code))
     family = [psutil.Process(child.process.pid), *psutil.Process(child.process.pid).children()]
@@ -65,13 +65,13 @@ async def test_stop_kills_what_does_not_listen_and_its_children() -> None:
     assert alive == []
 
 
-async def test_a_program_that_is_absent_is_an_oserror() -> None:
+async def test_missing_program_raises_oserror() -> None:
     with pytest.raises(FileNotFoundError):
         await ChildProcess.start(ChildCommand(name="none", argv=["/nowhere/none"]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
-def test_no_child_outlives_a_killed_supervisor() -> None:
+def test_child_ends_with_a_killed_supervisor() -> None:
     supervisor = f"""
 import asyncio, sys
 from pagestream.child_process import ChildCommand, ChildProcess

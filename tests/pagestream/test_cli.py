@@ -1,4 +1,4 @@
-"""The command line: what it starts, what it refuses, how quick it is."""
+"""The command line: what it starts, what it refuses, how fast it starts."""
 
 import json
 import subprocess
@@ -24,22 +24,22 @@ print(sorted({"torch", "asyncio", "redis", "aiohttp", "numpy", "msgspec"} & set(
 
 
 @pytest.mark.parametrize("command", ["gateway", "worker", "bench"])
-def test_programs_take_over_this_process(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_replace_this_process(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, argv: became.append([program, *argv]))
-    monkeypatch.setenv("PYTHONPATH", "")  # which `bench` sets, for the process that this one becomes
+    monkeypatch.setenv("PYTHONPATH", "")  # `bench` sets it for the process that replaces this one
     cli.main([command, "--port", "9000", "--help"])
     module = {"worker": "engine_worker"}.get(command, command)
     assert became == [[sys.executable, sys.executable, "-P", "-m", module, "--port", "9000", "--help"]]
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"pagestream {VERSION}\n"
 
 
-def test_serve_help_tells_of_the_other_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_help_names_the_other_programs_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "demo", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--workers" in text
@@ -60,12 +60,12 @@ def test_serve_refuses_wrong_options_at_once(argv: list[str], says: str, capsys:
     assert says in capsys.readouterr().err
 
 
-def test_serve_refuses_a_model_that_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_refuses_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "/nowhere/model"]) == 1
     assert capsys.readouterr().out.startswith("pagestream serve: --model: /nowhere/model does not exist; expected ")
 
 
-def test_config_show_tells_value_and_origin_of_every_program(
+def test_config_show_prints_values_and_origins_of_all_programs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PAGESTREAM_PORT", "9001")

@@ -1,4 +1,4 @@
-"""The XDG rules for where our files live."""
+"""The XDG rules for the directories of our files."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from pagestream.directories import cache_directory, state_directory
     ("cache_home", "expected"),
     [("/big", "/big/pagestream"), ("", "/home/me/.cache/pagestream"), ("rel", "/home/me/.cache/pagestream")],
 )
-def test_the_variable_counts_only_as_an_absolute_path(
+def test_xdg_variable_counts_only_as_an_absolute_path(
     monkeypatch: pytest.MonkeyPatch, cache_home: str, expected: str
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")

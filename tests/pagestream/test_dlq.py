@@ -1,4 +1,4 @@
-"""pagestream dlq against a real server."""
+"""`pagestream dlq` on a real server."""
 
 import asyncio
 import json
@@ -21,13 +21,15 @@ def options(valkey: Valkey) -> list[str]:
         for request_id in ("one", "two"):
             await kill_three_workers_with(RedisScripts(connections.commands, RedisKeys("m")), request_id)
         await connections.aclose()
-        await asyncio.sleep(0)  # lets the transports report their end
+        await asyncio.sleep(0)  # closed transports report their end in the next loop iteration
 
     asyncio.run(fill())
     return ["--redis-url", valkey.url, "--served-model-name", "m"]
 
 
-def test_list_show_retry_drop(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_dead_letters_are_listed_shown_retried_and_dropped(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["list", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["two", "one"]
@@ -45,7 +47,7 @@ def test_list_show_retry_drop(options: list[str], capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_what_is_not_there_is_said(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_dead_letter_is_named_in_the_error(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "none", *options]) == 1
     assert capsys.readouterr().err == "pagestream dlq: no dead letter of request none\n"
     assert main(["list", "--redis-url", "unix:///nowhere/s"]) == 1

@@ -1,4 +1,4 @@
-"""What the doctor finds, judged on made-up and on real machines."""
+"""Findings of `pagestream doctor`, on synthetic and on real machines."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(("minor", "status"), [(10, "fail"), (11, "ok"), (12, "ok"), (13, "fail")])
-def test_python(minor: int, status: str) -> None:
+def test_unsupported_python_fails(minor: int, status: str) -> None:
     assert doctor.check_python((3, minor)).status == status
 
 
@@ -39,7 +39,7 @@ def torch_says(cuda: str | None, *devices: dict[str, object]) -> dict[str, objec
     }
 
 
-def test_the_compiler_matters_only_with_a_cuda_device() -> None:
+def test_compiler_is_required_only_with_a_cuda_device() -> None:
     on_cpu = doctor.check_torch(torch_says(None), "")
     assert [finding.check for finding in on_cpu] == ["torch", "device", "cpu kernels", "number format"]
     assert on_cpu[-1].message == "--quantization auto is as-stored"
@@ -51,7 +51,7 @@ def test_the_compiler_matters_only_with_a_cuda_device() -> None:
 
 
 @pytest.mark.parametrize(("cuda", "hint"), [("13.0", "CUDA_VISIBLE_DEVICES"), (None, "engine-gpu.txt")])
-def test_a_driver_that_torch_makes_no_use_of_is_told(cuda: str | None, hint: str) -> None:
+def test_driver_that_torch_does_not_use_is_reported(cuda: str | None, hint: str) -> None:
     _, device, *_ = doctor.check_torch(torch_says(cuda), "570.86.15")
     assert device.status == "warn" and hint in device.hint
     assert device.message.startswith("NVIDIA driver 570.86.15 is loaded, but no CUDA device")
@@ -61,14 +61,14 @@ def test_a_driver_that_torch_makes_no_use_of_is_told(cuda: str | None, hint: str
     ("text", "version"),
     [(OPEN_MODULE, "570.86.15"), (CLOSED_MODULE, "550.54.15"), ("other", "of unknown version"), (None, "")],
 )
-def test_the_version_of_the_driver(tmp_path: Path, text: str | None, version: str) -> None:
+def test_driver_version_is_checked(tmp_path: Path, text: str | None, version: str) -> None:
     file = tmp_path / "version"
     if text is not None:
         file.write_text(text)
     assert doctor.nvidia_driver(file) == version
 
 
-def test_no_compiler_is_a_failure_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_fails_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     finding = doctor.check_triton_compiler()
@@ -76,7 +76,7 @@ def test_no_compiler_is_a_failure_with_a_hint(monkeypatch: pytest.MonkeyPatch) -
     assert "gcc" in finding.hint
 
 
-def test_a_port_in_use() -> None:
+def test_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         finding = doctor.check_port("127.0.0.1", port)
@@ -85,20 +85,20 @@ def test_a_port_in_use() -> None:
     assert doctor.check_port("127.0.0.1", port).status == "ok"
 
 
-def test_model_directories(tmp_path: Path) -> None:
+def test_model_directories_are_checked(tmp_path: Path) -> None:
     assert doctor.check_model(str(tmp_path)).message.endswith("no config.json, no tokenizer.json, no *.safetensors")
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (tmp_path / name).touch()
     assert doctor.check_model(str(tmp_path)).status == "ok"
 
 
-def test_little_disk_space_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_disk_space_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "DISK_FREE_BYTES", 2**80)
     assert doctor.check_disk("disk", tmp_path / "not" / "yet").status == "warn"
 
 
-def test_what_auto_takes_is_asked_of_the_worker(tmp_path: Path) -> None:
-    """By the process that imports torch; on a GPU and without blocks there is nothing to tell."""
+def test_auto_format_is_reported_by_the_worker(tmp_path: Path) -> None:
+    """The process that imports torch reports it; a GPU without KV blocks has nothing to report."""
     (tmp_path / "stored_blocks.safetensors").touch()
     answer = doctor.probe_torch(tmp_path)
     assert isinstance(answer, dict)
@@ -114,7 +114,7 @@ def test_what_auto_takes_is_asked_of_the_worker(tmp_path: Path) -> None:
     assert isinstance(without, dict) and without["number_format"] == ""
 
 
-def test_json_and_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_and_exit_status_agree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = [Finding("a", "ok", "fine"), Finding("b", "warn", "hm", "try")]
     monkeypatch.setattr(doctor, "examine", lambda *_: found)
     assert doctor.main(["--json"]) == 0

@@ -1,4 +1,4 @@
-"""The embedded Valkey: private, durable, attaches to a live one, never outlives us by accident."""
+"""The embedded Valkey: private, durable, attaches to a live server, and ends with its owner."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ MEMORY_BYTES = 64 * 2**20
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ps-") as path:  # tmp_path is too long for a socket
+    with tempfile.TemporaryDirectory(prefix="ps-") as path:  # tmp_path is too long for a unix socket
         yield Path(path) / "store"
 
 
@@ -31,7 +31,7 @@ def client(store: EmbeddedStore) -> redis.Redis:
     return redis.Redis(unix_socket_path=str(store.socket_path))
 
 
-async def test_the_server_is_private_durable_and_refuses_rather_than_deletes(directory: Path) -> None:
+async def test_server_is_private_durable_and_never_evicts(directory: Path) -> None:
     store = EmbeddedStore.at(directory, MEMORY_BYTES)
     assert await store.start() is True
     with client(store) as connection:
@@ -50,7 +50,7 @@ async def test_the_server_is_private_durable_and_refuses_rather_than_deletes(dir
     assert not psutil.pid_exists(pid)
 
 
-async def test_what_was_written_is_there_after_a_restart_and_after_a_kill(directory: Path) -> None:
+async def test_written_data_survives_restart_and_kill(directory: Path) -> None:
     store = EmbeddedStore.at(directory, MEMORY_BYTES)
     await store.start()
     with client(store) as connection:
@@ -68,7 +68,7 @@ async def test_what_was_written_is_there_after_a_restart_and_after_a_kill(direct
     await store.stop()
 
 
-async def test_a_live_server_is_used_and_left_running(directory: Path) -> None:
+async def test_live_server_is_used_and_left_running(directory: Path) -> None:
     first, second = EmbeddedStore.at(directory, MEMORY_BYTES), EmbeddedStore.at(directory, MEMORY_BYTES)
     await first.start()
     assert await second.start() is False
@@ -78,14 +78,14 @@ async def test_a_live_server_is_used_and_left_running(directory: Path) -> None:
     assert not await first.is_alive()
 
 
-async def test_of_two_that_begin_at_once_one_attaches(directory: Path) -> None:
+async def test_second_of_two_simultaneous_starts_attaches(directory: Path) -> None:
     stores = [EmbeddedStore.at(directory, MEMORY_BYTES) for _ in range(2)]
     assert sorted(await asyncio.gather(*(store.start() for store in stores))) == [False, True]
     for store in stores:
         await store.stop()
 
 
-async def test_the_end_of_a_foreign_server_is_noticed(directory: Path) -> None:
+async def test_end_of_an_attached_server_is_noticed(directory: Path) -> None:
     first, second = EmbeddedStore.at(directory, MEMORY_BYTES), EmbeddedStore.at(directory, MEMORY_BYTES)
     await first.start()
     await second.start()
@@ -93,28 +93,28 @@ async def test_the_end_of_a_foreign_server_is_noticed(directory: Path) -> None:
     assert "is gone" in await second.wait_until_gone()
 
 
-async def test_a_server_that_cannot_start_tells_why(directory: Path) -> None:
+async def test_unstartable_server_reports_the_reason(directory: Path) -> None:
     directory.mkdir()
     (directory / "appendonlydir").write_text("in the way")
     with pytest.raises(StoreError, match="exited during its start"):
         await EmbeddedStore.at(directory, MEMORY_BYTES).start()
 
 
-def test_the_directory_is_closed_to_others(directory: Path) -> None:
+def test_directory_is_closed_to_other_users(directory: Path) -> None:
     directory.mkdir(mode=0o755)
     directory.chmod(0o755)
     private_directory(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
-def test_a_foreign_directory_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_of_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory.mkdir()
     monkeypatch.setattr(os, "geteuid", lambda: directory.stat().st_uid + 1)
     with pytest.raises(StoreError, match="belongs to another user"):
         private_directory(directory)
 
 
-def test_a_long_path_gets_a_short_socket() -> None:
+def test_long_path_gets_a_short_socket() -> None:
     deep = Path("/home/someone") / ("x" * 100)
     path = EmbeddedStore.at(deep, 1).socket_path
     assert len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES
@@ -123,7 +123,7 @@ def test_a_long_path_gets_a_short_socket() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
-def test_a_killed_owner_takes_the_server_along(directory: Path) -> None:
+def test_server_ends_with_its_killed_owner(directory: Path) -> None:
     owner = f"""
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The supervisor's line to the store, on a real one."""
+"""The supervisor's connection to the store, on a real server."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ MODEL = "model"
 CHANNEL = RedisKeys(MODEL).heartbeat_channel
 
 
-async def test_heartbeats_are_heard_and_nonsense_and_our_own_are_not(valkey) -> None:
+async def test_heartbeats_are_received_and_invalid_ones_dropped(valkey) -> None:
     heard: asyncio.Queue[WorkerHeartbeat] = asyncio.Queue()
     link = FleetLink(valkey.url, MODEL, heard.put_nowait)
     running = asyncio.create_task(link.run())
@@ -31,7 +31,7 @@ async def test_heartbeats_are_heard_and_nonsense_and_our_own_are_not(valkey) -> 
     await link.aclose()
 
 
-async def test_a_phase_is_told_again_and_again_until_silence(valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_phase_is_published_repeatedly_until_silenced(valkey, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagestream.fleet_link.BEAT_SECONDS", 0.05)
     link = FleetLink(valkey.url, MODEL, lambda _: None)
     async with redis.asyncio.Redis(unix_socket_path=valkey.socket_path) as client, client.pubsub() as channel:
@@ -39,11 +39,11 @@ async def test_a_phase_is_told_again_and_again_until_silence(valkey, monkeypatch
         await channel.get_message(timeout=PATIENCE_SECONDS)
         running = asyncio.create_task(link.run())
         link.announce(WorkerPhase.CONVERT, 0.25, "half of it")
-        told = [await channel.get_message(timeout=PATIENCE_SECONDS) for _ in range(3)]
+        messages = [await channel.get_message(timeout=PATIENCE_SECONDS) for _ in range(3)]
         link.stop_announcing()
         while await channel.get_message(timeout=0.2) is not None:
             pass
-    assert {decode_heartbeat(message["data"]) for message in told if message} == {
+    assert {decode_heartbeat(message["data"]) for message in messages if message} == {
         WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.CONVERT, progress=0.25, detail="half of it")
     }
     running.cancel()
@@ -51,7 +51,7 @@ async def test_a_phase_is_told_again_and_again_until_silence(valkey, monkeypatch
     await link.aclose()
 
 
-async def test_a_link_that_has_nothing_to_tell_wakes_for_what_it_hears_alone(valkey) -> None:
+async def test_idle_link_wakes_only_for_messages(valkey) -> None:
     def timers() -> list[object]:
         return [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
 
@@ -69,7 +69,7 @@ async def test_a_link_that_has_nothing_to_tell_wakes_for_what_it_hears_alone(val
     await link.aclose()
 
 
-async def test_a_store_that_is_away_is_waited_for_and_nothing_is_reaped() -> None:
+async def test_unreachable_store_is_awaited_without_reaping() -> None:
     link = FleetLink("unix:///nowhere/valkey.sock", MODEL, lambda _: None)
     link.announce(WorkerPhase.DOWNLOAD, 0.0, "")
     running = asyncio.create_task(link.run())

@@ -1,4 +1,4 @@
-"""A `serve` that was killed leaves a file without a lock, which names its fleet."""
+"""A killed `serve` leaves a file without a lock, which names its fleet."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ with FleetFiles(Path(sys.argv[1]), "url", "m").hold("f1"):
 """
 
 
-def test_killed_fleet_is_dead_and_a_running_one_is_not(tmp_path: Path) -> None:
+def test_killed_fleet_is_found_and_a_running_one_is_not(tmp_path: Path) -> None:
     files = FleetFiles(tmp_path / "fleets", "url", "m")
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(files.directory)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -34,7 +34,7 @@ def test_killed_fleet_is_dead_and_a_running_one_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("url", "model_name"), [("other", "m"), ("url", "other")])
-def test_fleets_of_another_store_or_model_are_not_seen(tmp_path: Path, url: str, model_name: str) -> None:
+def test_fleets_of_another_store_or_model_are_ignored(tmp_path: Path, url: str, model_name: str) -> None:
     with FleetFiles(tmp_path, "url", "m").hold("f1"):
         pass
     assert FleetFiles(tmp_path, "url", "m").dead() == ["f1"]

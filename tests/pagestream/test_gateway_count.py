@@ -1,4 +1,4 @@
-"""`--gateways auto`: two for each of several workers on GPUs, else one, and why; how evenly a port is shared."""
+"""`--gateways auto`: two gateways per GPU worker if there are several, else one; and how evenly a port is shared."""
 
 import socket
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ NO_FLAGS = split_flags([])
     [
         (1, 0, 64, 1),  # a CPU
         (4, 0, 64, 1),
-        (1, 1, 16, 1),  # what one shows on /metrics is all there is
+        (1, 1, 16, 1),  # /metrics of the one gateway is complete
         (2, 2, 32, 4),
         (8, 8, 128, 16),
         (2, 1, 32, 4),  # two copies on one GPU
@@ -29,25 +29,25 @@ NO_FLAGS = split_flags([])
         (64, 8, 512, 32),
     ],
 )
-def test_the_number_follows_workers_and_cores(num_workers: int, num_gpus: int, num_cores: int, number: int) -> None:
+def test_gateway_count_follows_workers_and_cores(num_workers: int, num_gpus: int, num_cores: int, number: int) -> None:
     gpus = list(map(str, range(num_gpus)))
     count = count_gateways(None, num_workers=num_workers, gpus=gpus, num_cores=num_cores, counts_for_keys=False)
     assert count.number == number and count.reason
 
 
-def test_what_is_told_is_done_without_a_word() -> None:
+def test_explicit_count_is_used_without_a_reason() -> None:
     count = count_gateways(3, num_workers=1, gpus=["0"], num_cores=1, counts_for_keys=True)
     assert count == GatewayCount(3)
     assert banner.opening(["m"], count, 1).count("\n") == 0
 
 
-def test_keys_have_their_limits_once() -> None:
+def test_keys_default_to_one_gateway() -> None:
     count = count_gateways(None, num_workers=2, gpus=["0", "1"], num_cores=64, counts_for_keys=True)
     assert count.number == 1
     assert "gateways  1: each gateway counts the limits of API keys alone" in banner.opening(["m"], count, 2)
 
 
-def test_a_file_of_keys_is_seen_wherever_it_is_told(tmp_path: Path) -> None:
+def test_keys_file_is_found_in_flags_and_environment(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('port = 9000\n[gateway]\napi-keys-file = "/keys"\n')
     assert counts_for_keys(split_flags(["--api-keys-file", "/keys"]), {}, None)
@@ -58,7 +58,7 @@ def test_a_file_of_keys_is_seen_wherever_it_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "gateways"), [("auto", None), ("5", 5)])
-def test_it_is_told_as_a_number_or_auto(text: str, gateways: int | None) -> None:
+def test_gateways_option_is_a_number_or_auto(text: str, gateways: int | None) -> None:
     loaded = load_settings(ServeSettings, ["--gateways", text], {}, prog="pagestream serve")
     assert loaded.settings.gateways == gateways
 
@@ -69,8 +69,11 @@ def test_a_worker_on_the_cpu_has_no_gpu(words: list[str]) -> None:
 
 
 def test_the_kernel_shares_connections_to_a_few_percent() -> None:
-    """1,000 over four listeners by a hash of their addresses: chance gives 250 each with a deviation of 14. The
-    fullest had 7 % more than its part in the mean of 40 rounds, and 20 % in the worst of them."""
+    """The kernel assigns 1,000 connections to four listeners by a hash of their addresses.
+
+    By chance each gets 250 with a standard deviation of 14. The fullest had 7 % more than its share in the mean of 40
+    rounds, and 20 % in the worst round.
+    """
     with ExitStack() as stack:
         listeners, port = [], 0
         for _ in range(4):

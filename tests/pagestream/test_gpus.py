@@ -1,4 +1,4 @@
-"""pagestream/gpus.py: several workers on several GPUs, one each or a group each."""
+"""Several workers on several GPUs: one GPU each, or a group each."""
 
 from itertools import combinations
 from pathlib import Path
@@ -17,7 +17,7 @@ from shared.settings import SettingsError
     [({}, ["0", "1"]), ({"CUDA_VISIBLE_DEVICES": "3, GPU-8f"}, ["3", "GPU-8f"]), ({"CUDA_VISIBLE_DEVICES": ""}, [])],
     ids=["of the driver", "chosen", "none wanted"],
 )
-def test_the_gpus_of_a_machine(tmp_path: Path, environ: dict[str, str], expected: list[str]) -> None:
+def test_gpus_of_the_machine_are_listed(tmp_path: Path, environ: dict[str, str], expected: list[str]) -> None:
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:02:00.0").mkdir()
     assert visible_gpus(environ, tmp_path) == expected
@@ -35,16 +35,16 @@ def seen(sizes: list[int], gpus: list[str], links: Links = ()) -> list[str]:
     return [environ["CUDA_VISIBLE_DEVICES"] for environ in environs(sizes, gpus, links)]
 
 
-def test_workers_take_the_gpus_in_turn() -> None:
+def test_workers_take_gpus_in_turn() -> None:
     assert environs([1, 1, 1], ["4", "7"]) == [{"A": "b", "CUDA_VISIBLE_DEVICES": name} for name in ("4", "7", "4")]
 
 
 @pytest.mark.parametrize("gpus", [[], ["0"]])
-def test_one_gpu_or_none_is_nothing_to_share_out(gpus: list[str]) -> None:
+def test_one_gpu_or_none_is_not_divided(gpus: list[str]) -> None:
     assert environs([1, 1], gpus) == [{"A": "b"}] * 2
 
 
-def test_a_group_takes_as_many_as_share_its_model() -> None:
+def test_group_takes_one_gpu_per_rank() -> None:
     assert seen([2, 2], ["0", "1", "2", "GPU-8f"]) == ["0,1", "2,GPU-8f"]
 
 
@@ -65,9 +65,7 @@ OF_FOUR = {frozenset(pair) for half in ("0145", "2367") for pair in combinations
         ([2], 3, {frozenset("01"), frozenset("12")}, ["0,1"]),
     ],
 )
-def test_gpus_of_a_group_are_linked_where_they_can_be(
-    sizes: list[int], num_gpus: int, links: Links, expected: list[str]
-) -> None:
+def test_group_prefers_linked_gpus(sizes: list[int], num_gpus: int, links: Links, expected: list[str]) -> None:
     assert seen(sizes, [str(index) for index in range(num_gpus)], links) == expected
 
 
@@ -82,14 +80,16 @@ def served(tmp_path: Path, num_workers: int, size: int) -> ServedModel:
     [([(2, 2)], 4), ([(2, 2)], 0), ([(3, 1)], 2), ([(1, 2), (2, 1)], 4)],
     ids=["as many as there are", "a CPU", "one each, in turn", "two models"],
 )
-def test_workers_that_have_gpus(tmp_path: Path, workers: list[tuple[int, int]], num_gpus: int) -> None:
+def test_workers_with_gpus_are_counted(tmp_path: Path, workers: list[tuple[int, int]], num_gpus: int) -> None:
     check_gpus([served(tmp_path, *each) for each in workers], [str(index) for index in range(num_gpus)])
 
 
 @pytest.mark.parametrize(
-    ("workers", "told"),
+    ("workers", "message"),
     [([(2, 2)], "2 x 2 need 4 GPUs, but there are 3"), ([(1, 2), (2, 1)], "1 x 2 and 2 x 1 need 4 GPUs")],
 )
-def test_groups_that_would_share_a_gpu_are_refused(tmp_path: Path, workers: list[tuple[int, int]], told: str) -> None:
-    with pytest.raises(SettingsError, match=told):
+def test_groups_that_would_share_a_gpu_are_refused(
+    tmp_path: Path, workers: list[tuple[int, int]], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
         check_gpus([served(tmp_path, *each) for each in workers], ["0", "1", "2"])

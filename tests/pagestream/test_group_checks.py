@@ -1,4 +1,4 @@
-"""pagestream doctor --tensor-parallel-size N, on made-up machines."""
+"""`pagestream doctor --tensor-parallel-size N` on synthetic machines."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def finding(answer: dict[str, Any] | str, check: str, size: int = 2, links: Any 
     return found.status, found.message
 
 
-def test_two_gpus_that_are_linked() -> None:
+def test_two_linked_gpus_pass() -> None:
     found = check_group(machine(H200, H200), 2, LINKED, ["0", "1"])
     assert [each.check for each in found] == ["group", "step channel", "peer access", "shared memory"]
     assert (found[0].status, found[0].message) == ("ok", "2 x H200")
@@ -29,7 +29,7 @@ def test_two_gpus_that_are_linked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "size", "status", "told"),
+    ("answer", "size", "status", "message"),
     [
         (machine(H200), 2, "fail", "2 ranks need 2 GPUs, but 1 are visible"),
         (machine(H200, H200), 4, "fail", "4 ranks need 4 GPUs, but 2 are visible"),
@@ -38,26 +38,26 @@ def test_two_gpus_that_are_linked() -> None:
         (machine(), 2, "warn", "no CUDA device: 2 processes would share the CPU, which is slower than one"),
     ],
 )
-def test_what_is_no_group(answer: dict[str, Any], size: int, status: str, told: str) -> None:
-    assert finding(answer, "group", size) == (status, told)
+def test_impossible_group_fails(answer: dict[str, Any], size: int, status: str, message: str) -> None:
+    assert finding(answer, "group", size) == (status, message)
 
 
-def test_gpus_that_do_not_reach_each_other() -> None:
-    told = "no peer access between GPUs 0-1: NCCL sums through the host"
-    assert finding(machine(H200, H200, peers=[]), "peer access") == ("warn", told)
+def test_gpus_without_peer_access_warn() -> None:
+    message = "no peer access between GPUs 0-1: NCCL sums through the host"
+    assert finding(machine(H200, H200, peers=[]), "peer access") == ("warn", message)
 
 
 @pytest.mark.parametrize("names", [["0", "1"], []], ids=["no link", "no name"])
-def test_gpus_without_nvlink(names: list[str]) -> None:
+def test_gpus_without_nvlink_warn(names: list[str]) -> None:
     (found,) = [each for each in check_group(machine(H200, H200), 2, (), names) if each.check == "peer access"]
     assert found.status == "warn" and "probably over PCIe" in found.message
 
 
-def test_a_torch_that_cannot_be_asked_was_told_already() -> None:
+def test_broken_torch_is_not_reported_twice() -> None:
     assert check_group("it died", 2, (), []) == []
 
 
-def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_checks, "SHARED_MEMORY_BYTES", 2**62)
     assert (found := check_shared_memory(tmp_path)).status == "warn" and "--shm-size" in found.hint
     monkeypatch.setattr(group_checks, "SHARED_MEMORY_BYTES", 1)
@@ -65,7 +65,7 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert check_shared_memory(tmp_path / "absent").status == "warn"
 
 
-def test_a_kernel_that_has_no_memfd_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_without_memfd_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_channel().status == "ok"
 
     def refused(*_: object) -> int:

@@ -1,4 +1,4 @@
-"""`serve ORG/NAME`: the hub's own library against a hub on 127.0.0.1, and the cache that it leaves."""
+"""`serve ORG/NAME`: the hub's own library with a hub on 127.0.0.1, and the cache that it leaves."""
 
 import json
 import os
@@ -29,7 +29,7 @@ FILES = {
     "README.md": b"never",
     "modeling_own.py": b"never",
 }
-CHUNK_BYTES = 10 * 2**20  # what the library writes at once: less than this of a file is not kept
+CHUNK_BYTES = 10 * 2**20  # the library's write size; a shorter part of a file is not kept
 WANTED = sorted(name for name in FILES if not FILES[name].startswith((b"never", b"the same")))
 
 
@@ -57,7 +57,7 @@ async def prepare(model: str = "org/tiny", revision: str = "main") -> tuple[Path
     return source.directory, reports
 
 
-async def test_only_what_serving_reads_is_downloaded_and_once(hub: FakeHub) -> None:
+async def test_only_served_files_are_downloaded_once(hub: FakeHub) -> None:
     directory, reports = await prepare()
     assert sorted(path.name for path in directory.iterdir()) == WANTED
     assert (directory / "model-00002-of-00002.safetensors").read_bytes() == FILES["model-00002-of-00002.safetensors"]
@@ -68,7 +68,7 @@ async def test_only_what_serving_reads_is_downloaded_and_once(hub: FakeHub) -> N
     assert hub.downloads() == []
 
 
-async def test_without_a_network_the_cache_is_enough(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cache_suffices_without_a_network(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = await prepare()
     directory.unlink()
     hub.asked.clear()
@@ -78,13 +78,13 @@ async def test_without_a_network_the_cache_is_enough(hub: FakeHub, monkeypatch: 
     assert hub.asked == []
 
 
-async def test_an_interrupted_download_goes_on_where_it_was(hub: FakeHub) -> None:
+async def test_interrupted_download_resumes(hub: FakeHub) -> None:
     name = "model-00002-of-00002.safetensors"
     hub.files[name] = b"b" * (2 * CHUNK_BYTES)
     hub.cut_after[name] = CHUNK_BYTES + 1000
     try:
         await prepare()
-    except ModelUnavailable:  # the library may go on by itself, or leave it to the next start
+    except ModelUnavailable:  # the library may resume by itself, or at the next start
         assert not find_model("org/tiny").directory.exists()
         await prepare()
     assert (find_model("org/tiny").directory / name).read_bytes() == hub.files[name]
@@ -92,7 +92,7 @@ async def test_an_interrupted_download_goes_on_where_it_was(hub: FakeHub) -> Non
     assert ranges == [None, f"bytes={CHUNK_BYTES}-"]
 
 
-async def test_a_token_from_the_usual_place_opens_what_is_gated(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stored_token_opens_a_gated_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "hf_secret"
     with pytest.raises(ModelUnavailable, match=r"org/tiny is gated: accept its terms at http.*HF_TOKEN"):
         await prepare()
@@ -101,7 +101,7 @@ async def test_a_token_from_the_usual_place_opens_what_is_gated(hub: FakeHub, mo
     assert (directory / "config.json").is_file()
 
 
-async def test_what_the_hub_does_not_have(hub: FakeHub) -> None:
+async def test_unknown_hub_model_is_refused(hub: FakeHub) -> None:
     with pytest.raises(ModelUnavailable, match=r"has no model org/other, or it is private .*no local folder"):
         await prepare("org/other")
     with pytest.raises(ModelUnavailable, match="org/tiny has no revision 'v9': use a branch, tag or commit"):
@@ -109,7 +109,7 @@ async def test_what_the_hub_does_not_have(hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"])
-async def test_what_cannot_be_served_is_told_by_its_files(hub: FakeHub, missing: str) -> None:
+async def test_unservable_model_is_refused_by_its_files(hub: FakeHub, missing: str) -> None:
     del hub.files[missing]
     with pytest.raises(ModelUnavailable, match=rf"org/tiny \(main\) lacks {missing}: serving needs safetensors"):
         await prepare()
@@ -117,8 +117,8 @@ async def test_what_cannot_be_served_is_told_by_its_files(hub: FakeHub, missing:
 
 
 @pytest.mark.parametrize("offline", [True, False])
-async def test_where_the_network_does_not_allow_it(offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as unheard:  # bound, and nobody listens
+async def test_unreachable_hub_is_named_in_the_error(offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unheard:  # bound without a listener
         unheard.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unheard.getsockname()[1]}")
         if offline:
@@ -128,7 +128,7 @@ async def test_where_the_network_does_not_allow_it(offline: bool, monkeypatch: p
             await prepare()
 
 
-def test_what_is_here_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_directory_precedes_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_model("org/tiny").directory == hub_directory("org/tiny", "main")
     (tmp_path / "org" / "tiny").mkdir(parents=True)
@@ -136,10 +136,10 @@ def test_what_is_here_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["/abs/dir", "./a/b", "../a/b", "a/b/c", "name", "a/", "a b/c", "a/..", "-a/b"])
-def test_what_is_no_name_on_the_hub(name: str) -> None:
+def test_invalid_hub_name_is_refused(name: str) -> None:
     assert not is_hub_name(name)
 
 
-def test_revisions_have_places_of_their_own() -> None:
+def test_revisions_have_separate_directories() -> None:
     places = {hub_directory("a/b", revision) for revision in ("main", "refs/pr/1", "v1.0")}
     assert len(places) == 3 and all(place.parent.name == "models" for place in places)

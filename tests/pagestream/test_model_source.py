@@ -24,13 +24,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def silent(phase: str, progress: float, detail: str) -> None: ...
 
 
-def test_the_demo_has_its_place_before_it_exists(cache: Path) -> None:
+def test_demo_directory_is_known_before_it_exists(cache: Path) -> None:
     source = find_model("demo")
     assert source.name == "SmolLM2-135M-Instruct"
     assert source.directory == demo_model_directory() == cache / "models" / "SmolLM2-135M-Instruct-0.1.2-3"
 
 
-async def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+async def test_directory_is_used_unchanged(tmp_path: Path) -> None:
     (tmp_path / "My-Model").mkdir()
     source = find_model(str(tmp_path / "My-Model"))
     assert (source.name, source.directory) == ("My-Model", tmp_path / "My-Model")
@@ -42,13 +42,13 @@ async def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "says"), [("absent", "does not exist"), ("weights.bin", "is not a model directory")])
-def test_what_is_no_model_is_refused(tmp_path: Path, name: str, says: str) -> None:
+def test_invalid_model_is_refused(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ModelUnavailable, match=says):
         find_model(str(tmp_path / name))
 
 
-def test_another_content_is_another_directory(tmp_path: Path) -> None:
+def test_different_content_gets_another_directory(tmp_path: Path) -> None:
     gguf = tmp_path / "a.gguf"
     gguf.write_bytes(b"GGUF one")
     first = find_model(str(gguf)).directory
@@ -57,7 +57,7 @@ def test_another_content_is_another_directory(tmp_path: Path) -> None:
     assert converted_directory(gguf) != first
 
 
-async def test_a_file_that_is_no_gguf_is_refused_with_the_converters_words(tmp_path: Path) -> None:
+async def test_invalid_gguf_is_refused_with_the_converters_message(tmp_path: Path) -> None:
     gguf = tmp_path / "broken.gguf"
     gguf.write_bytes(b"not this")
     with pytest.raises(ModelUnavailable, match=r"converting .*broken\.gguf failed:\n(.*\n)*.*not a readable GGUF"):
@@ -65,8 +65,8 @@ async def test_a_file_that_is_no_gguf_is_refused_with_the_converters_words(tmp_p
     assert not find_model(str(gguf)).directory.exists()
 
 
-async def test_two_that_want_the_same_model_convert_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The converter is replaced by a program that counts its runs and says what the real one says."""
+async def test_simultaneous_starts_convert_a_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that counts its runs replaces the converter; it prints what the real one prints."""
     runs, target = tmp_path / "runs", tmp_path / "models" / "m"
     code = """
 import os, sys
@@ -90,12 +90,12 @@ os.mkdir(sys.argv[2])
     assert reports == [("convert", 0.0, "m.gguf"), ("convert", 0.5, "half"), ("convert", 1.0, str(target))]
 
 
-def test_the_weights_are_pinned_alike_in_the_lock() -> None:
+def test_demo_weights_have_the_lock_files_hash() -> None:
     pin = f"{demo_model.PACKAGE}=={demo_model.VERSION} --hash=sha256:{demo_model.WHEEL_SHA256}"
     assert pin in (ROOT / "requirements" / "demo-weights.txt").read_text().splitlines()
 
 
-def test_the_installed_weights_are_found_without_importing_their_package() -> None:
+def test_installed_weights_are_found_without_an_import() -> None:
     path = demo_model.installed_gguf()
     assert path is not None
     assert path.stat().st_size == demo_model.GGUF_BYTES

@@ -1,4 +1,4 @@
-"""pagestream/nvlink.py, through a library of C that answers as the driver's does."""
+"""NVLink detection through a C library that answers as the driver's does."""
 
 import subprocess
 from itertools import combinations
@@ -8,7 +8,7 @@ import pytest
 
 from pagestream.nvlink import nvlinks
 
-pytestmark = pytest.mark.e2e  # it compiles
+pytestmark = pytest.mark.e2e  # compiles C code
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 
 
@@ -23,17 +23,17 @@ def pairs(*names: str) -> set[frozenset[str]]:
     return {frozenset(name.split()) for name in names}
 
 
-def test_links_are_those_of_the_driver(library: str) -> None:
+def test_links_match_the_driver(library: str) -> None:
     four = {frozenset(map(str, pair)) for pair in combinations(range(4, 8), 2)}
     assert nvlinks([str(index) for index in range(8)], library) == pairs("0 3", "1 2") | four
 
 
-def test_uuids_are_known_too(library: str) -> None:
+def test_links_are_found_by_uuid(library: str) -> None:
     assert nvlinks(["GPU-0", "2", "GPU-3"], library) == pairs("GPU-0 GPU-3")
 
 
 @pytest.mark.parametrize("gpus", [["0", "3", "12"], ["0", "3", "MIG-8f"], ["0", "3", "9"]], ids=str)
-def test_nothing_is_told_of_gpus_that_are_unknown_or_of_two_kinds(library: str, gpus: list[str]) -> None:
+def test_unknown_or_mixed_gpu_names_have_no_links(library: str, gpus: list[str]) -> None:
     assert nvlinks(gpus, library) == ()
 
 

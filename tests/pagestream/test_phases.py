@@ -1,4 +1,4 @@
-"""The lines of a start, on a terminal and in a log."""
+"""The phases of a start, on a terminal and in a log."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Children kept alive together: restart, giving up, the order of the stop. Real processes."""
+"""Supervised children: restarts, giving up, and the order of the stop. Real processes."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 
 
 class Record:
-    """What happened, in order, and a way to wait for it."""
+    """Events in order, and a way to wait for one."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -42,7 +42,7 @@ class Record:
         return SupervisedChild(name, command, lambda who, line: self.add(f"{who}: {line}"), on_death)
 
 
-async def test_a_killed_child_lives_again_after_its_death_was_handled() -> None:
+async def test_killed_child_restarts_after_its_exit_was_handled() -> None:
     record, supervisor = Record(), ProcessSupervisor()
     child = record.child("worker")
     supervisor.start(child, stop_rank=0)
@@ -58,20 +58,20 @@ async def test_a_killed_child_lives_again_after_its_death_was_handled() -> None:
     ]  # fmt: skip
 
 
-async def test_many_lives_leave_no_descriptor() -> None:
-    """Not even where a process that a life has started holds its output for a while longer, as a last will does."""
+async def test_restarts_leak_no_descriptor() -> None:
+    """Not even if a grandchild, such as the exit reaper, holds the output open longer."""
     command = ChildCommand(name="worker", argv=["sh", "-c", "setsid sleep 0.2 & kill -9 $$"])
-    await (await ChildProcess.start(command)).wait()  # what the event loop keeps for itself
+    await (await ChildProcess.start(command)).wait()  # descriptors that the event loop itself keeps
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         child = await ChildProcess.start(command)
         assert await child.wait() == -signal.SIGKILL
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(os.listdir("/proc/self/fd")) > before:
-            await asyncio.sleep(0.01)  # polls another process
+            await asyncio.sleep(0.01)  # polls another process, which has no event to wait for
 
 
-async def test_a_stop_is_told_once_and_a_short_one_not_at_all() -> None:
+async def test_stop_is_reported_once_and_a_short_one_never() -> None:
     record, supervisor = Record(), ProcessSupervisor()
     child = record.child("worker")
 
@@ -95,8 +95,8 @@ async def test_a_stop_is_told_once_and_a_short_one_not_at_all() -> None:
     ]  # fmt: skip
 
 
-async def test_a_stop_is_not_told_again_with_the_end_of_another_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagestream.process_supervisor.LOOK_SECONDS", 0.0)  # report it at once
+async def test_stop_is_not_reported_again_when_another_child_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagestream.process_supervisor.LOOK_SECONDS", 0.0)  # by default reported again after the test
     record, supervisor = Record(), ProcessSupervisor()
     child, other = record.child("worker"), record.child("gateway")
 
@@ -117,7 +117,7 @@ async def test_a_stop_is_not_told_again_with_the_end_of_another_child(monkeypatc
     await supervisor.stop(5.0)
 
 
-async def test_failed_start_ends_the_work_with_its_last_lines() -> None:
+async def test_unstartable_child_ends_the_work_with_its_last_lines() -> None:
     record, supervisor = Record(), ProcessSupervisor()
     supervisor.start(record.child("worker", "print('out of memory'); raise SystemExit(3)"), stop_rank=0)
     with pytest.raises(ChildGaveUp, match="worker: not restarted: it exited twice with exit status 3") as given_up:
@@ -126,7 +126,7 @@ async def test_failed_start_ends_the_work_with_its_last_lines() -> None:
     await supervisor.stop(5.0)
 
 
-async def test_work_that_ends_gives_its_result_and_leaves_the_children() -> None:
+async def test_finished_work_returns_its_result_and_keeps_children() -> None:
     record, supervisor = Record(), ProcessSupervisor()
     child = record.child("worker")
     supervisor.start(child, stop_rank=0)
@@ -138,7 +138,7 @@ async def test_work_that_ends_gives_its_result_and_leaves_the_children() -> None
     assert child.process.process.returncode == -15
 
 
-async def test_the_stop_goes_rank_by_rank() -> None:
+async def test_children_are_stopped_in_the_order_of_their_ranks() -> None:
     says_its_end = (
         "import signal, sys, time; signal.signal(15, lambda *_: (print('down', flush=True), sys.exit(0)));"
         "print('up', flush=True); time.sleep(60)"
@@ -151,7 +151,7 @@ async def test_the_stop_goes_rank_by_rank() -> None:
     assert record.events[-2:] == ["gateway: down", "worker: down"]
 
 
-async def test_a_duty_that_fails_ends_the_work() -> None:
+async def test_failed_duty_ends_the_work() -> None:
     supervisor = ProcessSupervisor()
 
     async def duty() -> None:

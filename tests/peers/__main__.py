@@ -1,11 +1,11 @@
-"""Foreign clients that are too heavy for the suite, each once against a `pagestream serve` with SmolLM2 on the CPU.
+"""Clients that are too heavy for the suite, each once with a `pagestream serve` of SmolLM2 on the CPU.
 
-    python -m tests.peers                      all of them, as `make peers`; ends with 1 if one fails
+    python -m tests.peers                      all of them, as `make peers`; exits with 1 if one fails
     python -m tests.peers lm-eval aiperf       these
-    python -m tests.peers --keep FOLDER        and what they printed, one file each
+    python -m tests.peers --keep FOLDER        also writes their output, one file each
 
-Each is in an environment of its own, `.venv/peers/NAME` (`make peers` makes them). Their times are no measurements:
-float32, one thread, beside the client.
+Each has its own environment, `.venv/peers/NAME` (`make peers` installs them). Their times are no measurements: float32,
+one thread, on the same cores as the client.
 """
 
 import argparse
@@ -28,7 +28,8 @@ PEERS: dict[str, tuple[str, Callable[[Served, Environment], Report]]] = {
     "vllm-bench": (vllm_bench.PACKAGE, vllm_bench.run),
     "open-webui": (open_webui.PACKAGE, open_webui.run),
 }
-# float32: scores are compared with transformers'. One thread: two that wait for each other crawl beside a client.
+# float32, because log-probabilities are compared with transformers'. One thread, because two that spin for each other
+# are slow beside a client.
 FLAGS = ["--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "512M"]
 
 

@@ -1,4 +1,4 @@
-"""AIPerf: a profile of streamed chat with synthetic prompts, and the metrics that it reads from the server."""
+"""AIPerf: profile streamed chats with synthetic prompts, and check the metrics that it reads from the server."""
 
 import json
 
@@ -13,7 +13,7 @@ def run(served: Served, environment: Environment) -> Report:
     arguments += ["--tokenizer", str(served.model), "--concurrency", "2", "--request-count", str(NUM_REQUESTS)]
     arguments += ["--isl", "32", "--osl", str(NUM_TOKENS), "--extra-inputs", "ignore_eos:true"]
     arguments += ["--use-server-token-count", "--artifact-dir", "out", "--ui", "none"]
-    # With HF_HUB_OFFLINE it refuses a tokenizer's folder too; given one, it asks the hub nothing.
+    # With HF_HUB_OFFLINE it also refuses a tokenizer's folder; with a folder it sends the hub no request.
     output = environment.run("aiperf", "profile", *arguments, variables={})
     result = json.loads((environment.folder / "out" / "profile_export_aiperf.json").read_text())
     expect("requests", result["request_count"]["avg"], NUM_REQUESTS)

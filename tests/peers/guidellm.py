@@ -1,4 +1,4 @@
-"""GuideLLM: a short benchmark of the chat route with synthetic prompts. Its figures are of this machine's load."""
+"""GuideLLM: a short benchmark of the chat route with synthetic prompts. Its figures depend on this machine's load."""
 
 import json
 

@@ -1,7 +1,8 @@
-"""lm-eval's `local-completions`: the perplexity of texts, multiple choice and generation until a stop string.
+"""lm-eval's `local-completions`: perplexity of texts, multiple choice, and generation until a stop string.
 
-Its tasks are in lm_eval_tasks/, with texts of our own: it can fetch no data set here. Every score and every text is
-held against transformers.
+Its tasks are in lm_eval_tasks/ with our own texts, because no data set can be downloaded. Every log-probability and
+every
+text is compared with transformers.
 """
 
 import json
@@ -15,8 +16,8 @@ from tests.peers.reference import ReferenceModel
 
 PACKAGE = "lm_eval"
 TASKS = Path(__file__).parent / "lm_eval_tasks"
-TOLERANCE = 0.005  # of a perplexity, as the evaluations' users ask; what is seen is 1e-5
-STOPS, MAX_TOKENS = [".", ",", "\n"], 24  # of generate.yaml
+TOLERANCE = 0.005  # relative difference of a perplexity; 1e-5 is observed
+STOPS, MAX_TOKENS = [".", ",", "\n"], 24  # from generate.yaml
 
 
 def run(served: Served, environment: Environment) -> Report:
@@ -42,12 +43,12 @@ def _samples(environment: Environment, task: str) -> list[dict[str, Any]]:
 
 
 def _perplexities(samples: list[dict[str, Any]], reference: ReferenceModel) -> tuple[float, float]:
-    """Of a word in all texts: as lm-eval was told, and as transformers has it."""
+    """Return the word perplexity of all texts: as lm-eval reports it, and by transformers."""
     words = sum(sample["word_perplexity"][1] for sample in samples)
-    told = sum(sample["word_perplexity"][0] for sample in samples)
-    # lm-eval puts the tokenizer's first token before a text.
+    reported = sum(sample["word_perplexity"][0] for sample in samples)
+    # lm-eval adds the tokenizer's first token before a text.
     known = sum(reference.rolling_log_likelihood("<|im_start|>", sample["doc"]["text"]) for sample in samples)
-    ours, exact = math.exp(-told / words), math.exp(-known / words)
+    ours, exact = math.exp(-reported / words), math.exp(-known / words)
     if abs(ours / exact - 1) > TOLERANCE:
         raise PeerFailed(f"perplexity {ours}, but transformers has {exact}")
     return ours, exact
@@ -56,12 +57,12 @@ def _perplexities(samples: list[dict[str, Any]], reference: ReferenceModel) -> t
 def _largest_difference(samples: list[dict[str, Any]], reference: ReferenceModel) -> float:
     worst = 0.0
     for sample in samples:
-        for choice, ((told, is_greedy),) in zip(sample["doc"]["choices"], sample["resps"], strict=True):
+        for choice, ((reported, is_greedy),) in zip(sample["doc"]["choices"], sample["resps"], strict=True):
             known, known_greedy = reference.log_likelihood(sample["doc"]["question"], f" {choice}")
-            worst = max(worst, abs(float(told) - known))
+            worst = max(worst, abs(float(reported) - known))
             expect(f"the likeliest token, {choice!r}", is_greedy == "True", known_greedy)
-            if abs(float(told) / known - 1) > TOLERANCE:
-                raise PeerFailed(f"log-probability of {choice!r}: {told}, but transformers has {known}")
+            if abs(float(reported) / known - 1) > TOLERANCE:
+                raise PeerFailed(f"log-probability of {choice!r}: {reported}, but transformers has {known}")
     return worst
 
 

@@ -1,7 +1,7 @@
-"""Open WebUI: started with our address, opened in a browser without a window, asked once; its answer must grow.
+"""Open WebUI in a headless browser: it is asked once, and its answer must grow on the page.
 
-At temperature 0 its last text is the one that this server gives to the same message asked for directly. Open WebUI's
-36 tools of its own are off: their descriptions are 7,000 tokens of prompt, minutes on a CPU.
+At temperature 0 its last text equals this server's direct answer to the same message. Open WebUI's 36 tools are off,
+because their descriptions are 7,000 prompt tokens, which take minutes on a CPU.
 """
 
 import json
@@ -29,7 +29,7 @@ SETTINGS = {
     "WEBUI_AUTH": "False",
     "WEBUI_SECRET_KEY": "of one run",
     "ENABLE_OLLAMA_API": "False",
-    "RAG_EMBEDDING_ENGINE": "openai",  # else it looks for a model to embed with
+    "RAG_EMBEDDING_ENGINE": "openai",  # otherwise it looks for an embedding model
     "BYPASS_EMBEDDING_AND_RETRIEVAL": "True",
     "DEFAULT_MODEL_METADATA": json.dumps({"capabilities": {"builtin_tools": False}}),
     "DEFAULT_MODEL_PARAMS": json.dumps({"temperature": 0}),
@@ -82,7 +82,7 @@ def _open_webui(served: Served, environment: Environment) -> Iterator[str]:
         while not _is_healthy(f"http://127.0.0.1:{port}/health"):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise PeerFailed(f"it does not start:\n{log.read_text(errors='replace')[-3000:]}")
-            time.sleep(0.2)  # polls another process: there is nothing to wait on
+            time.sleep(0.2)  # polls another process, which has no event to wait for
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
@@ -90,10 +90,10 @@ def _open_webui(served: Served, environment: Environment) -> Iterator[str]:
 
 
 def _texts_seen(page: Page, url: str, last: str) -> list[str]:
-    """Each text of the answer that the page showed, up to `last`."""
+    """Return each text of the answer that the page showed, up to `last`."""
     page.goto(url, wait_until="domcontentloaded")
     page.wait_for_selector("#chat-input", timeout=START_SECONDS * 1000)
-    page.get_by_role("button", name="Okay, Let's Go!").click()  # what is new in this release
+    page.get_by_role("button", name="Okay, Let's Go!").click()  # the release notes
     page.click("#chat-input")
     page.keyboard.type(QUESTION)
     page.keyboard.press("Enter")

@@ -1,6 +1,6 @@
-"""What the programs of this folder share: where the server is, how a client is run in its own environment, its report.
+"""Shared parts of the heavy clients: the server's address, running a client in its environment, its report.
 
-Knows no client. A client gets a clean environment, a home of its own and no network but the server.
+A client gets a clean environment and a home directory of its own. Only the server is reachable.
 """
 
 import os
@@ -12,27 +12,27 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-RUN_SECONDS = 900.0  # the longest took 150 s on two cores that eight others used
+RUN_SECONDS = 900.0  # the longest took 150 s on two cores shared with eight other programs
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n]*\r(?!\n)")  # colors, and what a progress bar wrote over
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[^\n]*\r(?!\n)")  # colors, and text that a progress bar overwrote
 
 
 class PeerFailed(AssertionError):
-    """The client ended badly, or did not see what it should have."""
+    """The client exited with an error, or did not see what it should."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server under test. `model` is the directory of the weights that it serves under `name`."""
+    """A server under test; `model` is the directory of the weights served as `name`."""
 
-    url: str  # without /v1
+    url: str  # ends before /v1
     name: str
     model: Path
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`summary` is a line for people, `output` what the client printed about its result."""
+    """`summary` is one line; `output` is what the client printed about its result."""
 
     summary: str
     output: str
@@ -40,7 +40,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """`.venv/peers/NAME`, and an empty folder for what its client writes."""
+    """The environment `.venv/peers/NAME`, and an empty folder for the client's output."""
 
     name: str
     folder: Path
@@ -58,7 +58,11 @@ class Environment:
         return {"PATH": path, "HOME": str(self.folder), "OPENAI_API_KEY": "unused", "COLUMNS": "120", **more}
 
     def run(self, program: str, *arguments: str, variables: Mapping[str, str] = OFFLINE) -> str:
-        """What the client printed, without colors. Raises PeerFailed if it ends with another status than 0."""
+        """Return the client's output without colors.
+
+        Raises:
+            PeerFailed: If its exit status is not 0.
+        """
         done = subprocess.run(
             [str(self.directory / "bin" / program), *arguments],
             env=self.variables(variables),
@@ -81,7 +85,11 @@ def expect(what: str, seen: object, expected: object) -> None:
 
 
 def lines_from(output: str, start: str, end: str = "") -> str:
-    """From the line that holds `start` to the one before `end`. Raises PeerFailed without `start`."""
+    """Return the lines from the one that contains `start` to the one before `end`.
+
+    Raises:
+        PeerFailed: If no line contains `start`.
+    """
     lines = output.splitlines()
     first = next((number for number, line in enumerate(lines) if start in line), None)
     if first is None:
@@ -91,7 +99,7 @@ def lines_from(output: str, start: str, end: str = "") -> str:
 
 
 def figure(output: str, label: str) -> str:
-    """The number behind `label:` in a client's table."""
+    """Return the number after `label:` in a client's table."""
     found = re.search(rf"^{re.escape(label)}:\s+(\S+)\s*$", output, re.MULTILINE)
     if found is None:
         raise PeerFailed(f"no {label!r} in:\n{output[-3000:]}")

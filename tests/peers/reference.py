@@ -1,4 +1,4 @@
-"""The same scores and greedy texts by `transformers`, in float32, which lm-eval's are held against. Knows no server."""
+"""Log-likelihoods and greedy texts by `transformers` in float32, with which lm-eval's are compared."""
 
 from pathlib import Path
 
@@ -10,17 +10,17 @@ from tests.engine_worker.execution.reference import Reference
 
 class ReferenceModel:
     def __init__(self, directory: Path) -> None:
-        torch.set_num_threads(1)  # two that wait for each other crawl beside a server
+        torch.set_num_threads(1)  # two threads that spin for each other are slow beside a server
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._model = Reference(directory)
 
     def log_likelihood(self, context: str, text: str) -> tuple[float, bool]:
-        """Of `text` behind `context`, and whether each of its tokens is the likeliest."""
+        """Return the log-likelihood of `text` after `context`, and whether each of its tokens is the likeliest."""
         before, whole = self._encode(context), self._encode(context + text)
         return self._score(whole, len(before))
 
     def rolling_log_likelihood(self, first: str, text: str) -> float:
-        """Of all of `text` behind the special token `first`."""
+        """Return the log-likelihood of all of `text` after the special token `first`."""
         begin = self._tokenizer.token_to_id(first)
         assert begin is not None, first
         return self._score([begin, *self._encode(text)], 1)[0]

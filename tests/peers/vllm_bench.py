@@ -1,4 +1,4 @@
-"""`vllm bench serve`, chat and completions, out of vLLM's wheel without the packages that its server needs on a GPU."""
+"""`vllm bench serve` for chat and completions, from vLLM's wheel without the packages of its GPU server."""
 
 import json
 
@@ -6,7 +6,7 @@ from tests.peers.peer import OFFLINE, Environment, Report, Served, expect, figur
 
 PACKAGE = "vllm"
 NUM_REQUESTS, NUM_TOKENS = 8, 16
-ROUTES = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}  # by its name of the backend
+ROUTES = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}  # backend name -> route
 
 
 def run(served: Served, environment: Environment) -> Report:

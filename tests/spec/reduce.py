@@ -1,10 +1,10 @@
-"""An OpenAPI document -> the facts of its answers, as this folder keeps them: fields, their types, which must be there.
+"""Reduce an OpenAPI document to facts about responses: fields, their types, and which are required.
 
-    python -m tests.spec.reduce openapi.yaml OUT.json NAME ...     NAME: a schema of an answer
+    python -m tests.spec.reduce openapi.yaml OUT.json NAME ...     NAME: a schema of a response
 
-No descriptions, examples, defaults or bounds. Of a union of objects that say their `type` those stay which this server
-says. An object has no fields but its own, unless the document says so. `openai-2.3.0.json` is of OpenAI's document
-(openapi.documented.yml of 2026-05-31, MIT), `open-responses-2026-04-24.json` of the Open Responses specification
+Descriptions, examples, defaults and bounds are dropped. Of a union of objects with a `type`, the types that this server
+sends stay. An object has no other fields unless the document says so. `openai-2.3.0.json` comes from OpenAI's document
+(openapi.documented.yml of 2026-05-31, MIT), `open-responses-2026-04-24.json` from the Open Responses specification
 (openresponses.org, Apache 2.0).
 """
 
@@ -36,7 +36,7 @@ class Reduction:
 
     def add(self, name: str) -> None:
         if name not in self.reduced:
-            self.reduced[name] = {}  # while it is read: schemas name each other
+            self.reduced[name] = {}  # being read; schemas refer to each other
             self.reduced[name] = self.of(self._schemas[name])
 
     def of(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Reduction:
         return {"anyOf": [reduced, {"type": "null"}]} if schema.get("nullable") else reduced
 
     def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Of one object in several parts."""
+        """Merge the parts of one object."""
         joined: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
         for part in map(self._resolved, parts):
             whole = self._joined(part["allOf"]) if "allOf" in part else part

@@ -1,4 +1,4 @@
-"""Whether what the server says is what a document of its API describes, with no field too many or too few."""
+"""Check that a response matches an API's document, with no field too many or too few."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ class Description:
         more: Mapping[str, Mapping[str, Any]] | None = None,
         nullable: Mapping[str, Iterable[str]] | None = None,
     ) -> None:
-        """`more`: fields of a schema beyond the document's, with their types; `nullable`: fields that may be null."""
+        """Create a validator; `more`: field types beyond the document; `nullable`: fields that may be null."""
         self._schemas: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
         for schema, fields in (more or {}).items():
             self._schemas[schema]["properties"] |= fields
@@ -28,7 +28,7 @@ class Description:
                 properties[field] = {"anyOf": [properties[field], {"type": "null"}]}
 
     def check(self, name: str, data: Any) -> None:
-        """Raises AssertionError with what is wrong and where, as deep within unions as it can be told."""
+        """Raise AssertionError with the error and its place, as deep within unions as it can be located."""
         validator = jsonschema.Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": self._schemas})
         error = jsonschema.exceptions.best_match(validator.iter_errors(data))
         assert error is None, f"{name} at {error.json_path}: {error.message[:400]}\n{json.dumps(data)[:2000]}"

@@ -1,4 +1,4 @@
-"""Real weights, as far as `make weights` has fetched them: tests that need them are optional (marker `weights`)."""
+"""Real weights that `make weights` has fetched; tests that need them are optional (marker `weights`)."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def gemma_dir(gemma_gguf: Path) -> Path:
 
 
 def _converted(file: Path) -> Path:
-    """Converted once a machine, whole or not at all."""
+    """Convert the file once per machine, completely or not at all."""
     directory = file.with_suffix("")
     if not directory.is_dir():
         convert(file, directory, lambda progress, detail: None)

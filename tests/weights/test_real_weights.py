@@ -1,4 +1,4 @@
-"""Qwen2.5-Coder-0.5B-Instruct and Gemma 3 270M out of their GGUF files give the tokens of transformers."""
+"""Qwen2.5-Coder-0.5B-Instruct and Gemma 3 270M from GGUF files give the tokens of transformers."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ TOKENS = 32
 
 @pytest.mark.parametrize("model", ["qwen_dir", "gemma_dir"])
 def test_tokens_are_the_likeliest_of_transformers(model: str, request: pytest.FixtureRequest) -> None:
-    """In float32, token after token on the same prefix. Rounding alone decides between two that are as likely."""
+    """Compare in float32, token by token on the same prefix; only rounding decides near ties."""
     directory: Path = request.getfixturevalue(model)
     encoder = load_served_model(directory).encoder
     texts = (*TEXTS, LONGER_THAN_A_WINDOW)
