@@ -2,7 +2,7 @@
 
 Only the engine, the clients, and the faults are simulated. The engine draws random tokens, so attempts never agree.
 Faults: lost replies to applied commands, lost pub/sub messages, kills at any await, workers that sleep until they are
-reaped and then continue, repeated ACCEPTs, cancels, and requests that crash their worker. `run_world` raises
+reaped and then continue, repeated ACCEPT calls, cancels, and requests that crash their worker. `run_world` raises
 Violation if a client's stream differs from the journal, or if anything remains in the store.
 """
 
