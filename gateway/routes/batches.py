@@ -22,7 +22,7 @@ from gateway.batches.disk import to_the_end
 from gateway.batches.records import BatchBody, BatchListBody, DeletedBody, Metadata
 from gateway.batches.service import BATCHES
 from gateway.errors import BatchEnded, BatchNotEnded, BatchNotFound, DiskFull, FilesFull, InvalidRequest
-from gateway.http.query_fields import asked_page, page_of
+from gateway.http.query_fields import page_of, page_query
 from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
@@ -73,12 +73,12 @@ async def create_batch(http: web.Request) -> web.Response:
 
 
 async def list_batches(http: web.Request) -> web.Response:
-    asked = asked_page(http.query, default=20, most=100)
+    query = page_query(http.query, default=20, max_limit=100)
     batches, owner = http.app[BATCHES].storage.batches, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
-        found = batches.page(owner, limit=asked.limit + 1, after=asked.after)
-        return page_of(BatchListBody, found, asked, BatchFolder.body)
+        found = batches.page(owner, limit=query.limit + 1, after=query.after)
+        return page_of(BatchListBody, found, query, BatchFolder.body)
 
     return as_json(await context_of(http).work(None, listed))
 

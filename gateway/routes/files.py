@@ -24,7 +24,7 @@ from gateway.batches.records import DeletedBody, FileBody, FileListBody, FileRec
 from gateway.batches.service import BATCHES, BatchService
 from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
-from gateway.http.query_fields import asked_page, page_of, query_choice
+from gateway.http.query_fields import page_of, page_query, query_choice
 from gateway.openapi import Operation, Parameter
 from gateway.state import STATE, context_of
 
@@ -72,12 +72,12 @@ async def _received(http: web.Request) -> FileRecord:
 
 async def list_files(http: web.Request) -> web.Response:
     purpose, order = http.query.get("purpose"), query_choice(http.query, "order", ("asc", "desc"), "desc")
-    asked = asked_page(http.query, default=MAX_LISTED, most=MAX_LISTED)
+    query = page_query(http.query, default=MAX_LISTED, max_limit=MAX_LISTED)
     files, owner = http.app[BATCHES].storage.files, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
-        records = files.page(owner, limit=asked.limit + 1, purpose=purpose, after=asked.after, ascending=order == "asc")
-        return page_of(FileListBody, records, asked, file_body)
+        records = files.page(owner, limit=query.limit + 1, purpose=purpose, after=query.after, ascending=order == "asc")
+        return page_of(FileListBody, records, query, file_body)
 
     # A page of 10,000 takes a moment, a twentieth of which holds the interpreter.
     return as_json(await context_of(http).work(None, listed))
