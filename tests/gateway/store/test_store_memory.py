@@ -26,7 +26,7 @@ def test_a_store_without_a_limit_has_that_of_its_machine(caplog: pytest.LogCaptu
         memory.update(used * 2**30, 0, 100 * 2**30)
         assert (memory.has_room, memory.used_ratio) == (has_room, used / 100)
     (warning,) = caplog.records  # once
-    assert "no maxmemory: admission closes at 75% of its machine's 100.0 GiB" in warning.getMessage()
+    assert "maxmemory is not set: admission closes at 75% of the machine's 100.0 GiB" in warning.getMessage()
     memory.update(76, 100, 10**12)
     assert not memory.has_room
 
