@@ -1,11 +1,7 @@
-"""Fields of an answer beyond OpenAI's, where they are asked for: its prompt's text before each choice (`echo`),
-log-probabilities and ids of the prompt (`prompt_logprobs`, `prompt_token_ids`), and its own `token_ids`. Pure.
+"""Answer fields beyond OpenAI's, if requested: `echo`, `prompt_logprobs`, `prompt_token_ids`, and `token_ids`. Pure.
 
-As in vLLM a completion has them in each choice, a chat has those of its prompt beside the choices. A prompt's first
-token has no log-probability: nothing stands before it. With max_tokens 0 the engine computes one token, which is
-dropped here.
-
-Beside a token's way back, between its text and what is written of it. It knows nothing of streams or JSON text.
+As in vLLM, a completion has them in each choice; a chat has those of its prompt beside the choices. A prompt's first
+token has no log-probability. With max_tokens 0 the engine computes one token, which is dropped here.
 """
 
 from collections import deque

@@ -1,14 +1,12 @@
-"""One choice of an answer: its tokens in, its text and its one end out, and what is measured on the way.
+"""One choice of an answer: tokens to text updates with one end, and the measurements of its latency.
 
-    ChoiceProgress     tokens -> ChoiceUpdates, each with the text that is certain by then
-    message_parsers    which parsers read that text, by the model, its options and what was asked
-    BestOf             the likeliest of several samples, held back until all have ended, answered best first
+    ChoiceProgress     tokens -> ChoiceUpdates, each with the text that is certain so far
+    message_parsers    selects the parsers of that text, by model, options, and request
+    BestOf             the likeliest of several samples, held until all have ended, best first
 
-A forced call is read as its grammar writes it; other calls as the model's family does, which the chat template shows.
-Reasoning is looked for wherever no grammar leaves it no room. A sample's rank is the sum of its tokens'
-log-probabilities by the model itself, before temperature and penalties (as vLLM's cumulative_logprob).
-
-A token's way back, from the store's event to what a format writes. It knows nothing of streams, HTTP or JSON.
+A forced call is parsed as its grammar writes it; other calls as the model's family does, which the chat template shows.
+Reasoning is parsed unless a grammar leaves no room for it. A sample's rank is the sum of its tokens' log-probabilities
+before temperature and penalties (vLLM's cumulative_logprob).
 """
 
 import hashlib

@@ -1,10 +1,8 @@
-"""`continuous_usage_stats`: what has been used so far, in every chunk of a stream. Pure.
+"""`continuous_usage_stats`: the usage so far in every chunk of a stream. Pure.
 
-As vLLM has it, each chunk of a choice counts more tokens than the one before it: tokens that came together are counted
-one by one, and an end without a token of its own is told in the chunk of the last token. That one waits for its end
-where it can be nothing but the last; elsewhere both are in one chunk if they are there together.
-
-A token's way back, between its text and its chunk, where every chunk counts. It knows no JSON and no connection.
+As in vLLM, each chunk of a choice counts more tokens than the one before: tokens that came together are counted one by
+one, and an end without a token is merged into the chunk of the last token. That chunk waits for its end only if it must
+be the last one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

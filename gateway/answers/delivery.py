@@ -1,7 +1,4 @@
-"""An answer on its way to its client: updates of its choices as events of a stream, or collected into one body.
-
-A token's way back, where its text becomes bytes and these leave. It knows no API's form and no store.
-"""
+"""Writes an answer to its client: updates of its choices as events of a stream, or collected into one body."""
 
 import asyncio
 import logging

@@ -1,14 +1,12 @@
-"""The choices of one answer, from its acceptance to their last text: events of the engine in, text updates out.
+"""The choices of one answer, from acceptance to their last text: engine events in, text updates out.
 
     generation = Generation(service, model, request, streams, arrived_at, metrics)
-    generation.listen(listener)                     # hears that ready() has ChoiceUpdates; see reading.py
+    generation.listen(listener)                     # called when ready() has ChoiceUpdates; see reading.py
     generation.leave()                              # always, at the end: withdraws what has not finished
 
-It is made when the store has the answer's requests, one a prompt with all its choices: what is refused pays for no
-detokenizer and no parser. A kept answer is attached to any number of times, and goes on for a while when it is left.
-
-A token's way back, from the stream of its request to the text of its choice. It knows nothing of HTTP, JSON or how a
-request gets into the store.
+It is created after the store accepted the answer's requests (one per prompt, with all its choices), so a refused
+request costs no detokenizer or parser. A kept answer can be attached to many times and continues for a while after its
+readers have left.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
-"""Kept answers in the store: found by id or by their client's own name, and read from their first token again.
+"""Kept answers in the store: found by id or by the client's own name, and read again from their first token.
 
-Whoever asks with another key than the one that made the request is told that there is none.
-
-The way in of who asks again, in place of planning. It knows no format of answers and writes none.
+For any other key than the one that made the request, the answer does not exist.
 """
 
 import re
@@ -73,8 +71,10 @@ class KeptAnswer:
 
     @property
     def stands(self) -> bool:
-        """Whether who repeats the request is given this answer. Not one that said "try again", or that ended because
-        nobody waited for it any more: its client never had an answer, so there is none to repeat."""
+        """Return whether a retry with the same Idempotency-Key gets this stored answer.
+
+        It does not if the answer was a retryable error, or ended because its client had left.
+        """
         return not any(_was_given_up(part) for part in self.parts)
 
     @property
@@ -170,7 +170,7 @@ async def find_named(service: ModelService, retention: Retention, owner_key_hash
         return None, answer_id
     if fingerprint != retention.fingerprint:
         raise IdempotencyKeyReused(
-            "Idempotency-Key: it was used with another request body; take a new one.", param="Idempotency-Key"
+            "Idempotency-Key: already used with a different request body; use a new key.", param="Idempotency-Key"
         )
     return replace(kept, is_repeat=True), answer_id
 
@@ -192,7 +192,7 @@ async def _stored(service: ModelService, request_ids: list[str]) -> list[StoredR
 
 def _not_found() -> RequestNotFound:
     return RequestNotFound(
-        "There is no such request of this key, or it was not kept: ask for that with detach_seconds.", param="id"
+        "This API key has no such request, or it was not kept; set detach_seconds to keep a request.", param="id"
     )
 
 

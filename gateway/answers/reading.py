@@ -1,12 +1,9 @@
-"""An answer read to its end, a piece in each turn of its key.
+"""Reads an answer to its end, within its key's time slices of the event loop.
 
     await Reading(generation, sink).to_end()
 
-What comes is handed to the sink by the task that hears of it, while the key's slice of the event loop lasts: to wake a
-task of the answer's own took 6 us a token. That one waits here, for the end, for what went wrong, and for a sink that
-does not keep up. Knows nothing of what is made of the answer.
-
-A token's way back, where its key has a turn.
+The task that receives events also passes them to the sink, because waking a task per answer took 6 us per token. The
+caller of to_end() only waits for the end, for an error, or for a sink that does not keep up.
 """
 
 import asyncio

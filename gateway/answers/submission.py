@@ -1,15 +1,13 @@
-"""One answer on its way to its client: submitted to the engine, streamed or collected, released.
+"""One answer for one client: submitted to the engine, streamed or collected, and released.
 
     await submission.submit()
     try:
         response = await submission.respond(http)  # stream(http), or the body of collect()
     finally:
-        submission.release()                       # its tokens are charged; what nobody waits for is withdrawn
+        submission.release()                       # charges its tokens; withdraws it if no client waits for it
 
-A new answer is an AnswerSubmission. A kept one is attached to in its place (KeptSubmission), and given from its
-beginning or from the event at which a stream was cut.
-
-A chat's way in, in its last step before the store, and its way back as a whole. It knows no field of any body.
+A new answer is an AnswerSubmission. A KeptSubmission attaches to a kept one, and delivers it from its beginning or from
+the event where a stream was interrupted.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
