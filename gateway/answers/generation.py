@@ -134,13 +134,16 @@ class Generation:
         return not self._open and (self._echo is None or self._echo.is_told)
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """`listener` is called whenever ready() may have more, by the task that heard of it: it must not raise."""
+        """Set the callback for when ready() may have more; it runs in the receiving task and must not raise."""
         for stream in self._streams:
             stream.on_news = listener
 
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
-        """The updates that there are now; who stops reading goes on with the next ready(). Raises GatewayError when a
-        choice fails."""
+        """Yield the available updates; if the caller stops early, the next ready() continues.
+
+        Raises:
+            GatewayError: If a choice fails.
+        """
         return self._read() if self._echo is None else self._behind(self._echo)
 
     def _behind(self, echo: PromptEcho) -> Iterator[list[ChoiceUpdate]]:
@@ -160,8 +163,12 @@ class Generation:
                     yield updates
 
     def leave(self, grace_seconds: float | None = None, then: Callable[[], None] = lambda: None) -> None:
-        """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its
-        stop strings are watched for, and others can attach to it. `then`: called when this gateway lets go of it."""
+        """Stop reading for the client, and withdraw what has not ended, after a grace time if one is given.
+
+        Args:
+            grace_seconds: How long the answer continues; meanwhile stop strings apply and other clients can attach.
+            then: Called when this gateway has released the answer.
+        """
         if grace_seconds is not None and not self.is_over:
             self.service.background.detach(self._go_on(grace_seconds, then))
         else:

@@ -26,7 +26,7 @@ _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or 
 
 
 class AnswerChanged(Exception):
-    """A name stands for something else than a moment ago: look again."""
+    """A client's name now refers to another answer: look it up again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,13 @@ class KeptAnswer:
         )
 
     async def attach(self) -> list[ResponseStream]:
-        """Its requests, to be read from their first token. Raises Unavailable, and RequestNotFound, or for a repeat
-        AnswerChanged, if it is gone since it was found."""
+        """Return its streams, each read from the first token.
+
+        Raises:
+            Unavailable: If the store does not answer.
+            RequestNotFound: If the answer is gone by now.
+            AnswerChanged: Instead of RequestNotFound, for a repeat.
+        """
         try:
             with _told_of_store():
                 return await self.service.client.submission.attach_all(self.requests, self.terms_of_each())
@@ -113,9 +118,12 @@ class KeptAnswer:
 
 
 async def find_answer(services: Iterable[ModelService], answer_id: str, owner_key_hash: str) -> KeptAnswer:
-    """In the first of `services` that has it: an id tells no model.
+    """Return the answer from the first of `services` that has it, because an id does not name a model.
 
-    Raises RequestNotFound, Unavailable, or GenerationFailed for what cannot be read.
+    Raises:
+        RequestNotFound: If none has it for this key.
+        Unavailable: If the store does not answer.
+        GenerationFailed: If the stored answer is unreadable.
     """
     if matched := _ID.fullmatch(answer_id):
         for service in services:
@@ -198,8 +206,8 @@ def _not_found() -> RequestNotFound:
 
 @contextmanager
 def _told_of_store() -> Iterator[None]:
-    """Raises Unavailable while the store cannot be read."""
+    """Convert StoreUnavailable to Unavailable."""
     try:
         yield
     except StoreUnavailable as error:
-        raise unavailable("store_unavailable", "The request store cannot be read now.") from error
+        raise unavailable("store_unavailable", "The request store does not answer.") from error

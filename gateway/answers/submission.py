@@ -57,7 +57,7 @@ OPEN_OUTPUT_TOKENS = 1024
 
 
 class AnswerSubmission:
-    """A new answer. It is charged when this gateway lets go of it, which may be long after its client has."""
+    """A new answer. It is charged when this gateway releases it, possibly long after its client has left."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class AnswerSubmission:
         return completion.background and not completion.stream and not self._context.for_batch
 
     async def submit(self) -> None:
-        """To be released afterwards; it is already, if this raises: Unavailable, RateLimited, or NameTaken."""
+        """Submit; call release() afterwards unless this raises Unavailable, RateLimited, or NameTaken."""
         try:
             await self._submit()
         except BaseException:
@@ -144,7 +144,7 @@ class AnswerSubmission:
             raise
 
     async def respond(self, http: web.Request) -> web.StreamResponse:
-        """As the body asked: streamed, or collected, or as it stands."""
+        """Answer as the request body asks: streamed, collected, or with its current state."""
         if self._completion.stream:
             return await self.stream(http)
         body = self._format().unfinished("queued") if self.tells_state else await self.collect()
@@ -160,7 +160,7 @@ class AnswerSubmission:
         return await collect_reply(self._reply())
 
     def release(self, *, is_withdrawn: bool = False) -> None:
-        """An answer that is kept goes on for its time, unless it `is_withdrawn`; any other is withdrawn now."""
+        """Release it: a kept answer continues for detach_seconds unless `is_withdrawn`; others are withdrawn now."""
         self._leave(None if is_withdrawn else self._detach_seconds, self._settle)
 
     async def forget(self, name: str) -> None:
