@@ -37,7 +37,7 @@ _NOTHING: _Tokens = ((), ())
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
-    """One a token: made in a fifth of the time of a frozen dataclass."""
+    """One update, usually one token. A Struct is made in a fifth of the time of a frozen dataclass."""
 
     index: int
     text: str
@@ -52,7 +52,7 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def finish_name(self) -> str:
-        """The API's word for the end: that of a call is none of the engine's."""
+        """The API's finish reason; the engine has none for tool calls."""
         assert self.reason is not None
         return "tool_calls" if self.called_tools and self.reason is FinishReason.STOP else self.reason.value
 
@@ -92,10 +92,11 @@ class ChoiceProgress:
     def take(
         self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[EncodedLogprobs] | None = None
     ) -> list[ChoiceUpdate]:
-        """An update for each of the next tokens, and one for their end if there is a `reason`. Not to be called after
-        the end. A client that counts or times tokens sees each, also when several came together or one has no text yet;
-        one that may have ended the sequence is in the update behind it. However tokens are grouped, the updates are the
-        same."""
+        """Return an update for each token, and one for the end if there is a `reason`. Do not call it after the end.
+
+        Every token has its update, even without text yet, so clients can count and time tokens. A token that may have
+        ended the sequence is in the next update. The updates do not depend on how tokens are grouped into calls.
+        """
         if token_ids:
             self._record_tokens(time.monotonic())
         output = self._output
@@ -123,8 +124,7 @@ class ChoiceProgress:
         return [*updates, self._end(text, reason, shown, held_ids)]
 
     def take_plain(self, token_id: int) -> ChoiceUpdate | None:
-        """take() of one token that can neither end the text nor be held back, without log-probabilities, as nearly all;
-        None: nothing is taken."""
+        """Take one plain token, as nearly all are; return None and take nothing if it may end the text or be held."""
         text = self._output.push_plain(token_id)
         if text is None:
             return None
@@ -142,7 +142,7 @@ class ChoiceProgress:
         return (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
 
     def _told(self, token_id: int, logprobs: EncodedLogprobs | None) -> _Tokens:
-        """The tokens that can be told after one was consumed: a terminal one is held back, as its text is."""
+        """Return the tokens that can be shown after one was consumed; a terminal one is held back, as its text is."""
         entries = () if logprobs is None else self._entries(token_id, logprobs)
         (held_ids, held_entries), self._held = self._held, _NOTHING
         if self._output.holds_terminal:
@@ -206,7 +206,7 @@ def _as_one(index: int, updates: Sequence[ChoiceUpdate]) -> ChoiceUpdate:
 
 
 class Encoder(Protocol):
-    """The part of PromptEncoder that is asked here."""
+    """The part of PromptEncoder used here."""
 
     @property
     def template_source(self) -> str: ...
@@ -270,5 +270,5 @@ def _family(options: ModelOptions, encoder: Encoder) -> str:
 
 
 def _call_id(request_id: str, choice: int, number: int) -> str:
-    """The id of a call, the same at every gateway. Nine characters, for Mistral's templates take no others."""
+    """Return the id of a call, the same at every gateway; nine characters, because Mistral's templates require it."""
     return hashlib.sha256(f"{request_id}:{choice}:{number}".encode()).hexdigest()[:9]

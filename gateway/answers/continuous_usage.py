@@ -18,7 +18,7 @@ from gateway.requests.openai_schema import CompletionRequest
 
 
 class Counted(Protocol):
-    """The part of Generation that is asked here."""
+    """The part of Generation used here."""
 
     @property
     def usage(self) -> UsageCount: ...
@@ -38,7 +38,7 @@ class ContinuousUsage:
 
     @property
     def so_far(self) -> UsageCount:
-        """With the tokens that are told by now; others may be there already."""
+        """The usage with the tokens sent so far; more may have been generated."""
         usage = self._counted.usage
         return replace(usage, completion_tokens=self._num_told) if self._counts_told else usage
 
@@ -54,7 +54,7 @@ class ContinuousUsage:
                 if told := [known for update in updates for known in self._after(update)]:
                     yield told
         except GatewayError as error:
-            self._failure = error  # kept: who stops reading before it is raised has not heard of it
+            self._failure = error  # kept, because a caller may stop before it is raised
         yield from self._rest()
         if self._failure is not None:
             raise self._failure

@@ -72,7 +72,7 @@ class ChoiceResult:
 
 
 class ResponseFormat:
-    """One answer's way of being written. What a format does not tell of is nothing, as it stands here."""
+    """Writes one answer. The defaults here write nothing."""
 
     prompt_in_choice = False  # whether what is told of a prompt stands in each choice, not beside them
     keep_alive = KEEP_ALIVE  # what a stream sends into silence
@@ -110,21 +110,22 @@ class ResponseFormat:
         raise NotImplementedError
 
     def error(self, error: GatewayError) -> bytes:
-        """In place of the rest of a stream."""
+        """Return the events that end a stream with an error."""
         raise NotImplementedError
 
     def collect(self, update: ChoiceUpdate) -> ChoiceUpdate:
-        """The next one of an answer that is not streamed, in its key's turn: log-probabilities are written here, as
-        they come, so that body() only has to join them. What is left of it, for body()."""
+        """Take an update of an answer that is not streamed; return what body() still needs of it.
+
+        Log-probabilities are encoded here, in the key's time slices, so that body() only joins them.
+        """
         return update
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
-        """`choices`: each is let go of before the next one is asked for, where the format can. `extra`: fields of the
-        whole answer beyond OpenAI's."""
+        """Return the whole body; `choices` is read once, in order; `extra` are top-level fields beyond OpenAI's."""
         raise NotImplementedError
 
     def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
-        """The body while there is no answer, or never will be one. Asked of requests in the background alone."""
+        """Return the body of a background request that has no answer yet, or failed."""
         raise AssertionError("never in the background")
 
 

@@ -81,7 +81,7 @@ class ResponsesFormat(ResponseFormat):
         return self._output.say_nothing() + self._output.close("incomplete" if self._is_cut else "completed")
 
     def usage(self, usage: UsageCount) -> bytes:
-        """Told with the end."""
+        """Keep the usage for the last event."""
         self._usage = usage
         return b""
 
@@ -134,7 +134,7 @@ class ResponsesFormat(ResponseFormat):
 
 
 def usage_object(usage: UsageCount) -> dict[str, Any]:
-    """Nothing is charged for writing the prefix cache, so nobody counts that."""
+    """Return the usage in the Responses format; cache writes are not counted, so they are 0."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

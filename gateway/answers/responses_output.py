@@ -95,7 +95,7 @@ class OutputItems:
         return events + self._grow(opened, text)
 
     def say_nothing(self) -> bytes:
-        """An answer without any item is a message without text."""
+        """Open an empty message if the answer has no item."""
         return b"" if self.items or self._open else self._texts(MESSAGE)[1]
 
     def call(self, call: ToolCallDelta) -> bytes:

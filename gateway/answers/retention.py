@@ -103,7 +103,7 @@ _PROMPTS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that any gateway needs to give the answer again, beside the first prompt's request."""
+    """What a gateway needs to write the answer again, besides the first prompt's request."""
 
     kind: str
     created: int
@@ -190,8 +190,7 @@ def attached_terms(
 
 
 def decode_record(data: bytes) -> AnswerRecord | None:
-    """With its body unpacked. None for a request that is not the first of a kept answer, or was kept by a later
-    release."""
+    """Decode a record; None if it is not the first of a kept answer, or was written by a later release."""
     if not data or data == PART:
         return None
     try:
