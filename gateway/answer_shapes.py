@@ -1,8 +1,6 @@
-"""The shapes of what the gateway answers, for the API's description alone: answers are written as bytes elsewhere.
+"""The shapes of answers, for the API description only; the formats in gateway/answers write the actual bytes.
 
-Schemathesis holds real answers against these. A field more in an answer is allowed, a missing or other one is not.
-
-Beside every walk: routes name these in their OPERATIONS, and nothing of an answer is made of them. It knows no request.
+Schemathesis checks real answers against them: additional fields are allowed, missing or different ones are not.
 """
 
 from typing import Any, Literal
@@ -37,7 +35,7 @@ class IncompleteBody(msgspec.Struct, kw_only=True):
 
 
 class OutputItemBody(msgspec.Struct, kw_only=True):
-    """The rest is by type."""
+    """An output item; further fields depend on `type`."""
 
     id: str
     type: Literal["message", "reasoning", "function_call"]
@@ -45,7 +43,7 @@ class OutputItemBody(msgspec.Struct, kw_only=True):
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """And what it repeats of its request."""
+    """A response; it also repeats fields of its request."""
 
     id: str
     object: Literal["response"]
@@ -84,7 +82,7 @@ class InputTokensBody(msgspec.Struct, kw_only=True):
 
 
 class CompactedItemBody(msgspec.Struct, kw_only=True):
-    """The rest is by type."""
+    """An item of a compacted conversation; further fields depend on `type`."""
 
     id: str
     type: Literal["message", "compaction"]
@@ -101,12 +99,12 @@ class CompactedBody(msgspec.Struct, kw_only=True):
 class ErrorDetail(msgspec.Struct, kw_only=True):
     message: str
     type: str
-    param: str | None  # the field that is wrong, such as messages[0].role
+    param: str | None  # the invalid field, such as messages[0].role
     code: str | None
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """The one shape of every error."""
+    """The shape of every error."""
 
     error: ErrorDetail
 
@@ -124,7 +122,7 @@ class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None  # only where reasoning is told apart
+    completion_tokens_details: CompletionTokensDetails | None = None  # only if reasoning is counted separately
 
 
 class CalledFunctionBody(msgspec.Struct, kw_only=True):
@@ -144,7 +142,7 @@ class ChatMessageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     refusal: str | None
     reasoning: str = ""  # only if there is reasoning
     reasoning_content: str = ""  # the same text under its older name
-    tool_calls: list[ToolCallBody] = []  # only where there are calls
+    tool_calls: list[ToolCallBody] = []  # only if there are calls
 
 
 class ChatChoiceBody(msgspec.Struct, kw_only=True):
@@ -197,7 +195,7 @@ class ToolUseBlockBody(msgspec.Struct, kw_only=True, tag_field="type", tag="tool
 
 
 class AnthropicUsageBody(msgspec.Struct, kw_only=True):
-    input_tokens: int  # without those found in the cache
+    input_tokens: int  # without cached ones
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
@@ -226,9 +224,7 @@ class ModelBody(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None  # null: not loaded yet
-    generation_defaults: dict[
-        str, float
-    ] = {}  # only where generation_config.json has some: for what requests leave out
+    generation_defaults: dict[str, float] = {}  # from generation_config.json, if it has any
 
 
 class ModelListBody(msgspec.Struct, kw_only=True):
@@ -244,7 +240,7 @@ class TokenizedBody(msgspec.Struct, kw_only=True):
 
 
 class TokenizerInfoBody(msgspec.Struct, kw_only=True):
-    """And what else tokenizer_config.json says of how text becomes tokens."""
+    """Tokenizer settings; it also has other fields of tokenizer_config.json."""
 
     tokenizer_class: str
     bos_token: str | None
@@ -272,7 +268,7 @@ class ReadinessBody(StateBody, kw_only=True):
 
 
 class StoreReadinessBody(StateBody, kw_only=True):
-    store_write_seconds: float | None  # null: it took no write
+    store_write_seconds: float | None  # null: the write failed
     ready_workers: int
     ready_models: int  # those that take requests
     models: int

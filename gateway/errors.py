@@ -1,4 +1,4 @@
-"""Every error the gateway tells a client, and its OpenAI form: {"error": {message, type, param, code}}, all four keys.
+"""Every error that a client can get, and its OpenAI form: {"error": {message, type, param, code}}, all four keys.
 
     GatewayError                        status  code
     ├── InvalidRequest                  400     invalid_value | previous_response_not_found
@@ -24,7 +24,7 @@
     ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
     │                                           | max_waiting_exceeded | store_share_exceeded
     │   └── KeyShareExceeded            429     key_share_exceeded
-    ├── GenerationFailed                500     request_failed | request_cancelled, or what the worker said
+    ├── GenerationFailed                500     request_failed | request_cancelled, or the worker's code
     ├── InternalError                   500     internal
     ├── NotServed                       501     not_served
     ├── Unavailable                     503     starting | no_worker | draining | queue_full | queue_timeout
@@ -33,16 +33,14 @@
     ├── DeadlineExceeded                504     deadline_exceeded
     └── DiskFull                        507     disk_full
 
-Pure: knows nothing of aiohttp. Messages name the field and what was allowed; they never carry paths, addresses or
-anything a client has not sent itself.
-
-Every walk through the gateway may end with one of them. It knows no request.
+Pure. Messages name the field and the allowed values. They never contain paths, addresses, or values that the client
+did not send.
 """
 
 import math
 from typing import Any, ClassVar
 
-# Status -> OpenAI's word for such errors; for others below 500 it is invalid_request_error, from there on server_error.
+# OpenAI's error type by status. Default: invalid_request_error below 500, else server_error.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -56,12 +54,12 @@ KEY_SHARE_RETRY_SECONDS = 2  # as for a full gateway or queue
 
 
 class GatewayError(Exception):
-    """`status` and `code` are said by each class, as a keyword, or are those of its base."""
+    """Base of all errors. Subclasses set `status` and `code` as class keywords, or inherit them."""
 
     status: ClassVar[int] = 500
     error_type: ClassVar[str] = "server_error"
     default_code: ClassVar[str] = "internal"
-    # OpenAI's clients repeat 408, 409, 429 and 5xx twice; False tells them that it cannot help.
+    # OpenAI's clients retry 408, 409, 429, and 5xx twice; False stops them where a retry cannot help.
     should_retry: ClassVar[bool | None] = None
 
     def __init_subclass__(
@@ -91,7 +89,7 @@ class GatewayError(Exception):
 
 
 def _sent(kind: type[GatewayError], args: tuple[Any, ...], state: dict[str, Any]) -> GatewayError:
-    """One of another process; how it was made there is of no matter."""
+    """Unpickle an error of another process without calling its constructor."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
@@ -142,12 +140,12 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
 
 class Unauthenticated(GatewayError, status=401, code="invalid_api_key"):
     def headers(self) -> dict[str, str]:
-        # A browser that opens the page asks its user for the password of Basic: the key.
+        # A browser that opens the page asks for the Basic password, which is the API key.
         return {"WWW-Authenticate": 'Bearer, Basic realm="pagestream"'}
 
 
 class Forbidden(GatewayError, status=403, code="cross_site_request"):
-    """Whoever it is, not from there."""
+    """A cross-site request, or one for a host that is not allowed."""
 
 
 class ModelNotFound(GatewayError, status=404, code="model_not_found"):
@@ -159,11 +157,11 @@ class RequestNotFound(GatewayError, status=404, code="request_not_found"):
 
 
 class FileNotFound(GatewayError, status=404, code="file_not_found"):
-    """Or of another key."""
+    """No such file, or it belongs to another key."""
 
 
 class BatchNotFound(GatewayError, status=404, code="batch_not_found"):
-    """Or of another key."""
+    """No such batch, or it belongs to another key."""
 
 
 class UnknownUrl(GatewayError, status=404, code="unknown_url"):
@@ -188,11 +186,11 @@ class IdempotencyKeyReused(GatewayError, status=409, code="idempotency_key_reuse
 
 
 class BatchEnded(GatewayError, status=409, code="batch_ended", should_retry=False):
-    """It cannot be cancelled any more."""
+    """The batch has ended, so it cannot be cancelled."""
 
 
 class BatchNotEnded(GatewayError, status=409, code="batch_not_ended", should_retry=False):
-    """It cannot be deleted yet."""
+    """The batch has not ended, so it cannot be deleted."""
 
 
 class BodyTooLarge(GatewayError, status=413, code="body_too_large"):
@@ -200,7 +198,7 @@ class BodyTooLarge(GatewayError, status=413, code="body_too_large"):
 
 
 class FilesFull(GatewayError, status=413, code="files_full", should_retry=False):
-    """Files and batches of this key, or of all, have the most bytes that they may."""
+    """A quota of files and batches is used up, that of this key or that of all keys."""
 
 
 class UnsupportedMediaType(GatewayError, status=415, code="unsupported_media_type"):
@@ -208,7 +206,7 @@ class UnsupportedMediaType(GatewayError, status=415, code="unsupported_media_typ
 
 
 class RateLimited(GatewayError, status=429, should_retry=True):
-    """A limit of the request's own key; nothing was stored."""
+    """A limit of the request's key; nothing was stored."""
 
     def __init__(self, message: str, *, code: str, retry_after_seconds: float) -> None:
         super().__init__(message, code=code)
@@ -222,9 +220,15 @@ class KeyShareExceeded(RateLimited, code="key_share_exceeded"):
     """A key would hold more than its share of a resource that keys divide (`shared/shares.py`)."""
 
     def __init__(self, resource: str, share: str, setting: str) -> None:
-        """`resource`: in the plural; `share`: what the key may hold now; `setting`: the flag of the whole resource."""
+        """Create the error.
+
+        Args:
+            resource: Name of the resource, in the plural.
+            share: What the key may hold now, with its unit.
+            setting: The flag that sets the total for all keys.
+        """
         super().__init__(
-            f"This API key holds its share of the {resource}: it may hold {share} now ({setting}). Retry when some of "
+            f"This API key uses its full share of the {resource}: at most {share} now ({setting}). Retry when some of "
             "its other requests have ended.",
             code=self.default_code,
             retry_after_seconds=KEY_SHARE_RETRY_SECONDS,
@@ -232,7 +236,7 @@ class KeyShareExceeded(RateLimited, code="key_share_exceeded"):
 
 
 class GenerationFailed(GatewayError, code="request_failed", should_retry=False):
-    """The engine ended the request with an error; repeating it would most likely break it again."""
+    """The engine ended the request with an error; a retry would most likely fail again."""
 
 
 class InternalError(GatewayError):
@@ -241,11 +245,11 @@ class InternalError(GatewayError):
 
 
 class NotServed(GatewayError, status=501, code="not_served", should_retry=False):
-    """A part of the API that this server does not have, and never has by itself."""
+    """A part of the API that this server does not implement."""
 
 
 class Unavailable(GatewayError, status=503, code="no_worker", should_retry=True):
-    """Refused before acceptance: nothing was stored, so the client may repeat it as it is."""
+    """Refused before acceptance: nothing was stored, so the client may retry the same request."""
 
     def __init__(self, message: str, *, code: str, retry_after_seconds: int) -> None:
         super().__init__(message, code=code)
@@ -256,8 +260,8 @@ class Unavailable(GatewayError, status=503, code="no_worker", should_retry=True)
 
 
 class DeadlineExceeded(GatewayError, status=504, code="deadline_exceeded", should_retry=False):
-    """The request's own time was over; what it would have cost another time nobody knows."""
+    """The request's deadline passed before completion."""
 
 
 class DiskFull(GatewayError, status=507, code="disk_full", should_retry=False):
-    """The disk of the server is full, whatever its limits say; its operator has to make room."""
+    """The server's disk is full, although no quota is used up; the operator must free space."""

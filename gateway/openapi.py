@@ -1,9 +1,7 @@
-"""The description of the HTTP API, OpenAPI 3.1, made from the types that the routes check and answer with. Pure.
+"""The OpenAPI 3.1 description of the HTTP API, built from the types that the routes validate and answer with. Pure.
 
-Each module of routes has a table `OPERATIONS`: one entry a method and path, with its handler. app.py serves these and
-no others, and schemathesis holds the answers of a running gateway against what is said here.
-
-Beside every walk: it is made once, at the start. It knows no request.
+Each routes module has a table `OPERATIONS`: one entry per method and path, with its handler. app.py serves exactly
+these, and schemathesis checks the answers of a running gateway against the description.
 """
 
 import re
@@ -52,13 +50,13 @@ INFERENCE_ERRORS: tuple[type[GatewayError], ...] = (
 _REFERENCE = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^{}]+)?\}")  # aiohttp's `{id:.+}` is OpenAPI's `{id}`
 
-# Readers of a stream hold each event of it against a schema, not the text.
+# A stream has no schema as a whole; each of its events has one.
 _MEDIA_SCHEMAS: dict[str, Any] = {TEXT: {"schema": {"type": "string"}}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter of the query or a header; those of the path are read out of it."""
+    """A query or header parameter; path parameters are derived from the path."""
 
     name: str
     where: str  # query | header
@@ -68,14 +66,22 @@ class Parameter:
 
 KEEPING_PARAMETERS = (
     Parameter(name=NAME_HEADER, where="header", description="A repeat with the same key gets the same answer"),
-    Parameter(name=LAST_EVENT_ID, where="header", description="With a repeat: the last event that the client has"),
+    Parameter(
+        name=LAST_EVENT_ID, where="header", description="With a repeat: id of the last event that the client received"
+    ),
 )
-MODEL_PARAMETER = Parameter(name="model", where="query", description="One of several models; default: all of them")
+MODEL_PARAMETER = Parameter(name="model", where="query", description="Name of a model (default: all models)")
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`answer`: the type of a JSON answer; `media`: what else can be answered; `errors`: beside those of all."""
+    """One method and path.
+
+    Attributes:
+        answer: The type of the JSON answer; None if there is none.
+        media: Other media types of the answer.
+        errors: Errors besides those that every operation can return.
+    """
 
     method: str
     path: str
@@ -87,11 +93,11 @@ class Operation:
     answer: Any = None
     media: tuple[str, ...] = ()
     status: int = 200
-    # The same answer with another status: readiness is told with 503.
+    # The same answer with another status, such as 503 for readiness.
     other_statuses: tuple[int, ...] = ()
     errors: tuple[type[GatewayError], ...] = ()
     parameters: tuple[Parameter, ...] = ()
-    is_open: bool = False  # answers without a key
+    is_open: bool = False  # needs no API key
 
     def below(self, prefix: str) -> "Operation":
         return replace(self, path=prefix + self.path)
@@ -105,7 +111,7 @@ def answering(
     path: str, handler: Callable[[Any], Awaitable[Any]], summary: str, *, body: Any, answer: Any,
     media: tuple[str, ...] = (EVENTS,),
 ) -> Operation:  # fmt: skip
-    """A POST that a model answers, by answers/answering.py: a body, or events."""
+    """Return a POST operation that a model answers, as a body or as events (answers/answering.py)."""
     return Operation(
         "POST", path, handler, summary,
         body=body, answer=answer, media=media, errors=INFERENCE_ERRORS, parameters=KEEPING_PARAMETERS,
@@ -113,7 +119,7 @@ def answering(
 
 
 def describe(operations: Iterable[Operation]) -> dict[str, Any]:
-    """The document of `GET /openapi.json`."""
+    """Return the document of `GET /openapi.json`."""
     operations = list(operations)
     kinds = _kinds(operations)
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
@@ -132,7 +138,7 @@ def describe(operations: Iterable[Operation]) -> dict[str, Any]:
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },
-        "security": [{"bearer": []}, {"header": []}, {}],  # {}: a gateway without keys asks for none
+        "security": [{"bearer": []}, {"header": []}, {}],  # {}: for a gateway without keys
     }
 
 
@@ -185,7 +191,7 @@ def _parameters(operation: Operation, schema_of: dict[str, Any]) -> list[dict[st
 
 
 def _kinds(operations: Iterable[Operation]) -> list[Any]:
-    """Every type that is spoken of, once: types of the typing module need not be hashable."""
+    """Return every type once; a dict by name, because types of the typing module may be unhashable."""
     kinds = {_key(ErrorBody): ErrorBody}
     for operation in operations:
         for kind in (operation.body, operation.answer, *(parameter.kind for parameter in operation.parameters)):

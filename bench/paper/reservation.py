@@ -47,7 +47,7 @@ def reserved_tokens(policy: ReservationPolicy, sequence: Sequence, max_model_len
     return final_tokens(sequence)
 
 
-class ReservedKVSlots:
+class ReservedKVAllocator:
     """One contiguous run per sequence from admission to its end; its block table is the run in order.
 
     Growth, swap, sharing and forks do not occur: requests have one sequence, which is never preempted.
@@ -150,11 +150,13 @@ def make_manager(
     num_slots: int = NUM_SLOTS,
     block_size: int = BLOCK_SIZE,
     max_model_len: int = MAX_MODEL_LEN,
-) -> ReservedKVSlots | KVCacheManager:
+) -> ReservedKVAllocator | KVCacheManager:
     num_blocks = num_slots // block_size + 1
     if policy is ReservationPolicy.PAGED:
         return KVCacheManager(num_blocks, block_size, enable_prefix_caching=False)  # the paper's system had none either
-    return ReservedKVSlots(num_blocks, block_size, lambda sequence: reserved_tokens(policy, sequence, max_model_len))
+    return ReservedKVAllocator(
+        num_blocks, block_size, lambda sequence: reserved_tokens(policy, sequence, max_model_len)
+    )
 
 
 def make_swapping_manager(num_slots: int = NUM_SLOTS, block_size: int = BLOCK_SIZE) -> KVCacheManager:

@@ -14,7 +14,7 @@ from bench.paper.cost_model import A100_OPT_13B, StepCost
 from bench.paper.knee import summary, sweep
 from bench.paper.lengths import TimedRequest
 from bench.paper.occupancy import Occupancy, SharingSaving
-from bench.paper.reservation import MAX_MODEL_LEN, ReservedKVSlots
+from bench.paper.reservation import MAX_MODEL_LEN, ReservedKVAllocator
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
 from engine_worker.scheduling.kv_allocator import KVAllocator
@@ -71,7 +71,7 @@ def simulate(
 
     With contiguous reservations, each sequence of a request becomes a separate request.
     """
-    split = isinstance(manager, ReservedKVSlots)
+    split = isinstance(manager, ReservedKVAllocator)
     return _Simulation(manager=manager, cost=cost, max_model_len=max_model_len, split_groups=split).run(
         trace, drain=drain
     )

@@ -1,11 +1,7 @@
-"""Fields of an answer beyond OpenAI's, where they are asked for: its prompt's text before each choice (`echo`),
-log-probabilities and ids of the prompt (`prompt_logprobs`, `prompt_token_ids`), and its own `token_ids`. Pure.
+"""Answer fields beyond OpenAI's, if requested: `echo`, `prompt_logprobs`, `prompt_token_ids`, and `token_ids`. Pure.
 
-As in vLLM a completion has them in each choice, a chat has those of its prompt beside the choices. A prompt's first
-token has no log-probability: nothing stands before it. With max_tokens 0 the engine computes one token, which is
-dropped here.
-
-Beside a token's way back, between its text and what is written of it. It knows nothing of streams or JSON text.
+As in vLLM, a completion has them in each choice; a chat has those of its prompt beside the choices. A prompt's first
+token has no log-probability. With max_tokens 0 the engine computes one token, which is dropped here.
 """
 
 from collections import deque
@@ -29,7 +25,7 @@ TOKENS_OF_STEP = 128  # that are read between two looks at whose turn it is: a m
 
 
 class PromptEcho:
-    """Puts each choice's prompt before it; scored, if the answer is."""
+    """Puts each choice's prompt before it, with log-probabilities if the answer has them."""
 
     def __init__(
         self, encoder: PromptEncoder, request: CompletionRequest, prompts_token_ids: Sequence[list[int]]
@@ -48,12 +44,12 @@ class PromptEcho:
         self._untold = deque[Iterator[list[ChoiceUpdate]]]()
 
     def take(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> None:
-        """Give ready() more to tell. `scores` of each prompt; they are whole before its first update."""
+        """Add updates for ready(); `scores` per prompt must be complete before its first update."""
         for update in updates:
             self._untold.append(self._pieces(update, scores[update.index // self._num_choices]))
 
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
-        """One at a time, or none yet where a long prompt is being read. Who stops reading goes on with the next."""
+        """Yield updates, empty while a long prompt is decoded; if the caller stops early, the next call continues."""
         while self._untold:
             if (updates := next(self._untold[0], None)) is None:
                 self._untold.popleft()
@@ -86,7 +82,7 @@ class PromptEcho:
         yield [structs.replace(update, text=text + update.text, logprobs=(*own, *moved))]
 
     def _read(self, number: int) -> Iterator[list[ChoiceUpdate]]:
-        """A prompt's text, once for all its choices; nothing is told of it yet."""
+        """Decode a prompt once for all its choices, yielding empty lists to allow interruptions."""
         if number in self._texts:
             return
         pieces: list[str] = []
@@ -142,11 +138,11 @@ class AnswerExtras:
         self._written: dict[int, LongArray] = {}  # scores, by number of the prompt
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell: asked once a token."""
+        """Return whether any extra field was requested; called once per token."""
         return self._with_token_ids or self._with_prompt_logprobs
 
     def write_scores(self, scores: Sequence[Scores]) -> Iterator[None]:
-        """Writes those of each prompt, some tokens at a time; before of_answer() and of_choice() are asked."""
+        """Encode prompt log-probabilities in steps; must finish before of_answer() and of_choice() are called."""
         for number, token_ids in enumerate(self._prompts if self._with_prompt_logprobs else ()):
             written = self._written[number] = LongArray()
             for start in range(0, len(token_ids), ENTRIES_OF_PIECE):

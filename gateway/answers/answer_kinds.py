@@ -1,9 +1,7 @@
-"""The kinds of answers, by name: how a body of each is read and how its answer is written. Pure.
+"""The kinds of answers by name: how a request body of each is parsed and how its answer is written. Pure.
 
-A kept answer is rebuilt from the body that was stored, by any gateway and at any time: reading and writing must depend
-on nothing but body and tokens.
-
-A chat's way in, where its body is decoded and parsed, and the way back, where a format is made. It knows no request.
+A kept answer can be rebuilt from its stored body by any gateway at any time, so parsing and formatting must depend only
+on the body and the tokens.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,6 @@
-"""The path of a request, the same for every API: decode, validate, plan, submit, then stream or collect, and settle.
+"""The request path, the same for every API: decode, validate, plan, submit, then stream or collect, and settle.
 
-    body -> JsonBody -> CompletionRequest -> GenerationRequests -> AnswerSubmission -> response
-
-The steps are those of other files; here they stand in their order, with what is asked before each.
-
-It is a chat's way in as a whole, and the beginning of its way back. It knows the order alone: no field of a body, no
-format, no key of the store.
+body -> JsonBody -> CompletionRequest -> GenerationRequests -> AnswerSubmission -> response
 """
 
 import time

@@ -1,12 +1,8 @@
-"""Texts and counts -> Anthropic's events and bodies, as bytes ready to be sent. Pure.
+"""Anthropic's Messages format: events and bodies as bytes ready to send, and its errors. Pure.
 
 The order of a stream's events: message_start, then for each block (thinking, text, tool_use) content_block_start,
 content_block_delta ..., content_block_stop, then message_delta (stop_reason, usage), message_stop. An error is the
-stream's last event. There is one choice.
-
-Which requests are answered in Anthropic's words, errors too, is said here as well: middlewares.py asks it.
-
-A token's way back at /v1/messages, in its last step. It knows no connection, no tokens and no store.
+stream's last event. There is one choice. speaks_anthropic() decides which requests use this format.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -129,7 +125,8 @@ class AnthropicFormat(ResponseFormat):
         **_openai: Any,
     ) -> None:
         """`repeated`: whether reasoning is shown. Of the other formats' options: nothing here says when an answer was
-        made, and a stream always has its usage."""
+        made, and a stream always has its usage.
+        """
         self._head = {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "model": model}
         self._prompt_tokens = prompt_tokens
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}

@@ -1,14 +1,12 @@
-"""One choice of an answer: its tokens in, its text and its one end out, and what is measured on the way.
+"""One choice of an answer: tokens to text updates with one end, and the measurements of its latency.
 
-    ChoiceProgress     tokens -> ChoiceUpdates, each with the text that is certain by then
-    message_parsers    which parsers read that text, by the model, its options and what was asked
-    BestOf             the likeliest of several samples, held back until all have ended, answered best first
+    ChoiceProgress     tokens -> ChoiceUpdates, each with the text that is certain so far
+    message_parsers    selects the parsers of that text, by model, options, and request
+    BestOf             the likeliest of several samples, held until all have ended, best first
 
-A forced call is read as its grammar writes it; other calls as the model's family does, which the chat template shows.
-Reasoning is looked for wherever no grammar leaves it no room. A sample's rank is the sum of its tokens'
-log-probabilities by the model itself, before temperature and penalties (as vLLM's cumulative_logprob).
-
-A token's way back, from the store's event to what a format writes. It knows nothing of streams, HTTP or JSON.
+A forced call is parsed as its grammar writes it; other calls as the model's family does, which the chat template shows.
+Reasoning is parsed unless a grammar leaves no room for it. A sample's rank is the sum of its tokens' log-probabilities
+before temperature and penalties (vLLM's cumulative_logprob).
 """
 
 import hashlib
@@ -39,7 +37,7 @@ _NOTHING: _Tokens = ((), ())
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
-    """One a token: made in a fifth of the time of a frozen dataclass."""
+    """One update, usually one token. A Struct is made in a fifth of the time of a frozen dataclass."""
 
     index: int
     text: str
@@ -54,7 +52,7 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def finish_name(self) -> str:
-        """The API's word for the end: that of a call is none of the engine's."""
+        """The API's finish reason; the engine has none for tool calls."""
         assert self.reason is not None
         return "tool_calls" if self.called_tools and self.reason is FinishReason.STOP else self.reason.value
 
@@ -72,7 +70,8 @@ class ChoiceProgress:
         is_ranked: bool = False,
     ) -> None:
         """`scores_every_token`: log-probabilities also of the token that ends the sequence and has no text.
-        `is_ranked`: by its `cumulative_logprob`, which is 0 otherwise."""
+        `is_ranked`: by its `cumulative_logprob`, which is 0 otherwise.
+        """
         self.finished = False
         self.stopped_early = False  # by a stop string: the engine does not know of it
         self.cumulative_logprob = 0.0  # of the tokens consumed, if they come with log-probabilities
@@ -94,10 +93,11 @@ class ChoiceProgress:
     def take(
         self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[EncodedLogprobs] | None = None
     ) -> list[ChoiceUpdate]:
-        """An update for each of the next tokens, and one for their end if there is a `reason`. Not to be called after
-        the end. A client that counts or times tokens sees each, also when several came together or one has no text yet;
-        one that may have ended the sequence is in the update behind it. However tokens are grouped, the updates are the
-        same."""
+        """Return an update for each token, and one for the end if there is a `reason`. Do not call it after the end.
+
+        Every token has its update, even without text yet, so clients can count and time tokens. A token that may have
+        ended the sequence is in the next update. The updates do not depend on how tokens are grouped into calls.
+        """
         if token_ids:
             self._record_tokens(time.monotonic())
         output = self._output
@@ -125,8 +125,7 @@ class ChoiceProgress:
         return [*updates, self._end(text, reason, shown, held_ids)]
 
     def take_plain(self, token_id: int) -> ChoiceUpdate | None:
-        """take() of one token that can neither end the text nor be held back, without log-probabilities, as nearly all;
-        None: nothing is taken."""
+        """Take one plain token, as nearly all are; return None and take nothing if it may end the text or be held."""
         text = self._output.push_plain(token_id)
         if text is None:
             return None
@@ -144,7 +143,7 @@ class ChoiceProgress:
         return (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
 
     def _told(self, token_id: int, logprobs: EncodedLogprobs | None) -> _Tokens:
-        """The tokens that can be told after one was consumed: a terminal one is held back, as its text is."""
+        """Return the tokens that can be shown after one was consumed; a terminal one is held back, as its text is."""
         entries = () if logprobs is None else self._entries(token_id, logprobs)
         (held_ids, held_entries), self._held = self._held, _NOTHING
         if self._output.holds_terminal:
@@ -189,7 +188,8 @@ class BestOf:
     def answers(self, cumulative_logprobs: Sequence[float]) -> Iterator[list[ChoiceUpdate]]:
         """The choices, the best first; `cumulative_logprobs[i]` is that of sample i. Of equal ones the first is better.
         One update a choice, but where log-probabilities are shown: these take 40 us a token to write, so the updates
-        come as they were held."""
+        come as they were held.
+        """
         ranked = sorted(self._held, key=lambda sample: -cumulative_logprobs[sample])
         for rank, sample in enumerate(ranked[: self._num_choices]):
             index, updates = self._first_choice + rank, self._held[sample]
@@ -208,7 +208,7 @@ def _as_one(index: int, updates: Sequence[ChoiceUpdate]) -> ChoiceUpdate:
 
 
 class Encoder(Protocol):
-    """The part of PromptEncoder that is asked here."""
+    """The part of PromptEncoder used here."""
 
     @property
     def template_source(self) -> str: ...
@@ -272,5 +272,5 @@ def _family(options: ModelOptions, encoder: Encoder) -> str:
 
 
 def _call_id(request_id: str, choice: int, number: int) -> str:
-    """The id of a call, the same at every gateway. Nine characters, for Mistral's templates take no others."""
+    """Return the id of a call, the same at every gateway; nine characters, because Mistral's templates require it."""
     return hashlib.sha256(f"{request_id}:{choice}:{number}".encode()).hexdigest()[:9]

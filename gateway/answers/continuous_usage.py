@@ -1,10 +1,8 @@
-"""`continuous_usage_stats`: what has been used so far, in every chunk of a stream. Pure.
+"""`continuous_usage_stats`: the usage so far in every chunk of a stream. Pure.
 
-As vLLM has it, each chunk of a choice counts more tokens than the one before it: tokens that came together are counted
-one by one, and an end without a token of its own is told in the chunk of the last token. That one waits for its end
-where it can be nothing but the last; elsewhere both are in one chunk if they are there together.
-
-A token's way back, between its text and its chunk, where every chunk counts. It knows no JSON and no connection.
+As in vLLM, each chunk of a choice counts more tokens than the one before: tokens that came together are counted one by
+one, and an end without a token is merged into the chunk of the last token. That chunk waits for its end only if it must
+be the last one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +18,7 @@ from gateway.requests.openai_schema import CompletionRequest
 
 
 class Counted(Protocol):
-    """The part of Generation that is asked here."""
+    """The part of Generation used here."""
 
     @property
     def usage(self) -> UsageCount: ...
@@ -40,7 +38,7 @@ class ContinuousUsage:
 
     @property
     def so_far(self) -> UsageCount:
-        """With the tokens that are told by now; others may be there already."""
+        """The usage with the tokens sent so far; more may have been generated."""
         usage = self._counted.usage
         return replace(usage, completion_tokens=self._num_told) if self._counts_told else usage
 
@@ -50,13 +48,14 @@ class ContinuousUsage:
 
     def with_ends(self, ready: Iterable[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
         """Each choice's last update joined with its end. What `ready` raises is raised behind what it gave; who stops
-        reading here goes on with the next `ready`."""
+        reading here goes on with the next `ready`.
+        """
         try:
             for updates in ready if self._failure is None else ():
                 if told := [known for update in updates for known in self._after(update)]:
                     yield told
         except GatewayError as error:
-            self._failure = error  # kept: who stops reading before it is raised has not heard of it
+            self._failure = error  # kept, because a caller may stop before it is raised
         yield from self._rest()
         if self._failure is not None:
             raise self._failure

@@ -1,7 +1,4 @@
-"""An answer on its way to its client: updates of its choices as events of a stream, or collected into one body.
-
-A token's way back, where its text becomes bytes and these leave. It knows no API's form and no store.
-"""
+"""Writes an answer to its client: updates of its choices as events of a stream, or collected into one body."""
 
 import asyncio
 import logging
@@ -101,7 +98,7 @@ class _Chunks:
         return self._format.first(index, self._extras.of_first_chunk() if self._extras else NOTHING, usage)
 
     def _said(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Extra) -> bytes:
-        """A token tells reasoning and calls, and then content; at least something."""
+        """Return the content of a token; nothing if its reasoning or calls are all it has."""
         is_told = update.reasoning or update.tool_calls
         if is_told and not (update.text or update.logprobs or self._extras):
             return b""
@@ -130,7 +127,7 @@ class _Chunks:
 
 
 class _LiveEvents(Sink):
-    """Written as they come, and in pieces where there are many."""
+    """Writes events as they come, in pieces if there are many."""
 
     def __init__(self, stream: EventStream, chunks: _Chunks) -> None:
         self._stream = stream
@@ -154,7 +151,7 @@ class _LiveEvents(Sink):
 
 
 class _Collected(Sink):
-    """By choice, as the format leaves them."""
+    """Collects updates by choice, after the format has taken its part of them."""
 
     def __init__(self, num_choices: int, collect: Callable[[ChoiceUpdate], ChoiceUpdate]) -> None:
         self.updates: list[list[ChoiceUpdate]] = [[] for _ in range(num_choices)]
@@ -167,7 +164,7 @@ class _Collected(Sink):
 
 
 async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
-    """200 leaves here, as the store has the request. An error from now on is an event of the stream."""
+    """Stream an accepted answer: sends the 200, and any later error as an event of the stream."""
     chunks = _Chunks(reply)
     await stream.open()
     try:
@@ -181,8 +178,8 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
             ending = chunks.error(error)
         except ConnectionError:
             raise  # the client has gone
-        except Exception:  # of this answer's own text, grammar or format: it ends alone, and its client is told
-            logger.exception("an answer failed")
+        except Exception:  # in this answer's text, grammar, or format: only this answer ends
+            logger.exception("answer: failed")
             ending = chunks.error(InternalError())
         await stream.end(ending)
     finally:
@@ -192,7 +189,7 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
 
 
 async def collect_reply(reply: Reply) -> Body:
-    """The body: put together where it holds up nobody, as it may be long, of what was written in the key's turns."""
+    """Return the whole body; a long one is assembled outside the event loop."""
     completion, generation = reply.completion, reply.generation
     collected = _Collected(len(completion.prompts) * completion.n, reply.response_format.collect)
     try:
@@ -205,7 +202,7 @@ async def collect_reply(reply: Reply) -> Body:
 
 
 def _let_go(reply: Reply, collected: Sequence[list[ChoiceUpdate]] = ()) -> None:
-    """Free what its client has had, or will not have: it has gone, or a choice failed."""
+    """Free the memory of an answer that was sent or failed."""
     scores = reply.generation.prompt_scores if reply.generation.is_over else []  # a stream that goes on counts them
     if any(collected) or any(scores):
         reply.generation.service.background.start(_free(collected, scores))
@@ -223,8 +220,7 @@ async def _free(collected: Iterable[list[ChoiceUpdate]], scores: Iterable[dict[i
 
 
 def _cleared(values: list[Any]) -> Iterator[None]:
-    """A piece at a time: at one time 16,000 tokens stop the event loop for milliseconds, in whatever thread they are
-    freed."""
+    """Free in pieces: 16,000 tokens at once stop the event loop for milliseconds, in any thread."""
     while values:
         del values[-_FREED_TOKENS:]
         yield
@@ -243,7 +239,7 @@ def _body_of(reply: Reply, collected: list[list[ChoiceUpdate]], usage: UsageCoun
 
 
 def _results(reply: Reply, collected: list[list[ChoiceUpdate]]) -> Iterator[ChoiceResult]:
-    """One choice after the other, each of which is here no more when the next one is made."""
+    """Yield one choice after the other; each is freed before the next is made."""
     extras = reply.extras
     for index in range(len(collected)):
         parts, collected[index] = collected[index], []

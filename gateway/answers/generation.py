@@ -1,14 +1,12 @@
-"""The choices of one answer, from its acceptance to their last text: events of the engine in, text updates out.
+"""The choices of one answer, from acceptance to their last text: engine events in, text updates out.
 
     generation = Generation(service, model, request, streams, arrived_at, metrics)
-    generation.listen(listener)                     # hears that ready() has ChoiceUpdates; see reading.py
+    generation.listen(listener)                     # called when ready() has ChoiceUpdates; see reading.py
     generation.leave()                              # always, at the end: withdraws what has not finished
 
-It is made when the store has the answer's requests, one a prompt with all its choices: what is refused pays for no
-detokenizer and no parser. A kept answer is attached to any number of times, and goes on for a while when it is left.
-
-A token's way back, from the stream of its request to the text of its choice. It knows nothing of HTTP, JSON or how a
-request gets into the store.
+It is created after the store accepted the answer's requests (one per prompt, with all its choices), so a refused
+request costs no detokenizer or parser. A kept answer can be attached to many times and continues for a while after its
+readers have left.
 """
 
 import asyncio
@@ -136,13 +134,16 @@ class Generation:
         return not self._open and (self._echo is None or self._echo.is_told)
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """`listener` is called whenever ready() may have more, by the task that heard of it: it must not raise."""
+        """Set the callback for when ready() may have more; it runs in the receiving task and must not raise."""
         for stream in self._streams:
             stream.on_ready = listener
 
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
-        """The updates that there are now; who stops reading goes on with the next ready(). Raises GatewayError when a
-        choice fails."""
+        """Yield the available updates; if the caller stops early, the next ready() continues.
+
+        Raises:
+            GatewayError: If a choice fails.
+        """
         return self._read() if self._echo is None else self._behind(self._echo)
 
     def _behind(self, echo: PromptEcho) -> Iterator[list[ChoiceUpdate]]:
@@ -162,8 +163,12 @@ class Generation:
                     yield updates
 
     def leave(self, grace_seconds: float | None = None, then: Callable[[], None] = lambda: None) -> None:
-        """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its
-        stop strings are watched for, and others can attach to it. `then`: called when this gateway lets go of it."""
+        """Stop reading for the client, and withdraw what has not ended, after a grace time if one is given.
+
+        Args:
+            grace_seconds: How long the answer continues; meanwhile stop strings apply and other clients can attach.
+            then: Called when this gateway has released the answer.
+        """
         if grace_seconds is not None and not self.is_over:
             self.service.background.detach(self._go_on(grace_seconds, then))
         else:
@@ -222,7 +227,8 @@ class _RequestProgress:
     @property
     def is_plain(self) -> bool:
         """Its only choice is told as it comes and as it is; so read_plain() may be asked, where no stop strings are
-        looked for."""
+        looked for.
+        """
         return len(self._choices) == 1 and self._best_of is None and not self.parsers
 
     def read_plain(self) -> Sequence[ChoiceUpdate] | None:

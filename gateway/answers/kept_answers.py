@@ -1,8 +1,6 @@
-"""Kept answers in the store: found by id or by their client's own name, and read from their first token again.
+"""Kept answers in the store: found by id or by the client's own name, and read again from their first token.
 
-Whoever asks with another key than the one that made the request is told that there is none.
-
-The way in of who asks again, in place of planning. It knows no format of answers and writes none.
+For any other key than the one that made the request, the answer does not exist.
 """
 
 import re
@@ -28,7 +26,7 @@ _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or 
 
 
 class AnswerChanged(Exception):
-    """A name stands for something else than a moment ago: look again."""
+    """A client's name now refers to another answer: look it up again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class KeptAnswer:
 
     @property
     def state(self) -> str:
-        """queued | running | finished | failed | cancelled"""
+        """Queued | running | finished | failed | cancelled"""
         ends = [part.terminal for part in self.parts]
         if any(isinstance(end, ErrorEvent) for end in ends):
             return "failed"
@@ -73,8 +71,10 @@ class KeptAnswer:
 
     @property
     def stands(self) -> bool:
-        """Whether who repeats the request is given this answer. Not one that said "try again", or that ended because
-        nobody waited for it any more: its client never had an answer, so there is none to repeat."""
+        """Return whether a retry with the same Idempotency-Key gets this stored answer.
+
+        It does not if the answer was a retryable error, or ended because its client had left.
+        """
         return not any(_was_given_up(part) for part in self.parts)
 
     @property
@@ -97,8 +97,13 @@ class KeptAnswer:
         )
 
     async def attach(self) -> list[ResponseStream]:
-        """Its requests, to be read from their first token. Raises Unavailable, and RequestNotFound, or for a repeat
-        AnswerChanged, if it is gone since it was found."""
+        """Return its streams, each read from the first token.
+
+        Raises:
+            Unavailable: If the store does not answer.
+            RequestNotFound: If the answer is gone by now.
+            AnswerChanged: Instead of RequestNotFound, for a repeat.
+        """
         try:
             with _told_of_store():
                 return await self.service.client.submission.attach_all(self.requests, self.terms_of_each())
@@ -113,9 +118,12 @@ class KeptAnswer:
 
 
 async def find_answer(services: Iterable[ModelService], answer_id: str, owner_key_hash: str) -> KeptAnswer:
-    """In the first of `services` that has it: an id tells no model.
+    """Return the answer from the first of `services` that has it, because an id does not name a model.
 
-    Raises RequestNotFound, Unavailable, or GenerationFailed for what cannot be read.
+    Raises:
+        RequestNotFound: If none has it for this key.
+        Unavailable: If the store does not answer.
+        GenerationFailed: If the stored answer is unreadable.
     """
     if matched := _ID.fullmatch(answer_id):
         for service in services:
@@ -170,7 +178,7 @@ async def find_named(service: ModelService, retention: Retention, owner_key_hash
         return None, answer_id
     if fingerprint != retention.fingerprint:
         raise IdempotencyKeyReused(
-            "Idempotency-Key: it was used with another request body; take a new one.", param="Idempotency-Key"
+            "Idempotency-Key: already used with a different request body; use a new key.", param="Idempotency-Key"
         )
     return replace(kept, is_repeat=True), answer_id
 
@@ -192,14 +200,14 @@ async def _stored(service: ModelService, request_ids: list[str]) -> list[StoredR
 
 def _not_found() -> RequestNotFound:
     return RequestNotFound(
-        "There is no such request of this key, or it was not kept: ask for that with detach_seconds.", param="id"
+        "This API key has no such request, or it was not kept; set detach_seconds to keep a request.", param="id"
     )
 
 
 @contextmanager
 def _told_of_store() -> Iterator[None]:
-    """Raises Unavailable while the store cannot be read."""
+    """Convert StoreUnavailable to Unavailable."""
     try:
         yield
     except StoreUnavailable as error:
-        raise unavailable("store_unavailable", "The request store cannot be read now.") from error
+        raise unavailable("store_unavailable", "The request store does not answer.") from error

@@ -1,18 +1,15 @@
-"""Texts and counts -> OpenAI's chunks and bodies, as bytes ready to be sent. Pure.
+"""OpenAI's chat and completion format: chunks and bodies as bytes ready to send. Pure.
 
-Everything in a chunk but the text is known when a stream begins, so a chunk is a ready prefix + the text as JSON + a
-ready suffix: 0.5 us a token, where encoding the whole object costs five times that.
+Everything in a chunk but the text is known when a stream begins, so a chunk is a prepared prefix, the text as JSON, and
+a prepared suffix: 0.5 us per token, a fifth of the time of encoding the whole object.
 
-The order of a stream's chunks (each method gives whole Server-Sent Events):
-    first(i)      chat: the role, once a choice          completions: nothing
+The order of a stream's chunks (each method returns whole Server-Sent Events):
+    first(i)      chat: the role, once per choice        completions: nothing
     text(i, ...)  finish_reason null
-    delta(i, ...) reasoning and tool calls, of chat
-    finish(i, r)  once a choice, without text unless all chunks have their usage
-    usage(u)      choices [], if include_usage; all other chunks say usage null then, or what it is so far
+    delta(i, ...) reasoning and tool calls, for chat
+    finish(i, r)  once per choice, without text unless every chunk has its usage
+    usage(u)      choices [], if include_usage; all other chunks then have usage null, or the usage so far
     DONE
-
-The last step of a token's way back at /v1/chat/completions and /v1/completions. It knows no connection, no tokens and
-no store.
 """
 
 import time
@@ -75,7 +72,7 @@ class ChoiceResult:
 
 
 class ResponseFormat:
-    """One answer's way of being written. What a format does not tell of is nothing, as it stands here."""
+    """Writes one answer. The defaults here write nothing."""
 
     prompt_in_choice = False  # whether what is told of a prompt stands in each choice, not beside them
     keep_alive = KEEP_ALIVE  # what a stream sends into silence
@@ -113,21 +110,22 @@ class ResponseFormat:
         raise NotImplementedError
 
     def error(self, error: GatewayError) -> bytes:
-        """In place of the rest of a stream."""
+        """Return the events that end a stream with an error."""
         raise NotImplementedError
 
     def collect(self, update: ChoiceUpdate) -> ChoiceUpdate:
-        """The next one of an answer that is not streamed, in its key's turn: log-probabilities are written here, as
-        they come, so that body() only has to join them. What is left of it, for body()."""
+        """Take an update of an answer that is not streamed; return what body() still needs of it.
+
+        Log-probabilities are encoded here, in the key's time slices, so that body() only joins them.
+        """
         return update
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
-        """`choices`: each is let go of before the next one is asked for, where the format can. `extra`: fields of the
-        whole answer beyond OpenAI's."""
+        """Return the whole body; `choices` is read once, in order; `extra` are top-level fields beyond OpenAI's."""
         raise NotImplementedError
 
     def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
-        """The body while there is no answer, or never will be one. Asked of requests in the background alone."""
+        """Return the body of a background request that has no answer yet, or failed."""
         raise AssertionError("never in the background")
 
 

@@ -1,12 +1,9 @@
-"""An answer read to its end, a piece in each turn of its key.
+"""Reads an answer to its end, within its key's time slices of the event loop.
 
     await Reading(generation, sink).to_end()
 
-What comes is handed to the sink by the task that hears of it, while the key's slice of the event loop lasts: to wake a
-task of the answer's own took 6 us a token. That one waits here, for the end, for what went wrong, and for a sink that
-does not keep up. Knows nothing of what is made of the answer.
-
-A token's way back, where its key has a turn.
+The task that receives events also passes them to the sink, because waking a task per answer took 6 us per token. The
+caller of to_end() only waits for the end, for an error, or for a sink that does not keep up.
 """
 
 import asyncio
@@ -18,7 +15,7 @@ from gateway.loop_scheduler import KeyScheduler
 
 
 class Readable(Protocol):
-    """The part of Generation that is asked here."""
+    """The part of Generation that Reading uses."""
 
     @property
     def scheduler(self) -> KeyScheduler: ...
@@ -35,21 +32,21 @@ class Readable(Protocol):
 
 
 class Sink:
-    """Takes everything, and does nothing with it."""
+    """Takes updates; the base class discards them."""
 
     # The updates to be taken among those there are; None: all. Raises GatewayError when a choice fails.
     among: Callable[[Iterator[Sequence[ChoiceUpdate]]], Iterator[Sequence[ChoiceUpdate]]] | None = None
 
     def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
-        """Whether it keeps up; else nothing more comes before caught_up() returned."""
+        """Take updates; return False to get nothing more until caught_up() has returned."""
         return True
 
     def end_turn(self) -> bool:
-        """Nothing more comes for now; as take()."""
+        """End the time slice; returns the same as take()."""
         return True
 
     def take_whole(self, updates: Sequence[ChoiceUpdate]) -> bool:
-        """take(), and nothing more comes for now."""
+        """Take the only updates of a time slice."""
         keeps_up = self.take(updates)
         return self.end_turn() and keeps_up
 
@@ -69,7 +66,7 @@ class Reading:
         self._stands = asyncio.get_running_loop().create_future()  # nothing is read until to_end() went on
 
     async def to_end(self) -> None:
-        """Raises GatewayError, and what the sink raises."""
+        """Read until the end. Raise GatewayError if a choice fails, and what the sink raises."""
         self._generation.listen(self._hear)
         try:
             while True:
@@ -103,8 +100,7 @@ class Reading:
             self._scheduler.submit(self._read)
 
     def _read(self) -> bool:
-        """Until there is nothing more now, the sink does not keep up, or the slice is over: what is not read stays
-        where it is. Whether there is more to do."""
+        """Read until no event is ready, the sink blocks, or the time slice ends; return whether more is ready."""
         if self._stands.done():
             return False  # it was left while it waited for its turn
         is_over, keeps_up = False, True
@@ -122,7 +118,7 @@ class Reading:
         return is_over
 
     def _read_ready(self) -> tuple[bool, bool]:
-        """Whether the slice is over, and whether the sink keeps up."""
+        """Return whether the time slice ended, and whether the sink keeps up."""
         is_over, keeps_up, sink, num_taken = False, True, self._sink, 0
         ready = self._generation.ready()
         try:
@@ -140,7 +136,7 @@ class Reading:
 
 
 def nothing_plain() -> None:
-    """read_plain() of what has to be looked at."""
+    """Return None: a read_plain() for answers that need ready()."""
 
 
 def _nobody() -> None:

@@ -1,13 +1,11 @@
-"""Texts, calls and counts -> the events and bodies of OpenAI's Responses API, as bytes ready to be sent. Pure.
+"""OpenAI's Responses API format: events and bodies as bytes ready to send. Pure.
 
 The order of a stream's events: response.created, response.in_progress, those of each output item
-(responses_output.py), and last response.completed, .incomplete or .failed, which have the whole response. Each has a
-sequence_number, by which a stream can be read again from where it was cut. There is one choice, and no [DONE].
+(responses_output.py), and last response.completed, .incomplete, or .failed, which contain the whole response. Each has
+a sequence_number, from which a stream can be resumed. There is one choice, and no [DONE].
 
-A compaction is a summary of a conversation: what its user said, and an item for all the rest. It is not streamed. Read
-again as events, as any kept answer can be, it is the one event that has the whole body.
-
-A token's way back at /v1/responses, in its last step. It knows no store, no tokens and no connection.
+A compaction is a summary of a conversation: the user's items, and one item for the rest. It is not streamed; read again
+as events, it is one event with the whole body.
 """
 
 import time
@@ -83,7 +81,7 @@ class ResponsesFormat(ResponseFormat):
         return self._output.say_nothing() + self._output.close("incomplete" if self._is_cut else "completed")
 
     def usage(self, usage: UsageCount) -> bytes:
-        """Told with the end."""
+        """Keep the usage for the last event."""
         self._usage = usage
         return b""
 
@@ -136,7 +134,7 @@ class ResponsesFormat(ResponseFormat):
 
 
 def usage_object(usage: UsageCount) -> dict[str, Any]:
-    """Nothing is charged for writing the prefix cache, so nobody counts that."""
+    """Return the usage in the Responses format; cache writes are not counted, so they are 0."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -1,9 +1,7 @@
-"""Responses that go on from others: `previous_response_id` -> the items of both, in one body.
+"""Continues responses: resolves `previous_response_id` into one body with the items of both.
 
-The body that is stored has all items of the conversation, so an answer can be given again, and continued, when those
-before it are gone. Instructions are each request's own, as OpenAI has it.
-
-A response's way in, between decoding and validation. It knows no form of items but that they are a list.
+The stored body has all items of the conversation, so an answer can be read and continued after earlier ones expired.
+Instructions are not inherited, as at OpenAI.
 """
 
 import json
@@ -31,9 +29,7 @@ async def find_response(context: RequestContext, response_id: str, param: str) -
     except RequestNotFound:
         kept = None
     if kept is None or kept.kind is not RESPONSE or kept.body.given.get("store") is False:
-        raise RequestNotFound(
-            f"{param}: there is no such response of this key, or it is not kept any more.", param=param
-        )
+        raise RequestNotFound(f"{param}: this API key has no such response, or it has expired.", param=param)
     return kept
 
 
@@ -41,7 +37,8 @@ async def with_history(
     context: RequestContext, body: JsonBody, kind: type[ResponsesBody | CompactionBody] = ResponsesBody
 ) -> JsonBody:
     """The fields to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
-    any body, or a conversation could grow turn by turn beyond what is read and stored at one time."""
+    any body, or a conversation could grow turn by turn beyond what is read and stored at one time.
+    """
     if PARAM not in body.names or body.given[PARAM] is None:
         return body
     fields = await context.read(body.num_bytes, partial(body.typed, kind))

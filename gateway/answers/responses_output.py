@@ -1,15 +1,13 @@
-"""The items of one response as clients are shown them: those of its output as tokens come, those of its input. Pure.
+"""The items of one response in API form: output items as tokens arrive, and input items. Pure.
 
     output = OutputItems(response_id, EventWriter())
     output.reason(text) · output.call(delta) · output.say(text, logprobs)   -> bytes of events, maybe none
-    output.close("completed")                                               -> the end of the item that is open
+    output.close("completed")                                               -> the end of the open item
     input_items(items, answer_id, ...)                                      -> GET /v1/responses/{id}/input_items
 
-An item begins where something else is said than before, so items stand in the order in which the model wrote them. The
-events of an item: output_item.added, for texts content_part.added, deltas, the whole, content_part.done,
-output_item.done. Whole answers are made of the same items, so what is streamed is what is answered.
-
-A token's way back at /v1/responses, in its last step. It knows no store, no tokens and no connection.
+A new item begins when the kind of output changes, so items keep the order in which the model wrote them. The events of
+an item: output_item.added, for texts content_part.added, deltas, the whole text, content_part.done, output_item.done.
+Whole answers are built from the same items.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,7 +95,7 @@ class OutputItems:
         return events + self._grow(opened, text)
 
     def say_nothing(self) -> bytes:
-        """An answer without any item is a message without text."""
+        """Open an empty message if the answer has no item."""
         return b"" if self.items or self._open else self._texts(MESSAGE)[1]
 
     def call(self, call: ToolCallDelta) -> bytes:

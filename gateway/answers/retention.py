@@ -1,16 +1,13 @@
-"""Which answers are kept, by what their clients ask for, and what is stored of them. Pure but for random names.
+"""Which answers are kept, and what is stored of them. Pure except for random names.
 
-    detach_seconds     in the body: the request outlives its client's connection by so long
-    Idempotency-Key    in the headers: a repeat gets the same answer; detach_seconds is the gateway's default then
+    detach_seconds     in the body: how long the request outlives its client's connection
+    Idempotency-Key    in the headers: a repeat gets the same answer; detach_seconds then has the gateway's default
 
 A kept answer has event ids, can be resumed at any gateway, and can be read for ten minutes after its end.
 
-Of a body only what its answer is written by is stored. The tokens of a prompt, and what limits the sampling, are in the
-request that the worker gets. Fields that only made those are left out, and so are fields without effect and the values
-of unknown ones: their names are told again with the answer. The result is a body of its kind, read like any other; a
-long one is packed.
-
-A chat's way in, where it is asked whether the answer is kept. It knows no store: what is kept travels with ACCEPT.
+Only the body fields needed to write the answer are stored; the rest is in the engine's request. Fields without effect
+and values of unknown fields are left out, but their names are kept. The result is a valid body of its kind, compressed
+if long.
 """
 
 import hashlib
@@ -106,7 +103,7 @@ _PROMPTS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that any gateway needs to give the answer again, beside the first prompt's request."""
+    """What a gateway needs to write the answer again, besides the first prompt's request."""
 
     kind: str
     created: int
@@ -193,8 +190,7 @@ def attached_terms(
 
 
 def decode_record(data: bytes) -> AnswerRecord | None:
-    """With its body unpacked. None for a request that is not the first of a kept answer, or was kept by a later
-    release."""
+    """Decode a record; None if it is not the first of a kept answer, or was written by a later release."""
     if not data or data == PART:
         return None
     try:

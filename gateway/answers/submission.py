@@ -1,15 +1,13 @@
-"""One answer on its way to its client: submitted to the engine, streamed or collected, released.
+"""One answer for one client: submitted to the engine, streamed or collected, and released.
 
     await submission.submit()
     try:
         response = await submission.respond(http)  # stream(http), or the body of collect()
     finally:
-        submission.release()                       # its tokens are charged; what nobody waits for is withdrawn
+        submission.release()                       # charges its tokens; withdraws it if no client waits for it
 
-A new answer is an AnswerSubmission. A kept one is attached to in its place (KeptSubmission), and given from its
-beginning or from the event at which a stream was cut.
-
-A chat's way in, in its last step before the store, and its way back as a whole. It knows no field of any body.
+A new answer is an AnswerSubmission. A KeptSubmission attaches to a kept one, and delivers it from its beginning or from
+the event where a stream was interrupted.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -59,7 +57,7 @@ OPEN_OUTPUT_TOKENS = 1024
 
 
 class AnswerSubmission:
-    """A new answer. It is charged when this gateway lets go of it, which may be long after its client has."""
+    """A new answer. It is charged when this gateway releases it, possibly long after its client has left."""
 
     def __init__(
         self,
@@ -74,7 +72,8 @@ class AnswerSubmission:
         detach_seconds: float | None = None,
     ) -> None:
         """`requests`: one a prompt; `created`: Unix seconds; `keeps`, one a prompt, and `detach_seconds`: of an answer
-        that is kept. Raises InvalidRequest, and Unavailable while the tokenizer is not there."""
+        that is kept. Raises InvalidRequest, and Unavailable while the tokenizer is not there.
+        """
         self._context = context
         self._service = service
         self._model = service.require_model()
@@ -103,7 +102,7 @@ class AnswerSubmission:
         return completion.background and not completion.stream and not self._context.for_batch
 
     async def submit(self) -> None:
-        """To be released afterwards; it is already, if this raises: Unavailable, RateLimited, or NameTaken."""
+        """Submit; call release() afterwards unless this raises Unavailable, RateLimited, or NameTaken."""
         try:
             await self._submit()
         except BaseException:
@@ -146,7 +145,7 @@ class AnswerSubmission:
             raise
 
     async def respond(self, http: web.Request) -> web.StreamResponse:
-        """As the body asked: streamed, or collected, or as it stands."""
+        """Answer as the request body asks: streamed, collected, or with its current state."""
         if self._completion.stream:
             return await self.stream(http)
         body = self._format().unfinished("queued") if self.tells_state else await self.collect()
@@ -162,7 +161,7 @@ class AnswerSubmission:
         return await collect_reply(self._reply())
 
     def release(self, *, is_withdrawn: bool = False) -> None:
-        """An answer that is kept goes on for its time, unless it `is_withdrawn`; any other is withdrawn now."""
+        """Release it: a kept answer continues for detach_seconds unless `is_withdrawn`; others are withdrawn now."""
         self._leave(None if is_withdrawn else self._detach_seconds, self._settle)
 
     async def forget(self, name: str) -> None:
@@ -222,7 +221,8 @@ class AnswerSubmission:
 
 class KeptSubmission(AnswerSubmission):
     """A kept answer that is given again: a request and its tokens, but for one in the background, which is read in no
-    other way."""
+    other way.
+    """
 
     def __init__(self, context: RequestContext, kept: KeptAnswer, completion: CompletionRequest | None = None) -> None:
         """`completion`: in place of what its body asked."""
@@ -298,7 +298,8 @@ class KeptSubmission(AnswerSubmission):
 
 async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | None = None) -> web.StreamResponse:
     """As events, whatever its body asked; a collected answer has its usage, so its stream has it too. `num_known`:
-    how many events the client has of the one choice, where it does not say so with Last-Event-ID."""
+    how many events the client has of the one choice, where it does not say so with Last-Event-ID.
+    """
     completion, context = kept.completion, context_of(http)
     include_usage = completion.include_usage or not completion.stream
     completion = structs.replace(completion, stream=True, include_usage=include_usage)

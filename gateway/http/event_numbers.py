@@ -1,12 +1,10 @@
-"""The `id:` lines of a stream that can be resumed: how many events of each choice its client has. Pure.
+"""The `id:` lines of a resumable stream: the number of events of each choice that the client has. Pure.
 
-    id: 12-7-0      12 events of choice 0, 7 of choice 1, and no usage yet
-    id: end         all of it; a client that comes back with this gets 204, which ends an EventSource
+    id: 12-7-0      12 events of choice 0, 7 of choice 1, and no usage event yet
+    id: end         the whole stream; a client that reconnects with it gets 204, which stops an EventSource
 
-How the choices of one request interleave depends on when their tokens came. What each choice says does not, so counts
-by choice mean the same at every gateway, however often the stream is cut.
-
-A token's way back, behind its format, where the answer is kept. It knows an event's end, and nothing of what it says.
+How the choices of one request interleave depends on when their tokens arrive, but each choice's own events do not.
+Counts per choice therefore mean the same at every gateway, however often the stream is interrupted.
 """
 
 import re
@@ -19,12 +17,12 @@ HEADER = "Last-Event-ID"
 
 class EventNumbers:
     def __init__(self, num_choices: int, last_event_id: str = "") -> None:
-        """`last_event_id`: what the client has already; empty for nothing. Raises InvalidRequest."""
+        """Create the counters; `last_event_id` is what the client already has, or empty. Raise InvalidRequest."""
         self._sent = [0] * (num_choices + 1)  # the last is that of the usage
         self._seen = _counts(last_event_id, len(self._sent))
 
     def of_choice(self, index: int, events: bytes) -> bytes:
-        """The next events of a choice, each with its id; without those that the client has."""
+        """Return the next events of a choice, each with its id, without those that the client already has."""
         numbered = []
         for event in _split(events):
             self._sent[index] += 1
@@ -37,18 +35,18 @@ class EventNumbers:
         return self.of_choice(-1, events)
 
     def of_end(self, events: bytes) -> bytes:
-        """The last one has the id: who did not get that is told all of them again."""
+        """Return the final events. Only the last has an id: a client that missed it gets the group again."""
         *others, last = _split(events)
         return b"".join(others) + b"id: %s\n%s" % (END.encode(), last)
 
 
 def first_events(count: int) -> str:
-    """The id of the event of an only choice with which its client has so many."""
+    """Return the id that means `count` events of a stream with one choice."""
     return f"{count}-0"
 
 
 def _split(events: bytes) -> list[bytes]:
-    """JSON holds no line break, so an empty line ends an event."""
+    """Split at empty lines: JSON contains no line break, so an empty line ends an event."""
     return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
 
 
@@ -56,5 +54,5 @@ def _counts(last_event_id: str, length: int) -> list[int]:
     if not last_event_id:
         return [0] * length
     if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})*", last_event_id) or last_event_id.count("-") != length - 1:
-        raise InvalidRequest(f"{HEADER}: {last_event_id[:100]!r} is no id of an event of this stream.", param=HEADER)
+        raise InvalidRequest(f"{HEADER}: {last_event_id[:100]!r} is not an event id of this stream.", param=HEADER)
     return [int(count) for count in last_event_id.split("-")]

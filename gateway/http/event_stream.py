@@ -1,11 +1,8 @@
-"""One open SSE response, and the watch over all of them: comments into silence, an end to clients that stopped reading.
+"""One open SSE response, and the watch over all of them: keep-alive comments, and an end for clients that stop reading.
 
-aiohttp writes the head and the end. Events in between go to the transport at once, in chunks of our own: its `write` is
-two coroutines, three buffers and 2.5 us an event, and only a coroutine can call it. The watch looks at every stream on
-its own tick, because a timer a stream would have to be moved with every token. Knows the bytes of a comment, no other
-content.
-
-A token's way back, in its very last step.
+aiohttp writes the head and the end. Events between them go to the transport directly, in our own chunks: aiohttp's
+`write` costs two coroutines, three buffers, and 2.5 us per event, and needs a coroutine as caller. The watch checks
+every stream on one shared tick, because a timer per stream would have to be moved with every token.
 """
 
 import asyncio
@@ -22,8 +19,8 @@ from shared.ticks import next_tick
 
 TICK_SECONDS = 0.5
 PIECE_BYTES = 65_536
-# That the kernel takes for a client beyond what is on its way to it. By itself it takes up to 4 MiB a stream: the
-# answers of one who reads nothing were written for as long, 9,600 tokens with 20 log-probabilities each.
+# Bytes the kernel buffers for a client beyond those in flight. Its default is up to 4 MiB per stream: a client that
+# read nothing was noticed only after 9,600 tokens with 20 log-probabilities each.
 MAX_UNSENT_BYTES = 65_536
 
 
@@ -31,7 +28,7 @@ class EventStream:
     def __init__(
         self, request: web.Request, headers: Mapping[str, str], watch: "StreamWatch", keep_alive: bytes = sse.KEEP_ALIVE
     ) -> None:
-        """Create a stream; `keep_alive` is written into silence."""
+        """Create a stream; `keep_alive` is written when it is idle."""
         self.keep_alive = keep_alive
         self._request = request
         self._response = web.StreamResponse(headers={**sse.HEADERS, **headers})
@@ -40,14 +37,14 @@ class EventStream:
         self._is_chunked = False
         self._max_waiting_bytes = 0
         self.last_write_at = time.monotonic()
-        self.write_began_at: float | None = None  # what is written since then waits for the client
+        self.write_began_at: float | None = None  # since then, written data waits for the client
 
     @property
     def response(self) -> web.StreamResponse:
         return self._response
 
     async def open(self) -> None:
-        """ConnectionResetError: the client has gone."""
+        """Send the response head. Raise ConnectionResetError if the client has gone."""
         await self._response.prepare(self._request)
         self._transport = self._request.transport
         if self._transport is None:
@@ -59,9 +56,14 @@ class EventStream:
         self._watch.add(self)
 
     def push(self, data: bytes) -> bool:
-        """Write now. False: the client is behind by more than a socket's buffer, so drain() comes first.
+        """Write now.
 
-        ConnectionResetError: it is gone."""
+        Returns:
+            False if more than a socket buffer waits for the client: call drain() before the next write.
+
+        Raises:
+            ConnectionResetError: If the client has gone.
+        """
         transport = self._transport
         assert transport is not None, "open"
         if not data:
@@ -77,26 +79,26 @@ class EventStream:
 
     @property
     def is_silent(self) -> bool:
-        """Whatever was written is on its way: what still waits for the client is no silence."""
+        """Return whether everything written has left the process, so that a keep-alive comment makes sense."""
         return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
     async def drain(self) -> None:
-        """Until the client has caught up. ConnectionResetError: it is gone."""
+        """Wait until the client has caught up. Raise ConnectionResetError if it has gone."""
         try:
             await self._request.writer.drain()
         finally:
             self.write_began_at = None
 
     async def write(self, data: bytes) -> None:
-        """push, and wait for a client that is behind."""
+        """Write, and wait if the client reads more slowly."""
         if not self.push(data):
             await self.drain()
 
     async def end(self, data: bytes) -> None:
-        """The last of it, in pieces if it is long: what is written at one time is copied at one time."""
+        """Write the last data and end the response; long data in pieces, because each write copies all its data."""
         for start in range(0, len(data) - PIECE_BYTES, PIECE_BYTES):
             await self.write(data[start : start + PIECE_BYTES])
-            await asyncio.sleep(0)  # others' turn, where the client is never waited for
+            await asyncio.sleep(0)  # write() does not yield while the client keeps up
         self.write_began_at = self.last_write_at = time.monotonic()
         try:
             await self._response.write_eof(data[_start_of_last(len(data)) :])
@@ -112,12 +114,12 @@ class EventStream:
 
 
 def _start_of_last(num_bytes: int) -> int:
-    """The start of the last piece; 0 if all of it is short."""
+    """Return the offset of the last piece; 0 if there is only one."""
     return max(0, -(-num_bytes // PIECE_BYTES) - 1) * PIECE_BYTES
 
 
 class Watched(Protocol):
-    """The part of a response that the watch looks at."""
+    """The part of a response that StreamWatch uses."""
 
     keep_alive: bytes
     last_write_at: float

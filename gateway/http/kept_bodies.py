@@ -1,8 +1,8 @@
-"""Bodies of kept answers: each is built once, and shared by all who read it at the same time.
+"""Bodies of kept answers: each is built once and shared by all clients that read it at the same time.
 
-A kept answer that has ended does not change, so its body can be shared for as long as somebody still writes it. The
-body counts once for the key, until its last reader has it. To build a body takes several times its bytes, so one key
-builds a few at a time.
+A kept answer that has ended does not change, so its body can be shared while any client still reads it. It counts once
+toward the key's share, until its last reader has it. Building a body takes several times its bytes of memory, so the
+number of concurrent builds per key is limited.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from gateway.divided_resource import DividedResource
 from gateway.http.event_stream import PIECE_BYTES
 from gateway.http.long_body import COUNTED
 
-MAX_READS = 4  # of kept answers, by one key at a time: each holds tens of megabytes until its body is built
+MAX_READS = 4  # concurrent reads of kept answers per key: each takes tens of megabytes until its body is built
 
-Name: TypeAlias = tuple[str, str]  # the form of the body, and the id of its answer
+Name: TypeAlias = tuple[str, str]  # body format, answer id
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltBody:
-    """A body, and what sharing it needs."""
+    """A body, and what is needed to share it."""
 
     data: bytes | bytearray
-    has_ended: bool  # nothing of the answer changes any more
-    num_tokens: int  # charged to each further reader; 0: reading it again is free
+    has_ended: bool  # the answer does not change any more
+    num_tokens: int  # charged to each further reader; 0 if reading again is free
     is_kept: Callable[[], Awaitable[bool]]  # whether the store still has the answer
 
 
@@ -39,10 +39,10 @@ class _SharedBody:
 
 
 class KeptBodies:
-    """The bodies of kept answers that are being written now."""
+    """The bodies of kept answers that are being sent now."""
 
     def __init__(self, room: DividedResource) -> None:
-        """`room`: counts the bytes of each body until it is written."""
+        """Create an empty set; `room` counts the bytes of each body until it is sent."""
         self._room = room
         self._shared = weakref.WeakValueDictionary[tuple[str, ...], _SharedBody]()
         self._locks = weakref.WeakValueDictionary[tuple[str, ...], asyncio.Lock]()
@@ -59,12 +59,13 @@ class KeptBodies:
         build: Callable[[], Awaitable[BuiltBody]],
         headers: dict[str, str] | None = None,
     ) -> web.Response:
-        """Return a response with the body of this name, built by `build` unless somebody is reading it.
+        """Return a response with the body of this name, built by `build` unless another client is reading it.
 
         Raises:
-            KeyShareExceeded, Unavailable: If its bytes are more than may wait to be sent.
+            KeyShareExceeded: If the body exceeds the key's share of the bytes that may wait to be sent.
+            Unavailable: If it exceeds the limit of all keys.
             RateLimited: If the key owes tokens.
-            GatewayError: What `build` raises.
+            GatewayError: Any error of `build`.
         """
         shared = await self._get(account, name, build)
         response = web.Response(body=shared.built.data, content_type="application/json", headers=headers)

@@ -1,10 +1,8 @@
-"""A long body on its way to its client: written piece by piece, and ended where its client reads nothing.
+"""Long response bodies: written in pieces, and aborted if the client reads nothing.
 
-aiohttp writes a body at one time: what the client does not read is copied into this process, tens of megabytes for an
-answer with log-probabilities, and stays there for as long as the client likes. By then its request has long let go of
-its place, so one key could have any number of them.
-
-The way back, in its very last step, of an answer that is not streamed. It knows the bytes of no format.
+aiohttp writes a body at once: what the client does not read is copied into this process, tens of megabytes for an
+answer with log-probabilities, and stays as long as the client likes. The request has released its place by then, so
+one key could hold any number of such bodies.
 """
 
 import asyncio
@@ -17,12 +15,12 @@ from aiohttp import web
 
 from gateway.http.event_stream import MAX_UNSENT_BYTES, PIECE_BYTES, StreamWatch
 
-# On a response whose body is counted elsewhere: what counts it, for as long as it lives.
+# Set on a response whose body is counted elsewhere: an object that counts it for as long as it lives.
 COUNTED = web.ResponseKey("counted", object)
 
 
 class _BodyWrite:
-    """The part of an EventStream that the watch looks at."""
+    """Implements Watched (event_stream.py)."""
 
     is_silent = False
     keep_alive = b""
@@ -79,7 +77,7 @@ async def _write(
         for start in range(0, len(body), PIECE_BYTES):
             writing.write_began_at = time.monotonic()
             await written.write(body[start : start + PIECE_BYTES])
-            await asyncio.sleep(0)  # a client that reads is never waited for: 8 MiB kept the loop for 12 ms
+            await asyncio.sleep(0)  # write() does not yield while the client reads: 8 MiB blocked the loop for 12 ms
         await written.write_eof()
     finally:
         watch.discard(writing)

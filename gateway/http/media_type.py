@@ -1,10 +1,8 @@
-"""The media type of a request: asked here alone, and of a short header.
+"""Media type and charset of a request, parsed by RFC 9110 in 2 us.
 
-aiohttp hands Content-Type to the standard library's parser of mail headers: 0.4 ms of the event loop, three classes
-that only a search for garbage ends, and 0.9 s for 8 kB of semicolons. An upload's boundary is another one each time, so
-no cache helps. Here it is read by RFC 9110 as far as anybody asks: 2 us.
-
-A chat's way in, before its body is read. It knows no route and no body.
+aiohttp passes Content-Type to the standard library's mail header parser: 0.4 ms of the event loop, three reference
+cycles that only garbage collection frees, and 0.9 s for 8 kB of semicolons. Each upload has a different boundary, so a
+cache does not help.
 """
 
 import re
@@ -13,20 +11,28 @@ from aiohttp import web
 
 from gateway.errors import UnsupportedMediaType
 
-MAX_CHARS = 256  # a boundary, the longest of what clients send here, has 70
+MAX_CHARS = 256  # boundaries, the longest parameters that clients send, have 70
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _TYPE = re.compile(rf"[ \t]*({_TOKEN}/{_TOKEN})[ \t]*(?:;|$)")
 _CHARSET = re.compile(r";[ \t]*charset[ \t]*=[ \t]*[\"']?([0-9a-z._:+-]+)", re.IGNORECASE)
 
 
 def media_type_of(http: web.Request) -> str:
-    """Without its parameters, in lower case; what names none is no text. Raises UnsupportedMediaType."""
+    """Return the media type without parameters, in lower case; application/octet-stream if there is none.
+
+    Raises:
+        UnsupportedMediaType: If the header is too long.
+    """
     found = _TYPE.match(_header(http))
     return found[1].lower() if found else "application/octet-stream"
 
 
 def charset_of(http: web.Request) -> str:
-    """In lower case; of JSON, which says nothing, it is utf-8. Raises UnsupportedMediaType."""
+    """Return the charset in lower case; utf-8 if there is none, as for JSON.
+
+    Raises:
+        UnsupportedMediaType: If the header is too long.
+    """
     found = _CHARSET.search(_header(http))
     return found[1].lower() if found else "utf-8"
 
@@ -45,5 +51,5 @@ def check_encoding(http: web.Request) -> None:
 def _header(http: web.Request) -> str:
     header = http.headers.get("Content-Type", "")
     if len(header) > MAX_CHARS:
-        raise UnsupportedMediaType(f"Content-Type: expected at most {MAX_CHARS} characters.")
+        raise UnsupportedMediaType(f"Content-Type: expected at most {MAX_CHARS} characters; got {len(header)}.")
     return header

@@ -1,9 +1,7 @@
-"""Server-Sent Events as OpenAI streams them: bytes only. Pure.
+"""Server-Sent Events in OpenAI's form. Pure.
 
-No `event:` names on OpenAI's routes; one line of JSON an event; `[DONE]` last. An error after the headers is an event
-of its own, never a silent end. Comments keep idle connections alive and are skipped by every client.
-
-A token's way back, in its last steps: formats write by it. It knows no connection.
+OpenAI's routes use no `event:` names; each event is one line of JSON, and `[DONE]` is last. An error after the headers
+is an event of its own, never a silent end. Comments keep idle connections alive; every client ignores them.
 """
 
 from typing import Any
@@ -13,17 +11,17 @@ import msgspec
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect the stream
+    "X-Accel-Buffering": "no",  # else nginx buffers the stream
 }
 
 
 def event(data: bytes) -> bytes:
-    """`data` is one line: JSON escapes every line break."""
+    """Return an event; `data` must be one line, as JSON is."""
     return b"data: " + data + b"\n\n"
 
 
 def named_event(name: str, content: dict[str, Any]) -> bytes:
-    """As other APIs than OpenAI's have them."""
+    """Return an event with a name, as in Anthropic's API and OpenAI's Responses API."""
     return b"event: " + name.encode() + b"\n" + event(msgspec.json.encode(content))
 
 

@@ -1,12 +1,9 @@
-"""A request that was answered before its body was read: what is left of it is read slowly, and not for long.
+"""Requests answered before their body was read: the rest of the body is read slowly and only for a short time.
 
-By itself aiohttp reads it for ten seconds, as fast as it comes: refused uploads of one client, with a key or without,
-kept the event loop as busy as ones that are taken. To read none of it would end the connection of a client that still
-writes, and most asyncio clients then lose the answer. So where more is to come than a body may have, all such requests
-together have a read each 5 ms, 2 % of the loop; who is not through in two seconds is cut off. What is left of a
-shorter body is read, and its connection serves on.
-
-A chat's way in, around all other steps. It knows no route, and not why the body was left.
+aiohttp alone reads it for ten seconds, as fast as it comes: refused uploads kept the event loop as busy as accepted
+ones. Closing at once would make most asyncio clients, which are still writing, lose the response. So if more remains
+than a body may have, all such requests together get one read per 5 ms (2 % of the loop), and the connection is closed
+after two seconds. The rest of a shorter body is read, and its connection stays open.
 """
 
 import asyncio
@@ -16,12 +13,12 @@ from aiohttp.typedefs import Handler, Middleware
 
 from gateway.requests.request_body import MAX_BODY_BYTES
 
-PAUSE_SECONDS = 0.005  # between two reads, of all requests together: 384 KiB at most, 75 MB/s
+PAUSE_SECONDS = 0.005  # between two reads of all requests together, each of at most 384 KiB: 75 MB/s
 OPEN_SECONDS = 2.0
 
 
 def leave_unread() -> Middleware:
-    turns = asyncio.Lock()  # who waits for it has it in order
+    turns = asyncio.Lock()  # first in, first out
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -39,7 +36,7 @@ def leave_unread() -> Middleware:
 
 
 def _is_long(http: web.Request) -> bool:
-    """Whether more of the body is to come than may be read to keep a connection."""
+    """Return whether the rest of the body is too long to be read for the sake of the connection."""
     if http.content.is_eof():
         return False
     length = http.content_length

@@ -1,4 +1,1 @@
-"""Route handlers, one short coroutine a route.
-
-A chat's way in has one of them behind the middlewares. None of them knows the engine.
-"""
+"""Route handlers: one short coroutine per route, and a table OPERATIONS per module."""

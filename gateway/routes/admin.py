@@ -1,11 +1,9 @@
-"""Probes, metrics, version, and the description of all routes.
+"""Probes, metrics, version, and the OpenAPI description.
 
-/livez    the event loop turns; never a reason to restart for what a worker or the store does
-/readyz   the store takes a write and some model takes requests, as its worker is ready or waited for: send traffic here
-/ready    a worker of some model is ready, told in phases and progress; /health is its status alone, as in vLLM.
-          Both take ?model=NAME: of several models one may be ready and another not
-
-Beside the walks. It knows no request but its own: what it tells is asked of models, store and metrics.
+/livez    the event loop runs. Worker and store failures do not change it, because a restart would not fix them
+/readyz   the store takes a write, and a model takes requests because a worker is ready or expected: send traffic here
+/ready    a worker of some model is ready, with phase and progress; /health is its status alone, as in vLLM.
+          Both take ?model=NAME, because with several models some may be ready and others not
 """
 
 from functools import cache
@@ -26,7 +24,7 @@ from gateway.store.inference_client import StoreUnavailable
 
 OPENMETRICS = "application/openmetrics-text"
 _ALL_QUEUES = "all"
-OPERATIONS_OF_ALL = web.AppKey("OPERATIONS_OF_ALL", tuple[Operation, ...])  # that are served, set by app.py
+OPERATIONS_OF_ALL = web.AppKey("OPERATIONS_OF_ALL", tuple[Operation, ...])  # those served, set by app.py
 
 
 async def health(request: web.Request) -> web.Response:
@@ -35,7 +33,7 @@ async def health(request: web.Request) -> web.Response:
 
 async def livez(request: web.Request) -> web.Response:
     owners = request.app[STATE].owners
-    if owners.failed.is_set():  # the process is about to end
+    if owners.failed.is_set():  # the process is about to exit
         return web.json_response({"state": "failed"}, status=503)
     return web.json_response({"state": "alive"})
 
@@ -48,7 +46,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """Open to everybody, so it names no model; with ?all=true it is ready when each is."""
+    """Show whether to send traffic here; with ?all=true, every model must be ready. Needs no key, so names no model."""
     models = [service.readiness() for service in request.app[STATE].models]
     readiness = overall(models)
     try:
@@ -69,7 +67,7 @@ async def readyz(request: web.Request) -> web.Response:
 
 
 def _asked(request: web.Request) -> list[Readiness]:
-    """The readiness of the model that ?model= names, or of all: who asks that way asks for the gateway as a whole."""
+    """Return the readiness of the model that ?model= names; without it, of all models."""
     state, name = request.app[STATE], request.query.get("model")
     services = state.models if name is None else [state.service(name, request[ACCOUNT])]
     return [service.readiness() for service in services]
@@ -78,7 +76,7 @@ def _asked(request: web.Request) -> list[Readiness]:
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     await _refresh_gauges(state)
-    # The client library's OpenMetrics text has no colons in names, which vLLM's have.
+    # vLLM's metric names have colons, which the client library's OpenMetrics text does not allow.
     accept = "" if state.settings.vllm_metric_names else request.headers.get("Accept", "")
     encode, content_type = choose_encoder(accept)
     return web.Response(body=encode(state.metrics.exposed), headers={"Content-Type": content_type})
@@ -95,7 +93,7 @@ async def show_description(request: web.Request) -> web.Response:
     return web.Response(body=_document(request.app[OPERATIONS_OF_ALL]), content_type="application/json")
 
 
-@cache  # 50 ms of CPU: a process with many gateways, as in tests, makes it once
+@cache  # takes 50 ms of CPU; a process with many gateways, as in tests, builds it once
 def _document(operations: tuple[Operation, ...]) -> bytes:
     return msgspec.json.encode(describe(operations))
 
@@ -108,7 +106,7 @@ async def _refresh_gauges(state: GatewayState) -> None:
 
 
 async def _refresh_model(service: ModelService) -> bool:
-    """Whether the store answered."""
+    """Update a model's gauges; return whether the store answered."""
     gauges = service.metrics
     gauges.ready_workers.set(service.readiness().ready_workers)
     try:
@@ -129,17 +127,17 @@ OPERATIONS = (
         "GET",
         "/health",
         health,
-        "Ready or not, by its status alone",
+        "Readiness as a status code",
         other_statuses=(503,),
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),
     ),
-    Operation("GET", "/livez", livez, "The process answers", answer=StateBody, other_statuses=(503,), is_open=True),
+    Operation("GET", "/livez", livez, "Liveness of the process", answer=StateBody, other_statuses=(503,), is_open=True),
     Operation(
         "GET",
         "/ready",
         ready,
-        "Ready or not, and how far the start is",
+        "Readiness with startup progress",
         answer=ReadinessBody,
         other_statuses=(503,),
         errors=(ModelNotFound,),
@@ -149,13 +147,13 @@ OPERATIONS = (
         "GET",
         "/readyz",
         readyz,
-        "Send traffic here or not",
+        "Whether to send traffic to this gateway",
         answer=StoreReadinessBody,
         other_statuses=(503,),
-        parameters=(Parameter(name="all", where="query", description="true: ready when every model is, not some"),),
+        parameters=(Parameter(name="all", where="query", description="true: every model must be ready, not just one"),),
         is_open=True,
     ),
-    Operation("GET", "/metrics", metrics, "Metrics for Prometheus", media=(TEXT, OPENMETRICS)),
-    Operation("GET", "/version", show_version, "Of this gateway", answer=VersionBody),
-    Operation("GET", "/openapi.json", show_description, "This description", answer=dict),
+    Operation("GET", "/metrics", metrics, "Prometheus metrics", media=(TEXT, OPENMETRICS)),
+    Operation("GET", "/version", show_version, "Version of this gateway", answer=VersionBody),
+    Operation("GET", "/openapi.json", show_description, "OpenAPI description of this API", answer=dict),
 )

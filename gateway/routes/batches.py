@@ -1,11 +1,9 @@
-"""/v1/batches: many requests out of a file, each answered once, behind everybody else's.
+"""/v1/batches: many requests from a file, each answered once, at a lower priority than interactive requests.
 
-POST  input_file_id, endpoint, completion_window: begins it
-GET   the list; /{id}: how far one is
-POST  /{id}/cancel
-DELETE  /{id}: one that has ended; OpenAI has no such route
-
-Beside the walks: what it begins is driven by gateway/batches. It knows no line.
+POST    creates a batch from input_file_id, endpoint, and completion_window
+GET     lists batches; /{id}: the status of one
+POST    /{id}/cancel
+DELETE  /{id}: deletes an ended batch; OpenAI has no such route
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from gateway.batches.disk import to_the_end
 from gateway.batches.records import BatchBody, BatchListBody, DeletedBody, Metadata
 from gateway.batches.service import BATCHES
 from gateway.errors import BatchEnded, BatchNotEnded, BatchNotFound, DiskFull, FilesFull, InvalidRequest
-from gateway.http.query_fields import asked_page, page_of
+from gateway.http.query_fields import page_of, page_query
 from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
@@ -38,7 +36,7 @@ class ExpiresAfter(msgspec.Struct, kw_only=True):
 class CreateBatchBody(msgspec.Struct, kw_only=True):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Literal["24h"]  # OpenAI's only one; a batch here is never given up for its age
+    completion_window: Literal["24h"]  # OpenAI's only value; batches do not expire here
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
@@ -73,12 +71,12 @@ async def create_batch(http: web.Request) -> web.Response:
 
 
 async def list_batches(http: web.Request) -> web.Response:
-    asked = asked_page(http.query, default=20, most=100)
+    query = page_query(http.query, default=20, max_limit=100)
     batches, owner = http.app[BATCHES].storage.batches, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
-        found = batches.page(owner, limit=asked.limit + 1, after=asked.after)
-        return page_of(BatchListBody, found, asked, BatchFolder.body)
+        found = batches.page(owner, limit=query.limit + 1, after=query.after)
+        return page_of(BatchListBody, found, query, BatchFolder.body)
 
     return as_json(await context_of(http).work(None, listed))
 
@@ -88,7 +86,7 @@ async def retrieve_batch(http: web.Request) -> web.Response:
 
 
 async def cancel_batch(http: web.Request) -> web.Response:
-    """Cancel a batch: what is in flight is withdrawn; results that are there become files."""
+    """Cancel a batch: lines in flight are withdrawn; existing results become files."""
     folder = await _find(http)
     status = (await asyncio.to_thread(folder.read_progress)).status
     if status in ("failed", "completed"):
@@ -98,11 +96,11 @@ async def cancel_batch(http: web.Request) -> web.Response:
 
 
 async def delete_batch(http: web.Request) -> web.Response:
-    """Its files stay."""
+    """Delete an ended batch; its files stay."""
     folder = await _find(http)
     progress = await asyncio.to_thread(folder.read_progress)
     if not progress.has_ended:
-        raise BatchNotEnded("A batch that has not ended cannot be deleted: cancel it first.")
+        raise BatchNotEnded("A batch that has not ended cannot be deleted. Cancel it first.")
     await to_the_end(http.app[BATCHES].storage.batches.delete, folder.record.id)
     return as_json(DeletedBody(id=folder.record.id, object="batch"))
 
@@ -111,7 +109,7 @@ async def _find(http: web.Request) -> BatchFolder:
     batch_id, owner = http.match_info["id"], http[ACCOUNT].owner_key_hash
     folder = await asyncio.to_thread(http.app[BATCHES].storage.batches.find, batch_id, owner)
     if folder is None:
-        raise BatchNotFound("There is no such batch of this key.", param="id")
+        raise BatchNotFound("This API key has no such batch.", param="id")
     return folder
 
 
@@ -121,7 +119,7 @@ async def _shown(folder: BatchFolder, headers: dict[str, str] | None = None) -> 
 
 def _no_input() -> InvalidRequest:
     return InvalidRequest(
-        "input_file_id: expected the id of a file of this key, uploaded for the purpose batch.", param="input_file_id"
+        "input_file_id: expected the id of a file of this API key with purpose=batch.", param="input_file_id"
     )
 
 
@@ -130,7 +128,7 @@ OPERATIONS = (
         "POST",
         "/v1/batches",
         create_batch,
-        "Begin a batch",
+        "Create a batch",
         body=CreateBatchBody,
         answer=BatchBody,
         errors=(FilesFull, DiskFull),
@@ -139,17 +137,17 @@ OPERATIONS = (
         "GET",
         "/v1/batches",
         list_batches,
-        "The batches of this key, the newest first",
+        "List the batches of this key, newest first",
         answer=BatchListBody,
         errors=(InvalidRequest,),
         parameters=PAGING_PARAMETERS,
     ),
-    Operation("GET", "/v1/batches/{id}", retrieve_batch, "A batch", answer=BatchBody, errors=(BatchNotFound,)),
+    Operation("GET", "/v1/batches/{id}", retrieve_batch, "Retrieve a batch", answer=BatchBody, errors=(BatchNotFound,)),
     Operation(
         "POST",
         "/v1/batches/{id}/cancel",
         cancel_batch,
-        "Cancel it",
+        "Cancel a batch",
         answer=BatchBody,
         errors=(BatchNotFound, BatchEnded),
     ),
@@ -157,7 +155,7 @@ OPERATIONS = (
         "DELETE",
         "/v1/batches/{id}",
         delete_batch,
-        "Delete one that has ended; its files stay",
+        "Delete an ended batch; its files stay",
         answer=DeletedBody,
         errors=(BatchNotFound, BatchNotEnded),
     ),

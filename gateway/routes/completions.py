@@ -1,10 +1,7 @@
-"""POST /v1/chat/completions, /v1/completions and /v1/messages: answers in OpenAI's words, or in Anthropic's.
+"""POST /v1/chat/completions, /v1/completions, and /v1/messages: answers in OpenAI's or Anthropic's format.
 
-/v1/messages/count_tokens tells how long a prompt is. /v1/embeddings is refused clearly, since clients ask for it beside
-chat: a 404 would look like a wrong URL.
-
-A chat's way in, behind the middlewares. It knows no field of a body: answers/answering.py has the order
-of all that follows.
+/v1/messages/count_tokens counts the tokens of a prompt. /v1/embeddings is refused with 501, because a 404 would look
+like a wrong URL.
 """
 
 from functools import partial
@@ -55,8 +52,8 @@ def _count_of(body: bytes) -> CompletionRequest:
 
 async def refuse(request: web.Request) -> NoReturn:
     raise NotServed(
-        "Embeddings are not served: the models here generate text. Point the client's embeddings at a server of an "
-        "embedding model (text-embeddings-inference, or vLLM with --runner pooling) and keep this one for chat."
+        "Embeddings are not supported: the models here generate text. Configure the client to send embeddings to a "
+        "server of an embedding model, such as text-embeddings-inference or vLLM with --runner pooling."
     )
 
 
@@ -64,22 +61,22 @@ OPERATIONS = (
     answering(
         "/v1/chat/completions",
         create_chat_completion,
-        "Answer a chat; with `stream` as events",
+        "Create a chat completion; with `stream`, as events",
         body=ChatBody,
         answer=ChatCompletionBody,
     ),
     answering(
         "/v1/completions",
         create_completion,
-        "Continue texts or token ids; with `stream` as events",
+        "Complete texts or token ids; with `stream`, as events",
         body=CompletionBody,
         answer=TextCompletionBody,
     ),
-    Operation("POST", "/v1/embeddings", refuse, "Not served here", answer=ErrorBody, status=NotServed.status),
+    Operation("POST", "/v1/embeddings", refuse, "Not supported", answer=ErrorBody, status=NotServed.status),
     answering(
         "/v1/messages",
         create_message,
-        "Answer a chat in Anthropic's words; with `stream` as events",
+        "Create a message (Anthropic's API); with `stream`, as events",
         body=MessagesBody,
         answer=AnthropicMessageBody,
     ),
@@ -87,7 +84,7 @@ OPERATIONS = (
         "POST",
         "/v1/messages/count_tokens",
         count_tokens,
-        "How many tokens such a chat has",
+        "Count the tokens of a message request",
         body=PromptFields,
         answer=TokenCountBody,
         errors=INFERENCE_ERRORS,

@@ -1,10 +1,8 @@
-"""/v1/files: inputs and results of batches. Served where the gateway has a directory for them.
+"""/v1/files: inputs and results of batches. Served if the gateway has a directory for them.
 
-POST    multipart: purpose=batch and file; not read until a batch wants it
-GET     the list; /{id}: one; /{id}/content: what is in it
+POST    uploads a file (multipart: purpose=batch and file); a batch that uses it validates it
+GET     lists files; /{id}: one; /{id}/content: its content
 DELETE  /{id}
-
-Beside the walks. It knows no line of what a file holds.
 """
 
 import asyncio
@@ -24,7 +22,7 @@ from gateway.batches.records import DeletedBody, FileBody, FileListBody, FileRec
 from gateway.batches.service import BATCHES, BatchService
 from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
-from gateway.http.query_fields import asked_page, page_of, query_choice
+from gateway.http.query_fields import page_of, page_query, query_choice
 from gateway.openapi import Operation, Parameter
 from gateway.state import STATE, context_of
 
@@ -36,7 +34,7 @@ logger = logging.getLogger("gateway")
 
 
 class UploadForm(msgspec.Struct, kw_only=True):
-    """For the description alone."""
+    """The multipart fields of an upload."""
 
     file: str
     purpose: Literal["batch"]
@@ -72,14 +70,14 @@ async def _received(http: web.Request) -> FileRecord:
 
 async def list_files(http: web.Request) -> web.Response:
     purpose, order = http.query.get("purpose"), query_choice(http.query, "order", ("asc", "desc"), "desc")
-    asked = asked_page(http.query, default=MAX_LISTED, most=MAX_LISTED)
+    query = page_query(http.query, default=MAX_LISTED, max_limit=MAX_LISTED)
     files, owner = http.app[BATCHES].storage.files, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
-        records = files.page(owner, limit=asked.limit + 1, purpose=purpose, after=asked.after, ascending=order == "asc")
-        return page_of(FileListBody, records, asked, file_body)
+        records = files.page(owner, limit=query.limit + 1, purpose=purpose, after=query.after, ascending=order == "asc")
+        return page_of(FileListBody, records, query, file_body)
 
-    # A page of 10,000 takes a moment, a twentieth of which holds the interpreter.
+    # A page of 10,000 is slow; a twentieth of the time holds the GIL.
     return as_json(await context_of(http).work(None, listed))
 
 
@@ -106,12 +104,12 @@ async def find_file(service: BatchService, file_id: str, owner_key_hash: str) ->
 async def _find(http: web.Request) -> FileRecord:
     record = await find_file(http.app[BATCHES], http.match_info["id"], http[ACCOUNT].owner_key_hash)
     if record is None:
-        raise FileNotFound("There is no such file of this key.", param="id")
+        raise FileNotFound("This API key has no such file.", param="id")
     return record
 
 
 def _checked(fields: dict[str, str], retention_seconds: int) -> int | None:
-    """After how many seconds the file expires, if that is said. Raises InvalidRequest."""
+    """Return after how many seconds the file expires; None if not given. Raise InvalidRequest."""
     if "purpose" not in fields:
         raise MissingParameter("Missing required parameter: purpose.", param="purpose")
     if fields["purpose"] != "batch":
@@ -129,7 +127,7 @@ def _checked(fields: dict[str, str], retention_seconds: int) -> int | None:
 
 
 def checked_expiry(seconds: int, retention_seconds: int, param: str, given: object) -> int:
-    """Raises InvalidRequest."""
+    """Return `seconds` if they are in the allowed range. Raise InvalidRequest, which shows `given`."""
     if not MIN_EXPIRY_SECONDS <= seconds <= retention_seconds:
         raise InvalidRequest(
             f"{param}: expected {MIN_EXPIRY_SECONDS} to {retention_seconds}; got {str(given)[:40]!r}.", param=param
@@ -139,25 +137,25 @@ def checked_expiry(seconds: int, retention_seconds: int, param: str, given: obje
 
 @contextlib.contextmanager
 def full_disk_told() -> Iterator[None]:
-    """Raises DiskFull."""
+    """Convert an OSError of a full disk to DiskFull."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        logger.error("the disk of --files-dir is full: %s", error)
-        raise DiskFull("The server's disk is full; its operator has to make room.") from error
+        logger.error("files directory: disk full: %s", error)
+        raise DiskFull("The server's disk is full. The operator must free space in --files-dir.") from error
 
 
 def as_json(body: msgspec.Struct | bytes, headers: Mapping[str, str] | None = None) -> web.Response:
-    """`body`: to be encoded, or JSON already."""
+    """Return a JSON response; `body` is a struct, or encoded JSON."""
     encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return web.Response(body=encoded, content_type="application/json", headers=headers)
 
 
 PAGING_PARAMETERS = (
-    Parameter(name="limit", where="query", description="Entries of a page"),
-    Parameter(name="after", where="query", description="The id behind which the page begins"),
+    Parameter(name="limit", where="query", description="Page size"),
+    Parameter(name="after", where="query", description="Id of the last entry of the previous page"),
 )
 
 OPERATIONS = (
@@ -165,7 +163,7 @@ OPERATIONS = (
         "POST",
         "/v1/files",
         create_file,
-        "Upload the input of a batch",
+        "Upload the input file of a batch",
         body=UploadForm,
         body_media=MULTIPART,
         answer=FileBody,
@@ -175,24 +173,26 @@ OPERATIONS = (
         "GET",
         "/v1/files",
         list_files,
-        "The files of this key",
+        "List the files of this key",
         answer=FileListBody,
         errors=(InvalidRequest,),
         parameters=(
             *PAGING_PARAMETERS,
-            Parameter(name="purpose", where="query", description="Only those"),
-            Parameter(name="order", where="query", description="desc, or asc: the oldest first"),
+            Parameter(name="purpose", where="query", description="Only files with this purpose"),
+            Parameter(name="order", where="query", description="desc (default, newest first) or asc"),
         ),
     ),
-    Operation("GET", "/v1/files/{id}", retrieve_file, "A file", answer=FileBody, errors=(FileNotFound,)),
+    Operation(
+        "GET", "/v1/files/{id}", retrieve_file, "Retrieve a file's metadata", answer=FileBody, errors=(FileNotFound,)
+    ),
     Operation(
         "GET",
         "/v1/files/{id}/content",
         download_file,
-        "What is in it",
+        "Download a file's content",
         media=(CONTENT,),
         other_statuses=(206,),
         errors=(FileNotFound,),
     ),
-    Operation("DELETE", "/v1/files/{id}", delete_file, "Delete it", answer=DeletedBody, errors=(FileNotFound,)),
+    Operation("DELETE", "/v1/files/{id}", delete_file, "Delete a file", answer=DeletedBody, errors=(FileNotFound,)),
 )

@@ -1,8 +1,6 @@
-"""GET /debug/kv/stream: the workers' KV memory as Server-Sent Events, one snapshot of one worker each.
+"""GET /debug/kv/stream: the workers' KV cache as Server-Sent Events, one snapshot of one worker each.
 
-Of all models, or of the one that ?model= names. A key sees the states of all blocks, and of requests its own alone.
-
-Beside the walks. It knows no block: workers make the snapshots.
+Shows all models, or the one that ?model= names. A key sees the states of all blocks, but only its own requests.
 """
 
 import msgspec
@@ -40,7 +38,7 @@ OPERATIONS = (
         "GET",
         "/debug/kv/stream",
         stream_snapshots,
-        "The workers' KV memory as it changes, as events",
+        "Stream snapshots of the workers' KV cache, as events",
         media=(EVENTS,),
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),

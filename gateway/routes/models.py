@@ -1,7 +1,6 @@
-"""GET /v1/models and /v1/models/{id}; also without /v1, where some clients look. Anthropic's clients, which send
-`anthropic-version`, are answered in their own shape.
+"""GET /v1/models and /v1/models/{id}, also without /v1 for clients that omit it.
 
-Beside the walks. It knows no request but its own.
+Clients that send `anthropic-version` get Anthropic's format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # Anthropic's
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """Each name that a request may give: those of a model's aliases have it as their root."""
+    """List every name that a request may use; the root of an alias is its model."""
     state = request.app[STATE]
     named = [(service, name) for service in state.models.of(request[ACCOUNT]) for name in service.options.names]
     shown = [_shown(request, service, name) for service, name in named]
@@ -56,7 +55,7 @@ def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, 
 
 
 def _anthropic_info(name: str, started_at: int, max_model_len: int | None) -> dict[str, Any]:
-    """`started_at`: Unix seconds of the gateway's own start; nobody knows when a model's weights were released."""
+    """Return a model in Anthropic's format; `created_at` is the gateway's start, as release dates are unknown."""
     return {
         "type": "model",
         "id": name,
@@ -69,7 +68,7 @@ def _anthropic_info(name: str, started_at: int, max_model_len: int | None) -> di
 
 
 def _anthropic_page(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """The models behind `after_id`, or the last ones before `before_id`. Raises InvalidRequest."""
+    """Return the models after `after_id`, or the last ones before `before_id`. Raise InvalidRequest."""
     limit = query_number(query, "limit", 1, MAX_LIMIT) or DEFAULT_LIMIT
     after, before = _place(infos, query, "after_id"), _place(infos, query, "before_id")
     there = infos[0 if after is None else after + 1 : before]
@@ -89,12 +88,12 @@ def _place(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str], name: s
     for index, info in enumerate(infos):
         if info["id"] == given:
             return index
-    raise InvalidRequest(f"{name}: {given[:100]!r} is none of the models.", param=name)
+    raise InvalidRequest(f"{name}: {given[:100]!r} is not a model of this list.", param=name)
 
 
 _OPERATIONS = (
-    Operation("GET", "/models", list_models, "The models served here", answer=ModelListBody),
-    # {id:.+}: names such as organisation/model hold slashes
-    Operation("GET", "/models/{id:.+}", retrieve_model, "One of them", answer=ModelBody, errors=(ModelNotFound,)),
+    Operation("GET", "/models", list_models, "List the models", answer=ModelListBody),
+    # {id:.+}: names such as organization/model contain slashes
+    Operation("GET", "/models/{id:.+}", retrieve_model, "Retrieve a model", answer=ModelBody, errors=(ModelNotFound,)),
 )
 OPERATIONS = tuple(operation.below(prefix) for prefix in ("/v1", "") for operation in _OPERATIONS)

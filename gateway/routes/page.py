@@ -1,9 +1,7 @@
-"""GET /: the page in gateway/ui, and its parts. Files are read once; nothing comes from anywhere else.
+"""GET /: the page in gateway/ui and its parts. Files are read once; the page loads nothing from other hosts.
 
-The page holds no data of its own. With API keys set it is behind them like everything else; a browser asks for the key
-by itself, as the password of HTTP Basic, and shows it with every request of the page.
-
-Beside the walks. It knows nothing of what the page shows.
+The page contains no data of its own. With API keys set it needs one like every other route: the browser asks for the
+key as the HTTP Basic password, and sends it with every request of the page.
 """
 
 from functools import cache
@@ -47,6 +45,8 @@ def _part(name: str) -> web.Response:
 
 
 OPERATIONS = (
-    Operation("GET", "/", show_page, "The page", media=("text/html",)),
-    Operation("GET", "/ui/{name}", show_part, "A part of the page", media=tuple(_TYPES.values()), errors=(UnknownUrl,)),
+    Operation("GET", "/", show_page, "The live page", media=("text/html",)),
+    Operation(
+        "GET", "/ui/{name}", show_part, "A file of the live page", media=tuple(_TYPES.values()), errors=(UnknownUrl,)
+    ),
 )

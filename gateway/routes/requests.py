@@ -1,10 +1,8 @@
-"""/v1/requests/{id}: answers that are kept, at any gateway. The id is that of the answer, with or without its prefix.
+"""/v1/requests/{id}: kept answers, at any gateway. The id is that of the answer, with or without its prefix.
 
-GET     the state; with the whole answer once it has ended
-DELETE  cancels it
-GET     /events: its stream from the beginning, or behind the event that Last-Event-ID names, as EventSource asks
-
-The way back of a kept answer begins here anew. It knows no API's form.
+GET     the state, and the whole answer after its end
+DELETE  cancels the request
+GET     /events: its stream from the beginning, or after the event in Last-Event-ID, which EventSource sends
 """
 
 from dataclasses import replace
@@ -28,7 +26,7 @@ _ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
-    """`result` is what the request without `stream` answers; it is there once `state` is finished."""
+    """A kept request; `result` is the answer without `stream`, set once `state` is finished."""
 
     id: str
     object: str
@@ -36,7 +34,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     state: str  # queued | running | finished | failed | cancelled
     created: int
     detach_seconds: float
-    completion_tokens: int  # that the engine has made so far
+    completion_tokens: int  # generated so far
     result: msgspec.Raw | None
     error: ErrorDetail | None
 
@@ -52,7 +50,7 @@ async def show_request(http: web.Request) -> web.Response:
 
 
 async def cancel_request(http: web.Request) -> web.Response:
-    """Also of one that has ended: it stays as it was."""
+    """Cancel a request; one that has ended is not changed."""
     answer = await _find(http)
     for request in answer.requests:
         await answer.service.client.submission.cancel(request)
@@ -100,7 +98,7 @@ OPERATIONS = (
         "GET",
         "/v1/requests/{id}",
         show_request,
-        "State of a kept request, and its answer once it has ended",
+        "Retrieve a kept request: its state, and its answer after its end",
         answer=RequestBody,
         errors=_ERRORS,
     ),
@@ -111,10 +109,12 @@ OPERATIONS = (
         "GET",
         "/v1/requests/{id}/events",
         stream_request,
-        "The answer of a kept request as events, from the beginning or where a stream was cut",
+        "Stream the answer of a kept request, from the beginning or after an event",
         media=(EVENTS,),
         other_statuses=(204,),
         errors=(*_ERRORS, InvalidRequest, RateLimited),
-        parameters=(Parameter(name=HEADER, where="header", description="The last event that the client has"),),
+        parameters=(
+            Parameter(name=HEADER, where="header", description="Id of the last event that the client received"),
+        ),
     ),
 )

@@ -1,14 +1,12 @@
-"""OpenAI's Responses API: responses that are made, kept, read again at any gateway, cancelled and deleted.
+"""OpenAI's Responses API. Stored responses can be read at any gateway.
 
 POST    /v1/responses
-GET     /v1/responses/{id}               as it stands; with `stream` as events, from the first or after a number
-DELETE  /v1/responses/{id}               forgets it; one that runs is cancelled first
-POST    /v1/responses/{id}/cancel        one in the background; one that has ended stays as it was
-GET     /v1/responses/{id}/input_items   what came into it, the newest first
-POST    /v1/responses/input_tokens       how many tokens a response's prompt would have
-POST    /v1/responses/compact            a conversation -> fewer items to go on with
-
-A response's way in, behind the middlewares. It knows no item.
+GET     /v1/responses/{id}               its current state; with `stream`, its events, from the first or after a number
+DELETE  /v1/responses/{id}               deletes it; a running one is cancelled first
+POST    /v1/responses/{id}/cancel        cancels a background response; an ended one is not changed
+GET     /v1/responses/{id}/input_items   its input, newest first
+POST    /v1/responses/input_tokens       counts the tokens of a response's prompt
+POST    /v1/responses/compact            shortens a conversation to fewer items
 """
 
 from functools import partial
@@ -46,7 +44,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
 
 
 async def show_response(http: web.Request) -> web.StreamResponse:
-    """A stream's last event is told in any case, so that no stream is silent."""
+    """Show a stored response, or stream its events; the last event is always sent, so no stream is empty."""
     is_stream = query_flag(http.query, "stream")
     number = query_number(http.query, "starting_after", 0, _MAX_NUMBER)
     if number is not None and not is_stream:
@@ -66,7 +64,7 @@ async def show_response(http: web.Request) -> web.StreamResponse:
 async def cancel_response(http: web.Request) -> web.Response:
     kept = await _find(http)
     if not kept.completion.background:
-        raise InvalidRequest("id: a synchronous response cannot be cancelled, only one in the background.", param="id")
+        raise InvalidRequest("id: only a response with background=true can be cancelled.", param="id")
     return await _shown(http, await _cancelled(http, kept))
 
 
@@ -92,7 +90,7 @@ async def list_input_items(http: web.Request) -> web.Response:
 
 
 async def count_input_tokens(http: web.Request) -> web.Response:
-    """As many as the same body's usage would tell."""
+    """Count the prompt tokens that the usage of the same request would show."""
     context = context_of(http)
     async with received_body(http) as body:
         decoded = await context.read(len(body), partial(RESPONSE.decode, body))
@@ -124,7 +122,7 @@ OPERATIONS = (
     answering(
         "/v1/responses",
         create_response,
-        "Make a response; with `stream` as events, with `background` without waiting for it",
+        "Create a response; with `stream`, as events; with `background`, without waiting for it",
         body=ResponsesBody,
         answer=ResponseBody,
     ),
@@ -132,21 +130,23 @@ OPERATIONS = (
         "GET",
         _PATH,
         show_response,
-        "A stored response as it stands, or its events",
+        "Retrieve a stored response, or stream its events",
         answer=ResponseBody,
         media=(EVENTS,),
         errors=(*_ERRORS, InvalidRequest, RateLimited),
         parameters=(
-            Parameter(name="stream", where="query", description="As events", kind=bool),
-            Parameter(name="starting_after", where="query", description="Only events behind this number", kind=int),
+            Parameter(name="stream", where="query", description="Answer as events", kind=bool),
+            Parameter(
+                name="starting_after", where="query", description="Only events after this sequence number", kind=int
+            ),
         ),
     ),
-    Operation("DELETE", _PATH, delete_response, "Forget a stored response", answer=DeletedResponseBody, errors=_ERRORS),
+    Operation("DELETE", _PATH, delete_response, "Delete a stored response", answer=DeletedResponseBody, errors=_ERRORS),
     Operation(
         "POST",
         _PATH + "/cancel",
         cancel_response,
-        "Cancel a response that is being made in the background",
+        "Cancel a background response",
         answer=ResponseBody,
         errors=(*_ERRORS, InvalidRequest),
     ),
@@ -154,20 +154,25 @@ OPERATIONS = (
         "GET",
         _PATH + "/input_items",
         list_input_items,
-        "What came into a stored response",
+        "List the input items of a stored response",
         answer=InputItemsBody,
         errors=(*_ERRORS, InvalidRequest),
         parameters=(
-            Parameter(name="limit", where="query", description="At most so many", kind=int),
-            Parameter(name="order", where="query", description="Newest first by default", kind=Literal["asc", "desc"]),
-            Parameter(name="after", where="query", description="The last item of the page before"),
+            Parameter(name="limit", where="query", description="Page size", kind=int),
+            Parameter(
+                name="order",
+                where="query",
+                description="desc (default, newest first) or asc",
+                kind=Literal["asc", "desc"],
+            ),
+            Parameter(name="after", where="query", description="Id of the last item of the previous page"),
         ),
     ),
     Operation(
         "POST",
         "/v1/responses/input_tokens",
         count_input_tokens,
-        "How many tokens the prompt of such a response has",
+        "Count the prompt tokens of a response request",
         body=CountedBody,
         answer=InputTokensBody,
         errors=INFERENCE_ERRORS,
@@ -175,7 +180,7 @@ OPERATIONS = (
     answering(
         "/v1/responses/compact",
         compact_conversation,
-        "Sum a conversation up: what its user said, and one item for the rest, to be given as input again",
+        "Compact a conversation to the user's items and one summary item, to use as input again",
         body=CompactionBody,
         answer=CompactedBody,
         media=(),

@@ -1,9 +1,6 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes; also under /v1.
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's format; also under /v1.
 
-The last has no option of its own: it is behind the key like every route but the probes, and tells what stands in the
-model's files, no path and no setting of this server.
-
-The prompt's part of a chat's way in, and nothing behind it. It knows no worker and no queue.
+/tokenizer_info needs a key like all routes but the probes. It shows the model's files only, no paths or settings.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +23,7 @@ from gateway.text.chat_template import TemplateOptions
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """Either a prompt, or messages as in chat."""
+    """Either a prompt or chat messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -51,10 +48,10 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def _worked(request: web.Request, work: Callable[[bytes, Sequence[ReadModel]], bytes]) -> web.Response:
-    """The JSON that `work` makes of a body."""
+    """Answer with the JSON that `work` makes of the body."""
     context = context_of(request)
     async with received_body(request) as body:
-        # Ten times the bytes: the text of a token id is as long as what it is read from, and longer to make.
+        # Ten times the bytes, because converting a token id takes longer than parsing it.
         answer = await context.read(10 * len(body), partial(work, body, context.state.models.to_read(context.account)))
     return web.Response(body=answer, content_type="application/json")
 
@@ -85,12 +82,12 @@ def _detokenized(body: bytes, models: Sequence[ReadModel]) -> bytes:
 
 def _prompt(body: TokenizeBody) -> tuple[Prompt, str, bool, TemplateOptions | None]:
     if body.prompt is not None and body.messages is not None:
-        raise InvalidRequest("prompt: give either prompt or messages.", param="prompt")
+        raise InvalidRequest("prompt: set either prompt or messages, not both.", param="prompt")
     if body.messages is not None:
         messages, template = chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message)
         return messages, "messages", False, template
     if body.prompt is None:
-        raise MissingParameter("Missing required parameter: prompt, or messages.", param="prompt")
+        raise MissingParameter("Missing required parameter: prompt or messages.", param="prompt")
     return body.prompt, "prompt", True, None
 
 
@@ -104,7 +101,7 @@ _OPERATIONS = (
         "POST",
         "/tokenize",
         tokenize,
-        "The token ids of a prompt or of messages",
+        "Convert a prompt or messages to token ids",
         body=TokenizeBody,
         answer=TokenizedBody,
         errors=(ModelNotFound, Unavailable),
@@ -113,7 +110,7 @@ _OPERATIONS = (
         "POST",
         "/detokenize",
         detokenize,
-        "The text of token ids",
+        "Convert token ids to text",
         body=DetokenizeBody,
         answer=DetokenizedBody,
         errors=(ModelNotFound, Unavailable),
@@ -125,7 +122,7 @@ _OPERATIONS = (
         "Special tokens and chat template of a model",
         answer=TokenizerInfoBody,
         errors=(InvalidRequest, ModelNotFound, Unavailable),
-        parameters=(Parameter(name="model", where="query", description="Needed where there are several"),),
+        parameters=(Parameter(name="model", where="query", description="Required if several models are served"),),
     ),
 )
 OPERATIONS = tuple(operation.below(prefix) for prefix in ("", "/v1") for operation in _OPERATIONS)

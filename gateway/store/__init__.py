@@ -1,4 +1,1 @@
-"""The gateway's only Redis code: requests in, ordered events out, and what is read of the fleet and the queues.
-
-A chat's way in ends here, and a token's way back begins. Nothing here knows HTTP, text or an API.
-"""
+"""The gateway's only Redis code: submits requests, delivers their events in order, and reads fleet and queue state."""

@@ -1,13 +1,11 @@
-"""ACCEPT and ATTACH as one gateway calls them: an answer's requests all or none, and what the store has lost again.
+"""ACCEPT and ATTACH, as one gateway calls them: an answer's requests all or none, and requests that the store lost.
 
-Who is refused for the length of the queue, or for what the key holds, has left nothing in the store.
+A request refused for the queue's length or its key's share leaves nothing in the store.
 
-One key that fills the store closes it for all: admission ends at CLOSE_AT_RATIO (store_probe.py). What counts is what
-a request brings, and what it may write: a token takes 11 bytes of a journal, each log-probability beside it 13 more.
-Log-probabilities are reserved in full; of plain tokens the first ones, since most answers end long before their limit,
-and what they have written is counted as they go on (shared/redis_scripts/account.lua).
-
-A chat's way in, where the store takes it. It knows no body, no client and no text.
+One key that fills the store closes it for all: admission stops at CLOSE_AT_RATIO (store_probe.py). A key's share counts
+its requests' bodies and what they may write: a token takes 11 bytes of a journal, each log-probability 13 more.
+Log-probabilities are reserved in full. Of plain tokens only the first are reserved, because most answers end long
+before their limit; the rest is counted as it is written (shared/redis_scripts/account.lua).
 """
 
 import asyncio
@@ -26,21 +24,24 @@ from shared.redis_keys import NEWER
 from shared.redis_scripts import AcceptStatus, AttachStatus, QueueShareExceeded, RedisScripts
 from shared.store_errors import got_no_reply
 
-RESERVED_TOKENS = 1024  # of a choice without log-probabilities
-TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # of a token, of its own log-probability, of each other one
+RESERVED_TOKENS = 1024  # per choice without log-probabilities
+TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # per token, per its own log-probability, per each other one
 ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1
 
 
 def share_of(owner_key_hash: str, ratio: float, store_bytes: int, num_models: int) -> Share:
-    """The share of one model, each of which counts for itself. It has no limit if the store has none, or if there is
-    nobody to share it with (`ratio` 1)."""
+    """Return a key's share of the store's bytes for one model; models are counted separately.
+
+    It is unlimited if the store has no limit, or if `ratio` is 1 (there is only one key).
+    """
     if not store_bytes or ratio >= 1:
         return Share(owner_key_hash)
     return Share(owner_key_hash, int(store_bytes * ratio / num_models))
 
 
 def reserved_bytes(request: GenerationRequest) -> int:
+    """Return the bytes that the request's journal may need, as counted toward its key's share."""
     sampling = request.sampling
     is_plain = sampling.logprobs is None
     num_tokens = sampling.n * (min(sampling.max_tokens, RESERVED_TOKENS) if is_plain else sampling.max_tokens)
@@ -75,15 +76,21 @@ class Acceptance:
         self._max_queued_tokens = max_queued_tokens
 
     def check_room(self, num_waiting_tokens: int, requests: Sequence[GenerationRequest]) -> None:
-        """Raises QueueFull."""
+        """Raise QueueFull if the waiting prompts and the new ones exceed max_queued_tokens."""
         if self._max_queued_tokens is None:
             return
         num_new = sum(len(request.prompt_token_ids) for request in requests)
         if num_waiting_tokens and num_waiting_tokens + num_new > self._max_queued_tokens:
-            raise QueueFull(f"prompts of {num_waiting_tokens} tokens wait")
+            raise QueueFull(f"{num_waiting_tokens} prompt tokens are waiting; at most {self._max_queued_tokens}")
 
     async def accept(self, streams: Sequence[ResponseStream], share: Share | None) -> None:
-        """The new requests of one answer. Raises Refused, StoreUnavailable or NameTaken."""
+        """Store and queue the requests of one answer.
+
+        Raises:
+            Refused: If a limit or the fleet's capabilities do not allow it.
+            StoreUnavailable: If the store does not answer.
+            NameTaken: If the client's name already has another answer.
+        """
         try:
             status = await self._repeated(streams, share)
         except QueueShareExceeded as error:
@@ -91,7 +98,7 @@ class Acceptance:
             raise QueueShareFull(min(error.max_places, cap), cap) from error
         if status is AcceptStatus.BUSY:
             priority_class = streams[0].request.priority_class
-            raise QueueFull(f"{self._max_queued_requests} requests of class {priority_class} wait")
+            raise QueueFull(f"{self._max_queued_requests} requests of class {priority_class} are waiting")
         if status is AcceptStatus.FULL:
             assert share is not None and share.max_bytes is not None
             raise ShareFull(share.max_bytes)
@@ -117,28 +124,31 @@ class Acceptance:
                 if not attempts_left or not got_no_reply(error):
                     raise StoreUnavailable(str(error)) from error
                 if any(stream.num_tokens for stream in streams):
-                    return AcceptStatus.OK  # a worker has it; a store that lost it since would take it without them
+                    return AcceptStatus.OK  # a worker has it; accepting again could drop these tokens
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
         raise AssertionError("the last attempt returns or raises")
 
     def _queue_name(self, requests: Sequence[NewRequest]) -> str:
-        """NEWER while an old worker would take one of them and answer it wrongly; else that of their class."""
+        """Return NEWER while an old worker could take one of them and answer it wrongly; else "" (by class)."""
         fails = any(self._fleet.an_old_worker_fails(new.needs, new.context_tokens) for new in requests)
         return NEWER if fails else ""
 
     async def attach(self, stream: ResponseStream, *, again: bool = False) -> AttachStatus:
-        """This gateway listens to a kept request; `again`: it did before."""
+        """Subscribe this gateway to a kept request; `again` if it was subscribed before."""
         assert stream.terms is not None
         return await self._scripts.attach(stream.request_id, stream.terms.holder, self._gateway_id, again=again)
 
     async def take_back(self, stream: ResponseStream) -> bool:
-        """Whether nobody has it now but its reader. One that has ended, or that others may read too, stays as it is."""
+        """Withdraw a request, and return whether that was done.
+
+        A request that has ended or that other clients may read is left as it is.
+        """
         if stream.terms is not None:
             return False
         return await self._scripts.cancel(stream.request_id, stream.request.priority_class)
 
     async def forget(self, stream: ResponseStream) -> None:
-        """Delete a request that a worker ended without running it, so that it can be accepted anew."""
+        """Delete a request that a worker ended without running it, so that it can be accepted again."""
         keys = self._scripts.keys
         await self._scripts.redis.unlink(keys.request(stream.request_id), keys.journal(stream.request_id))
 
@@ -146,8 +156,10 @@ class Acceptance:
         return self._fleet.can_serve(needs_of(request))
 
     async def restore(self, stream: ResponseStream) -> None:
-        """One that was accepted and that the store lost, whatever the queue's cap, behind the tokens that it has: it is
-        set aside. Its name is not restored."""
+        """Accept a request again that the store lost, with its tokens so far and regardless of the queue's cap.
+
+        The caller must have set the stream aside (StreamTable.set_aside). The client's name is not restored.
+        """
         terms = replace(stream.terms, name="", fingerprint="") if stream.terms else None
         new = NewRequest.of(stream.request, journal=b"".join(map(encode, stream.frames)), terms=terms)
         await self._scripts.accept_all(
@@ -159,6 +171,6 @@ class Acceptance:
         await self.publish_mark(stream)
 
     async def publish_mark(self, stream: ResponseStream) -> None:
-        """To this gateway itself: a message without events, behind all that was published of the epoch before."""
+        """Publish a message without events to this gateway; it arrives after everything of the previous epoch."""
         mark = EventBatch(PROTOCOL_VERSION, self._gateway_id, stream.epoch, [])
         await self._scripts.redis.publish(self._scripts.keys.gateway_channel(self._gateway_id), encode(mark))

@@ -1,11 +1,8 @@
-"""Three duties of recovery's task: it tells the store what this gateway has to tell it, and repeats it until it has.
+"""Three duties of the recovery task: calls to the store that are repeated until they succeed.
 
-    Withdrawals        CANCEL what its readers have let go of
-    HeldAnswers        PROLONG the kept answers that are made or read here
-    OverdueRequests    CANCEL what did not begin, or end, in its time
-
-Beside a chat's way in and back: inference_client.py hands them to recovery.py, which asks each at every tick. They know
-no client, no HTTP and nothing of what an answer says.
+Withdrawals        CANCEL requests that their readers released
+HeldAnswers        PROLONG kept answers that are made or read here
+OverdueRequests    CANCEL requests that did not start or end in time
 """
 
 import asyncio
@@ -37,16 +34,16 @@ logger = logging.getLogger("gateway")
 
 
 async def _cancel(scripts: RedisScripts, terminal: TerminalEvent, priority_class: str, **whose: Any) -> bool:
-    """End a request with this event, for whoever reads it. Whether it had not ended."""
+    """End a request with this event for all its readers; return whether it had not ended before."""
     blob = encode(EventBatch(PROTOCOL_VERSION, "gateway", 0, [terminal]))
     return await scripts.cancel(terminal.request_id, priority_class, event=encode(terminal), blob=blob, **whose)
 
 
 class Withdrawals:
-    """Requests that this gateway lets go of, until the store has heard it. Repeating a cancel is harmless."""
+    """Requests that this gateway released and the store may not know yet. Repeating a cancel is harmless."""
 
     def __init__(self, scripts: RedisScripts, wake: asyncio.Event) -> None:
-        """`wake` is set when there is something to send."""
+        """Create an empty list; `wake` is set when there is something to send."""
         self._scripts = scripts
         self._wake = wake
         self._open: dict[tuple[str, str], tuple[str, TerminalEvent]] = {}  # (request id, holder) -> class, its end
@@ -55,7 +52,7 @@ class Withdrawals:
         return len(self._open)
 
     def add(self, stream: ResponseStream, terminal: TerminalEvent | None = None) -> None:
-        """This reader lets go of it; `terminal` is its end if nobody else holds it."""
+        """Add a stream whose reader released it; the request ends with `terminal` if it has no other holder."""
         holder = stream.terms.holder if stream.terms else ""
         terminal = terminal or cancelled_event(stream)
         self._open[stream.request_id, holder] = stream.request.priority_class, terminal
@@ -66,27 +63,29 @@ class Withdrawals:
             self.add(stream)
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Whoever holds it."""
+        """Add a request that ends for all its holders."""
         self._open[request.request_id, ""] = request.priority_class, cancelled_event(ResponseStream(request))
 
     async def send(self) -> None:
-        """Never raises for the store: what is left is sent by the next call. What it refuses for good is dropped, or it
-        would hold up the others."""
+        """Send what is open. Store errors are not raised: the next call sends the rest.
+
+        A withdrawal that the store refuses permanently is dropped, so that it does not block the others.
+        """
         for (request_id, holder), (priority_class, terminal) in list(self._open.items()):
             try:
                 await _cancel(self._scripts, terminal, priority_class, holder=holder)
             except (RedisError, OSError) as error:
                 if is_transient(error):
                     return
-                logger.error("request %s cannot be withdrawn: %s", request_id, error)
+                logger.error("request %s: not withdrawn: %s", request_id, error)
             self._open.pop((request_id, holder), None)
 
 
 class HeldAnswers:
-    """Kept answers that this gateway makes or reads: while one goes on, its name and the parts that have ended live on.
+    """Kept answers that this gateway makes or reads: while one runs, its name and its ended parts must not expire.
 
-    Each of them would expire at a time of its own; prolonged until the end of the last part and once more then, an
-    answer and its name can be had for RETAINED_SECONDS after its end, and not longer.
+    Each part would expire at its own time. All are prolonged until the last part ends, and once more then, so an answer
+    and its name stay available for RETAINED_SECONDS after its end.
     """
 
     def __init__(self, scripts: RedisScripts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -96,18 +95,21 @@ class HeldAnswers:
         self._prolonged_at = 0.0
 
     def add(self, parts: Sequence[ResponseStream]) -> None:
-        """One answer's parts; passed over if it has ended, or if nothing of it can expire before its end."""
+        """Add one answer's parts; ignored if it has ended, or if nothing of it can expire before its end."""
         terms = parts[0].terms
         if terms is not None and (terms.name or len(parts) > 1) and not all(part.had_ended for part in parts):
             self._open.append(parts)
 
     def clear(self) -> None:
-        """They go on without this gateway, for as long as they were last prolonged."""
+        """Stop prolonging; the answers then expire at the time last set."""
         self._open.clear()
 
     async def prolong(self) -> None:
-        """Answers that have ended here are prolonged at once, others every PROLONG_SECONDS. May raise the store's
-        errors, and be repeated."""
+        """Prolong answers that have ended here at once, the others every PROLONG_SECONDS.
+
+        Raises:
+            RedisError, OSError: If the store fails; call it again.
+        """
         now = self._clock()
         is_due = now - self._prolonged_at >= PROLONG_SECONDS
         for parts in list(self._open):
@@ -127,13 +129,13 @@ class HeldAnswers:
 
 
 _MESSAGES = {
-    ErrorCode.QUEUE_TIMEOUT: "no worker began with it in time",
-    ErrorCode.DEADLINE_EXCEEDED: "its time is over",
+    ErrorCode.QUEUE_TIMEOUT: "no worker started the request within queue_timeout_seconds",
+    ErrorCode.DEADLINE_EXCEEDED: "the request's deadline passed",
 }
 
 
 class OverdueRequests:
-    """Ends requests whose time is over, in the store first: what a worker began with just in time waits no longer."""
+    """Ends requests whose deadline passed, in the store first: a worker may have started one just in time."""
 
     def __init__(
         self,
@@ -142,14 +144,18 @@ class OverdueRequests:
         streams: StreamTable,
         can_serve: Callable[[int], bool] = lambda _needs: True,
     ) -> None:
-        """`can_serve`: whether some worker has these capabilities."""
+        """Create the duty; `can_serve` returns whether any worker has the given capabilities."""
         self._can_serve = can_serve
         self._scripts = scripts
         self._clock = fleet_clock
         self._streams = streams
 
     async def end(self) -> None:
-        """For whoever holds them. May raise the store's errors, and be repeated."""
+        """End overdue requests for all their holders.
+
+        Raises:
+            RedisError, OSError: If the store fails; call it again.
+        """
         for stream in self._streams:
             code = self._code_of(stream)
             if code is None:
@@ -160,7 +166,7 @@ class OverdueRequests:
             if is_ended or await self._is_gone(stream):
                 self._streams.end(stream, event)
             else:
-                stream.has_begun = stream.is_behind = True  # or it has ended: the journal knows
+                stream.has_begun = stream.is_behind = True  # or has ended: recovery reads its journal
 
     def _message_of(self, code: ErrorCode, request: GenerationRequest) -> str:
         if code is ErrorCode.QUEUE_TIMEOUT and not self._can_serve(needs_of(request)):
@@ -176,12 +182,14 @@ class OverdueRequests:
         if request.queue_deadline is None or now < request.queue_deadline:
             return None
         if stream.has_begun and stream.num_tokens:
-            return None  # without a token it is asked again: its worker may die, or hand it back
+            return None  # without a token it is checked again, because its worker may die or requeue it
         return ErrorCode.QUEUE_TIMEOUT
 
     async def _is_gone(self, stream: ResponseStream) -> bool:
-        """The reply of the CANCEL before this one was lost, or the store has lost the request: its time is over either
-        way. One that has tokens is not given up for its time in the queue."""
+        """Return whether the store has no such request: a CANCEL's reply was lost, or the store lost the request.
+
+        A request with tokens is not ended for a queue timeout.
+        """
         if stream.num_tokens:
             return False
         return not await self._scripts.redis.exists(self._scripts.keys.request(stream.request_id))

@@ -1,16 +1,12 @@
-"""One served model at this gateway, as the store has it: what is put together here, and what runs as long as it does.
+"""One served model's client of the store: puts its parts together and runs their tasks.
 
     client = InferenceClient(connect(url), RedisKeys("model name"), gateway_id)
     await client.start()
     stream = await client.submission.submit(request)
     await client.close()
 
-Pub/sub is the fast path and may lose anything; the journal is the truth. Requests go in by `submission`; one task
-listens and never waits for the store (listening.py), another reads journals and repeats what the store has not answered
-(recovery.py).
-
-It stands around the last steps of a chat's way in and the first ones of a token's way back. It knows no HTTP and no
-text.
+Pub/sub is the fast path and may lose messages; the journals are authoritative. One task listens and never waits for the
+store (listening.py). Another reads journals and repeats calls that the store has not answered (recovery.py).
 """
 
 import asyncio
@@ -79,10 +75,17 @@ class InferenceClient:
         clock: Callable[[], float] = time.monotonic,
         scripts: RedisScripts | None = None,
     ) -> None:
-        """One client per served model; `max_queued_requests` is the cap of each priority class, and
-        `max_queued_tokens` that of the prompts that this gateway alone has waiting.
+        """Create the client of one served model.
 
-        The connections stay the caller's: close them after this client. `scripts`: others than those of `connections`.
+        Args:
+            connections: Connections to the store. The caller closes them after this client.
+            keys: The model's key names.
+            gateway_id: The id of this gateway.
+            max_queued_requests: Cap of each priority class, for all gateways.
+            max_queued_tokens: Cap of the prompt tokens that this gateway has waiting; None for no cap.
+            quiet_seconds: Time without events after which a stream's journal is read.
+            clock: Monotonic clock, in seconds.
+            scripts: Scripts to use instead of those of `connections`.
         """
         scripts = scripts or RedisScripts(connections.commands, keys)
         self._redis = connections.commands
@@ -114,7 +117,7 @@ class InferenceClient:
         )  # fmt: skip
 
     async def start(self, owners: OwnerTasks | None = None) -> None:
-        """Start the owner tasks among `owners`; returns at once, also while the store is away."""
+        """Start the tasks under `owners`; return at once, even if the store is unavailable."""
         owners = owners or OwnerTasks()
         duties = [self._withdrawals.send, self._held.prolong, self._overdue.end]
         self._owned = [
@@ -126,7 +129,7 @@ class InferenceClient:
         ]
 
     async def close(self) -> None:
-        """Withdraw what still runs, but for what is kept, and end the owner tasks."""
+        """Withdraw running requests, except kept ones, and end the tasks."""
         self._held.clear()
         for stream in self.streams:
             self.streams.end(stream, cancelled_event(stream))

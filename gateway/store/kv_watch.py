@@ -1,11 +1,9 @@
-"""Snapshots of the workers' KV memory for those who watch the page. While nobody does, no worker makes any.
+"""Snapshots of the workers' KV cache for watchers of the page. Without a watcher no worker makes any.
 
     async with snapshots_of([watch]) as snapshots:
         async for snapshot in snapshots: ...
 
 A watcher that reads slowly misses snapshots; it never delays the others.
-
-Beside the walks: routes/kv.py reads it. It knows no key and no block.
 """
 
 import asyncio
@@ -25,12 +23,12 @@ from shared.tasks import run_until_first_ends
 
 logger = logging.getLogger("gateway")
 
-WAITING_SNAPSHOTS = 8  # of all workers of a model together
+WAITING_SNAPSHOTS = 8  # queued per watcher and model
 
 
 @asynccontextmanager
 async def snapshots_of(watches: Sequence["KVWatch"]) -> AsyncIterator[AsyncIterator[KVSnapshot]]:
-    """The watch of several models as one."""
+    """Return the snapshots of several models as one iterator."""
     queue: asyncio.Queue[KVSnapshot] = asyncio.Queue(WAITING_SNAPSHOTS * len(watches))
     async with AsyncExitStack() as stack:
         for watch in watches:
@@ -48,7 +46,7 @@ class KVWatch:
         self._is_idle.set()
 
     async def run(self) -> None:
-        """Owner task: ask the workers and listen to them, while there is a watcher."""
+        """Request and receive snapshots while there is a watcher. Runs as an owner task."""
         while True:
             await self._is_watched.wait()
             self._is_idle.clear()
@@ -76,12 +74,12 @@ class KVWatch:
             await self._is_unwatched.wait()
 
     async def _ask(self) -> None:
-        """The key that workers look for; it ends by itself, also when this gateway is killed."""
+        """Set the key that workers look for. It expires by itself, even if this gateway is killed."""
         while True:
             try:
                 await self._connections.commands.set(self._keys.kv_watch, b"1", ex=WATCH_SECONDS)
             except (RedisError, OSError) as error:
-                logger.warning("cannot ask for KV snapshots: %s", error)
+                logger.warning("KV watch: request failed: %s", error)
             await asyncio.sleep(WATCH_SECONDS / 2)
 
     async def _listen(self) -> None:
@@ -99,11 +97,11 @@ class KVWatch:
             snapshot = decode_kv_snapshot(data)
         except FormatError as error:
             self._counts.num_bad_messages += 1
-            logger.warning("dropped a KV snapshot: %s", error)
+            logger.warning("KV snapshot: dropped: %s", error)
             return
         except Exception:
             self._counts.num_message_errors += 1
-            logger.exception("a KV snapshot failed")
+            logger.exception("KV snapshot: failed")
             return
         for queue in self._watchers:
             if queue.full():

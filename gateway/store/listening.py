@@ -1,9 +1,7 @@
-"""The task that hears what the store publishes, gives tokens to their streams and heartbeats to the fleet.
+"""The task that receives published messages: it gives tokens to their streams and heartbeats to the fleet.
 
-Pub/sub is the fast path and may lose anything. This task never waits for the store: what may be missing is marked, and
-recovery reads it from the journals.
-
-A token's way back, where it comes from the store. It knows no reader's text and no HTTP.
+Pub/sub is the fast path and may lose messages. This task never waits for the store: streams that may miss something are
+marked, and recovery reads their journals.
 """
 
 import asyncio
@@ -23,7 +21,7 @@ from shared.subscription import GAP, Message, Subscription
 logger = logging.getLogger(__name__)
 _request_id = attrgetter("request_id")
 
-TURN_SECONDS = 0.0015  # of the event loop, for messages; readers run in it within their slices (loop_scheduler.py)
+TURN_SECONDS = 0.0015  # time slice for messages; readers take their own slices within it (loop_scheduler.py)
 
 
 class Listening:
@@ -46,11 +44,11 @@ class Listening:
         self._fleet = fleet
         self._counts = counts
         self._clock = clock
-        self._seconds_left = TURN_SECONDS  # of work, in this turn
-        self._turn_ends_at = 0.0  # while it works
+        self._seconds_left = TURN_SECONDS  # in the current time slice
+        self._turn_ends_at = 0.0  # only valid while a message is handled
 
     async def run(self) -> None:
-        """Owner task of the subscription."""
+        """Receive and handle messages. Runs as an owner task."""
         while True:
             message = await self._subscription.get(timeout_seconds=1.0)
             self._turn_ends_at = time.perf_counter() + self._seconds_left
@@ -59,14 +57,14 @@ class Listening:
                 self._streams.mark_behind(self._streams)
             elif isinstance(message, Message):
                 await self.handle_message(message)
-                await self._let_others()  # what has piled up does not wait for the socket, where they would have theirs
+                await self._let_others()  # queued messages do not wait for the socket, so get() may not yield
             self._seconds_left = self._turn_ends_at - time.perf_counter()
 
     async def aclose(self) -> None:
         await self._subscription.aclose()
 
     async def handle_message(self, message: Message) -> None:
-        """Handle one message. An error ends the message, or the stream that it belongs to, and is counted."""
+        """Handle one message. An error drops the message or ends the stream it belongs to, and is counted."""
         try:
             if message.channel == self._heartbeat_channel:
                 self._fleet.record_heartbeat(decode_heartbeat(message.data))
@@ -77,21 +75,23 @@ class Listening:
                 await self._deliver(batch.events)
         except FormatError as error:
             self._counts.num_bad_messages += 1
-            logger.warning("dropped a message on %s: %s", message.channel, error)
+            logger.warning("channel %s: message dropped: %s", message.channel, error)
             self._mark_lost(message)
         except Exception:
             self._counts.num_message_errors += 1
-            logger.exception("a message on %s failed", message.channel)
+            logger.exception("channel %s: message failed", message.channel)
             self._mark_lost(message)
 
     def _mark_lost(self, message: Message) -> None:
-        """Nobody knows whose tokens it held."""
+        """Mark all streams, because a lost message may have had tokens of any of them."""
         if message.channel != self._heartbeat_channel:
             self._streams.mark_behind(self._streams)
 
     async def _deliver(self, events: Iterable[StreamEvent]) -> None:
-        """Request by request, so that all of one is done while the processor still has it at hand: with 1,000 streams
-        a second pass over them costs 4 us a token more. So others' turn comes before a reader's slice is over."""
+        """Deliver request by request, while its data is in the CPU caches.
+
+        With 1,000 streams, a second pass over them would cost 4 us more per token.
+        """
         now = self._clock()
         for request_id, of_one in groupby(events, _request_id):
             its_events = list(of_one)
@@ -106,13 +106,13 @@ class Listening:
                     stream.on_ready()
                 except Exception:
                     self._counts.num_message_errors += 1
-                    logger.exception("request %s failed", request_id)
+                    logger.exception("request %s: failed", request_id)
                     self._streams.fail(stream)
             if time.perf_counter() >= self._turn_ends_at:
                 await self._let_others()
 
     async def _let_others(self) -> None:
-        """Their turn, if this task's is over."""
+        """Yield to other tasks if this task's time slice has ended."""
         if time.perf_counter() >= self._turn_ends_at:
             await asyncio.sleep(0)
             self._turn_ends_at = time.perf_counter() + TURN_SECONDS

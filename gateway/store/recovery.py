@@ -1,11 +1,8 @@
-"""The task that finds again what was lost: streams' tokens in the journals, the store's requests at this gateway.
+"""The task that recovers what was lost: tokens of streams from their journals, and requests that the store lost.
 
-A stream is read from its journal when it has a hole, after every (re)subscribe, and after 2 s of quiet. A request whose
-hash is gone from the store, though nobody cancelled it, is accepted anew with the tokens already sent. What another
-attempt had made meanwhile may still be on its way: the stream is set aside until a mark behind it has come.
-
-A token's way back where it is not the straight one: after a lost message, a takeover by another worker, or the loss of
-the store. It knows no HTTP, and never speaks to a worker.
+A stream's journal is read after a gap, after each (re)subscription, and after 2 s without events. A request whose hash
+is gone from the store, although it was not cancelled, is accepted again with the tokens already sent. Events of the
+previous attempt may still arrive, so the stream is set aside until a mark published after them has arrived.
 """
 
 import asyncio
@@ -32,7 +29,7 @@ from shared.ticks import until_tick
 QUIET_SECONDS = 2.0
 TICK_SECONDS = 0.5
 BATCH_REQUESTS = 64
-TORN_MESSAGE = "the store lost tokens that were sent already, and the answer went on in another way"
+DIVERGED_MESSAGE = "the store lost tokens that were already sent, and the answer continued with different ones"
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +57,10 @@ class Recovery:
         self._clock = clock
 
     async def run(self, wake: asyncio.Event, duties: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """Owner task: at every wake, or tick, what else is due with the store, then what streams miss. `duties` may
-        raise the store's errors, and are repeated then."""
+        """At every wake or tick, run `duties`, then recover streams. Runs as an owner task.
+
+        Store errors of a duty are logged, and everything is repeated.
+        """
         backoff = Backoff()
         while True:
             with suppress(TimeoutError):
@@ -73,13 +72,18 @@ class Recovery:
                     await duty()
                 await self._catch_up()
                 backoff.reset()
-            except (RedisError, OSError) as error:  # of a store that cannot be used, FleetClock ends the process
-                logger.warning("cannot read journals: %s", error)
+            except (RedisError, OSError) as error:  # if the store is unusable, FleetClock ends the process
+                logger.warning("recovery: store error: %s", error)
                 await asyncio.sleep(backoff.next_delay())
 
     async def attach(self, streams: Sequence[ResponseStream]) -> None:
-        """The streams of a kept answer go on from their journals, or have their end at once (`had_ended`). Raises
-        RequestGone, FormatError and the store's errors."""
+        """Continue the streams of a kept answer from their journals, or end them at once (`had_ended`).
+
+        Raises:
+            RequestGone: If the store does not have a request.
+            FormatError: If a stored answer is unreadable.
+            RedisError, OSError: If the store fails.
+        """
         for stream in streams:
             if await self._attach(stream):
                 self._streams.mark_behind([stream])
@@ -94,9 +98,9 @@ class Recovery:
         status = await self._acceptance.attach(stream, again=again)
         if status is AttachStatus.QUEUED_AGAIN:
             self._counts.num_restored_requests += 1
-            logger.warning("request %s was ended while this gateway was cut off: it goes on", stream.request_id)
+            logger.warning("request %s: ended while this gateway was disconnected; requeued", stream.request_id)
         if stream not in self._streams:
-            self._withdrawals.add(stream)  # released meanwhile
+            self._withdrawals.add(stream)  # released while the call ran
         return bool(status)
 
     async def _catch_up(self) -> None:
@@ -109,7 +113,7 @@ class Recovery:
         for stream in due:
             if stream.terms and stream.last_heard <= quiet_since:
                 with self._only(stream):
-                    await self._attach(stream, again=True)  # the worker may not know of this gateway, or it was ended
+                    await self._attach(stream, again=True)  # the worker may have missed this gateway, or ended it
         for start in range(0, len(due), BATCH_REQUESTS):
             await self._read_journals(due[start : start + BATCH_REQUESTS])
 
@@ -127,25 +131,25 @@ class Recovery:
                 raise reply
         stream.last_heard = self._clock()
         if stream.epoch != epoch:
-            return  # what was read is no more; it is behind
+            return  # the journal was replaced; the stream is still marked
         if is_missing(stored):
             await self._restore(stream)
             return
         stream.is_behind = False
-        self._calls.own(self._replay_alone(stream, epoch, stored, journal))  # nobody waits for another's long journal
+        self._calls.own(self._replay_alone(stream, epoch, stored, journal))  # a long journal must not delay others
         if stream.is_set_aside:
-            await self._acceptance.publish_mark(stream)  # the one before was lost, or is on its way
+            await self._acceptance.publish_mark(stream)  # the previous mark was lost, or is still in flight
 
     @contextmanager
     def _only(self, stream: ResponseStream) -> Iterator[None]:
-        """An error that a repeat cannot help ends this stream, and is counted."""
+        """End and count only this stream on an error that a retry cannot fix."""
         try:
             yield
         except Exception as error:
             if is_transient(error):
                 raise
             self._counts.num_message_errors += 1
-            logger.exception("request %s failed", stream.request_id)
+            logger.exception("request %s: failed", stream.request_id)
             self._streams.fail(stream)
 
     async def _replay_alone(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
@@ -156,48 +160,50 @@ class Recovery:
         try:
             answer = await self._archive.decoded(stream.request, stored, journal, stream.num_known)
             if stream.epoch != epoch:
-                return  # that journal is no more
+                return  # the journal was replaced
             if needs_of(stream.request) and was_refused_as_unreadable(answer[1]):
                 await self._submit_to_newer(stream)
                 return
-            is_behind = stream.is_behind  # by what was heard meanwhile
+            is_behind = stream.is_behind  # from events that arrived while decoding
             stream.offer_journal(*answer)
             stream.is_behind |= is_behind
             if stream.is_torn:
                 await self._mend(stream)
         except FormatError as error:
-            logger.error("request %s cannot be read back: %s", stream.request_id, error)
+            logger.error("request %s: journal unreadable: %s", stream.request_id, error)
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))
             self._withdrawals.add(stream)
         self._streams.settle(stream)
 
     async def _restore(self, stream: ResponseStream) -> None:
-        """The store lost the request, unless it had ended: then it has expired, and nothing is left to be done."""
+        """Accept the request again; if it had ended, it has expired, and its reader gets an error."""
         if stream not in self._streams:
-            return  # cancelled or ended meanwhile
+            return  # cancelled or ended by now
         if stream.had_ended:
             event = ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is no longer kept")
             self._streams.end(stream, event)
             return
         await self._accept_anew(stream)
         self._counts.num_restored_requests += 1
-        logger.warning("request %s was lost by the store and is accepted anew", stream.request_id)
+        logger.warning("request %s: lost by the store; accepted again", stream.request_id)
 
     async def _mend(self, stream: ResponseStream) -> None:
-        """Torn: the store lost the end of its journal, and a worker went on otherwise. The request is taken back and
-        given to the store with the tokens that its reader has, to go on behind them. Where that cannot be, the answer
-        is in the store as it ended, or as others read it: this reader alone gets an error."""
-        stream.is_behind = True  # until this is done: a reply may be lost
+        """Repair a diverged stream: the store lost the end of its journal, and a worker generated other tokens.
+
+        The request is withdrawn and accepted again with the tokens that its reader has. If it has ended, or others read
+        it, the stored answer stays and only this reader gets an error.
+        """
+        stream.is_behind = True  # until this is done, because a reply may be lost
         was_taken_back = await self._acceptance.take_back(stream)
         self._counts.num_torn_streams += 1
         if was_taken_back:
             await self._accept_anew(stream)
         else:
-            self._streams.end(stream, ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, TORN_MESSAGE))
+            self._streams.end(stream, ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, DIVERGED_MESSAGE))
 
     async def _submit_to_newer(self, stream: ResponseStream) -> None:
-        """A worker older than the request's needs read it before this gateway knew of the worker."""
-        stream.is_behind = True  # until this is done: a reply may be lost
+        """Accept the request again for newer workers: a worker without its capabilities had claimed it."""
+        stream.is_behind = True  # until this is done, because a reply may be lost
         if self._acceptance.can_serve(stream.request):
             await self._acceptance.forget(stream)
             await self._accept_anew(stream)
@@ -209,4 +215,4 @@ class Recovery:
         self._streams.set_aside(stream)
         await self._acceptance.restore(stream)
         if stream not in self._streams:
-            self._withdrawals.add(stream)  # released meanwhile
+            self._withdrawals.add(stream)  # released while the call ran

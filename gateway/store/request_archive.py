@@ -1,7 +1,6 @@
-"""The requests that the store has, running or ended, read by id or by their clients' own names: what was asked, how
-far each is, how it ended. What cannot be read is a FormatError.
+"""Requests in the store, running or ended, read by id or by client name: the request, its progress, and its end.
 
-A takeover's last step here, and the way in of who reads a kept answer. It knows no client, no stream and no format.
+Data that cannot be decoded raises FormatError.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -37,9 +36,9 @@ class StoredRequest:
     state: str  # queued | running | done
     owner_key_hash: str
     record: bytes  # empty for a request that is not kept
-    num_tokens: int  # of all choices, as far as they have come; not the tokens, which are megabytes
+    num_tokens: int  # of all choices so far; not the tokens themselves, which can be megabytes
     terminal: TerminalEvent | None
-    was_cancelled: bool = False  # by somebody who asked for that, not because its readers had gone
+    was_cancelled: bool = False  # by an explicit cancel, not because its readers had gone
 
 
 class RequestArchive:
@@ -50,7 +49,12 @@ class RequestArchive:
         self._pool = FairPool(DECODING_THREADS)
 
     async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:
-        """The requests that there are. Raises StoreUnavailable, and FormatError for what cannot be read."""
+        """Return the requests with these ids, in order; None for each that the store does not have.
+
+        Raises:
+            StoreUnavailable: If the store does not answer.
+            FormatError: If a stored request is unreadable.
+        """
         replies = await self._calls.ask(self.read(list(request_ids), FIELDS))
         return [
             await self.decode(_owner_of(fields), _length_of(journal), partial(stored_request, fields, journal))
@@ -58,36 +62,40 @@ class RequestArchive:
         ]
 
     async def keeps(self, request_id: str) -> bool:
-        """Return whether what was asked and answered is still there. Raises StoreUnavailable."""
+        """Return whether the request and its answer are still stored. Raise StoreUnavailable."""
         owner: Any = await self._calls.ask(self._read_owner(request_id))
         return owner is not None
 
     async def decoded(
         self, request: GenerationRequest, stored: Any, journal: Any, known: Sequence[int] = ()
     ) -> tuple[list[StoredChoice], TerminalEvent | None]:
-        """As stored_answer(), long ones beside the event loop. Raises FormatError."""
+        """Return stored_answer(); long ones are decoded in a thread. Raise FormatError."""
         work = partial(stored_answer, request, stored, journal, known)
         return await self.decode(request.tenant, _length_of(journal), work)
 
     async def decode(self, key: Hashable, num_bytes: int, decode: Callable[[], _Decoded]) -> _Decoded:
-        """Return or raise what `decode` does. Long ones are decoded beside the event loop, at 20 us a token with
-        its log-probabilities: those of one key wait for each other, and for nobody else's."""
+        """Return or raise what `decode` does; run it in a thread if `num_bytes` is large.
+
+        A token with log-probabilities takes 20 us. Work of one key waits only for other work of the same key.
+        """
         return await self._pool.run(key, num_bytes, decode, may_refuse=False)
 
     def close(self) -> None:
         self._pool.close()
 
     async def erase(self, request_ids: Iterable[str]) -> None:
-        """Erase what was asked and answered, of requests that have ended. That they have is told a while longer, to
-        gateways that still read them. Raises StoreUnavailable."""
+        """Erase the content of requests that have ended, and their answers.
+
+        Their end stays a while longer, for gateways that still read them. Raise StoreUnavailable.
+        """
         await self._calls.ask(self._erase(list(request_ids)))
 
     async def named(self, digest: str) -> tuple[str, str] | None:
-        """(id, fingerprint) of the request that a client's own name stands for. Raises StoreUnavailable."""
+        """Return (id, fingerprint) of the request that has this client's name, or None. Raise StoreUnavailable."""
         return await self._calls.ask(self._read_name(digest))
 
     async def forget(self, request_ids: Iterable[str], name: str) -> None:
-        """Requests that have ended, and their client's name for them. What is not forgotten now expires by itself."""
+        """Delete requests that have ended, and their client's name. What is not deleted now expires by itself."""
         keys = [key for id_ in request_ids for key in (self._keys.request(id_), self._keys.journal(id_))]
         with suppress(StoreUnavailable):
             await self._calls.ask(self._unlink([*keys, self._keys.client_name(name)]))
@@ -96,8 +104,11 @@ class RequestArchive:
         await self._redis.unlink(*keys)
 
     async def read(self, request_ids: list[str], fields: Iterable[str]) -> list[tuple[Any, Any]]:
-        """Fields of the hash, and the journal; either may be the server's error. The hash is read first: if it tells
-        the end, the journal read after it is whole. For tasks of the gateway's own only."""
+        """Return fields of the hash, and the journal, of each request; either may be the server's error.
+
+        The hash is read first: if it contains the end, the journal read after it is complete. Call it only from the
+        gateway's own tasks, which are not cancelled with a client.
+        """
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request_id in request_ids:
                 pipeline.hmget(self._keys.request(request_id), list(fields))
@@ -130,15 +141,24 @@ def _owner_of(fields: Any) -> bytes:
 
 
 def is_missing(stored: Any) -> bool:
-    """`stored`: the values of fields that begin with the state, or the server's error."""
+    """Return whether the store has no such request; `stored` is field values, state first, or the server's error."""
     return isinstance(stored, list) and stored[0] is None
 
 
 def stored_answer(
     request: GenerationRequest, stored: Any, journal: Any, known: Sequence[int] = ()
 ) -> tuple[list[StoredChoice], TerminalEvent | None]:
-    """`stored`: state and terminal event, or the server's error; `journal`: its bytes, None, or the error; `known`: as
-    journal_choices() has it."""
+    """Decode an answer: its choices and its end, if it has ended.
+
+    Args:
+        request: The request.
+        stored: Values of STORED_END, or the server's error.
+        journal: The journal's bytes, None, or the server's error.
+        known: See journal_choices().
+
+    Raises:
+        FormatError: If anything is unreadable, or is an error.
+    """
     for reply in (stored, journal):
         if isinstance(reply, Exception):
             raise FormatError(str(reply)) from reply
@@ -147,12 +167,12 @@ def stored_answer(
         return choices, None
     terminal = decode_terminal_event(stored[1] or b"")
     if terminal.request_id != request.request_id:
-        raise FormatError(f"the stored end is that of {terminal.request_id}")
+        raise FormatError(f"the stored end belongs to request {terminal.request_id}")
     return choices, terminal
 
 
 def stored_request(fields: Sequence[Any] | Exception, journal: Any) -> StoredRequest | None:
-    """None if the store does not have it. `fields`: the values of FIELDS."""
+    """Decode the values of FIELDS; None if the store does not have the request. Raise FormatError."""
     if isinstance(fields, Exception):
         raise FormatError(str(fields)) from fields
     state, _, body, owner, record, asked = fields

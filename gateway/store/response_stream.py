@@ -1,12 +1,10 @@
-"""The events of one request, put in order: each token index of each choice once, then exactly one terminal event.
+"""The events of one request, in order: each token index of each choice once, then exactly one terminal event.
 
-Pure bookkeeping between the client's tasks, which offer what they hear or read from the journal, and one reader. It
-keeps every token it has: 4 bytes each, at most max_tokens of them a choice, so a slow reader costs nothing more and a
-store that lost its memory can be given the answer's beginning back. Log-probabilities, which stay bytes here, are a
-hundred times as much: those that were read are kept only where others may ask for them, and a reader that lags by
-MAX_UNREAD_SCORES of them is given nothing more until it has caught up; then the journal has the rest.
-
-A chat's way in ends at it, a token's way back begins there. It knows no Redis and no text.
+Pure bookkeeping between the tasks that add events, from pub/sub or the journal, and one reader. It keeps every token
+(4 bytes each, at most max_tokens per choice): a slow reader costs nothing more, and a store that lost its memory can
+get the beginning of the answer back. Log-probabilities stay encoded and take a hundred times as much. Once read, they
+are kept only if other clients may read them; a reader that lags by MAX_UNREAD_SCORES of them gets the rest from the
+journal after it has caught up.
 """
 
 import asyncio
@@ -33,31 +31,34 @@ from shared.messages import (
 )
 from shared.new_requests import RetentionTerms
 
-MAX_UNREAD_SCORES = 2_048  # tokens of a choice, each with the log-probabilities of up to 21: about 1 MB
-# Tokens of one event: to read, understand and write them takes 15 us each, or 40 with 20 log-probabilities.
+MAX_UNREAD_SCORES = 2_048  # tokens per choice, each with up to 21 log-probabilities: about 1 MB
+# Tokens per event: reading, parsing, and writing take 15 us per token, or 40 us with 20 log-probabilities.
 MAX_READ_TOKENS = 64
 MAX_READ_SCORES = 16
 
 
 class _ChoiceTokens:
-    """The tokens of one choice, and how many of them its reader has."""
+    """The tokens of one choice, and how many of them the reader has."""
 
     def __init__(self, index: int, *, keeps_logprobs: bool) -> None:
         self.index = index
-        self._keeps_logprobs = keeps_logprobs  # when they were read
+        self._keeps_logprobs = keeps_logprobs  # after they were read
         self.tokens = array("i")
-        self.logprobs: dict[int, EncodedLogprobs] = {}  # by index, where the request asks for them
+        self.logprobs: dict[int, EncodedLogprobs] = {}  # by index, if requested
         self.finish_reason: FinishReason | None = None
-        self.is_queued = False  # something of it waits for the reader
+        self.is_queued = False  # the reader has something to read
         self._num_read = 0
-        self._next: TokenEvent | None = None  # all that waits, as it came
+        self._next: TokenEvent | None = None  # everything unread, if it came in one event
 
     @property
     def num_unread(self) -> int:
         return len(self.tokens) - self._num_read
 
     def takes_whole(self, event: TokenEvent) -> bool:
-        """Tokens right behind what the reader has, as nearly all are: read as they came. False: not taken."""
+        """Take an event that continues directly after the read tokens, as nearly all do; return False if it does not.
+
+        Such an event is passed to the reader unchanged.
+        """
         token_ids = event.token_ids
         if self.is_queued or event.index != len(self.tokens) or not 0 < len(token_ids) <= MAX_READ_TOKENS:
             return False
@@ -70,7 +71,7 @@ class _ChoiceTokens:
         return True
 
     def take(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
-        """Tokens that follow those it has; whether there is anything new to read."""
+        """Append tokens; return whether there is anything new to read."""
         if self._next is not None:
             if self._next.logprobs:
                 self.keep_logprobs(dict(enumerate(self._next.logprobs, self._next.index)))
@@ -82,11 +83,11 @@ class _ChoiceTokens:
         return bool(token_ids)
 
     def keep_logprobs(self, logprobs: Mapping[int, EncodedLogprobs]) -> None:
-        """By index, until they are read; not with all of the message that each came in."""
+        """Keep log-probabilities by index until they are read, as copies that do not keep their message alive."""
         self.logprobs.update({index: encoded.copy() for index, encoded in logprobs.items()})
 
     def read_plain(self) -> TokenEvent | None:
-        """All that waits, if it is one event of plain tokens; else None, and nothing is read."""
+        """Return everything unread if it is one event of plain tokens; else read nothing and return None."""
         return None if self._next is None or self._next.logprobs else self._read_whole()
 
     def _read_whole(self) -> TokenEvent | None:
@@ -96,7 +97,7 @@ class _ChoiceTokens:
         return event
 
     def read(self, request_id: str) -> TokenEvent:
-        """The tokens that came since the last read, or the first of them: then it is still queued."""
+        """Return the unread tokens, at most one event's; `is_queued` stays set if more remain."""
         if (event := self._read_whole()) is not None:
             return event
         start = self._num_read
@@ -112,13 +113,13 @@ class _ChoiceTokens:
         return TokenEvent(request_id, start, token_ids, self.index, finish_reason, logprobs)
 
     def frame(self) -> JournalFrame:
-        """All there is so far, as a journal has it."""
+        """Return everything so far as a journal frame."""
         logprobs = self._logprobs_of(0, len(self.tokens))
         extras = None if logprobs is None else JournalExtras(logprobs)
         return JournalFrame(0, self.tokens.tolist(), extras, self.index, self.finish_reason)
 
     def _logprobs_of(self, start: int, end: int) -> list[EncodedLogprobs] | None:
-        """None also where a token has none, as from a worker that does not know of them."""
+        """Return them for tokens `start` to `end`; None if any token has none, as from an older worker."""
         if not self.logprobs:
             return None
         known = [self.logprobs[index] for index in range(start, end) if index in self.logprobs]
@@ -126,24 +127,24 @@ class _ChoiceTokens:
 
 
 class ResponseStream(AsyncIterator[StreamEvent]):
-    """The events of one request. It has many members because listening, recovery and its reader share this state."""
+    """The events of one request. It has many members because listening, recovery, and the reader share its state."""
 
     def __init__(self, request: GenerationRequest, terms: RetentionTerms | None = None) -> None:
         self.request = request
-        self.terms = terms  # of a request that others can attach to
+        self.terms = terms  # if other clients can attach to the request
         self.is_accepted = False
-        self.had_ended = False  # in the store, before this reader came: all there is of it is there
-        self.waits = False  # nothing of it has come; kept by the client's table
-        self.has_begun = False  # a worker is known to have it; kept by the client
-        self.is_behind = False  # a token or the end is known to be missing: the journal must be read
-        self.lags = False  # the reader does: until it has caught up, nothing more is taken
-        self.is_torn = False  # other tokens came for places that the reader has: only the journal decides
-        self.on_caught_up: Callable[[], None] = _nobody_listens  # it is behind the journal now; must not raise
-        self.last_heard = 0.0  # monotonic seconds; kept by the client
-        self.epoch = 0  # of its journal: it begins anew when the request is accepted anew; kept by the client
-        self.is_set_aside = False  # what is heard of it may be of the epoch before; kept by the client
+        self.had_ended = False  # the request had ended in the store before this reader attached
+        self.waits = False  # no token has come yet; set by StreamTable
+        self.has_begun = False  # a worker has it; set by OverdueRequests
+        self.is_behind = False  # a token or the end is missing: the journal must be read
+        self.lags = False  # the reader does: nothing more is taken until it has caught up
+        self.is_torn = False  # other tokens came for indexes that the reader has: only the journal decides
+        self.on_caught_up: Callable[[], None] = _ignore  # the lagging reader has caught up; must not raise
+        self.last_heard = 0.0  # monotonic seconds; set by the tasks that add events
+        self.epoch = 0  # of its journal, which starts again when the request is accepted again; set by StreamTable
+        self.is_set_aside = False  # published events may be of the previous epoch; set by StreamTable
         self.num_repeated_tokens = 0
-        self.prompt_logprobs: dict[int, EncodedLogprobs] = {}  # by index in the prompt; complete before the first token
+        self.prompt_logprobs: dict[int, EncodedLogprobs] = {}  # by prompt index; complete before the first token
         num_choices = request.sampling.n
         self._choices = [_ChoiceTokens(index, keeps_logprobs=terms is not None) for index in range(num_choices)]
         self._unread: deque[_ChoiceTokens] = deque()
@@ -152,7 +153,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         scores = request.sampling.prompt_logprobs is not None
         self._num_prompt_scores = len(request.prompt_token_ids) - 1 if scores else 0
         self._only = self._choices[0] if num_choices == 1 and not scores else None
-        self.on_ready: Callable[[], None] = _nobody_listens  # something can be read; must not raise
+        self.on_ready: Callable[[], None] = _ignore  # something can be read; must not raise
 
     @property
     def request_id(self) -> str:
@@ -160,7 +161,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
 
     @property
     def frames(self) -> list[JournalFrame]:
-        """All there is so far, as a journal has it."""
+        """Everything so far, as journal frames."""
         frames = [choice.frame() for choice in self._choices if choice.tokens or choice.finish_reason]
         if scores := _scores_from_the_start(self.prompt_logprobs):
             frames.insert(0, JournalFrame(0, [], JournalExtras(prompt_logprobs=scores)))
@@ -172,7 +173,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
 
     @property
     def num_known(self) -> list[int]:
-        """Tokens of each choice."""
+        """Number of tokens of each choice."""
         return [len(choice.tokens) for choice in self._choices]
 
     @property
@@ -180,8 +181,10 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         return self._terminal is not None
 
     def add_event(self, event: StreamEvent) -> None:
-        """An event from pub/sub: in order, repeated, or after a hole. `on_ready` is the caller's to call, once for all
-        that came together."""
+        """Add an event from pub/sub: in order, repeated, or after a gap.
+
+        The caller calls the listener, once for all events that came together.
+        """
         if self._terminal is not None or self.lags or self.is_torn:
             return
         if isinstance(event, TokenEvent):
@@ -205,8 +208,10 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             self.is_behind = True
 
     def offer_journal(self, choices: Sequence[StoredChoice], terminal: TerminalEvent | None) -> None:
-        """The journal from its beginning, and the stored end; the end must have been read before the journal. One that
-        tells other tokens than the reader has leaves the stream torn, and nothing of it is taken."""
+        """Add the journal from its beginning, and the stored end, which must have been read before the journal.
+
+        If its tokens differ from those that the reader has, nothing is taken and the stream is marked as diverged.
+        """
         if self.has_ended:
             return
         self.is_torn = self._differs(choices, terminal)
@@ -232,7 +237,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.on_ready()
 
     def read(self) -> StreamEvent | None:
-        """Tokens of a choice that came since the last read, many in one event; the end once; None: nothing now."""
+        """Return the unread tokens of a choice in one event, or the end (once), or None if there is nothing now."""
         if self._unread:
             choice = self._unread.popleft()
             event = choice.read(self.request.request_id)
@@ -248,7 +253,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         return self._terminal
 
     def read_whole(self) -> TokenEvent | None:
-        """All there is to read, if that is one event of plain tokens, as nearly always; else None: read()."""
+        """Return everything unread if it is one event of plain tokens, as nearly always; else None: use read()."""
         unread = self._unread
         if len(unread) != 1 or self._terminal is not None or self.lags:
             return None
@@ -273,7 +278,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         logprobs: Mapping[int, EncodedLogprobs] | None,
     ) -> None:
         if index >= len(self._choices):
-            return  # not of this request's choices
+            return  # no such choice
         choice = self._choices[index]
         if start > len(choice.tokens):
             self.is_behind = True
@@ -296,7 +301,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             self._unread.append(choice)
 
     def _differs(self, choices: Sequence[StoredChoice], terminal: TerminalEvent | None) -> bool:
-        """A journal that is only shorter than what the reader has may still become the same, but for one at its end."""
+        """Return whether a journal has other tokens than the reader; one that is only shorter may still grow."""
         is_whole = isinstance(terminal, FinishEvent) and terminal.reason is not FinishReason.CANCELLED
         for choice, stored in zip(self._choices, choices, strict=False):
             num_both = min(len(choice.tokens), len(stored.token_ids))
@@ -307,14 +312,14 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         return False
 
     def _is_complete(self, terminal: TerminalEvent) -> bool:
-        """An error does not tell how many tokens came before it, so the journal is asked."""
+        """Return whether all tokens before the end have come; an error has no count, so the journal must be read."""
         if self.is_behind or isinstance(terminal, ErrorEvent):
             return False
         has_all_scores = len(self.prompt_logprobs) >= self._num_prompt_scores
         return has_all_scores and terminal.usage.completion_tokens == self.num_tokens
 
 
-def _nobody_listens() -> None:
+def _ignore() -> None:
     pass
 
 
@@ -323,7 +328,7 @@ class Readable(Protocol):
 
 
 async def wait_for_events(streams: Iterable[Readable]) -> None:
-    """Until one of them may have something to read."""
+    """Wait until one of the streams may have something to read."""
     waiting = asyncio.get_running_loop().create_future()
 
     def wake() -> None:
@@ -336,7 +341,7 @@ async def wait_for_events(streams: Iterable[Readable]) -> None:
 
 
 def _scores_from_the_start(by_index: Mapping[int, EncodedLogprobs]) -> PromptLogprobs | None:
-    """As far as they leave out none."""
+    """Return the log-probabilities of the prompt up to the first that is missing."""
     tokens: list[EncodedLogprobs] = []
     while (index := len(tokens) + 1) in by_index:
         tokens.append(by_index[index])
@@ -346,6 +351,6 @@ def _scores_from_the_start(by_index: Mapping[int, EncodedLogprobs]) -> PromptLog
 def cancelled_event(
     stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
 ) -> FinishEvent:
-    """The end as the reader sees it when this gateway withdraws the request. `ended_at`: Unix seconds."""
+    """Return the end that the reader sees when this gateway withdraws the request; `ended_at` is in Unix seconds."""
     usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=stream.num_tokens)
     return FinishEvent(stream.request_id, reason, usage, ended_at)

@@ -1,8 +1,6 @@
-"""Calls of the store, each in a task of its own: a cancelled handler must not leave a reply behind for the next caller.
+"""Store calls, each in its own task, so that a cancelled handler leaves no reply on the connection for the next caller.
 
-Also the errors that callers see instead of redis-py's.
-
-A chat's way in, around every call of the store. It knows no key and no script.
+Also the errors that callers get instead of redis-py's.
 """
 
 import asyncio
@@ -21,41 +19,41 @@ _Result = TypeVar("_Result")
 
 
 class InferenceError(Exception):
-    """A request that was not accepted, or a store that does not answer."""
+    """Base of the errors of this package."""
 
 
 class Refused(InferenceError):
-    """The store has nothing of it."""
+    """The request was not accepted; the store has nothing of it."""
 
 
 class QueueFull(Refused):
-    """The queue of its class is at its cap (answer 503 with Retry-After)."""
+    """The queue of the request's class is at its cap (answer 503 with Retry-After)."""
 
 
 class NeedsNewerWorker(Refused):
-    """No ready worker has the capabilities that it needs (answer 503 with Retry-After)."""
+    """No ready worker has the capabilities that the request needs (answer 503 with Retry-After)."""
 
 
 class QueueShareFull(Refused):
-    """Its key holds as many queue places as it may (answer 429 with Retry-After)."""
+    """The key holds its share of the queue (answer 429 with Retry-After)."""
 
     def __init__(self, max_places: int, num_places: int) -> None:
-        """`max_places`: of the key now; `num_places`: of all keys together."""
-        super().__init__(f"{max_places} of {num_places} places")
+        """Create the error; the key may hold `max_places` now, of `num_places` for all keys together."""
+        super().__init__(f"at most {max_places} of {num_places} queue places now")
         self.max_places = max_places
         self.num_places = num_places
 
 
 class ShareFull(Refused):
-    """Its key holds as much in the store as it may (answer 429 with Retry-After)."""
+    """The key holds its share of the store's memory (answer 429 with Retry-After)."""
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(f"{max_bytes} bytes")
+        super().__init__(f"at most {max_bytes} bytes of the store now")
         self.max_bytes = max_bytes
 
 
 class RequestGone(InferenceError):
-    """A kept request that the store does not have any more, or never had."""
+    """The store does not have this kept request, or not any more."""
 
 
 class StoreUnavailable(InferenceError):
@@ -73,14 +71,14 @@ class StoreCalls:
         return task
 
     async def ask(self, call: Coroutine[Any, Any, _Result]) -> _Result:
-        """Its result; the call goes on when the caller is cancelled. Raises StoreUnavailable."""
+        """Return the result of `call`, which continues if the caller is cancelled. Raise StoreUnavailable."""
         try:
             return await asyncio.shield(self.own(call))
         except (RedisError, OSError) as error:
             raise StoreUnavailable(str(error)) from error
 
     async def finish(self, call: Coroutine[Any, Any, Any]) -> None:
-        """It goes on when the caller is cancelled, and raises what it raises."""
+        """Wait for `call`, which continues if the caller is cancelled; raise what it raises."""
         await asyncio.shield(self.own(call))
 
     async def try_within(self, seconds: float, call: Coroutine[Any, Any, Any]) -> None:
@@ -95,4 +93,4 @@ class StoreCalls:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, (InferenceError, NameTaken, RedisError, OSError)):
-            logger.critical("a task of the inference client failed", exc_info=error)
+            logger.critical("inference client: task failed", exc_info=error)

@@ -1,7 +1,6 @@
-"""The store is asked: how full its memory and its queues are, whether it takes writes, what time the fleet has.
+"""Reads the state of the store: memory and queue usage, whether it takes writes, and the fleet's clock.
 
-A chat's way in asks for room before anything is encoded; probes, metrics and deadlines ask the rest. It knows no
-request.
+Admission uses the memory state before a prompt is encoded; probes, metrics, and deadlines use the rest.
 """
 
 import logging
@@ -26,22 +25,22 @@ POLL_SECONDS = 1.0
 
 
 class StoreMemory:
-    """Is there room for new requests? Refusing early keeps room for the tokens of those that are running.
+    """Whether the store has room for new requests.
 
-    A store at its maxmemory refuses every write, so that streams stop which were promised an end. New requests are
-    therefore refused from CLOSE_AT_RATIO on, and taken again below REOPEN_AT_RATIO: the gap spares clients a flapping
-    door. A store without a maxmemory grows until its machine ends it, with all that was accepted since its file was
-    written: the machine's memory is its limit then, and that there is no nearer one is warned of.
+    A store at its maxmemory refuses every write, which would stop accepted streams. New requests are therefore refused
+    from CLOSE_AT_RATIO on and taken again below REOPEN_AT_RATIO; the gap prevents flapping. A store without maxmemory
+    grows until the kernel kills it, and loses everything since its last save: the machine's memory is then the limit,
+    and a warning is logged.
     """
 
     def __init__(self) -> None:
-        self.used_ratio = 0.0  # of its maxmemory, or of its machine's, as last read; 0 before
-        self.max_bytes = 0  # that those are; 0 before, or while nobody says
+        self.used_ratio = 0.0  # of maxmemory, or of the machine's memory, as last read; 0 before
+        self.max_bytes = 0  # maxmemory, or the machine's memory; 0 while unknown
         self.has_room = True
         self._is_warned = False
 
     def update(self, used_bytes: int, max_bytes: int, system_bytes: int = 0) -> None:
-        """`max_bytes`: maxmemory, 0 for none; `system_bytes`: of its machine, 0 if it does not say."""
+        """Update from INFO memory; `max_bytes` is maxmemory (0: none), `system_bytes` the machine's (0: unknown)."""
         if not max_bytes:
             self._warn_once(system_bytes)
         limit_bytes = max_bytes or system_bytes
@@ -50,7 +49,7 @@ class StoreMemory:
         self.has_room = self.used_ratio < (CLOSE_AT_RATIO if self.has_room else REOPEN_AT_RATIO)
 
     async def watch(self, redis: Redis) -> None:
-        """While the store does not answer, the last reading stands: submitting fails then anyway."""
+        """Poll the store. While it does not answer, the last values stay: submissions fail then anyway."""
         while True:
             try:
                 memory: Any = await redis.info("memory")
@@ -63,24 +62,24 @@ class StoreMemory:
     def _warn_once(self, system_bytes: int) -> None:
         if not self._is_warned:
             self._is_warned = True
-            machine = f"{CLOSE_AT_RATIO:.0%} of its machine's {system_bytes / 2**30:.1f} GiB"
+            machine = f"{CLOSE_AT_RATIO:.0%} of the machine's {system_bytes / 2**30:.1f} GiB"
             closes = f"closes at {machine}" if system_bytes else "never closes"
-            logger.warning("the store has no maxmemory: admission %s; give it one", closes)
+            logger.warning("store: maxmemory is not set: admission %s; set maxmemory", closes)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
     unfinished: int = 0
-    pending: int = 0  # of them, held by a worker
+    pending: int = 0  # of these, claimed by a worker
 
     @property
     def waiting(self) -> int:
-        return max(self.unfinished - self.pending, 0)  # the two are not read in one instant
+        return max(self.unfinished - self.pending, 0)  # the two are not read at the same instant
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    queues: dict[str, QueueLoad] = field(default_factory=dict)  # by class, and "resumed" and "newer"
+    queues: dict[str, QueueLoad] = field(default_factory=dict)  # by class, plus "resumed" and "newer"
     oldest_waiting_seconds: float = 0.0
     dead_letters: int = 0
 
@@ -119,7 +118,7 @@ async def _group(redis: Redis, queue: str) -> dict[str, Any] | None:
 
 
 class StoreProbe:
-    """Each of its questions raises StoreUnavailable."""
+    """Queries of the store; each raises StoreUnavailable."""
 
     def __init__(
         self,
@@ -139,11 +138,11 @@ class StoreProbe:
         return await self._calls.ask(read_queue_stats(self._redis, self._keys))
 
     async def write_seconds(self) -> float:
-        """How long one write took. A PING would still answer when writes are refused."""
+        """Return the duration of one write. A PING would succeed even if writes are refused."""
         return await self._calls.ask(self._write())
 
     async def fleet_seconds(self) -> float:
-        """Now, on the clock of deadlines."""
+        """Return the current time on the fleet's clock, which deadlines use, in seconds."""
         if not self._fleet_clock.is_set:
             await self._calls.ask(self._fleet_clock.tick())
         return self._fleet_clock.now()

@@ -1,8 +1,7 @@
-"""The open ResponseStreams of a gateway by request id: one, or several where clients attached to the same request.
+"""The open ResponseStreams of a gateway by request id: several if clients attached to the same request.
 
-Submission opens them, listening and recovery give them what comes, and all three end them here. `wake` tells recovery
-that one of them misses something. So it stands where a chat's way in ends and a token's way back begins. It knows no
-Redis and no HTTP.
+Submission opens streams, listening and recovery add events, and all three end them here. `wake` signals to recovery
+that a stream misses something.
 """
 
 import asyncio
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 from gateway.store.response_stream import ResponseStream
 from shared.messages import ErrorCode, ErrorEvent, TerminalEvent
 
-FAILED_MESSAGE = "the gateway failed to read the answer"
+FAILED_MESSAGE = "the gateway could not process the answer"
 
 
 @dataclass
 class DeliveryCounts:
-    """One gateway's counts of a model's deliveries; read at a scrape (gateway/metrics.py), never acted on."""
+    """One gateway's counters for a model, for metrics only (gateway/metrics.py)."""
 
     num_journal_reads: int = 0
     num_bad_messages: int = 0
@@ -30,19 +29,19 @@ class DeliveryCounts:
 
 class StreamTable:
     def __init__(self, wake: asyncio.Event) -> None:
-        self.num_waiting_tokens = 0  # of prompts of which nothing has come: counted, as each request asks
+        self.num_waiting_tokens = 0  # of prompts without a token yet; a running sum, because each request reads it
         self._by_request_id: dict[str, tuple[ResponseStream, ...]] = {}
-        self._num_repeated_tokens = 0  # of streams that are here no more
+        self._num_repeated_tokens = 0  # of removed streams
         self._wake = wake
         self._num_epochs = 0
         self._set_aside: dict[int, ResponseStream] = {}  # by epoch
-        self.on_failed: Callable[[ResponseStream], None] = lambda stream: None  # to be withdrawn from the store
+        self.on_failed: Callable[[ResponseStream], None] = lambda stream: None  # withdraws it
 
     def __len__(self) -> int:
         return sum(map(len, self._by_request_id.values()))
 
     def __iter__(self) -> Iterator[ResponseStream]:
-        """As they are now: streams may come and go while the caller iterates."""
+        """Iterate over a snapshot, because streams may be added or removed meanwhile."""
         return iter([stream for streams in self._by_request_id.values() for stream in streams])
 
     def __contains__(self, stream: ResponseStream) -> bool:
@@ -50,7 +49,7 @@ class StreamTable:
 
     @property
     def num_repeated_tokens(self) -> int:
-        """Tokens that came more than once, of all streams there have been."""
+        """Number of tokens that came more than once, of all streams so far."""
         return self._num_repeated_tokens + sum(stream.num_repeated_tokens for stream in self)
 
     def of(self, request_id: str) -> tuple[ResponseStream, ...]:
@@ -76,19 +75,19 @@ class StreamTable:
             self._set_aside.pop(stream.epoch, None)
 
     def end(self, stream: ResponseStream, terminal: TerminalEvent) -> None:
-        """For its reader; the store is not told."""
+        """End a stream for its reader only; the store is not changed."""
         stream.end(terminal)
         self.discard(stream)
 
     def fail(self, stream: ResponseStream) -> None:
-        """Its handler raised: the stream ends with an error, here and in the store, and the others go on."""
-        with suppress(Exception):  # what failed may be its reader's on_ready()
+        """End a stream with an error, here and in the store, because its handler raised."""
+        with suppress(Exception):  # the reader's on_ready() may be what failed
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, FAILED_MESSAGE))
         self.discard(stream)
         self.on_failed(stream)
 
     def settle(self, stream: ResponseStream) -> None:
-        """After it was given something: it may have begun or ended, or miss what came before."""
+        """Update the table after events were added: the stream may have begun or ended, or miss earlier events."""
         if stream.waits and stream.num_tokens:
             self._begin(stream)
         if stream.has_ended:
@@ -97,14 +96,17 @@ class StreamTable:
             self._wake.set()
 
     def _begin(self, stream: ResponseStream) -> None:
-        """Its prompt waits no more."""
+        """Remove its prompt from the waiting tokens."""
         if stream.waits:
             stream.waits = False
             self.num_waiting_tokens -= len(stream.request.prompt_token_ids)
 
     def set_aside(self, stream: ResponseStream) -> None:
-        """Its journal begins anew, behind the tokens that it has now. What is on its way to this gateway may be of the
-        one before: until the mark of its new epoch is heard, nothing is given to it but what the new journal tells."""
+        """Start a new epoch: a new journal that begins with the current tokens.
+
+        Published events still in flight may be of the old journal. Until the mark of the new epoch arrives, the stream
+        takes tokens only from the new journal.
+        """
         self._set_aside.pop(stream.epoch, None)
         self._num_epochs += 1
         self._set_aside[self._num_epochs] = stream
@@ -112,13 +114,13 @@ class StreamTable:
         stream.is_torn, stream.is_behind = False, True
 
     def begin_epoch(self, epoch: int) -> None:
-        """Its mark was heard: what was published before it has come, and what comes now is of the new journal."""
+        """Handle the mark of an epoch: everything published earlier has arrived, so new events are of this epoch."""
         if stream := self._set_aside.pop(epoch, None):
             stream.is_set_aside = False
             self.mark_behind([stream])
 
     def mark_behind(self, streams: Iterable[ResponseStream]) -> None:
-        """Nobody knows what they miss: their journals do."""
+        """Have recovery read the journals of these streams."""
         for stream in streams:
             stream.is_behind = True
         self._wake.set()

@@ -1,14 +1,12 @@
-"""Requests in: stored and queued before anybody reads of them, withdrawn when their reader lets go.
+"""Submits requests: stored and queued before any client sees them, withdrawn when their reader releases them.
 
-    stream = await submission.submit(request)  # the HTTP 200 goes out only after this returned; submit_all() of several
+    stream = await submission.submit(request)  # send the HTTP 200 only after this returned; submit_all() for several
     async for event in stream: ...             # TokenEvents in order, each index once, then one FinishEvent|ErrorEvent
     await submission.release(stream)           # required if the reader leaves early; it sees FinishEvent(CANCELLED)
 
-A request that is submitted with RetentionTerms can be attached to, here and at other gateways, while it runs and after
-its end; it is cancelled when the last of its holders lets go.
-No Redis call runs in a request's own task: a cancelled handler must not leave a reply behind for the next caller.
-
-A chat's way in, where it is handed to the store. It knows no text and no HTTP.
+A request submitted with RetentionTerms can be attached to from any gateway while it runs and after its end. It is
+cancelled when its last holder releases it. No Redis call runs in a request's own task: a cancelled handler must not
+leave a reply on the connection for the next caller.
 """
 
 import asyncio
@@ -53,7 +51,7 @@ class Submission:
         self._clock = clock
 
     async def submit(self, request: GenerationRequest, *, terms: RetentionTerms | None = None) -> ResponseStream:
-        """submit_all() of one."""
+        """Submit one request; see submit_all()."""
         (stream,) = await self.submit_all([request], [terms] if terms else [])
         return stream
 
@@ -63,10 +61,20 @@ class Submission:
         terms_of_each: Sequence[RetentionTerms] = (),
         share: Share | None = None,
     ) -> list[ResponseStream]:
-        """Store the requests of one answer, all or none; `terms_of_each`: if it is kept; `share`: what their key may
-        hold. Raises QueueFull, ShareFull, StoreUnavailable or NameTaken; safe to cancel (they are withdrawn then)."""
+        """Store the requests of one answer, all or none. Safe to cancel: the requests are then withdrawn.
+
+        Args:
+            requests: The requests, one per prompt.
+            terms_of_each: One per request if the answer is kept; else empty.
+            share: What the key may hold in the store; None for no limit.
+
+        Raises:
+            Refused: If a limit or the fleet's capabilities do not allow it.
+            StoreUnavailable: If the store does not answer.
+            NameTaken: If the client's name already has another answer.
+        """
         self._acceptance.check_room(self._streams.num_waiting_tokens, requests)
-        # Before ACCEPT: a worker may be faster than our reply.
+        # Before ACCEPT, because a worker may be faster than its reply.
         streams = [self._open(request, terms) for request, terms in zip_longest(requests, terms_of_each)]
         await self._opened(streams, self._acceptance.accept(streams, share))
         return streams
@@ -74,9 +82,18 @@ class Submission:
     async def attach_all(
         self, requests: Sequence[GenerationRequest], terms_of_each: Sequence[RetentionTerms]
     ) -> list[ResponseStream]:
-        """Read the requests of a kept answer, each from its first token; each `terms.holder` is a new one. What had
-        ended in the store before says so (`had_ended`). Raises StoreUnavailable, or RequestGone for one that is there
-        no more; safe to cancel."""
+        """Read the requests of a kept answer, each from its first token. Safe to cancel.
+
+        A stream whose request had already ended in the store has `had_ended`.
+
+        Args:
+            requests: The requests, one per prompt.
+            terms_of_each: One per request, each with a new holder.
+
+        Raises:
+            RequestGone: If the store does not have a request.
+            StoreUnavailable: If the store does not answer.
+        """
         streams = [self._open(request, terms) for request, terms in zip(requests, terms_of_each, strict=True)]
         await self._opened(streams, self._recovery.attach(streams))
         return streams
@@ -84,10 +101,15 @@ class Submission:
     async def release(
         self, stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
     ) -> None:
-        """Let go of a request that has not ended: it ends for this `reason`, unless somebody else holds it, and at this
-        time (Unix seconds).
+        """Release a request that has not ended; it ends unless it has another holder.
 
-        Never raises for the store: repeated until it answers."""
+        Store errors are not raised: the call is repeated until the store answers.
+
+        Args:
+            stream: The request.
+            reason: Why the request ends.
+            ended_at: When it ended, in Unix seconds; 0 if unknown.
+        """
         if stream in self._streams:
             terminal = cancelled_event(stream, reason, ended_at)
             self._streams.end(stream, terminal)
@@ -95,7 +117,7 @@ class Submission:
             await self._calls.finish(self._withdrawals.send())
 
     async def cancel(self, request: GenerationRequest) -> None:
-        """End a request, whoever holds it. Never raises for the store: repeated until it answers."""
+        """End a request for all its holders. Store errors are not raised: the call is repeated until it succeeds."""
         self._withdrawals.add_request(request)
         for stream in self._streams.of(request.request_id):
             self._streams.end(stream, cancelled_event(stream))
@@ -108,7 +130,7 @@ class Submission:
         return stream
 
     async def _opened(self, streams: Sequence[ResponseStream], call: Coroutine[Any, Any, _Result]) -> None:
-        """They are the store's now; without its reply the streams are closed again, in the store too."""
+        """Wait for `call`; if it fails or is cancelled, close the streams here and in the store."""
         task = self._calls.own(call)
         try:
             await asyncio.shield(task)
@@ -124,7 +146,7 @@ class Submission:
                 raise StoreUnavailable(str(error)) from error
             raise
         finally:
-            del task  # its error has this frame, which would have it: a circle that holds the request for long
+            del task  # breaks a cycle between its error and this frame, which would keep the request alive
         for stream in streams:
             stream.is_accepted = True
         if streams[0].terms is not None:

@@ -104,7 +104,7 @@ async def test_embeddings_are_refused_and_other_paths_unknown(gateway: Gateway) 
         assert (response.status, response.headers["x-should-retry"]) == (501, "false")
         error = (await response.json())["error"]
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "not_served", None)
-    assert error["message"].startswith("Embeddings are not served")
+    assert error["message"].startswith("Embeddings are not supported")
     for path in ("moderations", "audio/transcriptions", "images/generations", "embeddings/x"):
         async with gateway.session.post(f"/v1/{path}", json={}) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (404, "unknown_url")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.paper.reservation import ReservationPolicy, ReservedKVSlots, make_manager, reserved_tokens
+from bench.paper.reservation import ReservationPolicy, ReservedKVAllocator, make_manager, reserved_tokens
 from tests.builders import make_sequence
 
 
@@ -32,7 +32,7 @@ def test_reservation_is_contiguous_and_kept_to_the_end() -> None:
     assert second.kv.block_table == list(range(17, 26))
     manager.check_integrity([first, second])
     first.output_token_ids = [7] * 9
-    assert isinstance(manager, ReservedKVSlots) and manager.missing(first) == 0, "it never grows"
+    assert isinstance(manager, ReservedKVAllocator) and manager.missing(first) == 0, "it never grows"
     manager.free(first)
     assert first.kv.block_table == []
     manager.check_integrity([second])
@@ -50,5 +50,5 @@ def test_padding_block_is_never_allocated() -> None:
 
 def test_paged_policy_uses_the_engine_manager() -> None:
     manager = make_manager(ReservationPolicy.PAGED, num_slots=15_700, block_size=16, max_model_len=2048)
-    assert not isinstance(manager, ReservedKVSlots)
+    assert not isinstance(manager, ReservedKVAllocator)
     assert manager.num_usable_blocks == 981

@@ -27,8 +27,8 @@ def test_store_without_maxmemory_is_limited_by_its_machine(caplog: pytest.LogCap
     for used, has_room in ((74, True), (75, False), (70, False), (69, True)):
         memory.update(used * 2**30, 0, 100 * 2**30)
         assert (memory.has_room, memory.used_ratio) == (has_room, used / 100)
-    (warning,) = caplog.records  # logged once
-    assert "no maxmemory: admission closes at 75% of its machine's 100.0 GiB" in warning.getMessage()
+    (warning,) = caplog.records  # once
+    assert "maxmemory is not set: admission closes at 75% of the machine's 100.0 GiB" in warning.getMessage()
     memory.update(76, 100, 10**12)
     assert not memory.has_room
 
