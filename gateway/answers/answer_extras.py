@@ -61,7 +61,7 @@ class PromptEcho:
         return not self._untold
 
     def _pieces(self, update: ChoiceUpdate, scores: Scores) -> Iterator[list[ChoiceUpdate]]:
-        """The first of a choice has its prompt's text; the scores of a long prompt come in several."""
+        """Yield the pieces of an update. A choice's first piece has its prompt's text; long prompts have several."""
         number = update.index // self._num_choices
         if self._drop_answers:
             reason = None if update.reason is None else FinishReason.LENGTH

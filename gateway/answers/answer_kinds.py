@@ -26,7 +26,7 @@ class AnswerKind:
     ids: str = ""  # the one of them that may list token ids
 
     def decode(self, data: bytes) -> JsonBody:
-        """The one decoding of a body. Raises InvalidRequest."""
+        """Decode a body. Raises InvalidRequest."""
         return decode_body(data, ids=self.ids)
 
 

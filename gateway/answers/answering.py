@@ -48,7 +48,11 @@ async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None 
 
 
 async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -> AnswerSubmission:
-    """A new answer, or the kept one that the client's name stands for; to be released. Raises GatewayError."""
+    """Return a new answer, or the kept answer of the client's idempotency key. The caller releases it.
+
+    Raises:
+        GatewayError: If the request is refused.
+    """
     state, account = context.state, context.account
     completion = await context.read(body.num_bytes, partial(kind.parse, body))
     service = state.service(completion.model, account)

@@ -67,7 +67,7 @@ class MessageBlocks:
             yield self._piece("text", text)
 
     def ending(self) -> Iterator[Piece]:
-        """A message has one block at least."""
+        """Yield an empty block if the message has none: a message has at least one."""
         if self._open is None:
             yield self._piece("text", "")
 
@@ -124,8 +124,13 @@ class AnthropicFormat(ResponseFormat):
         repeated: Mapping[str, Any] = NOTHING,
         **_openai: Any,
     ) -> None:
-        """`repeated`: whether reasoning is shown. Of the other formats' options: nothing here says when an answer was
-        made, and a stream always has its usage.
+        """Start a message. Options of other formats are ignored.
+
+        Args:
+            response_id: Id of the response, without prefix.
+            model: Name of the model, as requested.
+            prompt_tokens: Length of the prompt.
+            repeated: Fields repeated from the request; `shows_reasoning` adds thinking blocks.
         """
         self._head = {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "model": model}
         self._prompt_tokens = prompt_tokens
@@ -197,7 +202,7 @@ def speaks_anthropic(request: web.Request) -> bool:
 
 
 def anthropic_id(request_id: str) -> str:
-    """The id of a request that logs and `x-request-id` call `request_id`."""
+    """Return the API's id of the request that logs and `x-request-id` call `request_id`."""
     return request_id if request_id.startswith(_ID_PREFIX) else _ID_PREFIX + request_id
 
 

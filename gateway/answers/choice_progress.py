@@ -69,8 +69,10 @@ class ChoiceProgress:
         scores_every_token: bool = False,
         is_ranked: bool = False,
     ) -> None:
-        """`scores_every_token`: log-probabilities also of the token that ends the sequence and has no text.
-        `is_ranked`: by its `cumulative_logprob`, which is 0 otherwise.
+        """Follow one choice.
+
+        If `scores_every_token`, the end-of-sequence token, which has no text, has log-probabilities too. If
+        `is_ranked`, `cumulative_logprob` is computed; otherwise it stays 0.
         """
         self.finished = False
         self.stopped_early = False  # by a stop string: the engine does not know of it
@@ -137,7 +139,7 @@ class ChoiceProgress:
         self._metrics.choices_finished.labels(reason).inc()
 
     def _entries(self, token_id: int, logprobs: EncodedLogprobs) -> tuple[LogprobEntry, ...]:
-        """The one of the token that was consumed last."""
+        """Return the entry of the token that was consumed last."""
         if self._is_ranked:
             self.cumulative_logprob += decoded_logprobs([logprobs])[0].logprob
         return (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
@@ -186,9 +188,12 @@ class BestOf:
             self._held.setdefault(update.index - self._first_choice, []).append(update)
 
     def answers(self, cumulative_logprobs: Sequence[float]) -> Iterator[list[ChoiceUpdate]]:
-        """The choices, the best first; `cumulative_logprobs[i]` is that of sample i. Of equal ones the first is better.
-        One update a choice, but where log-probabilities are shown: these take 40 us a token to write, so the updates
-        come as they were held.
+        """Yield the choices, best first; the earlier of equal ones first.
+
+        A choice is one update. With log-probabilities, which take 40 us per token to write, the updates stay separate.
+
+        Args:
+            cumulative_logprobs: By sample.
         """
         ranked = sorted(self._held, key=lambda sample: -cumulative_logprobs[sample])
         for rank, sample in enumerate(ranked[: self._num_choices]):

@@ -28,8 +28,8 @@ class Counted(Protocol):
 
 class ContinuousUsage:
     def __init__(self, request: CompletionRequest, counted: Counted) -> None:
-        """The counts of one stream."""
-        # Of samples that are left out nothing is told, but they are counted: all at one time, when all have ended.
+        """Count the tokens of one stream."""
+        # Samples that best_of drops are not sent, but they are counted, all when the last one has ended.
         self._counts_told = not request.choices.is_best_of
         self._counted = counted
         self._num_told = 0
@@ -47,8 +47,10 @@ class ContinuousUsage:
         return self.so_far
 
     def with_ends(self, ready: Iterable[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
-        """Each choice's last update joined with its end. What `ready` raises is raised behind what it gave; who stops
-        reading here goes on with the next `ready`.
+        """Join the last update of each choice with its end.
+
+        An error of `ready` is raised after the updates before it. A caller that stops early continues with the next
+        `ready`.
         """
         try:
             for updates in ready if self._failure is None else ():

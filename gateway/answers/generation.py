@@ -139,7 +139,7 @@ class Generation:
             stream.on_ready = listener
 
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
-        """Yield the available updates; if the caller stops early, the next ready() continues.
+        """Yield the available updates. If the caller stops early, the next call continues.
 
         Raises:
             GatewayError: If a choice fails.
@@ -226,9 +226,7 @@ class _RequestProgress:
 
     @property
     def is_plain(self) -> bool:
-        """Its only choice is told as it comes and as it is; so read_plain() may be asked, where no stop strings are
-        looked for.
-        """
+        """Return whether read_plain() is allowed: one choice, without ranking or parsers."""
         return len(self._choices) == 1 and self._best_of is None and not self.parsers
 
     def read_plain(self) -> Sequence[ChoiceUpdate] | None:
@@ -243,7 +241,7 @@ class _RequestProgress:
         return choice.take(token_ids, None)  # which does not end it: there is no reason, and there are no stop strings
 
     def read(self) -> list[ChoiceUpdate] | None:
-        """The updates of the stream's next event; None: there is none now, or nothing more is wanted."""
+        """Return the updates of the stream's next event, or None if there is none now or the answer is complete."""
         updates = next(self._ranked, None) if self.is_over else self._next()
         if updates is None or not self.parsers:
             return updates

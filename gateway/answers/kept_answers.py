@@ -43,7 +43,7 @@ class KeptAnswer:
 
     @property
     def state(self) -> str:
-        """Queued | running | finished | failed | cancelled"""
+        """Return `queued`, `running`, `finished`, `failed`, or `cancelled`."""
         ends = [part.terminal for part in self.parts]
         if any(isinstance(end, ErrorEvent) for end in ends):
             return "failed"
@@ -87,7 +87,7 @@ class KeptAnswer:
         return sum(len(part.request.prompt_token_ids) + part.num_tokens for part in self.parts)
 
     def terms_of_each(self) -> list[RetentionTerms]:
-        """The marks of a new holder, one a request."""
+        """Return the retention terms of a new holder, one per request."""
         return attached_terms(
             self.encoded_record,
             self.parts[0].owner_key_hash,
@@ -111,7 +111,7 @@ class KeptAnswer:
             raise (AnswerChanged() if self.is_repeat else _not_found()) from error
 
     def check_unchanged(self, streams: Sequence[ResponseStream]) -> None:
-        """Raises AnswerChanged for a repeat of which a part has ended since it was found: it may have been given up."""
+        """Raise AnswerChanged if a part of a repeated answer has ended since it was found: it may have been dropped."""
         parts = zip(self.parts, streams, strict=True)
         if self.is_repeat and any(part.terminal is None and stream.had_ended for part, stream in parts):
             raise AnswerChanged
@@ -151,7 +151,7 @@ async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash
 
 
 def _read(record: bytes) -> tuple[AnswerRecord, AnswerKind, JsonBody, CompletionRequest] | None:
-    """The record and the body that it keeps, read again; None: it is not known how."""
+    """Decode a record and its body. Return None if their kind is unknown."""
     known = decode_record(record)
     if known is None or known.kind not in KINDS:
         return None
@@ -161,9 +161,11 @@ def _read(record: bytes) -> tuple[AnswerRecord, AnswerKind, JsonBody, Completion
 
 
 async def find_named(service: ModelService, retention: Retention, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
-    """The answer that the client's name stands for, or none and the id of one that is gone or does not stand.
+    """Return the answer of the client's idempotency key; or None and the id of an answer that is gone or invalid.
 
-    Raises IdempotencyKeyReused, and as find_answer() does.
+    Raises:
+        IdempotencyKeyReused: If the key belongs to another body.
+        GatewayError: As find_answer().
     """
     with _told_of_store():
         named = await service.client.archive.named(retention.name)

@@ -84,26 +84,26 @@ class ResponseFormat:
         raise NotImplementedError
 
     def begin(self) -> bytes:
-        """The beginning of a stream, before there is any token."""
+        """Return what a stream begins with, before its first token."""
         return b""
 
     def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
-        """A choice begins."""
+        """Return what a choice begins with."""
         return b""
 
     def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         raise NotImplementedError
 
     def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
-        """Reasoning and calls, of a choice that is parsed."""
+        """Return reasoning and tool calls of a choice that is parsed."""
         return b""
 
     def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
-        """Its text is here only where every chunk has its usage; `extra`: of what came with the end."""
+        """Return the end of a choice. It has text only if every chunk has its usage; `extra` belongs to the end."""
         return b""
 
     def closing(self) -> bytes:
-        """The rest that is to be said of the choices when all have finished."""
+        """Return what follows the last choice."""
         return b""
 
     def usage(self, usage: UsageCount) -> bytes:
@@ -170,7 +170,7 @@ class _Format(ResponseFormat):
 
     @staticmethod
     def last_content(text: str) -> dict[str, Any]:
-        """The text of a choice in its last chunk."""
+        """Return the field that holds text in a choice's last chunk."""
         raise NotImplementedError
 
     def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:

@@ -36,8 +36,11 @@ async def find_response(context: RequestContext, response_id: str, param: str) -
 async def with_history(
     context: RequestContext, body: JsonBody, kind: type[ResponsesBody | CompactionBody] = ResponsesBody
 ) -> JsonBody:
-    """The fields to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
-    any body, or a conversation could grow turn by turn beyond what is read and stored at one time.
+    """Return the body with the items of `previous_response_id` before its own.
+
+    Raises:
+        InvalidRequest: If there is no such response.
+        BodyTooLarge: If all items together exceed the limit of a body, so that no conversation grows without bound.
     """
     if PARAM not in body.names or body.given[PARAM] is None:
         return body
@@ -48,7 +51,7 @@ async def with_history(
 
 
 def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:
-    """The items that came into a response."""
+    """Return the input items of a response."""
     return _given_items(kept.body.given)
 
 
@@ -65,7 +68,7 @@ def _merged(given: Mapping[str, Any], earlier: list[dict[str, Any]]) -> JsonBody
 
 
 async def _items_of(context: RequestContext, response_id: str) -> list[dict[str, Any]]:
-    """The items that came into a response, and out of it."""
+    """Return the input and output items of a response."""
     try:
         kept = await find_response(context, response_id, PARAM)
     except RequestNotFound as error:

@@ -137,7 +137,7 @@ class OutputItems:
         return opened, events + self._writer.event("response.content_part.added", **opened.place, part=part)
 
     def _begin(self, kind: str, **fields: Any) -> tuple[_OpenItem, bytes]:
-        """The id is the same at every gateway that gives this answer."""
+        """Open an item. Its id is the same at every gateway that sends this answer."""
         closed, index = self.close("completed"), len(self.items)
         item = {"id": f"{_PREFIXES[kind]}_{self._response_id}{index:04x}", "type": kind, **fields}
         item["status"] = "in_progress"
@@ -199,7 +199,7 @@ class InputItemsBody(msgspec.Struct, kw_only=True):
 def input_items(
     items: Sequence[dict[str, Any]], answer_id: str, *, limit: int, newest_first: bool, after: str | None
 ) -> dict[str, Any]:
-    """A page of them, as InputItemsBody has it. `after`: the id of the last item of the page before."""
+    """Return a page of items, as InputItemsBody describes it, that starts after the item with the id `after`."""
     shown = [shown_item(item, f"{answer_id}i{index:04x}") for index, item in enumerate(items)]
     if newest_first:
         shown.reverse()

@@ -71,7 +71,7 @@ def packed(body: bytes) -> bytes:
 
 
 def unpacked(data: bytes) -> bytes:
-    """Raises ValueError."""
+    """Decompress a kept body. Raises ValueError if it is invalid or too large."""
     unpacker = zlib.decompressobj()
     try:
         body = unpacker.decompress(data, MAX_UNPACKED_BYTES)
@@ -93,7 +93,7 @@ def _prompt(prompt: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _input(items: Any, given: Mapping[str, Any]) -> Any:
-    """It is listed, and continued."""
+    """Keep the input, which is listed and continued, unless the request says `store: false`."""
     return _SOME_TEXT if given.get("store") is False else items
 
 
@@ -149,7 +149,7 @@ def retention_of(
 
 
 def name_digest(owner_key_hash: str, name: str) -> str:
-    """A client's own name for a request, as the store has it."""
+    """Return the digest of a client's idempotency key, as the store keeps it."""
     return _digest(owner_key_hash.encode(), name.encode())
 
 

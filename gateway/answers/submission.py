@@ -71,8 +71,13 @@ class AnswerSubmission:
         terms_of_each: Sequence[RetentionTerms] = (),
         detach_seconds: float | None = None,
     ) -> None:
-        """`requests`: one a prompt; `created`: Unix seconds; `keeps`, one a prompt, and `detach_seconds`: of an answer
-        that is kept. Raises InvalidRequest, and Unavailable while the tokenizer is not there.
+        """Prepare the submission of `requests`, one per prompt, `created` in Unix seconds.
+
+        A kept answer has `terms_of_each`, one per prompt, and continues without a reader for `detach_seconds`.
+
+        Raises:
+            InvalidRequest: If a stop string or parser does not fit the model.
+            Unavailable: If the tokenizer is not loaded.
         """
         self._context = context
         self._service = service
@@ -116,7 +121,7 @@ class AnswerSubmission:
         self._follow(await self._accepted(), metrics)
 
     async def _accepted(self) -> list[ResponseStream]:
-        """Raises Unavailable, RateLimited or NameTaken; then nothing was stored, or what was is withdrawn."""
+        """Submit all requests, or none. Raises Unavailable, RateLimited, or NameTaken."""
         rejected, share = self._service.metrics.rejected, self._service.share_of(self._context.account)
         try:
             return await self._service.client.submission.submit_all(self._requests, self._terms_of_each, share)
@@ -133,7 +138,7 @@ class AnswerSubmission:
             raise unavailable(reason) from error
 
     def _follow(self, streams: Sequence[ResponseStream], metrics: ModelMetrics, ended_at: int = 0) -> None:
-        """The way back, which is made while a worker may already begin."""
+        """Prepare to read the answer. A worker may already have begun."""
         try:
             arrived_at = self._context.arrived_at
             self._generation = Generation(
@@ -157,7 +162,7 @@ class AnswerSubmission:
         return await stream_reply(stream, reply)
 
     async def collect(self) -> Body:
-        """The whole body. Raises the error that the answer ended with."""
+        """Return the complete body. Raises the error that the answer ended with."""
         return await collect_reply(self._reply())
 
     def release(self, *, is_withdrawn: bool = False) -> None:
@@ -220,14 +225,17 @@ class AnswerSubmission:
 
 
 class KeptSubmission(AnswerSubmission):
-    """A kept answer that is given again: a request and its tokens, but for one in the background, which is read in no
-    other way.
+    """A kept answer that is sent again.
+
+    It counts as a request with its tokens, except for background answers, which have no other reader.
     """
 
     def __init__(self, context: RequestContext, kept: KeptAnswer, completion: CompletionRequest | None = None) -> None:
-        """`completion`: in place of what its body asked."""
+        """Read `kept` again, optionally with other options than those of its body."""
         completion = kept.completion if completion is None else completion
-        self._is_told = completion.stream and context.headers.get(LAST_EVENT_ID) == END  # its client has all of it
+        self._is_told = (
+            completion.stream and context.headers.get(LAST_EVENT_ID) == END
+        )  # its client has the complete answer
         if self._is_told:
             context = replace(context, headers={})
         record = kept.record
@@ -239,7 +247,7 @@ class KeptSubmission(AnswerSubmission):
         self._response: web.Response | None = None  # with a body that others may be reading too
 
     async def _submit(self) -> None:
-        """Raises also AnswerChanged, where a client's name for it stands for something else by now."""
+        """Attach to the streams. Raises AnswerChanged if the idempotency key now belongs to another answer."""
         if self._is_told or (self.tells_state and not self._kept.has_result):
             return
         if not self._completion.background:
@@ -260,7 +268,7 @@ class KeptSubmission(AnswerSubmission):
         self._kept.check_unchanged(streams)
 
     async def collect_again(self) -> Body:
-        """The body of one that has ended, without a charge. Raises the error that it ended with."""
+        """Return the body of an ended answer, without a charge. Raises the error that it ended with."""
         await self._attach()
         try:
             return await self.collect()
@@ -280,7 +288,7 @@ class KeptSubmission(AnswerSubmission):
         return await super().stream(http)
 
     async def state_told(self, collect: Callable[[], Awaitable[Body]]) -> Body:
-        """The body as it stands, whether or not it has ended well. `collect`: gives that of one which has."""
+        """Return the body in its present state; `collect` builds that of an answer that has ended."""
         if not self._kept.has_result:
             return self._format().unfinished(self._kept.state)
         try:
@@ -293,12 +301,13 @@ class KeptSubmission(AnswerSubmission):
     def release(self, *, is_withdrawn: bool = False) -> None:
         self._leave(None if is_withdrawn else self._detach_seconds, lambda: None)
         if not self._completion.background:
-            self._context.account.spend(self._num_used_tokens())  # what was read; not what comes while nobody does
+            self._context.account.spend(self._num_used_tokens())  # only what was read
 
 
 async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | None = None) -> web.StreamResponse:
-    """As events, whatever its body asked; a collected answer has its usage, so its stream has it too. `num_known`:
-    how many events the client has of the one choice, where it does not say so with Last-Event-ID.
+    """Stream a kept answer, whatever its body requested. The stream has usage, as a collected answer does.
+
+    `num_known` is the number of events that the client has already, if it sends no Last-Event-ID.
     """
     completion, context = kept.completion, context_of(http)
     include_usage = completion.include_usage or not completion.stream
@@ -314,18 +323,18 @@ async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | 
 
 
 async def show_again(context: RequestContext, kept: KeptAnswer) -> BuiltBody:
-    """The body of a kept answer as it stands."""
+    """Return the body of a kept answer in its present state."""
     return as_built(kept, await KeptSubmission(context, kept).state_told(partial(read_again, context, kept)))
 
 
 def as_built(kept: KeptAnswer, body: Body) -> BuiltBody:
-    """A body that shows all of a kept answer."""
+    """Wrap a body that shows the complete kept answer."""
     num_tokens = 0 if kept.completion.background else kept.num_tokens
     return BuiltBody(body, kept.has_result, num_tokens, partial(kept.service.client.archive.keeps, kept.answer_id))
 
 
 async def read_again(context: RequestContext, kept: KeptAnswer) -> Body:
-    """collect_again(), charged as its making was, but for one in the background, which is read in no other way."""
+    """Return the body of a kept answer, and charge it as the original. Background answers are charged once."""
     is_charged = not kept.completion.background
     if is_charged:
         context.account.check_debt()
@@ -336,11 +345,11 @@ async def read_again(context: RequestContext, kept: KeptAnswer) -> Body:
 
 
 async def collect_again(context: RequestContext, kept: KeptAnswer) -> Body:
-    """The body of a kept answer that has ended. Raises the error that it ended with."""
+    """Return the body of an ended kept answer. Raises the error that it ended with."""
     return await KeptSubmission(context, kept).collect_again()
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header that names unknown fields."""
+    """Return the header that lists unknown fields."""
     told = told_names(names)
     return {"x-pagestream-ignored": ", ".join(told)} if told else {}

@@ -253,7 +253,7 @@ def timeouts_of(fields: GenerationFields, defaults: Timeouts, max_seconds: float
 
 
 def without_worker(timeouts: Timeouts) -> Timeouts:
-    """The timeouts of a request that is taken while no worker is ready."""
+    """Return the timeouts of a request that arrives while no worker is ready."""
     return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
 
 

@@ -297,7 +297,7 @@ def _problem_and_path(message: str) -> tuple[str, str]:
 
 
 def _refuse_lone_surrogate(body: bytes | str) -> None:
-    """Raise InvalidRequest for a lone surrogate such as `"\\ud800"`, which JSON allows and UTF-8 does not."""
+    r"""Raise InvalidRequest for a lone surrogate such as `"\ud800"`, which JSON allows and UTF-8 does not."""
     if len(body) > _MAX_SEARCHED_BYTES:
         return  # the caller then reports msgspec's error
     try:

@@ -1,6 +1,6 @@
-"""The text of one choice: token ids in, text out, with stop strings and end-of-sequence tokens handled. Pure.
+r"""The text of one choice: token ids in, text out, with stop strings and end-of-sequence tokens handled. Pure.
 
-    text = OutputText(detokenizer, StopStrings(["\\n\\n"]), terminal_token_ids=frozenset({2}))
+    text = OutputText(detokenizer, StopStrings(["\n\n"]), terminal_token_ids=frozenset({2}))
     text.push(318)             # -> " is": the text that is certain by now
     text.stopped               # True after a stop string: stop generating
     text.finish(reason)        # -> the rest

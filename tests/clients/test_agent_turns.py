@@ -12,7 +12,7 @@ from tests.e2e.fleet import MODEL
 
 
 class GetWeather(BaseModel):
-    """The weather of a city"""
+    """The weather of a city."""
 
     city: Annotated[str, StringConstraints(max_length=16)]
 

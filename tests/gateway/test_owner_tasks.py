@@ -160,7 +160,7 @@ class TestOneOfMany:
 
     async def test_stream_that_fails_ends_alone(self, client: InferenceClient, monkeypatch: pytest.MonkeyPatch) -> None:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
-        monkeypatch.setattr(bad, "offer", broken)
+        monkeypatch.setattr(bad, "add_event", broken)
         await client._listening._deliver([TokenEvent(one.request_id, 0, [5]) for one in (bad, good)])
         assert await anext(good) == TokenEvent(good.request_id, 0, [5])
         end = await anext(bad)

@@ -22,7 +22,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted(vocab_size: int, spans: list[list[int]], token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts by the reference and by the kernel, in every second row."""
+    """Return the counts of the reference and of the kernel, in every second row."""
     rows = torch.arange(len(spans), dtype=torch.int32) * 2
     both = []
     for count in (recount_reference, kernels.recount_triton):
