@@ -72,19 +72,19 @@ def summary_of(name: str, text: str, without: frozenset[str] = frozenset()) -> d
     """Return origin, versions, number of runs, and the median and spread of each figure of each case."""
     lines = name.endswith(".jsonl")
     document = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
-    walk = _Walk(LEFT_OUT | without)
+    collector = _Collector(LEFT_OUT | without)
     runs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for case, measure, value in walk.figures(document, (), ""):
+    for case, measure, value in collector.figures(document, (), ""):
         runs[" ".join(case)][measure].append(value)
     shown: dict[str, Any] = {"raw": name}
-    shown |= {key: "; ".join(sorted(values)) for key, values in sorted(walk.origin.items())}
-    shown["versions"] = {key: ", ".join(sorted(values)) for key, values in sorted(walk.versions.items())}
+    shown |= {key: "; ".join(sorted(values)) for key, values in sorted(collector.origin.items())}
+    shown["versions"] = {key: ", ".join(sorted(values)) for key, values in sorted(collector.versions.items())}
     shown["runs"] = max((len(values) for case in runs.values() for values in case.values()), default=0)
     shown["figures"] = {case: {key: _spread(values) for key, values in found.items()} for case, found in runs.items()}
     return shown
 
 
-class _Walk:
+class _Collector:
     """Collects the origin and versions of a document while it yields its figures."""
 
     def __init__(self, left_out: frozenset[str] | set[str]) -> None:

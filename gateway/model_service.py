@@ -147,8 +147,8 @@ class ModelService:
                 load_served_model, directory,
                 max_model_len=options.max_model_len, generation_config=options.generation_config,
             )  # fmt: skip
-            tells_reasoning = bool(options.reasoning_parser)
-            self.model = replace(model, tells_reasoning=tells_reasoning, tool_call_parser=options.tool_call_parser)
+            parses_reasoning = bool(options.reasoning_parser)
+            self.model = replace(model, parses_reasoning=parses_reasoning, tool_call_parser=options.tool_call_parser)
         except ModelFilesError as error:
             logger.error("model %s: cannot be served: %s", self.name, error)
             raise

@@ -155,7 +155,7 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
     built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
     torch = Finding("torch", "ok", f"{answer['torch']}, {built}")
     if devices:
-        names = ", ".join(map(_told_of, devices))
+        names = ", ".join(map(_describe, devices))
         found = f"{names}, driver {driver or 'of unknown version'}"
         return [torch, Finding("device", "ok", found), check_triton_compiler()]
     cpu = f"no CUDA device; serving on the CPU ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
@@ -176,7 +176,7 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
     return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint), *on_cpu]
 
 
-def _told_of(device: dict[str, Any]) -> str:
+def _describe(device: dict[str, Any]) -> str:
     major, minor = device["capability"]
     return f"{device['name']} (sm_{major}{minor}, {device['free_bytes'] / 2**30:.1f} GiB free)"
 

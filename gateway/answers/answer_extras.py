@@ -33,7 +33,7 @@ class PromptEcho:
         self._encoder = encoder
         self._prompts = prompts_token_ids
         is_cut = request.fields.truncate_prompt_tokens is not None
-        # By number of the prompt; those that came as ids are read when they are told.
+        # By number of the prompt; those that came as ids are read when they are sent.
         self._texts = {
             number: prompt for number, prompt in enumerate(request.prompts) if isinstance(prompt, str) and not is_cut
         }
@@ -41,24 +41,24 @@ class PromptEcho:
         self._drop_answers = request.max_tokens == 0
         self._begun: set[int] = set()
         self._spellings = encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
-        self._untold = deque[Iterator[list[ChoiceUpdate]]]()
+        self._pending = deque[Iterator[list[ChoiceUpdate]]]()
 
     def take(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> None:
         """Add updates for ready(); `scores` per prompt must be complete before its first update."""
         for update in updates:
-            self._untold.append(self._pieces(update, scores[update.index // self._num_choices]))
+            self._pending.append(self._pieces(update, scores[update.index // self._num_choices]))
 
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
         """Yield updates, empty while a long prompt is decoded; if the caller stops early, the next call continues."""
-        while self._untold:
-            if (updates := next(self._untold[0], None)) is None:
-                self._untold.popleft()
+        while self._pending:
+            if (updates := next(self._pending[0], None)) is None:
+                self._pending.popleft()
             else:
                 yield updates
 
     @property
-    def is_told(self) -> bool:
-        return not self._untold
+    def is_done(self) -> bool:
+        return not self._pending
 
     def _pieces(self, update: ChoiceUpdate, scores: Scores) -> Iterator[list[ChoiceUpdate]]:
         """Yield the pieces of an update. A choice's first piece has its prompt's text; long prompts have several."""

@@ -104,7 +104,7 @@ async def _planned(
 async def _engine_requests(
     context: RequestContext, service: ModelService, body: JsonBody, completion: CompletionRequest
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
-    """Who cannot be served is told before anything is encoded."""
+    """Plan the requests. Refuse a body that cannot be served before its prompts are encoded."""
     account = context.account
     timeouts = timeouts_of(completion.fields, context.default_timeouts, context.state.settings.max_timeout_seconds)
     model = service.admit()

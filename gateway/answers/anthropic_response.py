@@ -163,9 +163,9 @@ class AnthropicFormat(ResponseFormat):
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         choice = next(iter(choices))
         blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
-        told = (piece for update in choice.updates for piece in
+        pieces = (piece for update in choice.updates for piece in
                 blocks.pieces(update.reasoning, update.tool_calls, update.text))  # fmt: skip
-        content = content_blocks([*told, *blocks.ending()])
+        content = content_blocks([*pieces, *blocks.ending()])
         stop = _stop(choice.finish_reason, choice.stop_string)
         return _encode({**self._head, "content": content, **stop, "usage": _usage(usage)})
 
@@ -195,7 +195,7 @@ class AnthropicFormat(ResponseFormat):
 
 
 def speaks_anthropic(request: web.Request) -> bool:
-    """Paths that OpenAI's API has too are told apart by the header."""
+    """Return whether the header selects this API, for paths that OpenAI has too."""
     if request.path.startswith("/v1/messages"):
         return True
     return request.path.startswith(("/v1/models", "/models")) and _VERSION_HEADER in request.headers

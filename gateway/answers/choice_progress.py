@@ -32,7 +32,7 @@ from gateway.text.output_text import OutputText
 from gateway.text.token_spellings import TokenSpellings
 from shared.messages import EncodedLogprobs, FinishReason, decoded_logprobs
 
-_Tokens: TypeAlias = tuple[tuple[int, ...], tuple[LogprobEntry, ...]]  # ids, and what is told of each
+_Tokens: TypeAlias = tuple[tuple[int, ...], tuple[LogprobEntry, ...]]  # ids, and the log-probabilities of each
 _NOTHING: _Tokens = ((), ())
 
 
@@ -112,12 +112,12 @@ class ChoiceProgress:
                 updates.append(ChoiceUpdate(self._index, text, None, entries, (token_id,)))
                 continue
             is_consumed = output.num_tokens > num_tokens  # unless the one held before completed a stop string
-            told_ids, entries = self._told(token_id, token_logprobs) if is_consumed else self._held
+            sent_ids, entries = self._consumed_tokens(token_id, token_logprobs) if is_consumed else self._held
             if output.stopped:
                 self.stopped_early = reason is None
-                return [*updates, self._end(text, FinishReason.STOP, entries, told_ids)]
-            if told_ids:
-                updates.append(ChoiceUpdate(self._index, text, None, entries, told_ids))
+                return [*updates, self._end(text, FinishReason.STOP, entries, sent_ids)]
+            if sent_ids:
+                updates.append(ChoiceUpdate(self._index, text, None, entries, sent_ids))
         if reason is None:
             return updates
         text = self._output.finish(reason)
@@ -144,7 +144,7 @@ class ChoiceProgress:
             self.cumulative_logprob += decoded_logprobs([logprobs])[0].logprob
         return (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
 
-    def _told(self, token_id: int, logprobs: EncodedLogprobs | None) -> _Tokens:
+    def _consumed_tokens(self, token_id: int, logprobs: EncodedLogprobs | None) -> _Tokens:
         """Return the tokens that can be shown after one was consumed; a terminal one is held back, as its text is."""
         entries = () if logprobs is None else self._entries(token_id, logprobs)
         (held_ids, held_entries), self._held = self._held, _NOTHING

@@ -30,9 +30,9 @@ class ContinuousUsage:
     def __init__(self, request: CompletionRequest, counted: Counted) -> None:
         """Count the tokens of one stream."""
         # Samples that best_of drops are not sent, but they are counted, all when the last one has ended.
-        self._counts_told = not request.choices.is_best_of
+        self._counts_sent = not request.choices.is_best_of
         self._counted = counted
-        self._num_told = 0
+        self._num_sent = 0
         self._failure: GatewayError | None = None
         self._last: dict[int, ChoiceUpdate] = {}  # of each choice, until it is known whether its end came with it
 
@@ -40,10 +40,10 @@ class ContinuousUsage:
     def so_far(self) -> UsageCount:
         """The usage with the tokens sent so far; more may have been generated."""
         usage = self._counted.usage
-        return replace(usage, completion_tokens=self._num_told) if self._counts_told else usage
+        return replace(usage, completion_tokens=self._num_sent) if self._counts_sent else usage
 
     def with_tokens_of(self, update: ChoiceUpdate) -> UsageCount:
-        self._num_told += len(update.token_ids)
+        self._num_sent += len(update.token_ids)
         return self.so_far
 
     def with_ends(self, ready: Iterable[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
@@ -54,8 +54,8 @@ class ContinuousUsage:
         """
         try:
             for updates in ready if self._failure is None else ():
-                if told := [known for update in updates for known in self._after(update)]:
-                    yield told
+                if sent := [known for update in updates for known in self._after(update)]:
+                    yield sent
         except GatewayError as error:
             self._failure = error  # kept, because a caller may stop before it is raised
         yield from self._rest()

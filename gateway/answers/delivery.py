@@ -99,15 +99,15 @@ class _Chunks:
 
     def _said(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Extra) -> bytes:
         """Return the content of a token; nothing if its reasoning or calls are all it has."""
-        is_told = update.reasoning or update.tool_calls
-        if is_told and not (update.text or update.logprobs or self._extras):
+        has_delta = update.reasoning or update.tool_calls
+        if has_delta and not (update.text or update.logprobs or self._extras):
             return b""
         return self._format.text(update, usage, extra)
 
     def _ended(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Extra) -> bytes:
         if self._counts is None and update.text:
-            told = self._format.text(update, usage, extra)
-            return told + self._format.finish(structs.replace(update, text="", logprobs=()))
+            text = self._format.text(update, usage, extra)
+            return text + self._format.finish(structs.replace(update, text="", logprobs=()))
         return self._format.finish(update, usage, extra)
 
     def last(self) -> bytes:

@@ -131,7 +131,7 @@ class Generation:
     @property
     def is_over(self) -> bool:
         """Each choice has had its last update."""
-        return not self._open and (self._echo is None or self._echo.is_told)
+        return not self._open and (self._echo is None or self._echo.is_done)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Set the callback for when ready() may have more; it runs in the receiving task and must not raise."""

@@ -39,7 +39,7 @@ class KeptAnswer:
     body: JsonBody  # what was stored of it
     completion: CompletionRequest  # the body, parsed again
     parts: Sequence[StoredRequest]  # one a prompt
-    is_repeat: bool = False  # found by its client's own name: given if it stands, or made anew
+    is_repeat: bool = False  # found by idempotency key: sent again if it is valid, else generated again
 
     @property
     def state(self) -> str:
@@ -105,7 +105,7 @@ class KeptAnswer:
             AnswerChanged: Instead of RequestNotFound, for a repeat.
         """
         try:
-            with _told_of_store():
+            with _store_errors_raised():
                 return await self.service.client.submission.attach_all(self.requests, self.terms_of_each())
         except RequestGone as error:
             raise (AnswerChanged() if self.is_repeat else _not_found()) from error
@@ -167,7 +167,7 @@ async def find_named(service: ModelService, retention: Retention, owner_key_hash
         IdempotencyKeyReused: If the key belongs to another body.
         GatewayError: As find_answer().
     """
-    with _told_of_store():
+    with _store_errors_raised():
         named = await service.client.archive.named(retention.name)
     if named is None:
         return None, ""
@@ -194,7 +194,7 @@ def _was_given_up(part: StoredRequest) -> bool:
 
 async def _stored(service: ModelService, request_ids: list[str]) -> list[StoredRequest | None]:
     try:
-        with _told_of_store():
+        with _store_errors_raised():
             return await service.client.archive.stored(request_ids)
     except FormatError as error:
         raise GenerationFailed("The stored answer is unreadable.") from error
@@ -207,7 +207,7 @@ def _not_found() -> RequestNotFound:
 
 
 @contextmanager
-def _told_of_store() -> Iterator[None]:
+def _store_errors_raised() -> Iterator[None]:
     """Convert StoreUnavailable to Unavailable."""
     try:
         yield

@@ -74,7 +74,7 @@ class ChoiceResult:
 class ResponseFormat:
     """Writes one answer. The defaults here write nothing."""
 
-    prompt_in_choice = False  # whether what is told of a prompt stands in each choice, not beside them
+    prompt_in_choice = False  # whether prompt log-probabilities are in each choice, not beside them
     keep_alive = KEEP_ALIVE  # what a stream sends into silence
     repeats_all = False  # whether a stream's closing() and done say the whole answer once more
 

@@ -61,7 +61,7 @@ class Reading:
         self._read_plain = generation.read_plain if sink.among is None else nothing_plain
         self._scheduler = generation.scheduler
         self._failure: Exception | None = None
-        self._is_told = False  # to its end
+        self._is_done = False  # to its end
         self._hears = False  # else it waits for a turn, or for to_end() to go on
         self._stands = asyncio.get_running_loop().create_future()  # nothing is read until to_end() went on
 
@@ -74,7 +74,7 @@ class Reading:
                 self._hear()
                 await self._stands
                 self._raise_failure()
-                if self._is_told:
+                if self._is_done:
                     return
                 await self._sink.caught_up()
         finally:
@@ -111,7 +111,7 @@ class Reading:
                 is_over, keeps_up = self._read_ready()
         except Exception as error:
             self._failure, keeps_up = error, False
-        if self._is_told or not keeps_up:
+        if self._is_done or not keeps_up:
             self._stop()
             return False
         self._hears = not is_over
@@ -129,7 +129,7 @@ class Reading:
                 if is_over or not keeps_up:
                     break
             else:
-                self._is_told = self._generation.is_over
+                self._is_done = self._generation.is_over
         finally:
             keeps_up = sink.end_turn() and keeps_up
         return is_over, keeps_up

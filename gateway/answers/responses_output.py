@@ -156,11 +156,11 @@ class OutputItems:
         if not self._held_logprobs:
             return self._writer.delta(message.delta_head + _NO_LOGPROBS, text)
         logprobs, self._held_logprobs = self._held_logprobs, []
-        told = _encode(event_logprobs(logprobs))
+        encoded = _encode(event_logprobs(logprobs))
         if logprobs:
-            message.scores_of_events.extend(told)
+            message.scores_of_events.extend(encoded)
             message.scores.extend(_encode(chat_logprobs(logprobs)["content"]))
-        return self._writer.delta(b'%b"logprobs":%b,' % (message.delta_head, one_line(told)), text)
+        return self._writer.delta(b'%b"logprobs":%b,' % (message.delta_head, one_line(encoded)), text)
 
     def _whole_text(self, opened: _OpenItem) -> bytes:
         text, done = "".join(opened.pieces), f"response.{opened.text_kind}.done"

@@ -53,14 +53,14 @@ def kept_body(kind: AnswerKind, body: JsonBody, ignored: Sequence[str]) -> bytes
     for name, value in body.given.items():
         if name in kind.fields and name not in _MADE_THE_REQUEST and value is not None:
             kept[name] = _PROMPTS[name](value, body.given) if name in _PROMPTS else value
-    kept |= dict.fromkeys(name for name in told_names(ignored) if name in body.given)  # not parts of fields
+    kept |= dict.fromkeys(name for name in listed_names(ignored) if name in body.given)  # not parts of fields
     return json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*(\[\d+\])?", re.ASCII)
 
 
-def told_names(names: Sequence[str]) -> list[str]:
+def listed_names(names: Sequence[str]) -> list[str]:
     """Return the names of ignored fields that may enter a header: clients choose them, so only plain ones, and few."""
     plain = [name for name in names if _PLAIN_NAME.fullmatch(name) and len(name) <= MAX_TOLD_CHARS]
     return plain[:MAX_TOLD_NAMES]
@@ -112,7 +112,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     packed: bytes = b""
     other_ids: list[str] = []  # of the second prompt's request and on
     others: list[GenerationRequest] = []  # those requests, in records of releases that stored them
-    name: str = ""  # its client's, as Retention has it: whoever holds the answer prolongs the name too
+    name: str = ""  # idempotency key; every holder of the answer extends it too
 
 
 _decoder = msgspec.msgpack.Decoder(AnswerRecord)

@@ -24,7 +24,7 @@ from gateway.answers.delivery import Reply, collect_reply, stream_reply
 from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import KeptAnswer
 from gateway.answers.openai_response import Body, ResponseFormat
-from gateway.answers.retention import told_names
+from gateway.answers.retention import listed_names
 from gateway.auth.rate_limits import TokenCharge
 from gateway.errors import GatewayError, KeyShareExceeded, RateLimited, Unavailable
 from gateway.http.event_numbers import END, EventNumbers, first_events
@@ -101,8 +101,8 @@ class AnswerSubmission:
         return self._requests[0].request_id
 
     @property
-    def tells_state(self) -> bool:
-        """Whether the state of an answer in the background is told, and the answer not waited for."""
+    def shows_state(self) -> bool:
+        """Return whether the response shows the state of a background answer, without waiting for it."""
         completion = self._completion
         return completion.background and not completion.stream and not self._context.for_batch
 
@@ -153,7 +153,7 @@ class AnswerSubmission:
         """Answer as the request body asks: streamed, collected, or with its current state."""
         if self._completion.stream:
             return await self.stream(http)
-        body = self._format().unfinished("queued") if self.tells_state else await self.collect()
+        body = self._format().unfinished("queued") if self.shows_state else await self.collect()
         return web.Response(body=body, content_type="application/json", headers=self._headers)
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
@@ -233,10 +233,10 @@ class KeptSubmission(AnswerSubmission):
     def __init__(self, context: RequestContext, kept: KeptAnswer, completion: CompletionRequest | None = None) -> None:
         """Read `kept` again, optionally with other options than those of its body."""
         completion = kept.completion if completion is None else completion
-        self._is_told = (
+        self._has_everything = (
             completion.stream and context.headers.get(LAST_EVENT_ID) == END
         )  # its client has the complete answer
-        if self._is_told:
+        if self._has_everything:
             context = replace(context, headers={})
         record = kept.record
         super().__init__(
@@ -248,11 +248,11 @@ class KeptSubmission(AnswerSubmission):
 
     async def _submit(self) -> None:
         """Attach to the streams. Raises AnswerChanged if the idempotency key now belongs to another answer."""
-        if self._is_told or (self.tells_state and not self._kept.has_result):
+        if self._has_everything or (self.shows_state and not self._kept.has_result):
             return
         if not self._completion.background:
             self._context.account.check_debt()
-        if self._kept.has_result and not self._completion.stream and not self.tells_state:
+        if self._kept.has_result and not self._completion.stream and not self.shows_state:
             name, bodies = (self._kind.name, self.answer_id), self._context.state.kept_bodies
             self._response = await bodies.respond(self._context.account, name, self._built, self._headers)
         else:
@@ -278,16 +278,16 @@ class KeptSubmission(AnswerSubmission):
     async def respond(self, http: web.Request) -> web.StreamResponse:
         if self._response is not None:
             return self._response
-        if self.tells_state:
-            return web.Response(body=await self.state_told(self.collect), content_type="application/json")
+        if self.shows_state:
+            return web.Response(body=await self.current_body(self.collect), content_type="application/json")
         return await super().respond(http)
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
-        if self._is_told:
+        if self._has_everything:
             return web.Response(status=204)  # which tells an EventSource to stay away
         return await super().stream(http)
 
-    async def state_told(self, collect: Callable[[], Awaitable[Body]]) -> Body:
+    async def current_body(self, collect: Callable[[], Awaitable[Body]]) -> Body:
         """Return the body in its present state; `collect` builds that of an answer that has ended."""
         if not self._kept.has_result:
             return self._format().unfinished(self._kept.state)
@@ -324,7 +324,7 @@ async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | 
 
 async def show_again(context: RequestContext, kept: KeptAnswer) -> BuiltBody:
     """Return the body of a kept answer in its present state."""
-    return as_built(kept, await KeptSubmission(context, kept).state_told(partial(read_again, context, kept)))
+    return as_built(kept, await KeptSubmission(context, kept).current_body(partial(read_again, context, kept)))
 
 
 def as_built(kept: KeptAnswer, body: Body) -> BuiltBody:
@@ -351,5 +351,5 @@ async def collect_again(context: RequestContext, kept: KeptAnswer) -> Body:
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Return the header that lists unknown fields."""
-    told = told_names(names)
-    return {"x-pagestream-ignored": ", ".join(told)} if told else {}
+    listed = listed_names(names)
+    return {"x-pagestream-ignored": ", ".join(listed)} if listed else {}

@@ -116,7 +116,7 @@ def _of_chat(fields: PromptFields, chat: ChatBody, ignored: tuple[str, ...]) -> 
     """Convert the chat body; errors name the fields of this API."""
     words = [(chats, ours.format(format=_format_param(fields))) for chats, ours in _WORDS]
     request = request_in_words(chat, ignored, words)
-    return structs.replace(request, reasons_only_if_told_apart=_may_think(fields))
+    return structs.replace(request, reasons_only_if_parsed=_may_think(fields))
 
 
 def _prompt(fields: PromptFields) -> dict[str, Any]:

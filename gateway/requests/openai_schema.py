@@ -143,7 +143,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: ToolUse | None = None
     is_chat: bool = False
     template: TemplateOptions = msgspec.field(default_factory=TemplateOptions)  # chats only
-    reasons_only_if_told_apart: bool = False  # without a reasoning parser the template disables thinking
+    reasons_only_if_parsed: bool = False  # without a reasoning parser the template disables thinking
     must_think: bool = False  # refused without a reasoning parser
     background: bool = False  # continues without a reader; unless streamed, the reply is its state
     repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)  # fields that the response repeats

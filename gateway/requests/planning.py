@@ -84,7 +84,7 @@ def prepared(
     token_ids = encode_prompts(model, limits, request)
     request = structs.replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
     planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
-    if request.must_think and not model.tells_reasoning:
+    if request.must_think and not model.parses_reasoning:
         raise InvalidRequest(
             "thinking: no reasoning parser is configured for this model; remove it or use disabled.",
             param="thinking",
@@ -197,7 +197,7 @@ def _check_text(encoder: PromptEncoder, limits: ModelLimits | None, param: str, 
 
 
 def _template_options(request: CompletionRequest, model: ServedModel) -> TemplateOptions:
-    if model.tells_reasoning or not request.reasons_only_if_told_apart:
+    if model.parses_reasoning or not request.reasons_only_if_parsed:
         return request.template
     kwargs = {**request.template["template_kwargs"], "enable_thinking": False}
     return TemplateOptions(**{**request.template, "template_kwargs": kwargs})

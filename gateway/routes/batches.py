@@ -24,7 +24,7 @@ from gateway.http.query_fields import page_of, page_query
 from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
-from gateway.routes.files import PAGING_PARAMETERS, as_json, checked_expiry, find_file, full_disk_told
+from gateway.routes.files import PAGING_PARAMETERS, as_json, checked_expiry, disk_full_as_error, find_file
 from gateway.state import context_of, received_body
 
 
@@ -59,7 +59,7 @@ async def create_batch(http: web.Request) -> web.Response:
         expires_seconds = checked_expiry(after.seconds, service.storage.retention_seconds, param, after.seconds)
     path = service.storage.files.content_path(record.id)
     try:
-        with full_disk_told():
+        with disk_full_as_error():
             folder = await to_the_end(
                 service.storage.batches.create,
                 owner, fields.endpoint, record.id, path, fields.completion_window, fields.metadata, expires_seconds,

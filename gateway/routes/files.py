@@ -42,7 +42,7 @@ class UploadForm(msgspec.Struct, kw_only=True):
 
 async def create_file(http: web.Request) -> web.Response:
     try:
-        with full_disk_told():
+        with disk_full_as_error():
             return as_json(file_body(await _received(http)))
     except FilesFull as error:
         error.param = "file"
@@ -136,7 +136,7 @@ def checked_expiry(seconds: int, retention_seconds: int, param: str, given: obje
 
 
 @contextlib.contextmanager
-def full_disk_told() -> Iterator[None]:
+def disk_full_as_error() -> Iterator[None]:
     """Convert an OSError of a full disk to DiskFull."""
     try:
         yield

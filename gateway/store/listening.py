@@ -98,7 +98,7 @@ class Listening:
             for stream in self._streams.of(request_id):
                 if stream.is_set_aside:
                     continue
-                stream.last_heard = now
+                stream.last_event_at = now
                 try:
                     for event in its_events:
                         stream.add_event(event)

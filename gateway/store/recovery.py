@@ -108,10 +108,10 @@ class Recovery:
         due = [
             stream
             for stream in self._streams
-            if stream.is_accepted and not stream.lags and (stream.is_behind or stream.last_heard <= quiet_since)
+            if stream.is_accepted and not stream.lags and (stream.is_behind or stream.last_event_at <= quiet_since)
         ]
         for stream in due:
-            if stream.terms and stream.last_heard <= quiet_since:
+            if stream.terms and stream.last_event_at <= quiet_since:
                 with self._only(stream):
                     await self._attach(stream, again=True)  # the worker may have missed this gateway, or ended it
         for start in range(0, len(due), BATCH_REQUESTS):
@@ -129,7 +129,7 @@ class Recovery:
         for reply in (stored, journal):
             if isinstance(reply, RedisError) and is_transient(reply):
                 raise reply
-        stream.last_heard = self._clock()
+        stream.last_event_at = self._clock()
         if stream.epoch != epoch:
             return  # the journal was replaced; the stream is still marked
         if is_missing(stored):
@@ -167,7 +167,7 @@ class Recovery:
             is_behind = stream.is_behind  # from events that arrived while decoding
             stream.offer_journal(*answer)
             stream.is_behind |= is_behind
-            if stream.is_torn:
+            if stream.has_diverged:
                 await self._mend(stream)
         except FormatError as error:
             logger.error("request %s: journal unreadable: %s", stream.request_id, error)

@@ -138,9 +138,9 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.has_begun = False  # a worker has it; set by OverdueRequests
         self.is_behind = False  # a token or the end is missing: the journal must be read
         self.lags = False  # the reader does: nothing more is taken until it has caught up
-        self.is_torn = False  # other tokens came for indexes that the reader has: only the journal decides
+        self.has_diverged = False  # other tokens came for indexes that the reader has: only the journal decides
         self.on_caught_up: Callable[[], None] = _ignore  # the lagging reader has caught up; must not raise
-        self.last_heard = 0.0  # monotonic seconds; set by the tasks that add events
+        self.last_event_at = 0.0  # monotonic seconds; set by the tasks that add events
         self.epoch = 0  # of its journal, which starts again when the request is accepted again; set by StreamTable
         self.is_set_aside = False  # published events may be of the previous epoch; set by StreamTable
         self.num_repeated_tokens = 0
@@ -185,7 +185,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
 
         The caller calls the listener, once for all events that came together.
         """
-        if self._terminal is not None or self.lags or self.is_torn:
+        if self._terminal is not None or self.lags or self.has_diverged:
             return
         if isinstance(event, TokenEvent):
             if self._only is not None and self._only.takes_whole(event):
@@ -214,8 +214,8 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         """
         if self.has_ended:
             return
-        self.is_torn = self._differs(choices, terminal)
-        if self.is_torn:
+        self.has_diverged = self._differs(choices, terminal)
+        if self.has_diverged:
             return
         for choice in choices:
             self.prompt_logprobs |= choice.prompt_logprobs
@@ -286,7 +286,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if start < len(choice.tokens):
             num_known = min(len(choice.tokens) - start, len(token_ids))
             if choice.tokens[start : start + num_known] != array("i", token_ids[:num_known]):
-                self.is_torn = self.is_behind = True
+                self.has_diverged = self.is_behind = True
                 return
             self.num_repeated_tokens += num_known
             token_ids = token_ids[num_known:]

@@ -111,7 +111,7 @@ class StreamTable:
         self._num_epochs += 1
         self._set_aside[self._num_epochs] = stream
         stream.epoch, stream.is_set_aside = self._num_epochs, True
-        stream.is_torn, stream.is_behind = False, True
+        stream.has_diverged, stream.is_behind = False, True
 
     def begin_epoch(self, epoch: int) -> None:
         """Handle the mark of an epoch: everything published earlier has arrived, so new events are of this epoch."""

@@ -125,7 +125,7 @@ class Submission:
 
     def _open(self, request: GenerationRequest, terms: RetentionTerms | None) -> ResponseStream:
         stream = ResponseStream(request, terms)
-        stream.last_heard = self._clock()
+        stream.last_event_at = self._clock()
         self._streams.add(stream)
         return stream
 

@@ -116,7 +116,7 @@ class ServedModel:
     fingerprint: str  # digest of the files read here and of the release
     tokenizer_info: dict[str, Any]
     defaults: dict[str, Any]  # sampling defaults by field name
-    tells_reasoning: bool = False  # whether a reasoning parser is configured
+    parses_reasoning: bool = False  # whether a reasoning parser is configured
     tool_call_parser: str = "auto"  # value of --tool-call-parser
     loaded_from: tuple[Path, int, str] | None = None  # directory, context length, --generation-config
 

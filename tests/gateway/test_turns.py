@@ -198,7 +198,7 @@ async def test_long_prompt_of_ids_is_read_in_pieces(gateway: Gateway, tiny_model
     text = encoder.decode(prompt, skip_special_tokens=False)
     assert [len(updates) for updates in batches] == [0] * 6 + [1, 1]
     assert [update.text for updates in batches for update in updates] == [text + "!", text + "?"]
-    assert echo.is_told
+    assert echo.is_done
 
 
 async def test_logprobs_of_a_long_prompt_arrive_in_pieces(gateway: Gateway, tiny_model: ServedModel) -> None:

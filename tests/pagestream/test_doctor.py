@@ -102,8 +102,8 @@ def test_auto_format_is_reported_by_the_worker(tmp_path: Path) -> None:
     (tmp_path / "stored_blocks.safetensors").touch()
     answer = doctor.probe_torch(tmp_path)
     assert isinstance(answer, dict)
-    is_told = str(answer["number_format"]).startswith("--quantization auto is ")
-    assert is_told is not bool(answer["devices"])
+    has_reason = str(answer["number_format"]).startswith("--quantization auto is ")
+    assert has_reason is not bool(answer["devices"])
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "dtype": "bfloat16"}))
     of_kv = "; --kv-cache-dtype auto is bfloat16: "
     in_16_bits = doctor.probe_torch(tmp_path)

@@ -195,8 +195,8 @@ def test_cpu_estimate_counts_the_gguf_blocks(directory: Path, capsys: pytest.Cap
     blocks, hint = "linear layers in blocks of 4 and 8 bits", "Use --device cpu for a CPU"
     assert blocks not in report() and report().count(hint) == 1
     on_cpu = report("--device", "cpu")
-    *told_lines, of_format, of_kv = on_cpu.splitlines(keepends=True)
-    assert report("--quantization", "as-stored") == "".join([*told_lines, of_kv])
+    *reason_lines, of_format, of_kv = on_cpu.splitlines(keepends=True)
+    assert report("--quantization", "as-stored") == "".join([*reason_lines, of_kv])
     assert " per block, in bfloat16" in on_cpu and of_kv.startswith("--kv-cache-dtype auto is bfloat16")
     wide = report("--device", "cpu", "--kv-cache-dtype", "float32")
     assert " per block, in float32" in wide and "--kv-cache-dtype auto" not in wide
