@@ -34,6 +34,7 @@ EMPTY_BY_NATURE = {
     "PagestreamWorkerStalled": "it steps",
     "PagestreamRankDown": "the only rank is there",
     "PagestreamRedisDown": "the store answers",
+    "PagestreamOwnerTaskDown": "the tasks run",
     "PagestreamQueueBacklog": "requests wait for milliseconds",
     "PagestreamKVCacheNearlyFull": "it may be, between two preemptions, or not",
     "PagestreamPreemptionStorm": "as the scheduler decides",
