@@ -233,9 +233,8 @@ class KeptSubmission(AnswerSubmission):
     def __init__(self, context: RequestContext, kept: KeptAnswer, completion: CompletionRequest | None = None) -> None:
         """Read `kept` again, optionally with other options than those of its body."""
         completion = kept.completion if completion is None else completion
-        self._has_everything = (
-            completion.stream and context.headers.get(LAST_EVENT_ID) == END
-        )  # its client has the complete answer
+        # Whether the client has the complete answer already.
+        self._has_everything = completion.stream and context.headers.get(LAST_EVENT_ID) == END
         if self._has_everything:
             context = replace(context, headers={})
         record = kept.record
@@ -266,6 +265,14 @@ class KeptSubmission(AnswerSubmission):
         streams = await self._kept.attach()
         self._follow(streams, self._service.unrecorded, self._kept.ended_at)  # each answer is measured once
         self._kept.check_unchanged(streams)
+
+    async def collect(self) -> Body:
+        """Return the complete body, which submit() has built already if it is shared with other readers."""
+        if self._response is None:
+            return await super().collect()
+        body = self._response.body
+        assert isinstance(body, (bytes, bytearray))
+        return body
 
     async def collect_again(self) -> Body:
         """Return the body of an ended answer, without a charge. Raises the error that it ended with."""
