@@ -63,7 +63,7 @@ def check_schedules(directory: Path, model_impl: str = "auto") -> dict[tuple[str
             "swap",
         }:  # windowed sequences hold fewer blocks, but must be preempted here too
             schedule["max_num_batched_tokens"] = 8
-            num_blocks = 2 * layout.max_blocks(1000, 8) + 2
+            num_blocks = 2 * layout.max_blocks(1000, 8)
         runner = make_runner(
             directory,
             num_blocks=num_blocks,

@@ -187,7 +187,7 @@ def test_estimate_matches_the_held_bytes(directory: Path, quantization: str, dty
 
 def test_cpu_estimate_counts_the_gguf_blocks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def report(*flags: str) -> str:
-        assert estimate_main([str(directory), "--max-model-len", "64", *flags]) == 0
+        assert estimate_main([str(directory), "--max-model-len", "64", "--kv-cache-memory-bytes", "1G", *flags]) == 0
         return capsys.readouterr().out
 
     config = json.loads((directory / "config.json").read_text())
