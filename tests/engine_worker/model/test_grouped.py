@@ -187,7 +187,7 @@ def test_estimate_matches_the_held_bytes(directory: Path, quantization: str, dty
 
 def test_cpu_estimate_counts_the_gguf_blocks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def report(*flags: str) -> str:
-        assert estimate_main([str(directory), "--max-model-len", "64", "--kv-cache-memory-bytes", "1G", *flags]) == 0
+        assert estimate_main([str(directory), "--max-model-len", "64", "--max-num-seqs", "64", *flags]) == 0
         return capsys.readouterr().out
 
     config = json.loads((directory / "config.json").read_text())
@@ -202,4 +202,4 @@ def test_cpu_estimate_counts_the_gguf_blocks(directory: Path, capsys: pytest.Cap
     assert " per block, in float32" in wide and "--kv-cache-dtype auto" not in wide
     assert "parameters in float32, " + blocks in on_cpu and of_format.startswith("--quantization auto is as-stored")
     in_bfloat16 = report("--device", "cpu", "--dtype", "bfloat16")
-    assert blocks not in in_bfloat16 and "auto is none: --dtype bfloat16 asks" in in_bfloat16
+    assert blocks not in in_bfloat16 and "auto is none: --dtype bfloat16 requires" in in_bfloat16
