@@ -75,7 +75,7 @@ async def test_requests_of_a_hung_worker_continue_at_once_elsewhere(
     start("w1", "--dead-after", "600")
     await reader.check_complete()
     log = fleet.log("w0")
-    assert log.index("before_step") < log.index("others go on: ReapSummary(requeued=1")
+    assert log.index("before_step") < log.index("failed; requeued its requests: ReapSummary(requeued=1")
     assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
 
 
@@ -100,7 +100,7 @@ async def test_requests_of_a_failed_worker_continue_at_once_elsewhere(
     assert await exit_status(failed) == 1
     start("w1", "--dead-after", "600")
     await reader.check_complete()
-    assert "others go on: ReapSummary(requeued=1" in fleet.log("w0")
+    assert "failed; requeued its requests: ReapSummary(requeued=1" in fleet.log("w0")
     # It counts as a crash; otherwise a request that fails every worker would never be given up.
     assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
 

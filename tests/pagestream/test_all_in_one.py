@@ -203,7 +203,7 @@ def _number(words: list[str]) -> str:
 
 def test_invalid_model_ends_the_start(serve: Callable[..., Serve]) -> None:
     one = serve(models_file='[[models]]\nmodel = "/nowhere"\n')
-    one.read_until("pagestream serve: /nowhere does not exist")
+    one.read_until("pagestream serve: --model: /nowhere does not exist")
     assert one.process.wait(PATIENCE_SECONDS) == 1
 
 

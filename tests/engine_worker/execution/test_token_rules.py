@@ -201,7 +201,7 @@ def test_token_rules_resumed_request_continues_unchanged(
         ({"bad_words": ((1, VOCAB_SIZE),)}, f"bad_words holds {VOCAB_SIZE}"),
         ({"bad_words": ((),)}, "a word without tokens"),
         ({"logprobs": 0, "logprob_token_ids": (-1,)}, "logprob_token_ids holds -1"),
-        ({"bad_words": ((1,),), "use_beam_search": True, "beam_width": 2}, "bad_words: a beam search"),
+        ({"bad_words": ((1,),), "use_beam_search": True, "beam_width": 2}, "bad_words: not supported with beam search"),
         ({"allowed_token_ids": (5,), "bad_words": ((5,),)}, "all are masked"),
     ],
 )
