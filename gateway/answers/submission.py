@@ -30,7 +30,7 @@ from gateway.errors import GatewayError, KeyShareExceeded, RateLimited, Unavaila
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
-from gateway.http.kept_bodies import BuiltBody
+from gateway.http.kept_bodies import BuiltBody, SharedBody
 from gateway.metrics import ModelMetrics
 from gateway.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
@@ -243,7 +243,7 @@ class KeptSubmission(AnswerSubmission):
             detach_seconds=record.detach_seconds,
         )  # fmt: skip
         self._kept = kept
-        self._response: web.Response | None = None  # with a body that others may be reading too
+        self._shared: SharedBody | None = None  # the body, if other clients may read it too
 
     async def _submit(self) -> None:
         """Attach to the streams. Raises AnswerChanged if the idempotency key now belongs to another answer."""
@@ -253,7 +253,7 @@ class KeptSubmission(AnswerSubmission):
             self._context.account.check_debt()
         if self._kept.has_result and not self._completion.stream and not self.shows_state:
             name, bodies = (self._kind.name, self.answer_id), self._context.state.kept_bodies
-            self._response = await bodies.respond(self._context.account, name, self._built, self._headers)
+            self._shared = await bodies.get(self._context.account, name, self._built)
         else:
             await self._attach()
 
@@ -268,11 +268,7 @@ class KeptSubmission(AnswerSubmission):
 
     async def collect(self) -> Body:
         """Return the complete body, which submit() has built already if it is shared with other readers."""
-        if self._response is None:
-            return await super().collect()
-        body = self._response.body
-        assert isinstance(body, (bytes, bytearray))
-        return body
+        return await super().collect() if self._shared is None else self._shared.built.data
 
     async def collect_again(self) -> Body:
         """Return the body of an ended answer, without a charge. Raises the error that it ended with."""
@@ -283,8 +279,8 @@ class KeptSubmission(AnswerSubmission):
             self._leave(self._detach_seconds, lambda: None)
 
     async def respond(self, http: web.Request) -> web.StreamResponse:
-        if self._response is not None:
-            return self._response
+        if self._shared is not None:
+            return self._shared.response(self._headers)
         if self.shows_state:
             return web.Response(body=await self.current_body(self.collect), content_type="application/json")
         return await super().respond(http)

@@ -34,8 +34,17 @@ class BuiltBody:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class _SharedBody:
+class SharedBody:
+    """A built body. Its bytes count toward the key's share while any reader holds this object."""
+
     built: BuiltBody
+
+    def response(self, headers: dict[str, str] | None = None) -> web.Response:
+        """Return a response that holds this object until the body is sent."""
+        response = web.Response(body=self.built.data, content_type="application/json", headers=headers)
+        if len(self.built.data) > PIECE_BYTES:
+            response[COUNTED] = self
+        return response
 
 
 class KeptBodies:
@@ -44,7 +53,7 @@ class KeptBodies:
     def __init__(self, room: DividedResource) -> None:
         """Create an empty set; `room` counts the bytes of each body until it is sent."""
         self._room = room
-        self._shared = weakref.WeakValueDictionary[tuple[str, ...], _SharedBody]()
+        self._shared = weakref.WeakValueDictionary[tuple[str, ...], SharedBody]()
         self._locks = weakref.WeakValueDictionary[tuple[str, ...], asyncio.Lock]()
         self._turns = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
 
@@ -52,14 +61,8 @@ class KeptBodies:
         """Return the context in which a key reads a kept answer from the store."""
         return self._turns.setdefault(owner_key_hash, asyncio.Semaphore(MAX_READS))
 
-    async def respond(
-        self,
-        account: Account,
-        name: Name,
-        build: Callable[[], Awaitable[BuiltBody]],
-        headers: dict[str, str] | None = None,
-    ) -> web.Response:
-        """Return a response with the body of this name, built by `build` unless another client is reading it.
+    async def get(self, account: Account, name: Name, build: Callable[[], Awaitable[BuiltBody]]) -> SharedBody:
+        """Return the body of this name, built by `build` unless another client is reading it.
 
         Raises:
             KeyShareExceeded: If the body exceeds the key's share of the bytes that may wait to be sent.
@@ -67,13 +70,6 @@ class KeptBodies:
             RateLimited: If the key owes tokens.
             GatewayError: Any error of `build`.
         """
-        shared = await self._get(account, name, build)
-        response = web.Response(body=shared.built.data, content_type="application/json", headers=headers)
-        if len(shared.built.data) > PIECE_BYTES:
-            response[COUNTED] = shared
-        return response
-
-    async def _get(self, account: Account, name: Name, build: Callable[[], Awaitable[BuiltBody]]) -> _SharedBody:
         owner = account.owner_key_hash
         key = (owner, *name)
         async with self._locks.setdefault(key, asyncio.Lock()), self.turn(owner):
@@ -83,7 +79,7 @@ class KeptBodies:
                     account.check_debt()
                     account.spend(shared.built.num_tokens)
                 return shared
-            shared = _SharedBody(await build())
+            shared = SharedBody(await build())
             num_bytes = len(shared.built.data)
             if num_bytes > PIECE_BYTES:
                 self._room.take(account, num_bytes)

@@ -170,7 +170,6 @@ Input: TypeAlias = str | _Items
 _MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 _MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
 _Metadata: TypeAlias = Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)]
-_Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
 # Only the logprobs have an effect: the other values concern tools that do not exist here, or encrypted reasoning.
 _Include: TypeAlias = Literal[
     "message.output_text.logprobs",

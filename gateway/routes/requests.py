@@ -46,7 +46,8 @@ async def show_request(http: web.Request) -> web.Response:
         answer = await _find(http)
         return replace(as_built(answer, await _shown(context, answer)), has_ended=not answer.is_open)
 
-    return await context.state.kept_bodies.respond(context.account, ("request", http.match_info["id"]), build)
+    shared = await context.state.kept_bodies.get(context.account, ("request", http.match_info["id"]), build)
+    return shared.response()
 
 
 async def cancel_request(http: web.Request) -> web.Response:

@@ -58,7 +58,8 @@ async def show_response(http: web.Request) -> web.StreamResponse:
     async def build() -> BuiltBody:
         return await show_again(context, await _find(http))
 
-    return await context.state.kept_bodies.respond(context.account, (RESPONSE.name, http.match_info["id"]), build)
+    shared = await context.state.kept_bodies.get(context.account, (RESPONSE.name, http.match_info["id"]), build)
+    return shared.response()
 
 
 async def cancel_response(http: web.Request) -> web.Response:
