@@ -50,6 +50,15 @@ class Site:
     def worker_names(self) -> list[str]:
         return [name for name, process in self.fleet.processes.items() if name[0] == "w" and process.poll() is None]
 
+    async def cut_from_store(self, seconds: float) -> None:
+        """Let the proxies of all processes accept and close connections, as proxies do while their store is away."""
+        for proxy in self.proxies.values():
+            proxy.is_down = True
+            proxy.cut()
+        await asyncio.sleep(seconds)  # length of the fault
+        for proxy in self.proxies.values():
+            proxy.is_down = False
+
     def start_gateway(self, name: str) -> None:
         port = self.ports.setdefault(name, free_port())
         argv = [

@@ -172,14 +172,8 @@ async def test_missing_replica_ends_no_worker(demo_model_dir: Path, tmp_path: Pa
 async def test_proxy_that_closes_for_four_seconds_loses_nothing(
     demo_model_dir: Path, tmp_path: Path, start_streams: Start
 ) -> None:
-    """The proxy accepts and closes connections, as proxies do while their store is away."""
     options = {"num_workers": NUM_WORKERS, "worker_flags": WORKER_FLAGS, "are_gateways_behind_proxies": True}
     async with running_site(tmp_path, demo_model_dir, **options) as site:  # type: ignore[arg-type]
         streams = await start_streams(site)
-        for proxy in site.proxies.values():
-            proxy.is_down = True
-            proxy.cut()
-        await asyncio.sleep(4)  # length of the fault
-        for proxy in site.proxies.values():
-            proxy.is_down = False
+        await site.cut_from_store(4)
         await streams.are_whole(4 + 2.0)

@@ -65,12 +65,7 @@ async def connections_reset(site: Site) -> None:
 
 
 async def down_for_three_seconds(site: Site) -> None:
-    for proxy in site.proxies.values():
-        proxy.is_down = True
-        proxy.cut()
-    await asyncio.sleep(3)  # length of the fault
-    for proxy in site.proxies.values():
-        proxy.is_down = False
+    await site.cut_from_store(3)
 
 
 async def replies_lost(site: Site) -> None:

@@ -82,7 +82,7 @@ class KeepingInferenceClient(FakeInferenceClient):
     ) -> list[FakeStream]:
         for request, terms in zip(requests, terms_of_each, strict=False):
             self._keep(request, terms)
-        return [await self.submit(request) for request in requests]
+        return await super().submit_all(requests, terms_of_each, share)
 
     def _keep(self, request: GenerationRequest, terms: RetentionTerms) -> None:
         assert self.script is not None, "a stored answer needs a script"
