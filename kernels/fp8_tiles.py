@@ -1,7 +1,8 @@
 """Select the tiles of fp8_linear from the shape of a weight, by a fixed rule.
 
 The rule was fitted to the linear layers of two 8B models, whole and halved, at 1 to 256 rows, each in a graph of
-weights larger than the L2 cache (bench/results/h200/fp8_linear.jsonl). Nothing is tuned while serving.
+weights larger than the L2 cache (bench/results/h200/fp8_linear.jsonl in commit 78dad4b). Nothing is tuned
+while serving.
 """
 
 from kernels.fp8_linear import MAX_ROWS, Fp8Tiles

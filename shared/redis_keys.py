@@ -1,8 +1,8 @@
 """Names of all streams, groups, channels, and keys in Redis.
 
 All names of a served model have the hash tag `{model name}`, so that a script with several of them works in a cluster.
-No other code builds a name, except Lua scripts, which append an id to a prefix. docs/architecture.md lists what the
-keys contain.
+No other code builds a name, except Lua scripts, which append an id to a prefix. docs/internals/store-protocol.md
+lists what the keys contain.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Metrics under vLLM's names in addition to ours, for tools that expect those (`--vllm-metric-names`).
 
-Values are sums over the labels that vLLM does not have. Metrics whose meaning differs have no alias. docs/metrics.md
-contains the table below.
+Values are sums over the labels that vLLM does not have. Metrics whose meaning differs have no alias.
+docs/reference/metrics.md contains the table below.
 """
 
 from collections import defaultdict

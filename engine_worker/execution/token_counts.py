@@ -47,9 +47,8 @@ class PenaltyCounts:
         self._free_rows = list(range(max_num_seqs))
         self._row_of: dict[SampledSequence, int] = {}
         self._batch_rows: list[int] = []  # beside _row_of: rows of the batch
-        self._num_counted: list[
-            int
-        ] = []  # beside it: output tokens in the counts, with the one in flight; -1: no row yet
+        # Beside it: output tokens in the counts, with the one in flight; -1: no row yet.
+        self._num_counted: list[int] = []
         self.pieces: dict[int, PenaltyRows] = {}  # by number
 
     def follow(self, sequences: Sequence[SampledSequence]) -> None:

@@ -1,6 +1,6 @@
 """All-reduce of bfloat16 between two GPUs with kernels/all_reduce.py, in memory that both map.
 
-Measured on two H200, 8 KiB to 2 MiB in a graph: bench/results/h200/all_reduce_2.json.
+Measured on two H200, 8 KiB to 2 MiB in a graph: bench/results/multi-gpu.json.
 """
 
 import logging

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Two H200 in a graph (bench/results/h200/all_reduce_2.json): one-shot takes 6.6 us for 8 KiB, 15.0 for 1 MiB and 21.6
+# Two H200 in a graph (bench/results/multi-gpu.json): one-shot takes 6.6 us for 8 KiB, 15.0 for 1 MiB and 21.6
 # for 2 MiB, two-shot 13.6 and 16.8 for the last two. NCCL takes 11.6, 21.3 and 38.9 us; from 32 MiB on it is as fast.
 MAX_BYTES = 8 * 2**20
 MAX_ONE_SHOT_BYTES = 2**20

@@ -58,10 +58,8 @@ def check_schedules(directory: Path, model_impl: str = "auto") -> dict[tuple[str
     for name, options in SCHEDULES.items():
         schedule = dict(options)
         num_blocks, num_host_blocks = schedule.pop("num_blocks"), schedule.pop("num_host_blocks", 0)
-        if is_windowed and name in {
-            "recompute",
-            "swap",
-        }:  # windowed sequences hold fewer blocks, but must be preempted here too
+        if is_windowed and name in {"recompute", "swap"}:
+            # Windowed sequences hold fewer blocks, but must be preempted here too.
             schedule["max_num_batched_tokens"] = 8
             num_blocks = 2 * layout.max_blocks(1000, 8)
         runner = make_runner(
