@@ -1,9 +1,8 @@
 """Linear layers with few rows and a large fp8 weight on Hopper GPUs, at the speed of reading the weight.
 
 Products of 128 elements of K are summed by the tensor cores, whose fp8 accumulator has 14 bits on Hopper. These sums
-are
-scaled and added in float32 in the order of K. A row's result depends neither on other rows nor, for tiles with the same
-`halves`, on T. The structure is that of skinny_linear.py. If long rows have few tiles, two programs take half of K
+are scaled and added in float32 in the order of K. A row's result depends neither on other rows nor, for tiles with the
+same `halves`, on T. The structure is that of skinny_linear.py. If long rows have few tiles, two programs take half of K
 each, and the second to finish adds the other's sums. Gluon has no interpreter.
 """
 # Launch arguments are flat (ADR 0108).

@@ -6,8 +6,7 @@ program, one per SM, processes an even share of tiles through one TMA-filled rin
 tiles, ROW_BLOCKS programs share a tile with BLOCK_M rows of x each: memory is read once, L2 by each of them.
 """
 # Weights are the 64-row operand of wgmma and rows of x its columns, so 8 rows of x cost 8 columns. Weights do not
-# depend
-# on the previous kernel: the whole ring is requested before the dependency wait, so memory does not idle between
+# depend on the previous kernel: the whole ring is requested before the dependency wait, so memory does not idle between
 # kernels.
 # Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917

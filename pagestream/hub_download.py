@@ -2,8 +2,8 @@
 
 `huggingface_hub` downloads the missing files that serving reads and resumes partial ones. HF_HOME, HF_HUB_CACHE,
 HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and the token of `hf auth login` have their usual meaning. LINK points to the
-snapshot once it is complete. This is a process of its own, so that only downloads import the library, and so that a
-download can be stopped at once.
+snapshot once it is complete. It is a separate process, so that only downloads import the library, and so that
+a download can be stopped at once.
 """
 
 import contextlib

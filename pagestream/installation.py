@@ -36,7 +36,7 @@ def missing_message(extra: str, *parts: str) -> str:
 
     Args:
         extra: The extra to name in the message.
-        *parts: The extras that it stands for, if several.
+        *parts: The extras that it combines, if several.
     """
     absent = missing(*(parts or (extra,)))
     return f"{', '.join(absent)} not installed: pip install '{DISTRIBUTION}[{extra}]'" if absent else ""

@@ -2,8 +2,8 @@
 
     --once   print one picture without control characters, for scripts and logs
 
-Workers produce snapshots only while a client reads them. A cell of the map stands for as many blocks as the screen
-requires and shows the most used state among them.
+Workers produce snapshots only while a client reads them. On a small screen a cell of the map
+combines several blocks and shows the most used state among them.
 """
 
 import argparse

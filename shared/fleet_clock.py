@@ -32,7 +32,7 @@ class FleetClock:
         return self._seen_seconds + self._clock() - self._seen_at
 
     async def run(self) -> None:
-        """Synchronize once a second, in a task of its own. Without the store the local clock continues.
+        """Synchronize once a second, in a separate task. Without the store the local clock continues.
 
         Raises:
             StoreRefused: If the store cannot be used as configured. This task is the first to notice it.

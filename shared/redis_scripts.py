@@ -434,7 +434,7 @@ class RedisScripts:
         """Append one step's frames, at most one per request, to journals and publish the messages.
 
         Returns:
-            Ids of requests that no longer belong to this worker, of which nothing was written or published.
+            Ids of requests that no longer belong to this worker; nothing was written or published for them.
         """
         request_ids = [frame.request_id for frame in frames]
         arguments: list[Any] = [worker_id, step]

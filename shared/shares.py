@@ -4,7 +4,7 @@ Use it for what cannot be taken back once granted: queue places, open streams, b
 blocks are divided by preemption instead (`engine_worker/scheduling`).
 """
 
-ALPHA = 4.0  # one busy key may hold 80 % of a resource, two 44 % each; the rest is free for a newcomer
+ALPHA = 4.0  # one busy key may hold 80 % of a resource, two keys 44 % each; the rest stays free for a new key
 
 
 def may_take(held: float, want: float, free: float, weight: float = 1.0, alpha: float = ALPHA) -> bool:

@@ -1,4 +1,4 @@
-"""A peer of `bench engine` in a process of its own, run by the Python of its `make peers` environment.
+"""A peer of `bench engine` in a separate process, run by the Python of its `make peers` environment.
 
 It prints messages as JSON lines among the output of its libraries, and ends when standard input closes. Its log goes to
 our standard error, so it is separate from the messages.

@@ -40,12 +40,12 @@ class Scores:
     likeliest: list[int] = field(default_factory=list)
 
 
-def windows_of(tokenizer: Tokenizer, texts: Sequence[str], length: int, most_tokens: int) -> list[list[int]]:
-    """Cut the texts into whole windows of `length` tokens, at most `most_tokens` in total."""
+def windows_of(tokenizer: Tokenizer, texts: Sequence[str], length: int, max_tokens: int) -> list[list[int]]:
+    """Cut the texts into whole windows of `length` tokens, at most `max_tokens` in total."""
     windows = [
         window for text in texts for window in _cut(tokenizer.encode(text, add_special_tokens=False).ids, length)
     ]
-    return windows[: max(1, most_tokens // length)]
+    return windows[: max(1, max_tokens // length)]
 
 
 def _cut(token_ids: list[int], length: int) -> Iterator[list[int]]:
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     texts = [path.read_text() for path in options.texts or sorted(PAGES.rglob("*.md"))]
-    windows = windows_of(tokenizer, texts, options.window, options.most_tokens)
+    windows = windows_of(tokenizer, texts, options.window, options.max_tokens)
     num_words = sum(len(tokenizer.decode(window[1:]).split()) for window in windows)
     common: dict[str, Any] = {
         "model": options.model, "device": options.device, "dtype": options.dtype, "max_num_seqs": _ROWS,
@@ -130,6 +130,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--window", metavar="N", type=int, default=256, help="tokens scored together (default: %(default)s)"
     )
-    parser.add_argument("--most-tokens", metavar="N", type=int, default=16384)
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=16384)
     parser.add_argument("--threads", metavar="N", type=int, default=None)
     return parser

@@ -24,10 +24,10 @@ MAX_BEAM_WIDTH = 64
 
 
 def random_sampling(source: random.Random, vocab_size: int) -> SamplingParams:
-    """Return parameters of which each is set in a part of the requests."""
+    """Return random sampling parameters; each parameter is set in some requests only."""
 
-    def some(most: int) -> tuple[int, ...]:
-        return tuple({source.randrange(vocab_size) for _ in range(source.randint(1, most))})
+    def some(max_count: int) -> tuple[int, ...]:
+        return tuple({source.randrange(vocab_size) for _ in range(source.randint(1, max_count))})
 
     chosen: dict[str, Any] = {"max_tokens": 100, "seed": source.randrange(2**32), "temperature": 0.0}
     options: list[dict[str, Any]] = [

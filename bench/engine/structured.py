@@ -45,7 +45,7 @@ PROMPT_CHARS = 400  # of the schema, to leave room for the output
 _NUMBERS = re.compile(r"[\d.]+")
 _SPACE = "\u0120\u010a"  # space and newline in a byte-level vocabulary
 _ENDS = '"]}' + _SPACE
-_BIAS_OF_A_ROUND, _MOST_BIAS = 3.0, 6.0
+_BIAS_OF_A_ROUND, _MAX_BIAS = 3.0, 6.0
 _UNSTEADY_STEPS = 8  # their masks are the first of new matchers
 
 
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> int:
         part = dict(list(chosen.items())[options.part :: options.parts])
         rounds: list[Any] = []
         while part and len(rounds) < options.rounds:
-            bias = min(_BIAS_OF_A_ROUND * len(rounds), _MOST_BIAS)
+            bias = min(_BIAS_OF_A_ROUND * len(rounds), _MAX_BIAS)
             ends = _ends(tokenizer, bias) if bias else {}
             answers = answer(_engine(runner), tokenizer, part, _prompt, max_tokens=options.max_tokens, logit_bias=ends)
             rounds.append({"schemas": len(part), "end_bias": bias, **asdict(answers)})

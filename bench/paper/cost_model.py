@@ -6,10 +6,12 @@
 Hidden tokens are computed while the weights are read, which is part of `fixed`. Swaps run beside a step, both ways
 independently, and a step ends no earlier than the transfers that started with it.
 """
-# A100_OPT_13B, the paper's machine, is computed from data sheets and the model's shape: 26 GB of weights at 80 % of
-# 1,555 GB/s; 26 GFLOP per token at 60 % of 312 TFLOP/s; 819,200 bytes of KV per context token at 60 % of the bandwidth.
-# One constant is fitted: 0.17 ms of host work per sequence, so that steps last as long as figure 13 implies by Little's
-# law: 30.42 sequences at 2 requests/s of 338 tokens are 45 ms per step, 132.44 at 30 requests/s of 58 tokens are 75 ms.
+# A100_OPT_13B, the paper's machine, is computed from data sheets and the model's shape:
+#     26 GB of weights at 80 % of 1,555 GB/s
+#     26 GFLOP per token at 60 % of 312 TFLOP/s
+#     819,200 bytes of KV per context token at 60 % of the bandwidth
+# One constant is fitted to figure 13: 0.17 ms of host work per sequence. By Little's law, the figure implies
+# 45 ms per step for 30.42 sequences (2 requests/s of 338 tokens), and 75 ms for 132.44 (30 requests/s of 58 tokens).
 # H200_LLAMA_8B is fitted to measured decode steps of 1 to 256 sequences of 1k tokens and a prefill of 8192 (vLLM 0.26,
 # bf16). It gives 4.8, 9.9 and 17.2 ms for 1, 128 and 256 sequences; 4.8, 10.2 and 17.1 ms were measured.
 

@@ -1,6 +1,6 @@
 """Extract Wikipedia articles as plain prose, run by the Python of `.venv/peers/quality`; one JSON line each.
 
-    python articles_peer.py DUMP OUT --most-words 20000
+    python articles_peer.py DUMP OUT --num-words 20000
 
 DUMP is a pages-articles file, .xml.bz2. Only paragraphs that consist of sentences are kept, without tables, lists,
 headings and markup.
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("dump", metavar="PATH", type=Path)
     parser.add_argument("out", metavar="PATH", type=Path)
-    parser.add_argument("--most-words", metavar="N", type=int, required=True)
+    parser.add_argument("--num-words", metavar="N", type=int, required=True)
     options = parser.parse_args()
     words = 0
     with options.out.open("w") as file:
@@ -63,9 +63,9 @@ def main() -> None:
                 continue
             file.write(json.dumps({"title": title, "text": text}) + "\n")
             words += len(text.split())
-            if words >= options.most_words:
+            if words >= options.num_words:
                 return
-    raise SystemExit(f"{options.dump} has only {words} words of prose; --most-words asks for {options.most_words}")
+    raise SystemExit(f"{options.dump} has only {words} words of prose; --num-words is {options.num_words}")
 
 
 if __name__ == "__main__":

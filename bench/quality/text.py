@@ -18,10 +18,10 @@ SHA256 = "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d"
 _PEER = Path(__file__).with_name("articles_peer.py")
 
 
-def write_articles(python: Path, target: Path, most_words: int) -> None:
-    """Write JSON lines of `title` and `text` with at least `most_words`; `python` is that of `.venv/peers/quality`."""
+def write_articles(python: Path, target: Path, num_words: int) -> None:
+    """Write JSON lines of `title` and `text` with at least `num_words`; `python` is that of `.venv/peers/quality`."""
     dump = _fetched_dump()
-    subprocess.run([str(python), str(_PEER), str(dump), str(target), "--most-words", str(most_words)], check=True)
+    subprocess.run([str(python), str(_PEER), str(dump), str(target), "--num-words", str(num_words)], check=True)
 
 
 def _fetched_dump() -> Path:

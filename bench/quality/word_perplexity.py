@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         work.mkdir(parents=True, exist_ok=True)
         shutil.copy(TASK, work)
         if not (articles := work / "articles.jsonl").exists():
-            write_articles(PYTHON, articles, options.most_words)
+            write_articles(PYTHON, articles, options.num_words)
         for name in options.formats:
             answers[name] = _answer_of(name, model, work, options)
             print(f"{name}: {answers[name]['word_perplexity']:.4f}", flush=True)
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="PATH", type=Path)
     parser.add_argument("--formats", metavar="NAME,NAME,...", type=_formats, default=[*REFERENCES, *FORMATS])
     parser.add_argument("--keep", metavar="PATH", type=Path)
-    parser.add_argument("--most-words", metavar="N", type=int, default=20_000)
+    parser.add_argument("--num-words", metavar="N", type=int, default=20_000)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", metavar="PATH", type=Path)
     return parser

@@ -40,7 +40,7 @@ SEATS = 1024
 STEP_SECONDS, TOKEN_SECONDS = 0.01, 4e-5  # 20 prompts of 400 tokens fill a step of 0.34 s
 PROMPT_TOKENS, OUTPUT_TOKENS = 400, 2_000
 HEAD_START_REQUESTS, JOINED_SECONDS = 20, 2.0
-MOST_OVER_MEAN, LEAST_SHARE = 1.10, 0.40
+MAX_OVER_MEAN, MIN_SHARE = 1.10, 0.40
 
 
 def main(argv: list[str]) -> int:
@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
     result = {**provenance(["claim-balance", *argv]), **asyncio.run(_measure(options))}
     tell(result, options.json)
     if options.late_joiner:
-        return int(result["joiners_share"] < LEAST_SHARE)
-    return int(result["most_over_mean"] > MOST_OVER_MEAN)
+        return int(result["joiners_share"] < MIN_SHARE)
+    return int(result["most_over_mean"] > MAX_OVER_MEAN)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Hostile:
             writer.transport.abort()
 
     async def open(self, body: dict[str, object]) -> asyncio.StreamWriter | None:
-        """Open a stream of which only the head is read."""
+        """Open a stream and read only its response headers."""
         parts, stream = urlsplit(self.url), RawStream()
         assert parts.hostname is not None and parts.port is not None
         try:

@@ -6,7 +6,7 @@
 Both sides get the same prompts at once, greedy and of fixed length: the engine in this process with a worker's default
 scheduling, and streams of its own `pagestream serve`. Each repetition loads both again, because two processes with the
 same settings differ, runs every concurrency, and swaps the order. The exit status is 1 if a request failed or the
-median e2e share is below --least-share.
+median e2e share is below --min-share.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     path = options.output / f"http-share-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
-    return 0 if all(row["e2e_share"] >= options.least_share for row in report["shares"]) else 1
+    return 0 if all(row["e2e_share"] >= options.min_share for row in report["shares"]) else 1
 
 
 def _repetition(options: argparse.Namespace, rep: int) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", metavar="N", type=int, default=192)
     parser.add_argument("--output-tokens", metavar="N", type=int, default=128)
     parser.add_argument("--reps", metavar="N", type=int, default=3)
-    parser.add_argument("--least-share", metavar="RATIO", type=float, default=0.90)
+    parser.add_argument("--min-share", metavar="RATIO", type=float, default=0.90)
     parser.add_argument(
         "--kv-cache-memory-bytes",
         metavar="BYTES",

@@ -4,9 +4,8 @@
 
 Eight greedy streams run through its own `pagestream serve`. The worker is killed in the middle, and the restarted one
 resumes from the journals. Texts are compared with an undisturbed round. They must be equal, except in bfloat16 on a
-GPU,
-where generated KV is recomputed as a prompt by other kernels and a near-tie may be decided differently. The exit status
-is 1 if a token is lost or duplicated, or if a text changes without --dtype bfloat16.
+GPU, where generated KV is recomputed as a prompt by other kernels and a near-tie may be decided differently. The exit
+status is 1 if a token is lost or duplicated, or if a text changes without --dtype bfloat16.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """SentencePiece's BPE as llama.cpp stores it: pieces with scores, `▁` for a space, one piece per byte.
 
 SentencePiece merges the pair whose piece has the best score, while `tokenizers` merges by a list. The list has all
-pairs
-of pieces that form a piece, best score first, as in transformers' generate_merges().
+pairs of pieces that form a piece, best score first, as in transformers' generate_merges().
 """
 
 from collections.abc import Iterator

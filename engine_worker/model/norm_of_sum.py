@@ -18,7 +18,7 @@ from kernels.scaled import Scaled
 
 
 class NormOfSum(NormWeight):
-    """The weight of an RMSNorm over rows of which each rank has a summand."""
+    """The weight of an RMSNorm. Its input is a sum over ranks."""
 
     def __init__(self, weight: Tensor, eps: float, ranks: TensorParallel, is_deterministic: bool) -> None:
         super().__init__(weight, eps)

@@ -1,8 +1,7 @@
 """Check the values of fp8 scales in a checkpoint, without torch.
 
 numpy has no bfloat16, so safetensors files are read directly: an 8-byte header length, a JSON header with the offsets
-of
-each tensor, the tensors (version 1 of the format). Scales are at most a thousandth of a checkpoint.
+of each tensor, the tensors (version 1 of the format). Scales are at most a thousandth of a checkpoint.
 """
 
 import json

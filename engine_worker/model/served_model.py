@@ -98,7 +98,7 @@ class Blueprint(Protocol):
         """Load the weights, or this rank's part of them.
 
         Args:
-            weights: The checkpoint, of which every tensor must be used.
+            weights: The checkpoint. Every tensor must be used.
             max_len: Maximum length of a sequence.
             is_deterministic: Use batch-invariant kernels.
             tensor_parallel: The other ranks; None: there are none.

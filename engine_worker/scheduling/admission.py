@@ -39,7 +39,7 @@ class Admission:
             slots: The running slots.
             background_share: The limits of background requests.
             estimator: Is updated with each admitted prompt.
-            max_blocks_each: The most blocks that a sequence holds at one time.
+            max_blocks_each: Limit of the blocks of a sequence.
         """
         self.running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
         self.waits_for = ""  # what the first group of the queue lacked in the last step

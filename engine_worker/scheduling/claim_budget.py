@@ -73,7 +73,7 @@ class PrefillEstimator:
     """
 
     def __init__(self, config: SchedulerConfig, block_size: int, max_blocks_each: int) -> None:
-        """Create the estimator. `max_blocks_each`: the most blocks that a sequence holds at one time."""
+        """Create the estimator. `max_blocks_each`: limit of the blocks of a sequence."""
         self._begun: dict[bool, list[Sequence]] = {False: [], True: []}  # prompts in chunks, by is_background
         self._block_size = block_size
         self._max_blocks_each = max_blocks_each

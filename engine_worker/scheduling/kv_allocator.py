@@ -30,7 +30,7 @@ class KVAllocator(Protocol):
 
     @property
     def max_blocks(self) -> Callable[[int], int]:
-        """Returns the most blocks that a sequence holds at one time while it grows to a number of tokens."""
+        """Returns the largest number of blocks that a sequence holds while it grows to this length."""
 
     @property
     def release_outside_window(self) -> Callable[[], None]:

@@ -24,7 +24,7 @@ class RequestLimits:
     max_model_len: int
     capacity_blocks: int  # of this worker's KV cache
     block_size: int
-    max_blocks_each: int  # the most blocks that a sequence holds at one time
+    max_blocks_each: int  # limit of the blocks of a sequence
     max_beam_width: int
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Tenant:
     name: str = ""
     weight: float = 1.0  # share relative to other tenants
-    max_running: int = 0  # sequences at one time; 0: no limit
+    max_running: int = 0  # limit of running sequences; 0: no limit
 
 
 class RunningSlots:

@@ -43,7 +43,7 @@ from shared.messages import EncodedLogprobs
 
 __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
 
-MAX_NEW_TENANTS = 4  # tenants without a slot of which requests wait here, so that they can get a share
+MAX_NEW_TENANTS = 4  # tenants without a slot that may have a request here, so that they can get a share
 
 
 class Scheduler:
@@ -52,7 +52,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv_cache: KVAllocator) -> None:
         self.config = config
         self._kv_cache = kv_cache
-        self.max_blocks_each = kv_cache.max_blocks(config.max_model_len)  # the most blocks of a sequence at one time
+        self.max_blocks_each = kv_cache.max_blocks(config.max_model_len)  # limit of the blocks of a sequence
         self._slots = RunningSlots(config.max_num_seqs)
         self._policy = FairShare(self._slots)
         self._background_share = BackgroundShare(config, kv_cache.num_usable_blocks)

@@ -123,7 +123,7 @@ class StepPlan:
                 self._fork_new(group, sequence)
 
     def _fork_new(self, group: SequenceGroup, first: Sequence) -> None:
-        """Fork the sequences without tokens, as far as slots allow. They sample from the logits of `first`."""
+        """Fork the sequences without tokens while slots are free. They sample from the logits of `first`."""
         for child in group.sequences:
             if child.status is not SequenceStatus.WAITING or child.num_tokens > group.num_prompt_tokens:
                 continue

@@ -1,4 +1,4 @@
-"""Which answers are kept, and what is stored of them. Pure except for random names.
+"""Which answers are kept, and which of their fields are stored. Pure except for random names.
 
     detach_seconds     in the body: how long the request outlives its client's connection
     Idempotency-Key    in the headers: a repeat gets the same answer; detach_seconds then has the gateway's default

@@ -1,6 +1,6 @@
 """Rate limits of one API key: requests and tokens per minute. Pure; the clock is an argument.
 
-An answer reserves its prompt and its longest output, as far as the bucket allows. Output above the reserve is charged
+An answer reserves its prompt and its longest output, or what is left in the bucket. Output above the reserve is charged
 while the answer runs, and the unused reserve is returned at its end. A key in debt starts nothing new. Each gateway
 process counts separately: with N of them a key can spend N times its limits.
 """
@@ -87,7 +87,7 @@ class Account:
 
     @property
     def max_running(self) -> int:
-        """The number of sequences that may run at one time on a worker; 0 = no limit."""
+        """The limit of running sequences per worker; 0: no limit."""
         return self.key.max_concurrent or 0 if self.key else 0
 
     def may_use(self, model_names: Iterable[str]) -> bool:

@@ -90,7 +90,7 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 class _FewLines:
-    """A body of which at most MAX_FORM_LINES are read as lines; the file's content is not read in lines."""
+    """A multipart body. Only its first MAX_FORM_LINES are read as lines; the file's content is not."""
 
     def __init__(self, content: StreamReader) -> None:
         self._content = content

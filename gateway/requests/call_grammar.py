@@ -4,8 +4,8 @@
     llama3_json   {"name": ..., "parameters": {...}}, separated by ;, optionally after <|python_tag|>
     mistral       [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} once per call
 
-The first token decides, and nothing else stands beside calls; parsing/tool_calls.py relies on both. Markers that are
-special tokens are written as token ids because no text produces them.
+The first token decides, and an answer with calls has nothing else; parsing/tool_calls.py relies on both. Markers
+that are special tokens are written as token ids because no text produces them.
 """
 
 from collections.abc import Callable, Mapping

@@ -139,7 +139,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool
     ignored: tuple[str, ...]
     grammar: AskedGrammar | None = None  # of the whole answer, calls included
-    answer_grammar: AskedGrammar | None = None  # of an answer without calls, as the client asked
+    answer_grammar: AskedGrammar | None = None  # of an answer without calls, as requested
     tools: ToolUse | None = None
     is_chat: bool = False
     template: TemplateOptions = msgspec.field(default_factory=TemplateOptions)  # chats only

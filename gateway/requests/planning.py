@@ -65,7 +65,7 @@ class Tenant:
 
     name: str = ""
     weight: float = 1.0  # relative to other tenants
-    max_running: int = 0  # sequences that run at one time on a worker; 0 = no limit
+    max_running: int = 0  # limit of running sequences per worker; 0: no limit
 
 
 NO_TENANT = Tenant()
@@ -146,7 +146,7 @@ def check_asked(asked: AskedGrammar | None) -> None:
 
 
 def encode_prompts(model: ServedModel, limits: ModelLimits, request: CompletionRequest) -> list[list[int]]:
-    """Return the token ids of all prompts, truncated if asked; raise InvalidRequest."""
+    """Return the token ids of all prompts, truncated if requested; raise InvalidRequest."""
     truncate = request.fields.truncate_prompt_tokens
     room_tokens = limits.max_model_len - max(1, request.max_tokens or 1)
     prompts, template = [], _template_options(request, model)
@@ -191,7 +191,7 @@ def encode_prompt(
 
 
 def _check_text(encoder: PromptEncoder, limits: ModelLimits | None, param: str, text: str) -> None:
-    least = encoder.least_tokens(text)
+    least = encoder.min_num_tokens(text)
     if limits is not None and least >= limits.max_model_len:
         raise context_exceeded(least, param, limits, is_lower_bound=True)
 

@@ -1,6 +1,6 @@
 """GET /: the page in gateway/ui and its parts. Files are read once; the page loads nothing from other hosts.
 
-The page contains no data of its own. With API keys set it needs one like every other route: the browser asks for the
+The page itself contains no data. With API keys set it needs one like every other route: the browser asks for the
 key as the HTTP Basic password, and sends it with every request of the page.
 """
 

@@ -21,7 +21,7 @@ from gateway.text.token_spellings import SpellingTable, TokenSpellings
 from shared.messages import MAX_LOGPROBS, EncodedLogprobs, TokenLogprobs, decoded_logprobs
 
 # OpenAI's value for probability 0, because JSON has no infinity.
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 
 _encode = msgspec.json.encode
 
@@ -62,7 +62,7 @@ def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     scored = list(_scored(entries))
     return {
         "tokens": [entry.spellings.texts[entry.token_id] for entry in entries],
-        "token_logprobs": [None if score is None else max(score.logprob, _LEAST_LOGPROB) for _, score in scored],
+        "token_logprobs": [None if score is None else max(score.logprob, _MIN_LOGPROB) for _, score in scored],
         "top_logprobs": [
             None if score is None else _by_text(entry.spellings.texts, entry.token_id, score) for entry, score in scored
         ],
@@ -116,7 +116,7 @@ def _object(heads: SpellingTable[bytes], token_id: int, scores: TokenLogprobs | 
 def _by_text(texts: SpellingTable[str], token_id: int, scores: TokenLogprobs) -> dict[str, float]:
     token_ids, logprobs = scores.top_token_ids, _finite(scores.top_logprobs)
     if token_id not in token_ids:
-        token_ids, logprobs = (*token_ids, token_id), (*logprobs, max(scores.logprob, _LEAST_LOGPROB))
+        token_ids, logprobs = (*token_ids, token_id), (*logprobs, max(scores.logprob, _MIN_LOGPROB))
     by_text = dict(zip(texts.all_of(token_ids), logprobs, strict=True))
     if len(by_text) < len(token_ids):  # keep the first token of each text
         by_text.update(zip(reversed(texts.all_of(token_ids)), reversed(logprobs), strict=True))
@@ -146,8 +146,8 @@ def _numbers(logprobs: Sequence[float]) -> list[bytes]:
 
 
 def _finite(logprobs: Sequence[float]) -> Sequence[float]:
-    if min(logprobs, default=0.0) < _LEAST_LOGPROB:
-        return [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]
+    if min(logprobs, default=0.0) < _MIN_LOGPROB:
+        return [max(logprob, _MIN_LOGPROB) for logprob in logprobs]
     return logprobs
 
 

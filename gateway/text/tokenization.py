@@ -46,7 +46,7 @@ class PromptEncoder:
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
-    def least_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens, to refuse a text that is too long before encoding it."""
         return -(-len(text) // self._longest_token_chars)
 

@@ -153,8 +153,7 @@ def decode_kernel(
     count = tl.load(num_items)
     num_tiles = _count_tiles(items, count, part, shares, BLOCK_N, ITEM_FIELDS, 64)
     # Items and block ids are loaded one iteration before use. Loaded in their own iteration, the loads of keys and
-    # values
-    # would depend on a load, and the pipeliner would keep fewer tiles in flight.
+    # values would depend on a load, and the pipeliner would keep fewer tiles in flight.
     sequence, row, key, end_key, splits, first_visible = _load_item(items, part, count, ITEM_FIELDS, WINDOW)
     next_sequence, next_row, next_key, next_end_key, next_splits, next_visible = _load_item(
         items, part + shares, count, ITEM_FIELDS, WINDOW

@@ -272,8 +272,7 @@ def decode_hopper_kernel(
     asked = 0
     if DEPENDENT:
         # Before the wait, only the plan and the block tables are read, which are made once per step. In a decode-only
-        # batch
-        # all keys except the last of each sequence are older than the step.
+        # batch all keys except the last of each sequence are older than the step.
         if KEYS_ARE_OLD:
             asked = gl.maximum(gl.minimum(gl.minimum(num_steps, NUM_STAGES), (seq_len - 1) // TILE - tile), 0)
             for step in range(asked):

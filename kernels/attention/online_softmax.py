@@ -19,9 +19,8 @@ def _tanh(scores, scale_log2, SOFTCAP: tl.constexpr):
     """Return tanh(scaled score / softcap) as 1 - 2 / (1 + e^2x), which is correct for -inf and inf.
 
     Near 0 the error is one eps of 1, that is, one eps of the softcap in a score. The softcap factor stays for the
-    caller's
-    FMA: multiplied here, a compiler would fuse it into the exponent only in tiles without a mask, and a chunk's bits
-    would differ from those of its whole prompt.
+    caller's FMA: multiplied here, a compiler would fuse it into the exponent only in tiles without a mask, and a
+    chunk's bits would differ from those of its whole prompt.
     """
     doubled = tl.exp2(scores * (scale_log2 * (2.0 / SOFTCAP)))
     return 1.0 - 2.0 / (1.0 + doubled)

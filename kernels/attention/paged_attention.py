@@ -7,10 +7,8 @@ effect, even if they contain NaN. Source: PagedAttention, https://arxiv.org/abs/
 """
 # Numerics: softmax in float32; products accumulate in float32, those of float32 are three tf32 products (error about
 # 1e-6). A chunk's result does not depend on how its prompt was cut. On a Hopper GPU without `one_kernel`, the rest of
-# the
-# batch (and above 8 and 48 rows its padding) decides where the keys of a decoding sequence are cut, and so its last
-# bits;
-# with an e4m3 cache it also decides which of two kernels computes a prompt (widened.py).
+# the batch (and above 8 and 48 rows its padding) decides where the keys of a decoding sequence are cut, and so its last
+# bits; with an e4m3 cache it also decides which of two kernels computes a prompt (widened.py).
 # Launch grids depend only on shapes and the two bounds, so a plan and its layers can be captured in a CUDA graph. Loose
 # bounds cost only the memory of the plan.
 # Nine arguments: a structure would be a type that kernels and engine share.
@@ -87,7 +85,7 @@ class AttentionPlan:
             one_kernel: Batch-invariant bits: decoded or in a prompt, a token's result is the same in every batch.
                 Slower
                 for long prompts.
-            windows: The distinct windows of the layers' rules; each has a plan of its own.
+            windows: The distinct windows of the layers' rules; each has its own plan.
         """
         self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
         self._triton: dict[int, TritonPlan] = {}  # by window

@@ -42,8 +42,7 @@ SHORT_TILES, SMALL_TILES, LARGE_TILES = (
 
 # For heads over 128 elements: results of 128 rows take half of all registers. Keys and values of three tiles need more
 # shared memory (262,144 bytes) than a program has on sm_90 (232,448), and no compiler fits 256 rows. With an e4m3
-# cache,
-# tiles of 64 keys spill 340 bytes and tiles of 32 keys 100 bytes.
+# cache, tiles of 64 keys spill 340 bytes and tiles of 32 keys 100 bytes.
 WIDE_TILES, WIDE_FP8_TILES = PrefillConfig(128, 64, 8, 2), PrefillConfig(128, 32, 8, 2)
 MAX_HEAD_DIM = 256
 
@@ -106,8 +105,7 @@ def _attend_keys(
     # Unsigned 32 x 32 -> 64 bits is one instruction. Offsets exceed int32 from block 2048 of an 8B model.
     block_stride = tl.cast(cache_block_stride, tl.uint32).to(tl.uint64)
     # The block ids of a tile are loaded one iteration ahead. Loaded in their own iteration, the loads of keys and
-    # values
-    # would depend on a load, and the pipeliner would keep one tile in flight instead of two.
+    # values would depend on a load, and the pipeliner would keep one tile in flight instead of two.
     lane_blocks = tile // BLOCK_SIZE
     first_used = _used(first_key + tile, seq_len, first_visible, WINDOW)
     block_ids = tl.load(block_table + first_key // BLOCK_SIZE + lane_blocks, mask=first_used, other=0)

@@ -13,8 +13,7 @@ from kernels.sampling.reference import GROUP_SIZE, SamplingRows
 from kernels.sampling.triton_kernels import argmax_kernel, draw_kernel, floor_kernel, group_kernel
 
 # Measured on an H200 (bench/kernel/sampling.py). 4096 scores for 8 warps are two 16-byte loads per thread in bf16 and
-# 12
-# programs for a row of 49152 tokens. A row's floor search has no other program on its SM to hide its loads.
+# 12 programs for a row of 49152 tokens. A row's floor search has no other program on its SM to hide its loads.
 _GROUPS_PER_TILE, _GROUP_WARPS = 32, 8
 _FLOOR_GROUPS_PER_TILE, _FLOOR_WARPS = 32, 16
 _DRAW_WARPS = 8

@@ -1,8 +1,7 @@
 """Triton kernels of sampling, with the contract of sample_tokens.py and the random numbers of reference.py.
 
 group_kernel reads the scores once and computes each group's largest score and mass; floor_kernel finds the smallest
-kept
-score without a sort; draw_kernel draws a group, then a token. Masses are sums of exp((score - group maximum) /
+kept score without a sort; draw_kernel draws a group, then a token. Masses are sums of exp((score - group maximum) /
 temperature), so one pass suffices. Tiles do not depend on the batch, so a row's bits do not depend on its position.
 Rows with non-finite scores end with a non-finite `best` and an arbitrary token.
 """
@@ -22,8 +21,7 @@ _GROUP = tl.constexpr(GROUP_SIZE)
 _INFINITY = tl.constexpr(float("inf"))
 
 # Views of one tensor that start at multiples of 8 bytes. Specializing on 16-byte alignment would compile another
-# variant
-# when the first odd number of rows is sampled. A program reads one number of each.
+# variant when the first odd number of rows is sampled. A program reads one number of each.
 _PARAMETERS = ["seeds", "indices", "temperature", "log_min_p", "top_k", "top_p", "truncated_rows"]
 
 

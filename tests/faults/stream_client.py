@@ -1,8 +1,7 @@
 """A client of streamed completions that repeats refused requests and resumes broken streams.
 
 Each request has an Idempotency-Key, so that a request whose acceptance got lost is not computed twice. A broken stream
-is
-resumed at any gateway with Last-Event-ID. The result must be the answer of an undisturbed server, once.
+is resumed at any gateway with Last-Event-ID. The result must be the answer of an undisturbed server, once.
 """
 
 import asyncio

@@ -73,7 +73,7 @@ async def test_request_over_its_limit_computes_nothing(
     gateway = await spent(start_gateway, tmp_path)
     work: list[str] = []
     encoder = type(gateway.service.require_model().encoder)
-    for name in ("encode_text", "render_chat", "encode_chat", "decode", "least_tokens"):
+    for name in ("encode_text", "render_chat", "encode_chat", "decode", "min_num_tokens"):
         monkeypatch.setattr(encoder, name, lambda *_, name=name, **__: work.append(name))
     monkeypatch.setattr("gateway.requests.request_body.msgspec.json.decode", lambda *_, **__: work.append("decode"))
     monkeypatch.setattr("gateway.requests.planning.check_grammar", lambda *_: work.append("grammar"))

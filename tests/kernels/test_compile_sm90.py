@@ -31,8 +31,7 @@ Report = dict[str, Any]
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
     # Separate processes without TRITON_INTERPRET, each with an empty cache, so that today's source is compiled. The
-    # report
-    # is kept while every file that it read and each version are unchanged.
+    # report is kept while every file that it read and each version are unchanged.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     caches = [str(tmp_path_factory.mktemp("triton")) for _ in range(NUM_PROCESSES)]
@@ -119,10 +118,8 @@ def test_kernels_spill_no_registers_and_fit_shared_memory(reports: list[Report])
     for report in reports:
         # They spill outside their loops over unmasked keys and are faster than tiles without spills. 16 warps have 128
         # registers per thread: 491 against 446 TFLOP/s. Two groups of four warps beside the loading one have 240, which
-        # scores
-        # and results of 128 columns fill: 638 against 526. With heads of 256 and an e4m3 cache, results and converted
-        # values
-        # fill them too.
+        # scores and results of 128 columns fill: 638 against 526. With heads of 256 and an e4m3 cache, results and
+        # converted values fill them too.
         large = report["num_warps"] == 16 or "splits" in report["case"] or "fp8 kv wide" in report["case"]
         # With an e4m3 cache no tiles have 16 warps, and splits spill 160; 208 where a window has its own loop.
         most = 208 if "window" in report["case"] else 160
@@ -177,8 +174,7 @@ def test_hopper_e4m3_decode_uses_wide_loads_and_fits_an_sm(reports: list[Report]
     assert found
     for report in found:
         # One conversion per pair of values, and one product per 16 x 8 of them: keys and values once. Loads of single
-        # bytes
-        # would be 32 times as many as these of four 8 x 8 matrices of pairs.
+        # bytes would be 32 times as many as these of four 8 x 8 matrices of pairs.
         assert report["pairs_from_e4m3"] == 2 * report["mma"] == 8 * report["loads_of_operands"], report
         programs = programs_by_keys[report["shared_bytes"] // (2 * 32 * head_dim) * 32]
         assert report["registers"] * 32 * programs <= 65536, report

@@ -16,8 +16,7 @@ END_SECONDS = 2400  # 50 CPU seconds; one process, since each takes 5 to start
 @pytest.mark.timeout(END_SECONDS)
 def test_interpreted_kernel_tests_pass() -> None:
     # The interpreter's tl.dot is numpy's matmul. With OpenBLAS's AVX2 kernels (Haswell, Zen) the order of its sums
-    # depends
-    # on the number of rows, which changes bits that a GPU does not change; its AVX kernels do not.
+    # depends on the number of rows, which changes bits that a GPU does not change; its AVX kernels do not.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Sandybridge"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(INTERPRETED)]
     command += ["-o", f"timeout={END_SECONDS}"]  # a test of 15 CPU seconds on a busy machine

@@ -57,8 +57,7 @@ class OneDnnLinear:
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
         if dtype != x.dtype:
             # oneDNN's result has the input's dtype. A second product subtracts the first before rounding, so the pair
-            # has 16 bits.
-            # It takes as long as reading a float32 copy for one row, and a third of that for 64 rows.
+            # has 16 bits. It takes as long as reading a float32 copy for one row, and a third of that for 64 rows.
             rest = torch.ops.mkldnn._linear_pointwise.binary(x, product, self._weight, None, "sub")
             product = product.float().add_(rest)
         return product[:num_rows]

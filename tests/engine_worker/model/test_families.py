@@ -34,10 +34,8 @@ def test_every_layer_matches_transformers(family_dir: Path) -> None:
         # Float32 sums in another order: at most 9e-5 of the states' deviation (with longrope), mostly 1e-5.
         assert (ours - theirs).abs().max() <= 2e-4 * theirs.std()
         # The difference is rounding: both are equally far from the library's float64. The states reach 98, where 1e-4
-        # is 13
-        # units of float32. transformers alone exceeds it for Llama with yarn (1.4e-4), Phi-3 (5.6e-4, with longrope
-        # 1.6e-3),
-        # Qwen3 (1.7e-4) and SmolLM3 (1.4e-4); this engine's error is at most 1.7 times as large.
+        # is 13 units of float32. transformers alone exceeds it for Llama with yarn (1.4e-4), Phi-3 (5.6e-4, with
+        # longrope 1.6e-3), Qwen3 (1.7e-4) and SmolLM3 (1.4e-4); this engine's error is at most 1.7 times as large.
         assert (ours - true).abs().max() <= max(1e-4, 2.5 * float((theirs - true).abs().max()))
 
 

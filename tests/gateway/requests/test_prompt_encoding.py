@@ -14,7 +14,9 @@ def encodes(text: str, **options: Any) -> NoReturn:
 
 
 def test_text_that_must_be_too_long_is_not_encoded() -> None:
-    model: Any = SimpleNamespace(encoder=SimpleNamespace(least_tokens=lambda text: len(text) // 4, encode_text=encodes))
+    model: Any = SimpleNamespace(
+        encoder=SimpleNamespace(min_num_tokens=lambda text: len(text) // 4, encode_text=encodes)
+    )
     limits = ModelLimits(max_model_len=16, vocab_size=100)
     with pytest.raises(InvalidRequest) as refused:
         encode_prompt(model, limits, "word" * 16, "prompt", add_special_tokens=True)

@@ -87,8 +87,8 @@ def test_tokens_added_by_the_tokenizer_appear_once() -> None:
 def test_min_tokens_estimate_is_a_lower_bound(tiny_model: ServedModel) -> None:
     encoder = tiny_model.encoder
     text = "the capital of the capital of the user" * 50
-    assert 1 < encoder.least_tokens(text) <= len(encoder.encode_text(text))
-    assert encoder.least_tokens("") == 0
+    assert 1 < encoder.min_num_tokens(text) <= len(encoder.encode_text(text))
+    assert encoder.min_num_tokens("") == 0
 
 
 def test_hub_template_extensions_are_rendered() -> None:
