@@ -139,9 +139,8 @@ class Submission:
             raise
         except (asyncio.CancelledError, RedisError, OSError, InferenceError) as error:
             self._streams.discard(*streams)
-            task.add_done_callback(
-                lambda _: self._withdrawals.add_all(streams)
-            )  # it may have been stored, now or later
+            # It may have been stored, now or later.
+            task.add_done_callback(lambda _: self._withdrawals.add_all(streams))
             if isinstance(error, (RedisError, OSError)):
                 raise StoreUnavailable(str(error)) from error
             raise

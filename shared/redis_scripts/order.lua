@@ -18,11 +18,8 @@ end
 local function last_read_of(q, group)
   local groups = redis.pcall('XINFO', 'GROUPS', q)
   for _, found in ipairs(groups.err and {} or groups) do
-    local info = {}
-    for i = 1, #found, 2 do
-      info[found[i]] = found[i + 1]
-    end
-    if info['name'] == group then
+    local info = by_name(found)
+    if info.name == group then
       return info['last-delivered-id']
     end
   end

@@ -4,22 +4,21 @@
 -- Blocking reads and older workers do not update counts, so a count can be too high: ACCEPT limits it to the number of all waiting
 -- entries, and TAKE drops all counts if nothing waits. Older gateways write no counts.
 
-local function num_waiting(q)
-  local groups, pending = redis.pcall('XINFO', 'GROUPS', q), 0
-  for i = 1, groups[1] and #groups[1] or 0, 2 do
-    if groups[1][i] == 'pending' then
-      pending = groups[1][i + 1]
-    end
+local function by_name(list) -- a reply of names and values in turn, as a table
+  local found = {}
+  for i = 1, #list, 2 do
+    found[list[i]] = list[i + 1]
   end
-  return math.max(0, redis.call('XLEN', q) - pending)
+  return found
+end
+
+local function num_waiting(q)
+  local groups = redis.pcall('XINFO', 'GROUPS', q)
+  return math.max(0, redis.call('XLEN', q) - (by_name(groups[1] or {}).pending or 0))
 end
 
 local function fields_of(entry)
-  local fields, list = {}, entry[2] or {}
-  for i = 1, #list, 2 do
-    fields[list[i]] = list[i + 1]
-  end
-  return fields
+  return by_name(entry[2] or {})
 end
 
 local function flow_of(value) -- start number of the next entry, number of waiting entries
