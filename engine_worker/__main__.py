@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from engine_worker.engine import Engine
-from engine_worker.execution.follower_processes import Followers
 from engine_worker.execution.group_health import ALONE
-from engine_worker.execution.start_times import StartTimes, log_lines
+from engine_worker.execution.load.start_times import StartTimes, log_lines
+from engine_worker.execution.ranks.follower_processes import Followers
 from engine_worker.metrics import EngineInfo
 from engine_worker.model.preflight import check_files
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -37,7 +37,7 @@ from shared.settings import settings_or_exit
 from shared.store_errors import StoreRefused
 
 if TYPE_CHECKING:
-    from engine_worker.execution.model_runner import ModelRunner
+    from engine_worker.execution.step.model_runner import ModelRunner
 
 logger = logging.getLogger("worker")
 
@@ -104,8 +104,8 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     with no_searches():
         import torch  # noqa: PLC0415 - see the module's docstring
 
-        from engine_worker.execution.load import load_model_runner  # noqa: PLC0415
-        from engine_worker.execution.speeds import decode_tokens_per_second  # noqa: PLC0415
+        from engine_worker.execution.load.load import load_model_runner  # noqa: PLC0415
+        from engine_worker.execution.load.speeds import decode_tokens_per_second  # noqa: PLC0415
         from engine_worker.model.devices import chosen_device  # noqa: PLC0415
 
     device = chosen_device(settings.execution.device, has_cuda=torch.cuda.is_available())
@@ -134,7 +134,7 @@ def _info(runner: "ModelRunner", device: str) -> EngineInfo:
     """Return the engine's constants. `device`: `cpu` or `cuda`."""
     import torch  # noqa: PLC0415 - see the module's docstring
 
-    from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
+    from engine_worker.execution.step.memory import memory_by_use  # noqa: PLC0415
 
     return EngineInfo(
         device="gpu" if device == "cuda" else "cpu",

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_worker.execution.kv_dtype_choice import chosen_kv_cache_dtype
-from engine_worker.execution.quantization_choice import chosen_quantization
+from engine_worker.execution.load.kv_dtype_choice import chosen_kv_cache_dtype
+from engine_worker.execution.load.quantization_choice import chosen_quantization
 from engine_worker.execution.settings import (
     CUDA_MEMORY_RATIO,
     IN_GROUPS,

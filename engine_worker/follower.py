@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from engine_worker.execution.follower_processes import BEAT_SECONDS
-from engine_worker.execution.step_channel import ChannelCorrupted, ChannelFds, RingReceiver
+from engine_worker.execution.ranks.follower_processes import BEAT_SECONDS
+from engine_worker.execution.ranks.step_channel import ChannelCorrupted, ChannelFds, RingReceiver
 from shared.garbage_collection import search_rarely
 from shared.processes import exit_with_parent
 
@@ -67,10 +67,10 @@ def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
     channel.enter("import")
     import torch  # noqa: PLC0415 - takes seconds, during which rank 0 can already end this process
 
-    from engine_worker.execution.group_messages import start_of  # noqa: PLC0415
-    from engine_worker.execution.load_replica import load_plan, load_replica, prepare_process  # noqa: PLC0415
-    from engine_worker.execution.rank_group import PEERS, SERVING, meet, sum_by_peers  # noqa: PLC0415
-    from engine_worker.execution.replica_group import follow  # noqa: PLC0415
+    from engine_worker.execution.load.load_replica import load_plan, load_replica, prepare_process  # noqa: PLC0415
+    from engine_worker.execution.load.rank_group import PEERS, SERVING, meet, sum_by_peers  # noqa: PLC0415
+    from engine_worker.execution.ranks.group_messages import start_of  # noqa: PLC0415
+    from engine_worker.execution.ranks.replica_group import follow  # noqa: PLC0415
 
     plan = load_plan(start_of(channel.receive()).settings, rank)
     prepare_process(plan.settings)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    from engine_worker.execution.step_channel import ChannelCorrupted  # noqa: PLC0415 - after the options are checked
+    from engine_worker.execution.ranks.step_channel import ChannelCorrupted  # noqa: PLC0415 - after the options are checked
 
     try:
         _follow(options)
@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _follow(options: argparse.Namespace) -> None:
-    from engine_worker.execution.load_replica import load_replica  # noqa: PLC0415 - torch takes seconds
-    from engine_worker.execution.replica_group import follow  # noqa: PLC0415
-    from engine_worker.execution.spanning_group import join_group  # noqa: PLC0415
+    from engine_worker.execution.load.load_replica import load_replica  # noqa: PLC0415 - torch takes seconds
+    from engine_worker.execution.load.spanning_group import join_group  # noqa: PLC0415
+    from engine_worker.execution.ranks.replica_group import follow  # noqa: PLC0415
 
     size = options.tensor_parallel_size
     member = join_group(options.rendezvous_endpoint, options.rank, size, options.model)

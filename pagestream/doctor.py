@@ -40,7 +40,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # exists while the kernel m
 _TORCH_PROBE = """
 import json, sys, torch
 from pathlib import Path
-from engine_worker.execution.kv_dtype_choice import describe_formats
+from engine_worker.execution.load.kv_dtype_choice import describe_formats
 from engine_worker.execution.settings import ExecutionSettings
 from kernels.cpu.__main__ import look
 cuda = torch.cuda.is_available()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.kernel.graph_time import graph_microseconds
 from bench.provenance import provenance
-from engine_worker.execution.load_replica import load_plan, use_batch_invariant_products
+from engine_worker.execution.load.load_replica import load_plan, use_batch_invariant_products
 from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
 from engine_worker.kv.layout import KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.architectures import spec_from_json

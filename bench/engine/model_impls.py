@@ -18,9 +18,9 @@ import torch
 from bench.engine.session import EngineSession, NoSteadyStep, step_figures
 from bench.engine.side import plain_engine
 from bench.provenance import commit
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.scheduler import SchedulerConfig
 from shared.messages import SamplingParams
 

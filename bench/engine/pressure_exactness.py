@@ -18,9 +18,9 @@ from bench.kernel.kv_transfers import make_engine
 from bench.provenance import provenance
 from bench.workload import read_trace
 from engine_worker.engine import Engine
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from shared.messages import GenerationRequest, SamplingParams, TokenEvent
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from bench.engine.side import plain_engine
 from bench.provenance import provenance
-from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
 from engine_worker.kv.layout import KV_CACHE_DTYPES
 from engine_worker.scheduling.scheduler import SchedulerConfig

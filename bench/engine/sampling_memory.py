@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from bench.provenance import provenance
-from engine_worker.execution.beam_candidates import launch_beam_candidates
-from engine_worker.execution.sampler import Sampler
-from engine_worker.execution.step_memory import sample_largest
+from engine_worker.execution.load.step_memory import sample_largest
+from engine_worker.execution.sampling.beam_candidates import launch_beam_candidates
+from engine_worker.execution.sampling.sampler import Sampler
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import SamplingParams
 

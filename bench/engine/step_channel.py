@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from bench.provenance import provenance
-from engine_worker.execution.group_messages import RunStep, encode
-from engine_worker.execution.step_channel import RingSender
-from engine_worker.execution.step_description import StepDescription
+from engine_worker.execution.ranks.group_messages import RunStep, encode
+from engine_worker.execution.ranks.step_channel import RingSender
+from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.scheduling.batch import Transfers
 
 BLOCK_SIZE, CONTEXT_TOKENS = 16, 1040  # tables are as wide as the longest sequence's; cases are named "x 1k"
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 # Arguments of a follower: rank, size and inherited descriptors; of a sleeper: its descriptor.
 FOLLOWER = """
 import sys
-from engine_worker.execution.step_channel import ChannelFds, RingReceiver
+from engine_worker.execution.ranks.step_channel import ChannelFds, RingReceiver
 rank, size, *fds = map(int, sys.argv[1:])
 receiver = RingReceiver(ChannelFds(*fds), rank, size)
 while True:

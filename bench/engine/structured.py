@@ -26,12 +26,12 @@ from bench.engine.schema_corpus import kubernetes, test_suite
 from bench.engine.session import step_figures
 from bench.provenance import commit
 from engine_worker.engine import Engine
-from engine_worker.execution.grammar_compiler import GrammarCompiler
-from engine_worker.execution.grammar_masks import GrammarMasks
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.execution.sampled_sequence import SampledSequence
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.sampling.grammar_compiler import GrammarCompiler
+from engine_worker.execution.sampling.grammar_masks import GrammarMasks
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig

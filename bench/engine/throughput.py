@@ -32,10 +32,10 @@ from bench.engine.side import Run, run_engine
 from bench.engine.throughput_table import print_table, ratios
 from bench.engine.vllm_cpu_side import vllm_cpu
 from bench.provenance import commit
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.load.start_times import StartTimes, log_lines
 from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
-from engine_worker.execution.start_times import StartTimes, log_lines
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.layout import KV_CACHE_DTYPES
 from pagestream.demo_model import ensure_demo_model, installed_gguf
 

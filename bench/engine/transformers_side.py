@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM
 
 from bench.engine.side import Run
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.model.weights import RandomWeights
 
 

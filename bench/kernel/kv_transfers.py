@@ -23,9 +23,9 @@ import torch
 
 from bench.provenance import provenance
 from engine_worker.engine import Engine
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
 from bench.kernel.linear_shapes import Shape, all_shapes
-from engine_worker.execution.load_replica import use_batch_invariant_products
+from engine_worker.execution.load.load_replica import use_batch_invariant_products
 from engine_worker.model.quantization.dense_cuda import CudaLinear
 from engine_worker.model.spec import Activation
 from kernels.rms_norm import add_rms_norm

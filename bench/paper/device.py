@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 from bench.kernel.cases import HEAD_SHAPES, AttentionBatch, HeadShape, attention_batch
-from engine_worker.execution.host_pool import CudaHostPool
+from engine_worker.execution.step.host_pool import CudaHostPool
 from engine_worker.scheduling.batch import BlockCopy, Transfers
 from kernels.attention.paged_attention import paged_attention
 

@@ -25,9 +25,9 @@ from bench.provenance import provenance
 from bench.serving.own_server import ServerEnded, own_server
 from bench.serving.streaming_request import RequestResult, Target, send
 from bench.workload import PlannedRequest, Workload
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from engine_worker.scheduling.settings import MAX_PREFILL_TOKENS_WITH_DECODES
 

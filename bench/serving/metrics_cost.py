@@ -24,7 +24,7 @@ from prometheus_client import generate_latest
 from bench.provenance import commit
 from bench.serving.scripted_worker import BLOCK_SIZE, MAX_MODEL_LEN_TOKENS, NUM_BLOCKS, VOCAB_SIZE, ClockDevice
 from engine_worker.engine import Engine
-from engine_worker.execution.memory import memory_by_use
+from engine_worker.execution.step.memory import memory_by_use
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.request_times import RequestClock
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager

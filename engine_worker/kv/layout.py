@@ -15,8 +15,7 @@ _TYPES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
     "fp32": "float32", "float32": "float32",
 }  # fmt: skip
-# Values of --kv-cache-dtype, in vLLM's words. `auto` is the model's dtype unless execution/kv_dtype_choice.py overrides
-# it.
+# Values of --kv-cache-dtype, in vLLM's words. `auto` is the model's dtype unless kv_dtype_choice.py overrides it.
 KV_CACHE_DTYPES = ("auto", *_TYPES)
 
 

@@ -1,7 +1,7 @@
 """Record a CPU decode step's kernels once per number of rows, and run them as one program.
 
 At one row, a step's operators are shorter than waking a thread for each of them and than the Python around them. Like
-CUDA graphs (execution/cuda_graphs.py), but for the exact number of rows, recorded on first use.
+CUDA graphs (execution/step/cuda_graphs.py), but for the exact number of rows, recorded on first use.
 """
 
 import logging

@@ -21,7 +21,7 @@ HANG_SECONDS = "3"
 # Once a file exists, a follower with a message keeps the interpreter's lock, as a hung call does.
 HANGS = """
 import ctypes, os
-from engine_worker.execution.step_channel import RingReceiver
+from engine_worker.execution.ranks.step_channel import RingReceiver
 receive = RingReceiver.receive
 def receive_and_hang(self):
     message = receive(self)
@@ -33,7 +33,7 @@ RingReceiver.receive = receive_and_hang
 # Once a file exists, a byte of a message changes in the ranks' shared memory before a follower reads it.
 BREAKS = """
 import os
-from engine_worker.execution.step_channel import _PREFIX_BYTES, _Slots
+from engine_worker.execution.ranks.step_channel import _PREFIX_BYTES, _Slots
 read = _Slots.read
 def read_broken(self, number):
     if os.path.exists({path!r}):
@@ -47,7 +47,7 @@ _Slots.read = read_broken
 # its allocators keep may suffice for any prompt of a test.
 ASKS_FOR_MEMORY = """
 import os
-from engine_worker.execution.step_channel import RingReceiver
+from engine_worker.execution.ranks.step_channel import RingReceiver
 receive = RingReceiver.receive
 def receive_and_ask(self):
     message = receive(self)

@@ -5,7 +5,7 @@ import pytest
 from bench.engine import pressure_exactness
 from bench.engine.pressure_exactness import HOST_POOLS, Outputs, compare, make_requests
 from engine_worker.engine import Engine
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.step.model_runner import ModelRunner
 from shared.messages import GenerationRequest
 from tests.engine_worker.execution.reference import make_runner, write_model
 

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine_worker.execution.broadcast_channel import BroadcastReceiver, BroadcastSender
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.load_replica import LoadPlan, load_plan, load_replica
-from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.execution.replica import Replica
-from engine_worker.execution.replica_group import ReplicaGroup, follow
-from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.load.load_replica import LoadPlan, load_plan, load_replica
+from engine_worker.execution.ranks.broadcast_channel import BroadcastReceiver, BroadcastSender
+from engine_worker.execution.ranks.replica_group import ReplicaGroup, follow
+from engine_worker.execution.sampling.sampler import Sampler
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.execution.step.replica import Replica
 from engine_worker.model.implementation import NativeBlueprint
 from engine_worker.model.linear import Head
 from engine_worker.model.tensor_parallel import ProcessGroup

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.model.architectures import spec_from_directory
 from gateway.text.chat_template import ChatMessage
 from gateway.text.served_model import load_served_model

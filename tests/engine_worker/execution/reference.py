@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from engine_worker.engine import Engine
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.layout import kv_cache_dtype
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout

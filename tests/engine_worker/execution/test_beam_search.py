@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.preemption import PreemptionMode
 from shared.choice_seeds import choice_seed
 from shared.messages import GenerationRequest

@@ -5,7 +5,8 @@ from typing import cast
 
 import pytest
 
-from engine_worker.execution.cuda_graphs import (
+from engine_worker.execution.settings import CUDAGRAPH_MODES, StepBounds
+from engine_worker.execution.step.cuda_graphs import (
     GraphInputs,
     GraphKey,
     StepGraphs,
@@ -13,9 +14,8 @@ from engine_worker.execution.cuda_graphs import (
     graph_keys,
     mixed_sizes,
 )
-from engine_worker.execution.describe import StepDescriber
-from engine_worker.execution.settings import CUDAGRAPH_MODES, StepBounds
-from engine_worker.execution.step_description import StepDescription
+from engine_worker.execution.step.describe import StepDescriber
+from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.model.devices import Device
 from engine_worker.model.network import Network
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from shared.messages import GenerationRequest
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import make_engine, run_engine, run_engine_to_end, write_model

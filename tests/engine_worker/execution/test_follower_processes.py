@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_worker.execution.follower_processes import FollowerEnd, Followers
-from engine_worker.execution.group_messages import GroupStart, MoveBlocks, encode
+from engine_worker.execution.ranks.follower_processes import FollowerEnd, Followers
+from engine_worker.execution.ranks.group_messages import GroupStart, MoveBlocks, encode
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.batch import Transfers
 
@@ -71,7 +71,7 @@ def test_follower_ended_is_skipped_by_dump_stacks() -> None:
 
 HOLDS_THE_INTERPRETER = """
 import ctypes
-from engine_worker.execution.step_channel import RingReceiver
+from engine_worker.execution.ranks.step_channel import RingReceiver
 beat = RingReceiver.beat
 def beat_once(self):
     beat(self)
@@ -130,7 +130,7 @@ def test_follower_stopped_by_signal_is_detected(capfd: pytest.CaptureFixture[str
 def test_follower_imports_no_store_http_or_metrics() -> None:
     program = """
 import sys
-import engine_worker.follower, engine_worker.execution.rank_group, engine_worker.execution.replica_group
+import engine_worker.follower, engine_worker.execution.load.rank_group, engine_worker.execution.ranks.replica_group
 print({name.partition(".")[0] for name in sys.modules} & {"redis", "aiohttp", "prometheus_client", "gateway"})
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

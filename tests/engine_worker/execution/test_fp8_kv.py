@@ -16,8 +16,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from engine_worker.engine import Engine
-from engine_worker.execution.kv_cache import KVCache
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.step.kv_cache import KVCache
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.layout import KVGroup, KVLayout
 from engine_worker.scheduling.batch import BlockCopy, Transfers
 from engine_worker.scheduling.preemption import PreemptionMode

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine_worker.execution import grammar_compiler
-from engine_worker.execution.grammar_compiler import GrammarCompiler
-from engine_worker.execution.grammar_masks import GrammarMasks
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.execution.sampled_sequence import SampledSequence
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.sampling import grammar_compiler
+from engine_worker.execution.sampling.grammar_compiler import GrammarCompiler
+from engine_worker.execution.sampling.grammar_masks import GrammarMasks
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.preemption import PreemptionMode
 from shared.grammars import GrammarError
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Grammar, GrammarKind, StoredChoice

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution import load_replica, rank_group
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.load_replica import check_alike
+from engine_worker.execution.load import load_replica, rank_group
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.load.load_replica import check_alike
 from engine_worker.execution.settings import ExecutionSettings
 from shared.settings import SettingsError
 from tests.engine_worker.execution.reference import write_model

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine_worker.execution.describe import StepDescriber
-from engine_worker.execution.input_builder import HostInputs
+from engine_worker.execution.step.describe import StepDescriber
+from engine_worker.execution.step.input_builder import HostInputs
 from engine_worker.model.model_input import ModelInput
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence

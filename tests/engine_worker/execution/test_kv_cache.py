@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.host_pool import _runs, copy_runs
-from engine_worker.execution.kv_cache import (
+from engine_worker.execution.step.host_pool import _runs, copy_runs
+from engine_worker.execution.step.kv_cache import (
     KVCache,
     KVCacheTooSmall,
     check_capacity,
     num_blocks_that_fit,
     num_host_blocks_that_fit,
 )
-from engine_worker.execution.memory import DeviceMemory, MemoryUnknown, _host_memory
+from engine_worker.execution.step.memory import DeviceMemory, MemoryUnknown, _host_memory
 from engine_worker.kv.layout import KVGroup, KVLayout
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.spec import kv_layout

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_worker.execution.kv_dtype_choice import chosen_kv_cache_dtype
+from engine_worker.execution.load.kv_dtype_choice import chosen_kv_cache_dtype
 from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
 
 

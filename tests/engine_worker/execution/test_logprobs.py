@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine_worker.execution.logprobs import launch_logprobs
-from engine_worker.execution.sampling_inputs import LogprobRows
+from engine_worker.execution.sampling.logprobs import launch_logprobs
+from engine_worker.execution.sampling.sampling_inputs import LogprobRows
 from shared.messages import TokenLogprobs
 
 NUM_ROWS, VOCAB_SIZE = 64, 49152  # above 32,768 elements, where torch splits one sum among threads

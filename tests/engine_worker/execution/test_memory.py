@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine_worker.execution import memory
-from engine_worker.execution.memory import memory_by_use
+from engine_worker.execution.step import memory
+from engine_worker.execution.step.memory import memory_by_use
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

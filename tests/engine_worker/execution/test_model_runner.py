@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from engine_worker.execution.kv_cache import KVCache
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.kv_cache import KVCache
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence import Sequence
 from kernels.token_bitmask import apply_token_bitmask
@@ -107,7 +107,9 @@ def test_load_on_cpu_warms_up_one_step_of_each_kind(model_dir: Path) -> None:
 def test_load_runs_rare_kernels_before_first_request(model_dir: Path) -> None:
     """On a GPU these kernels would otherwise be compiled during the steps of other requests."""
     settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
-    masks = mock.patch("engine_worker.execution.sampling_inputs.apply_token_bitmask", wraps=apply_token_bitmask)
+    masks = mock.patch(
+        "engine_worker.execution.sampling.sampling_inputs.apply_token_bitmask", wraps=apply_token_bitmask
+    )
     copies = mock.patch.object(KVCache, "copy_blocks", autospec=True)
     with masks as masked, copies as copied:
         load_model_runner(

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from engine_worker.engine import Engine
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.preemption import PreemptionMode
 from shared.messages import StoredChoice, TokenEvent
 from tests.builders import make_request, run_to_end

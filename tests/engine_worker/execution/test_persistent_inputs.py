@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine_worker.execution.describe import StepDescriber
-from engine_worker.execution.input_builder import HostInputs
-from engine_worker.execution.persistent_inputs import PersistentInputs
-from engine_worker.execution.step_description import EMPTY, StepDescription
+from engine_worker.execution.step.describe import StepDescriber
+from engine_worker.execution.step.input_builder import HostInputs
+from engine_worker.execution.step.persistent_inputs import PersistentInputs
+from engine_worker.execution.step.step_description import EMPTY, StepDescription
 from engine_worker.model.model_input import ModelInput
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence import Sequence

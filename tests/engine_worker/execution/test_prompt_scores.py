@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution import prompt_scores
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.sampling import prompt_scores
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.batch import ScheduledSequence
 from shared.messages import EncodedLogprobs, GenerationRequest, TokenEvent, decoded_logprobs, scores_by_index
 from tests.builders import make_request, make_sequence

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_worker.execution.quantization_choice import chosen_quantization
+from engine_worker.execution.load.quantization_choice import chosen_quantization
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.weight_format import STORED_BLOCKS
 

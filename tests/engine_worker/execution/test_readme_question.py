@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import InstructionSet, cpu_library

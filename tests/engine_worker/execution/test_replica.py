@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.describe import StepDescriber
-from engine_worker.execution.step_description import StepDescription
+from engine_worker.execution.step.describe import StepDescriber
+from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import make_runner, write_model

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.execution.rank_group import RankGroup
+from engine_worker.execution.load.rank_group import RankGroup
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.preemption import PreemptionMode
 from shared.messages import (
     EncodedLogprobs,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine_worker.execution.same_model import check_same_model
+from engine_worker.execution.ranks.same_model import check_same_model
 
 
 class TwoRanks:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine_worker.execution.logprobs import launch_logprobs
-from engine_worker.execution.sampler import Sampler
-from engine_worker.execution.sampling_inputs import LogprobRows
+from engine_worker.execution.sampling.logprobs import launch_logprobs
+from engine_worker.execution.sampling.sampler import Sampler
+from engine_worker.execution.sampling.sampling_inputs import LogprobRows
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import SamplingParams
 

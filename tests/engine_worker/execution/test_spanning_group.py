@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from bench.serving.free_port import free_port
-from engine_worker.execution.group_messages import GroupStart, encode, start_of
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.load_replica import load_plan
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.load.load_replica import load_plan
+from engine_worker.execution.ranks.group_messages import GroupStart, encode, start_of
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
 from shared.messages import GenerationRequest
 from shared.settings import SettingsError
 from tests.builders import make_request

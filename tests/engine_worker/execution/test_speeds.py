@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_worker.execution import speeds
+from engine_worker.execution.load import speeds
 from engine_worker.scheduling.batch import ScheduledBatch
 from tests.engine_worker.execution.reference import make_runner, write_model
 

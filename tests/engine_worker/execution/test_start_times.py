@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from engine_worker.execution.group_health import ALONE, GroupHealth
-from engine_worker.execution.start_times import StartTimes, log_lines
+from engine_worker.execution.load.start_times import StartTimes, log_lines
 
 PHASES = {1: [("interpreter", 1.0), ("import", 1.5), ("join", 6.0), ("serve", 9.0)]}
 

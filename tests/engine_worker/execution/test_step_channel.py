@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine_worker.execution.cuda_graphs import GraphKey
-from engine_worker.execution.group_messages import GroupStart, MoveBlocks, RunStep, encode, start_of, work_of
+from engine_worker.execution.ranks.group_messages import GroupStart, MoveBlocks, RunStep, encode, start_of, work_of
+from engine_worker.execution.ranks.step_channel import NUM_SLOTS, ChannelCorrupted, RingReceiver, RingSender
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.execution.step_channel import NUM_SLOTS, ChannelCorrupted, RingReceiver, RingSender
-from engine_worker.execution.step_description import EMPTY
+from engine_worker.execution.step.cuda_graphs import GraphKey
+from engine_worker.execution.step.step_description import EMPTY
 from engine_worker.scheduling.batch import BlockCopy, Transfers
 from tests.idle_seconds import cpu_seconds, least_share
 

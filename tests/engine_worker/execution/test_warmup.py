@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.warmup import warm_up
 from engine_worker.execution.settings import StepBounds
-from engine_worker.execution.warmup import warm_up
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.batch import ScheduledBatch
 from kernels.attention.decode_shares import H200_CONFIGS, share_config
 

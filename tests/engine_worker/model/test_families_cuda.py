@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout

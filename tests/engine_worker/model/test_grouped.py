@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from engine_worker.estimate import main as estimate_main
-from engine_worker.execution.load import load_model_runner
-from engine_worker.execution.load_replica import load_plan
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.load.load_replica import load_plan
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.gguf.stored_blocks import TYPES
 from engine_worker.model.checkpoint import SINGLE

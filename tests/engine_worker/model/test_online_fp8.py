@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.load_replica import load_plan, load_replica
+from engine_worker.execution.load.load_replica import load_plan, load_replica
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network

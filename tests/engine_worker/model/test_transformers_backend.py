@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.import_utils import is_kernels_available
 
-from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.transformers_backend import library
@@ -174,7 +174,7 @@ def test_native_model_does_not_import_transformers(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 details = []
 settings = ExecutionSettings(model=Path(sys.argv[1]), device="cpu", max_model_len=64, kv_cache_memory_bytes=2**20)

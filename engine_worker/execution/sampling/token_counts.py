@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.sampling_pieces import ROWS_AT_ONCE, piece_bounds, to_device
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.sampling_pieces import ROWS_AT_ONCE, piece_bounds, to_device
 from kernels.sampling.token_counts import apply_penalties, count_drawn, new_counts, recount
 
 _TOKENS_AT_ONCE = 2**18  # in one copy: 1 MiB, unless one sequence is longer

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_worker.execution.beam_candidates import DeviceCandidates, launch_beam_candidates
-from engine_worker.execution.describe import StepDescriber
 from engine_worker.execution.group_health import Group
-from engine_worker.execution.prompt_scores import PromptScores
-from engine_worker.execution.replica import StepReplica
-from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
+from engine_worker.execution.sampling.beam_candidates import DeviceCandidates, launch_beam_candidates
+from engine_worker.execution.sampling.prompt_scores import PromptScores
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.sampler import SampledTokens, Sampler, Samples
+from engine_worker.execution.step.describe import StepDescriber
+from engine_worker.execution.step.replica import StepReplica
 from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
 from shared.messages import EncodedLogprobs, Grammar, encoded_logprobs

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.sampling_pieces import ROWS_AT_ONCE, piece_bounds, to_device
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.sampling_pieces import ROWS_AT_ONCE, piece_bounds, to_device
 from shared.messages import SamplingParams
 
 TokensInFlight = Callable[[], Mapping[SampledSequence, int]]

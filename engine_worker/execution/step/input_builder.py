@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_worker.execution.step_description import StepDescription
+from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.model.model_input import ModelInput
 
 

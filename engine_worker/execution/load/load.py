@@ -7,29 +7,29 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from engine_worker.execution.follower_processes import Followers
-from engine_worker.execution.load_replica import (
+from engine_worker.execution.load.load_replica import (
     GRAPHS_SHARE,
     LoadPlan,
     load_plan,
     load_replica,
     prepare_process,
 )
-from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.execution.rank_group import RankGroup
-from engine_worker.execution.replica import StepReplica
-from engine_worker.execution.replica_group import ReplicaGroup
-from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.load.rank_group import RankGroup
+from engine_worker.execution.load.spanning_group import SpanningGroup
+from engine_worker.execution.load.speeds import measure_speeds
+from engine_worker.execution.load.start_times import Report
+from engine_worker.execution.load.step_memory import sample_largest
+from engine_worker.execution.load.warmup import warm_up
+from engine_worker.execution.ranks.follower_processes import Followers
+from engine_worker.execution.ranks.replica_group import ReplicaGroup
+from engine_worker.execution.sampling.sampler import Sampler
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.execution.spanning_group import SpanningGroup
-from engine_worker.execution.speeds import measure_speeds
-from engine_worker.execution.start_times import Report
-from engine_worker.execution.step_memory import sample_largest
-from engine_worker.execution.warmup import warm_up
+from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.execution.step.replica import StepReplica
 from engine_worker.model.tensor_parallel import SINGLE
 
 if TYPE_CHECKING:
-    from engine_worker.execution.grammar_masks import GrammarMasks
+    from engine_worker.execution.sampling.grammar_masks import GrammarMasks
 
 
 def load_model_runner(settings: ExecutionSettings, report: Report, followers: Followers | None = None) -> ModelRunner:
@@ -79,8 +79,8 @@ def _grammar_masks(plan: LoadPlan) -> "GrammarMasks | None":
     """Return None if llguidance is not installed; the worker then refuses grammars only."""
     if find_spec("llguidance") is None:
         return None
-    from engine_worker.execution.grammar_compiler import GrammarCompiler  # noqa: PLC0415 - see above
-    from engine_worker.execution.grammar_masks import GrammarMasks  # noqa: PLC0415
+    from engine_worker.execution.sampling.grammar_compiler import GrammarCompiler  # noqa: PLC0415 - see above
+    from engine_worker.execution.sampling.grammar_masks import GrammarMasks  # noqa: PLC0415
 
     config = plan.blueprint.shape
     compiler = GrammarCompiler(plan.settings.model, config.vocab_size, config.eos_token_ids)

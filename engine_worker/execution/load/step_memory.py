@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine_worker.execution.beam_candidates import launch_beam_candidates
-from engine_worker.execution.kv_cache import KVCache
-from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.sampling.beam_candidates import launch_beam_candidates
+from engine_worker.execution.sampling.sampler import Sampler
 from engine_worker.execution.settings import StepBounds
+from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
 from engine_worker.model.spec import kv_layout

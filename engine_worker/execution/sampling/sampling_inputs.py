@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.sampling_pieces import ROWS_AT_ONCE, to_device
-from engine_worker.execution.token_counts import PenaltyRows
-from engine_worker.execution.token_rules import ForbiddenScores, ScoreBiases, TokenMasks
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.sampling_pieces import ROWS_AT_ONCE, to_device
+from engine_worker.execution.sampling.token_counts import PenaltyRows
+from engine_worker.execution.sampling.token_rules import ForbiddenScores, ScoreBiases, TokenMasks
 from kernels.sampling.sample_tokens import SamplingRows
 from kernels.token_bitmask import apply_token_bitmask
 from shared.messages import SamplingParams

@@ -10,7 +10,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from engine_worker.execution.step_channel import ChannelCorrupted
+from engine_worker.execution.ranks.step_channel import ChannelCorrupted
 
 
 class BroadcastSender:

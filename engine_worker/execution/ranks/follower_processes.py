@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_worker.execution.step_channel import RingSender
+from engine_worker.execution.ranks.step_channel import RingSender
 from shared.processes import LOOK_SECONDS, STOPPED_LOOKS, is_stopped
 
 logger = logging.getLogger("worker")
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 CANNOT_START, FAILED = 2, 1  # exit statuses of a worker
 LOOKS_PER_BEAT = 4
 BEAT_SECONDS = LOOKS_PER_BEAT * LOOK_SECONDS

@@ -7,7 +7,7 @@ model's own type. It does not depend on the processor, because all workers of a 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine_worker.execution.quantization_choice import chosen_quantization
+from engine_worker.execution.load.quantization_choice import chosen_quantization
 from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
 

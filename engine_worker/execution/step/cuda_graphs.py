@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.settings import StepBounds
-from engine_worker.execution.step_description import StepDescription
+from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel

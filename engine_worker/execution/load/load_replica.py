@@ -16,23 +16,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine_worker.execution.cuda_graphs import GraphKey, graph_keys
-from engine_worker.execution.host_pool import staging_bytes
-from engine_worker.execution.input_builder import HostInputs
-from engine_worker.execution.kv_cache import (
+from engine_worker.execution.load.kv_dtype_choice import chosen_kv_cache_dtype
+from engine_worker.execution.load.quantization_choice import chosen_quantization
+from engine_worker.execution.load.start_times import Report
+from engine_worker.execution.load.step_memory import measure_step_bytes
+from engine_worker.execution.ranks.same_model import check_same_model
+from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
+from engine_worker.execution.step.cuda_graphs import GraphKey, graph_keys
+from engine_worker.execution.step.host_pool import staging_bytes
+from engine_worker.execution.step.input_builder import HostInputs
+from engine_worker.execution.step.kv_cache import (
     KVCache,
     check_capacity,
     num_blocks_that_fit,
     num_host_blocks_that_fit,
 )
-from engine_worker.execution.kv_dtype_choice import chosen_kv_cache_dtype
-from engine_worker.execution.memory import DeviceMemory, measure_memory
-from engine_worker.execution.quantization_choice import chosen_quantization
-from engine_worker.execution.replica import Replica
-from engine_worker.execution.same_model import check_same_model
-from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
-from engine_worker.execution.start_times import Report
-from engine_worker.execution.step_memory import measure_step_bytes
+from engine_worker.execution.step.memory import DeviceMemory, measure_memory
+from engine_worker.execution.step.replica import Replica
 from engine_worker.kv.layout import KVLayout, kv_cache_dtype
 from engine_worker.model.attention_backend import refuse_attention
 from engine_worker.model.devices import check_kv_dtype, check_quantization, check_weight_format, chosen_device
@@ -198,7 +198,7 @@ def _replica(
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     if device.type != "cuda":
         return Replica(model, kv_cache, HostInputs(settings.block_size), max_model_len), iter(())
-    from engine_worker.execution.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
+    from engine_worker.execution.step.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
 
     graphs, bounds = _graph_keys(settings), settings.bounds
     max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])

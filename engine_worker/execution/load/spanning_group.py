@@ -15,12 +15,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from engine_worker.execution.broadcast_channel import BroadcastReceiver, BroadcastSender
 from engine_worker.execution.group_health import GroupHealth
-from engine_worker.execution.group_messages import GroupStart, encode, start_of
-from engine_worker.execution.load_replica import LoadPlan, load_plan, prepare_process
+from engine_worker.execution.load.load_replica import LoadPlan, load_plan, prepare_process
+from engine_worker.execution.load.start_times import Report
+from engine_worker.execution.ranks.broadcast_channel import BroadcastReceiver, BroadcastSender
+from engine_worker.execution.ranks.group_messages import GroupStart, encode, start_of
 from engine_worker.execution.settings import ExecutionSettings, parse_endpoint
-from engine_worker.execution.start_times import Report
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
 _MEETING = timedelta(minutes=10)  # until all hosts have pulled the image and started

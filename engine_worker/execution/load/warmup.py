@@ -7,9 +7,9 @@ each kind checks that the model runs; the shapes of a GPU would take 5 of the 8 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.load.step_memory import everything
 from engine_worker.execution.settings import StepBounds
-from engine_worker.execution.step_memory import everything
+from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, synthetic_batch
 
 _PREFILL_TOKENS = {"cpu": 32, "cuda": 512}

@@ -20,9 +20,9 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from engine_worker.execution.grammar_compiler import GrammarCompiler
-from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.token_rules import TokenMasks, TokensInFlight
+from engine_worker.execution.sampling.grammar_compiler import GrammarCompiler
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.token_rules import TokenMasks, TokensInFlight
 from shared.grammars import GrammarError, shortened
 from shared.messages import Grammar
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from engine_worker.execution.follower_processes import Followers
 from engine_worker.execution.group_health import GroupHealth
-from engine_worker.execution.group_messages import GroupStart, encode
-from engine_worker.execution.load_replica import LoadPlan, check_alike
-from engine_worker.execution.start_times import Report
+from engine_worker.execution.load.load_replica import LoadPlan, check_alike
+from engine_worker.execution.load.start_times import Report
+from engine_worker.execution.ranks.follower_processes import Followers
+from engine_worker.execution.ranks.group_messages import GroupStart, encode
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
-from engine_worker.execution.memory import DeviceMemory, host_memory
 from engine_worker.execution.settings import CUDA_MEMORY_RATIO
+from engine_worker.execution.step.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
+from engine_worker.execution.step.memory import DeviceMemory, host_memory
 from engine_worker.kv.layout import KVLayout
 from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
 

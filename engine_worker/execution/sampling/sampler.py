@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
-from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.sampling_inputs import PieceEdits, PieceInputs, SamplingInputs, batch_parameters
-from engine_worker.execution.sampling_pieces import ROWS_AT_ONCE
-from engine_worker.execution.token_counts import PenaltyCounts
-from engine_worker.execution.token_rules import TokenMasks, TokenRules, TokensInFlight
+from engine_worker.execution.sampling.logprobs import DeviceLogprobs, launch_logprobs
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.sampling_inputs import PieceEdits, PieceInputs, SamplingInputs, batch_parameters
+from engine_worker.execution.sampling.sampling_pieces import ROWS_AT_ONCE
+from engine_worker.execution.sampling.token_counts import PenaltyCounts
+from engine_worker.execution.sampling.token_rules import TokenMasks, TokenRules, TokensInFlight
 from kernels.sampling.sample_tokens import sample_tokens
 from shared.messages import TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine_worker.execution.grammar_masks import GrammarMasks
+    from engine_worker.execution.sampling.grammar_masks import GrammarMasks
 
 _CPU = torch.device("cpu")
 

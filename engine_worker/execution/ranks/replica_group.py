@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine_worker.execution.cuda_graphs import GraphKey
-from engine_worker.execution.group_messages import MoveBlocks, RunStep, encode, work_of
-from engine_worker.execution.kv_cache import KVCache
-from engine_worker.execution.replica import PreparedStep, Replica
-from engine_worker.execution.step_channel import MessageReceiver, MessageSender
-from engine_worker.execution.step_description import StepDescription
+from engine_worker.execution.ranks.group_messages import MoveBlocks, RunStep, encode, work_of
+from engine_worker.execution.ranks.step_channel import MessageReceiver, MessageSender
+from engine_worker.execution.step.cuda_graphs import GraphKey
+from engine_worker.execution.step.kv_cache import KVCache
+from engine_worker.execution.step.replica import PreparedStep, Replica
+from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import ModelShape
 from engine_worker.model.tensor_parallel import TensorParallel

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine_worker.execution.cuda_graphs import GraphInputs, GraphKey, StepGraphs
-from engine_worker.execution.input_builder import StepInputs
-from engine_worker.execution.kv_cache import KVCache
-from engine_worker.execution.step_description import StepDescription
+from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey, StepGraphs
+from engine_worker.execution.step.input_builder import StepInputs
+from engine_worker.execution.step.kv_cache import KVCache
+from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.model.decode_programs import decode_programs
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import LogitsOf, ServedModel

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine_worker.execution.step_description import Int32Array, StepDescription
+from engine_worker.execution.step.step_description import Int32Array, StepDescription
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 
 

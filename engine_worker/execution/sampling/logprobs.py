@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_worker.execution.sampling_inputs import LogprobRows
+from engine_worker.execution.sampling.sampling_inputs import LogprobRows
 from kernels.sampling.log_normalizers import log_normalizers, top_scores
 from shared.messages import TokenLogprobs
 

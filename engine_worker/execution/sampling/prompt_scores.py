@@ -11,10 +11,10 @@ from itertools import chain
 import numpy as np
 import torch
 
-from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
-from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.sampling_inputs import LogprobRows
-from engine_worker.execution.sampling_pieces import to_device
+from engine_worker.execution.sampling.logprobs import DeviceLogprobs, launch_logprobs
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.sampling_inputs import LogprobRows
+from engine_worker.execution.sampling.sampling_pieces import to_device
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.scheduling.batch import PromptScore, ScheduledSequence
 from shared.messages import EncodedLogprobs, PromptLogprobs, encoded_logprobs

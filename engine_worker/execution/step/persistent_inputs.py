@@ -8,7 +8,7 @@ the previous one runs, so there are several pinned buffers; an event tells when 
 import torch
 from torch import Tensor
 
-from engine_worker.execution.step_description import EMPTY, StepDescription
+from engine_worker.execution.step.step_description import EMPTY, StepDescription
 from engine_worker.model.model_input import ModelInput
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs
 

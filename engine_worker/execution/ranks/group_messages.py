@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.execution.step_description import StepDescription
+from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.scheduling.batch import Transfers
 
 

@@ -13,8 +13,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from engine_worker.execution.sampled_sequence import SampledSequence
-from engine_worker.execution.sampling_pieces import ROWS_AT_ONCE
+from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.sampling_pieces import ROWS_AT_ONCE
 from engine_worker.scheduling.batch import BeamCandidate
 
 

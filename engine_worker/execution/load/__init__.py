@@ -1,0 +1,1 @@
+"""Load a model and measure what it needs: memory, number formats, times of a start."""

@@ -1,0 +1,1 @@
+"""Turn logits into tokens: rules, penalties, grammars, log-probabilities, beam candidates."""

@@ -1,0 +1,1 @@
+"""Run one step on one rank: inputs, KV pool, CUDA graphs, model."""
