@@ -85,6 +85,8 @@ def _of_layer(layer: LayerSpec, names: NamesSpec, hidden: int) -> Iterator[tuple
         yield f"{names.before_attention}.weight", (hidden,)
     yield from _linear(names.qkv, sizes, hidden, attention.qkv_bias)
     yield from _qk_norms(layer, names)
+    if attention.sinks:
+        yield names.sinks, (attention.num_heads,)
     yield from _linear((names.out,), (hidden,), attention.query_size, attention.out_bias)
     if layer.norms_after:
         yield f"{names.after_attention}.weight", (hidden,)

@@ -128,8 +128,13 @@ def load_attention(
         out=method.load(out, source),
         query_norm=_qk_norm(source, f"{prefix}{names.query_norm}.weight", spec, spec.num_heads, norm, order),
         key_norm=_qk_norm(source, f"{prefix}{names.key_norm}.weight", spec, spec.num_kv_heads, norm, order),
-        rules=ScoreRules(spec.window, spec.softcap),
+        rules=ScoreRules(spec.window, spec.softcap, _sinks(source, prefix + names.sinks, spec)),
     )
+
+
+def _sinks(source: WeightSource, name: str, spec: AttentionSpec) -> Tensor | None:
+    """Return the sinks [Hq] in float32, as the C++ kernels read them."""
+    return source.get(name, (spec.num_heads,)).float() if spec.sinks else None
 
 
 def _row_order(spec: AttentionSpec, order: Tensor) -> Tensor:

@@ -163,6 +163,8 @@ def _layer_parts(spec: ModelSpec, layer: LayerSpec, rank: int, size: int) -> Ite
     if attention.qk_norm is QkNorm.WHOLE:
         yield f"{names.query_norm}.weight", Part(0, qkv[:1])
         yield f"{names.key_norm}.weight", Part(0, qkv[1:2])
+    if attention.sinks:
+        yield names.sinks, Part(0, (_share(attention.num_heads, rank, size),))
     yield from _by_inputs(names.out, queries, rank, size)
     yield from _by_outputs(names.gate_up, (inner, inner), gate_up)
     yield from _by_inputs(names.down, inner, rank, size)

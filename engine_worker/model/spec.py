@@ -79,6 +79,7 @@ class AttentionSpec:
     qk_norm: QkNorm = QkNorm.NONE
     window: int = 0  # tokens visible to a token, including itself; 0: all before it
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: unchanged
+    sinks: bool = False  # each query head has a learned logit that enters the softmax without a value
 
     @property
     def query_size(self) -> int:
@@ -122,6 +123,7 @@ class NamesSpec:
     out: str = "self_attn.o_proj"
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     before_attention: str = "input_layernorm"
@@ -220,7 +222,7 @@ class ModelSpec:
         attention, mlp, hidden = layer.attention, layer.mlp, self.hidden_size
         query, kv, inner = attention.query_size, attention.kv_size, mlp.intermediate_size
         norms = 2 * hidden * (layer.norms_before + layer.norms_after)
-        norms += _qk_norm_parameters(attention)
+        norms += _qk_norm_parameters(attention) + attention.sinks * attention.num_heads
         biases = attention.qkv_bias * (query + 2 * kv) + attention.out_bias * hidden + mlp.bias * (2 * inner + hidden)
         return hidden * (2 * query + 2 * kv) + 3 * hidden * inner + norms + biases
 

@@ -21,6 +21,7 @@ MODULES = {
     "glm": "glm4",
     "glm4": "glm4",
     "granite": "granite",
+    "granite_swa": "granite_swa",
     "helium": "helium",
     "llama": "llama",
     "ministral": "mistral",

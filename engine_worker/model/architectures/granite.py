@@ -6,8 +6,12 @@ from engine_worker.model.spec import LayerSpec, ModelSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_unsupported(config)
     refuse_windows(config)
+    return decoder(config, generation)
+
+
+def decoder(config: Config, generation: Config) -> ModelSpec:
+    refuse_unsupported(config)
     bias = bool(config.get("attention_bias"))
     scale = float(config.get("attention_multiplier", 1.0))
     layer = LayerSpec(

@@ -28,6 +28,8 @@ def write_family(directory: Path, case: Case) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name.lower() or ".ln_" in name:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith(".sinks"):
+            parameter.data.normal_(0.0, 2.0, generator=generator)
         elif name.endswith(".bias"):
             parameter.data.normal_(0.0, 0.3, generator=generator)
     model.save_pretrained(directory)

@@ -76,6 +76,11 @@ NATIVE = {
                                              "use_sliding_window": True, "sliding_window": 21}),
     "granite": Case("granite", {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                                 "logits_scaling": 0.5, "head_dim": None, "hidden_size": 96}),
+    "granite_swa": Case("granite_swa", {"attention_multiplier": 0.2, "residual_multiplier": 0.4, "head_dim": None,
+                                        "num_hidden_layers": 5, "sliding_window": 19, "tie_word_embeddings": True}),
+    "granite_swa, a short window, bases by layer": Case("granite_swa", {
+        "attention_multiplier": 0.2, "head_dim": None, "sliding_window": 5, "layer_types": TWO_TYPES,
+        "layer_rope_theta": [10_000.0, 0, 500.0], "attention_bias": True}),
     "olmo2": Case("olmo2", {"head_dim": None, "hidden_size": 96}),
     "olmo3": Case("olmo3", {"head_dim": None, "hidden_size": 96, "num_hidden_layers": 4, "sliding_window": 25}),
     "olmo3 with yarn": Case("olmo3", {"head_dim": None, "hidden_size": 96, "sliding_window": 50,

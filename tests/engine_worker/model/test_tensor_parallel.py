@@ -37,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                 "logits_scaling": 0.5},
+    "granite_swa": {"attention_multiplier": 0.2, "sliding_window": 6,
+                    "layer_types": ["full_attention", "sliding_attention"]},
     "helium": {"attention_bias": True, "mlp_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "ministral": {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},

@@ -58,7 +58,9 @@ def test_native_and_transformers_backends_agree(tmp_path: Path) -> None:
 def test_unsupported_attention_is_refused_before_loading(model_type: str, changes: dict[str, Any], named: str) -> None:
     config = {**TINY, "head_dim": None, "pad_token_id": 0, "model_type": model_type, **changes}
     with pytest.raises(ModelNotServed) as refusal:
-        blueprint({key: value for key, value in config.items() if value is not None or key in changes}, {})
+        blueprint(
+            {key: value for key, value in config.items() if value is not None or key in changes}, {}, "transformers"
+        )
     assert named in str(refusal.value)
     assert len(str(refusal.value)) < 400
 
