@@ -10,7 +10,7 @@ from aiohttp.http import HttpVersion11
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.auth.access import Access, authenticate
-from gateway.batches.service import BATCHES, BatchService
+from gateway.batches.driver.selection import BATCHES, BatchService
 from gateway.descriptors import watch_descriptors
 from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics

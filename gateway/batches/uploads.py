@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar, cast
 from aiohttp import BodyPartReader, MultipartReader, StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.batches.disk import ended
-from gateway.batches.file_store import FileStore, Part
+from gateway.batches.storage.disk import ended
+from gateway.batches.storage.file_store import FileStore, Part
 from gateway.errors import BodyTooLarge, InvalidRequest, MissingParameter, RequestTimeout, UnsupportedMediaType
 from gateway.http.media_type import check_encoding, media_type_of
 

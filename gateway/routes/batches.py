@@ -15,10 +15,10 @@ from aiohttp import web
 
 from gateway.answers.submission import ignored_header
 from gateway.auth.access import ACCOUNT
-from gateway.batches.batch_store import BatchFolder
-from gateway.batches.disk import to_the_end
-from gateway.batches.records import BatchBody, BatchListBody, DeletedBody, Metadata
-from gateway.batches.service import BATCHES
+from gateway.batches.driver.selection import BATCHES
+from gateway.batches.storage.batch_store import BatchFolder
+from gateway.batches.storage.disk import to_the_end
+from gateway.batches.storage.records import BatchBody, BatchListBody, DeletedBody, Metadata
 from gateway.errors import BatchEnded, BatchNotEnded, BatchNotFound, DiskFull, FilesFull, InvalidRequest
 from gateway.http.query_fields import page_of, page_query
 from gateway.openapi import Operation

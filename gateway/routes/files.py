@@ -17,9 +17,9 @@ import msgspec
 from aiohttp import web
 
 from gateway.auth.access import ACCOUNT
-from gateway.batches.disk import ended
-from gateway.batches.records import DeletedBody, FileBody, FileListBody, FileRecord, file_body
-from gateway.batches.service import BATCHES, BatchService
+from gateway.batches.driver.selection import BATCHES, BatchService
+from gateway.batches.storage.disk import ended
+from gateway.batches.storage.records import DeletedBody, FileBody, FileListBody, FileRecord, file_body
 from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
 from gateway.http.query_fields import page_of, page_query, query_choice

@@ -9,9 +9,9 @@ import aiohttp
 import openai
 import pytest
 
-from gateway.batches import lines as batch_lines
-from gateway.batches.line_answers import KIND_OF_ENDPOINT
-from gateway.batches.service import POLL_SECONDS, QUIET_POLL_SECONDS
+from gateway.batches.driver import lines as batch_lines
+from gateway.batches.driver.line_answers import KIND_OF_ENDPOINT
+from gateway.batches.driver.selection import POLL_SECONDS, QUIET_POLL_SECONDS
 from gateway.routes.batches import CreateBatchBody
 from tests.gateway.batches.batch_clients import (
     ENDPOINT,
@@ -225,7 +225,7 @@ async def test_directory_without_open_batches_is_polled_less_often(
             while len(pauses) < number:
                 await asyncio.sleep(0.01)
 
-    monkeypatch.setattr("gateway.batches.service.until_tick", until_tick)
+    monkeypatch.setattr("gateway.batches.driver.selection.until_tick", until_tick)
     gateway = await start_gateway(files_dir=tmp_path)
     async with client_of(gateway) as client:
         await looks(3)
@@ -244,7 +244,7 @@ async def test_directory_without_open_batches_is_polled_less_often(
 async def test_batch_lines_wait_while_no_worker_can_answer(
     client: openai.AsyncOpenAI, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.batches.line_answers.MAX_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("gateway.batches.driver.line_answers.MAX_PAUSE_SECONDS", 0.05)
     workers, gateway.engine.workers = gateway.engine.workers, []
     batch = await begun(client, jsonl(*map(line, "ab")))
     while batch.status != "in_progress":

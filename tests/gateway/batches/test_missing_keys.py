@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 
-from gateway.batches.records import BatchProgress
-from gateway.batches.service import WITHDRAWN_SECONDS
+from gateway.batches.driver.selection import WITHDRAWN_SECONDS
+from gateway.batches.storage.records import BatchProgress
 from tests.gateway.batches.batch_clients import (
     KEYS,
     begun,

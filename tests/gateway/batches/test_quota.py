@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.batches.catalog import Catalog, Entry, Quota
+from gateway.batches.storage.catalog import Catalog, Entry, Quota
 from gateway.errors import FilesFull
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.batches.service import MAX_DRIVEN
+from gateway.batches.driver.selection import MAX_DRIVEN
 from tests.gateway.batches.batch_clients import KEYS, begun, client_of, ended, jsonl, line, results, write_keys
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, finish, says

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gateway.batches import driver
-from gateway.batches.batch_store import BatchFolder
-from gateway.batches.driver import GATEWAY_STOPPED, MAX_CRASHES
-from gateway.batches.records import BatchProgress
+from gateway.batches.driver import batch_run
+from gateway.batches.driver.batch_run import GATEWAY_STOPPED, MAX_CRASHES
+from gateway.batches.storage.batch_store import BatchFolder
+from gateway.batches.storage.records import BatchProgress
 from tests.gateway.batches.batch_clients import (
     ENDPOINT,
     begun,
@@ -71,7 +71,7 @@ async def test_lines_that_kill_gateways_get_one_result_each(start_gateway: Calla
 async def test_clean_end_or_steady_run_counts_no_crash(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "STEADY_SECONDS", 0.0)
+    monkeypatch.setattr(batch_run, "STEADY_SECONDS", 0.0)
     gateway: Gateway = await start_gateway(files_dir=tmp_path)
     async with client_of(gateway) as client:
         batch = await begun(client, jsonl(line("a")))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.batches.fair_slots import TURN_SECONDS, FairSlots, Turn, batch_to_yield
+from gateway.batches.driver.fair_slots import TURN_SECONDS, FairSlots, Turn, batch_to_yield
 
 
 def turns(*owners: str) -> list[Turn]:

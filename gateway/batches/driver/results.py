@@ -8,11 +8,11 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from gateway.batches.batch_store import BatchFolder
-from gateway.batches.disk import to_the_end
-from gateway.batches.line_answers import LineResult
-from gateway.batches.lines import BatchLine, failure_bytes
-from gateway.batches.records import BatchProgress, Resume
+from gateway.batches.driver.line_answers import LineResult
+from gateway.batches.driver.lines import BatchLine, failure_bytes
+from gateway.batches.storage.batch_store import BatchFolder
+from gateway.batches.storage.disk import to_the_end
+from gateway.batches.storage.records import BatchProgress, Resume
 from gateway.errors import FilesFull
 from shared.result_file import ResultFile
 

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from gateway.auth.rate_limits import Account
-from gateway.batches.batch_store import BatchFolder, Storage
-from gateway.batches.disk import Lease, to_the_end
-from gateway.batches.fair_slots import Room
-from gateway.batches.line_answers import Later, LineAnswers
-from gateway.batches.lines import BatchLine, LineChecks, LineReader
-from gateway.batches.records import BatchProblem, BatchProgress, Resume, unix_seconds
-from gateway.batches.results import BatchResults
+from gateway.batches.driver.fair_slots import Room
+from gateway.batches.driver.line_answers import Later, LineAnswers
+from gateway.batches.driver.lines import BatchLine, LineChecks, LineReader
+from gateway.batches.driver.results import BatchResults
+from gateway.batches.storage.batch_store import BatchFolder, Storage
+from gateway.batches.storage.disk import Lease, to_the_end
+from gateway.batches.storage.records import BatchProblem, BatchProgress, Resume, unix_seconds
 from gateway.errors import FilesFull
 from shared.tasks import cancel_and_wait
 

@@ -20,8 +20,8 @@ from gateway.answers.openai_response import Body
 from gateway.answers.responses_history import with_history
 from gateway.answers.retention import NAME_HEADER, name_digest
 from gateway.auth.rate_limits import Account
-from gateway.batches.fair_slots import FairSlots
-from gateway.batches.lines import BatchLine
+from gateway.batches.driver.fair_slots import FairSlots
+from gateway.batches.driver.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
 from gateway.requests.generation_fields import PRIORITY_HEADER, Timeouts
 from gateway.state import GatewayState, RequestContext

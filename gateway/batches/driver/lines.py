@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.batches.records import BatchProblem
+from gateway.batches.storage.records import BatchProblem
 from gateway.errors import GatewayError, InvalidJson, InvalidRequest
 from gateway.requests.request_body import MAX_BODY_BYTES, decode_envelope
 

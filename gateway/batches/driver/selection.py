@@ -16,12 +16,12 @@ from aiohttp import web
 
 from gateway.auth.access import Access
 from gateway.auth.rate_limits import Account
-from gateway.batches.batch_store import BatchFolder, Storage
-from gateway.batches.catalog import OpenBatch, Quota
-from gateway.batches.disk import Lease, to_the_end
-from gateway.batches.driver import BatchDriver, Read
-from gateway.batches.fair_slots import FairSlots, Turn, batch_to_yield, num_of
-from gateway.batches.line_answers import LineAnswers
+from gateway.batches.driver.batch_run import BatchDriver, Read
+from gateway.batches.driver.fair_slots import FairSlots, Turn, batch_to_yield, num_of
+from gateway.batches.driver.line_answers import LineAnswers
+from gateway.batches.storage.batch_store import BatchFolder, Storage
+from gateway.batches.storage.catalog import OpenBatch, Quota
+from gateway.batches.storage.disk import Lease, to_the_end
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 from shared.tasks import cancel_and_wait

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.batches.catalog import Catalog, Entry
-from gateway.batches.disk import ENTRY_BYTES, make_private, sync_directory, try_lock, write_whole
-from gateway.batches.records import FileRecord, Purpose, is_file_id, new_file_id
+from gateway.batches.storage.catalog import Catalog, Entry
+from gateway.batches.storage.disk import ENTRY_BYTES, make_private, sync_directory, try_lock, write_whole
+from gateway.batches.storage.records import FileRecord, Purpose, is_file_id, new_file_id
 from gateway.errors import FilesFull
 
 ORPHAN_SECONDS = 60.0  # an unlocked part of this age was abandoned

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.batches.catalog import Catalog, Entry, OpenBatch, Quota
-from gateway.batches.disk import ENTRY_BYTES, Lease, make_private, sync_directory, try_lock, write_whole
-from gateway.batches.file_store import FileStore
-from gateway.batches.records import (
+from gateway.batches.storage.catalog import Catalog, Entry, OpenBatch, Quota
+from gateway.batches.storage.disk import ENTRY_BYTES, Lease, make_private, sync_directory, try_lock, write_whole
+from gateway.batches.storage.file_store import FileStore
+from gateway.batches.storage.records import (
     BatchBody,
     BatchProgress,
     BatchRecord,
