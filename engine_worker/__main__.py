@@ -19,12 +19,12 @@ from engine_worker.engine import Engine
 from engine_worker.execution.group_health import ALONE
 from engine_worker.execution.load.start_times import StartTimes, log_lines
 from engine_worker.execution.ranks.follower_processes import Followers
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.kv_durations import KVDurations
+from engine_worker.kv.kv_events import KVEventLog
+from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.metrics import EngineInfo
 from engine_worker.model.preflight import check_files
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.kv_durations import KVDurations
-from engine_worker.scheduling.kv_events import KVEventLog
-from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.settings import SchedulingSettings
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from engine_worker.kv.prefix_cache import cache_root
+from engine_worker.kv.sequence import Sequence, SequenceStatus, finish_reason
 from engine_worker.kv.sequence_kv import SequenceKV
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.claim_budget import ClaimBudget
-from engine_worker.scheduling.prefix_cache import cache_root
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.running_slots import Tenant
 from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus, finish_reason
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.stats import ERROR, EngineStats, StepRecorder, StepStats
 from shared.choice_seeds import choice_seed

@@ -23,8 +23,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine_worker.execution.group_health import ALONE, GroupHealth
+from engine_worker.kv.kv_durations import DurationCounts, KVDurations
 from engine_worker.request_times import RequestTimes
-from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from engine_worker.status import WorkerStatus
 from engine_worker.transport.fault_counts import FaultCounts

@@ -15,14 +15,15 @@ from msgspec import structs
 from msgspec.structs import asdict
 
 from engine_worker.engine import BatchExecutor, Engine
-from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult, TransferTime
+from engine_worker.kv.block_pool import PADDING_BLOCK_ID
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.kv_events import KVEventKind, KVEventLog
+from engine_worker.kv.preemption import HostTierConfig
+from engine_worker.kv.sequence import BeamCandidate, Sequence
+from engine_worker.kv.transfers import TransferTime
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
-from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.kv_events import KVEventKind, KVEventLog
-from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine_worker.scheduling.sequence import BeamCandidate, Sequence
 from shared.choice_seeds import choice_seed
 from shared.messages import (
     EncodedLogprobs,

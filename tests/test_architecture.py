@@ -84,7 +84,7 @@ def test_import_contracts_hold() -> None:
         ("gateway/settings.py", "import engine_worker.settings", "meet only in Redis"),
         ("engine_worker/scheduling/policy.py", "import redis", "No network and no metrics"),
         ("engine_worker/execution/step/memory.py", "import engine_worker.scheduling.scheduler", "is the only link"),
-        ("engine_worker/execution/sampling/sampler.py", "import engine_worker.scheduling.sequence", "is the only link"),
+        ("engine_worker/execution/sampling/sampler.py", "import engine_worker.kv.sequence", "is the only link"),
         ("kernels/rms_norm.py", "import shared.messages", "kernels is torch and triton only"),
     ],
 )

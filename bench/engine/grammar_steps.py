@@ -22,7 +22,7 @@ from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.grammars import json_schema_grammar
 from shared.messages import Grammar, SamplingParams

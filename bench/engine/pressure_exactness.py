@@ -21,7 +21,7 @@ from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
 from shared.messages import GenerationRequest, SamplingParams, TokenEvent
 
 Lengths = list[tuple[int, int]]

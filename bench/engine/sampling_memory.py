@@ -17,7 +17,7 @@ from bench.provenance import provenance
 from engine_worker.execution.load.step_memory import sample_largest
 from engine_worker.execution.sampling.beam_candidates import launch_beam_candidates
 from engine_worker.execution.sampling.sampler import Sampler
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.sequence import Sequence
 from shared.messages import SamplingParams
 
 MAX_BEAM_WIDTH = 64

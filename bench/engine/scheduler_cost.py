@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.prefix_cache import extend_block_hashes
+from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.batch import StepResult
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.prefix_cache import extend_block_hashes
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine_worker.scheduling.sequence import Sequence
 from shared.messages import SamplingParams
 
 BLOCK_SIZE = 16

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine_worker.engine import Engine
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import GenerationRequest, SamplingParams, TokenEvent
 

@@ -28,7 +28,7 @@ from bench.provenance import provenance
 from engine_worker.execution.ranks.group_messages import RunStep, encode
 from engine_worker.execution.ranks.step_channel import RingSender
 from engine_worker.execution.step.step_description import StepDescription
-from engine_worker.scheduling.batch import Transfers
+from engine_worker.kv.transfers import Transfers
 
 BLOCK_SIZE, CONTEXT_TOKENS = 16, 1040  # tables are as wide as the longest sequence's; cases are named "x 1k"
 SLOT_BYTES = 1 << 20

@@ -32,10 +32,10 @@ from engine_worker.execution.sampling.grammar_masks import GrammarMasks
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.sequence import Sequence
 from engine_worker.model.architectures import spec_from_directory
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine_worker.scheduling.sequence import Sequence
 from kernels.token_bitmask import apply_token_bitmask
 from shared.grammars import GrammarError, check_grammar, json_schema_grammar
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, SamplingParams, TokenEvent

@@ -26,9 +26,10 @@ from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
+from engine_worker.kv.transfers import BlockCopy
+from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
 

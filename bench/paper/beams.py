@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+from engine_worker.kv.sequence import BeamCandidate, Sequence
 from engine_worker.scheduling.batch import ScheduledBatch
-from engine_worker.scheduling.sequence import BeamCandidate, Sequence
 
 RECORDED = Path(__file__).with_name("next_token_logprobs.json")
 

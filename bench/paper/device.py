@@ -27,7 +27,7 @@ from triton.testing import do_bench_cudagraph
 
 from bench.kernel.cases import HEAD_SHAPES, AttentionBatch, HeadShape, attention_batch
 from engine_worker.execution.step.host_pool import CudaHostPool
-from engine_worker.scheduling.batch import BlockCopy, Transfers
+from engine_worker.kv.transfers import BlockCopy, Transfers
 from kernels.attention.paged_attention import paged_attention
 
 OPT_13B = HeadShape(40, 40, 128)

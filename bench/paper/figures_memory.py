@@ -12,7 +12,7 @@ from bench.paper.knee import rising_rates
 from bench.paper.lengths import ALPACA, SHAREGPT, Dataset, poisson_trace
 from bench.paper.reservation import BLOCK_SIZE, NUM_SLOTS, ReservationPolicy, make_manager, make_swapping_manager
 from bench.paper.simulation import SimulationResult, simulate, sweep_managers
-from engine_worker.scheduling.kv_allocator import KVAllocator
+from engine_worker.kv.kv_allocator import KVAllocator
 
 PAPER_FIGURE_2 = {  # percent of the KV memory: tokens, reserved, internal, external
     "max": [20.4, 13.3, 57.3, 8.9],

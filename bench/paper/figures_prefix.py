@@ -13,8 +13,8 @@ from bench.paper.knee import rising_rates
 from bench.paper.lengths import SHAREGPT, TRANSLATION, chat_lengths, poisson_trace
 from bench.paper.reservation import BLOCK_SIZE, NUM_SLOTS, ReservationPolicy, make_manager
 from bench.paper.simulation import sweep_managers
-from engine_worker.scheduling.kv_allocator import KVAllocator
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.kv.kv_allocator import KVAllocator
+from engine_worker.kv.kv_cache_manager import KVCacheManager
 
 PREFIX_TOKENS = {"1-shot": 80, "5-shot": 341}
 PAPER_FIGURE_16 = {"1-shot": 1.67, "5-shot": 3.58}  # times the rate of Orca (Oracle)

@@ -12,7 +12,7 @@ from bench.paper.knee import rising_rates
 from bench.paper.lengths import ALPACA, SHAREGPT, Dataset, TimedRequest, poisson_trace
 from bench.paper.reservation import ReservationPolicy, make_manager
 from bench.paper.simulation import simulate, sweep_managers
-from engine_worker.scheduling.kv_allocator import KVAllocator
+from engine_worker.kv.kv_allocator import KVAllocator
 
 GROUPS = {  # name: sequences, is beam search
     "parallel 2": (2, False),

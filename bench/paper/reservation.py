@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection
 from enum import StrEnum
 
 from bench.paper.buddy_allocator import BuddyAllocator
-from engine_worker.scheduling.batch import Transfers
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.kv_events import KVEventLog
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
-from engine_worker.scheduling.sequence import Sequence
-from engine_worker.scheduling.stats import KVCacheStats
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.kv_events import KVEventLog
+from engine_worker.kv.kv_stats import KVCacheStats
+from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
+from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.transfers import Transfers
 
 NUM_SLOTS = 15_700  # OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB per token
 BLOCK_SIZE = 16

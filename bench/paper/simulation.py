@@ -16,8 +16,8 @@ from bench.paper.lengths import TimedRequest
 from bench.paper.occupancy import Occupancy, SharingSaving
 from bench.paper.reservation import MAX_MODEL_LEN, ReservedKVAllocator
 from engine_worker.engine import Engine
+from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
-from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams
 

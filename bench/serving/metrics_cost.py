@@ -25,9 +25,9 @@ from bench.provenance import commit
 from bench.serving.scripted_worker import BLOCK_SIZE, MAX_MODEL_LEN_TOKENS, NUM_BLOCKS, VOCAB_SIZE, ClockDevice
 from engine_worker.engine import Engine
 from engine_worker.execution.step.memory import memory_by_use
+from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.request_times import RequestClock
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.status import WorkerStatus
 from engine_worker.transport.claims import ClaimedRequest

@@ -16,11 +16,11 @@ from typing import TextIO
 
 from engine_worker.__main__ import run
 from engine_worker.engine import Engine
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.sequence import Sequence
 from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine_worker.scheduling.sequence import Sequence
 from engine_worker.service import LoadedEngine, Report
 from engine_worker.settings import WorkerSettings
 from shared.logs import configure_logging

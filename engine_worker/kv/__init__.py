@@ -1,1 +1,1 @@
-"""The layout of KV as plain values, without tensors and devices."""
+"""The KV cache without tensors: its layout, the blocks of sequences, prefixes, swaps, events, and views."""

@@ -7,12 +7,12 @@ the slots. Beams need all their slots at once: while they wait, every second slo
 
 from collections.abc import Iterable, Iterator
 
+from engine_worker.kv.kv_allocator import KVAllocator
+from engine_worker.kv.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.background_share import BackgroundShare
 from engine_worker.scheduling.claim_budget import PrefillEstimator
-from engine_worker.scheduling.kv_allocator import KVAllocator
 from engine_worker.scheduling.policy import FairShare
 from engine_worker.scheduling.running_slots import RunningSlots
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.step_plan import Place
 

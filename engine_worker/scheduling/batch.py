@@ -7,9 +7,10 @@ out in this order: swap-out, swap-in, copies, forward pass, sampling.
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from engine_worker.kv.sequence import BeamCandidate as BeamCandidate  # noqa: PLC0414 - part of StepResult
+from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import SequenceKV
-from engine_worker.scheduling.sequence import BeamCandidate as BeamCandidate  # noqa: PLC0414 - part of StepResult
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from shared.messages import EncodedLogprobs, FinishReason, PromptLogprobs, SamplingParams
 
@@ -46,33 +47,6 @@ class ScheduledSequence:
         if sequence.sampling.prompt_logprobs is None:
             return range(0)
         return range(max(self.start + 1, sequence.num_scored_tokens), min(self.end + 1, sequence.num_prompt_tokens))
-
-
-@dataclass(slots=True, frozen=True)
-class BlockCopy:
-    """A copy of all layers of one block: on the device for copy-on-write, or between device and host for swaps."""
-
-    source_block_id: int
-    target_block_id: int
-
-
-@dataclass(slots=True)
-class Transfers:
-    """Blocks to move in one batch, before its forward pass."""
-
-    block_copies: list[BlockCopy] = field(default_factory=list)
-    swap_out: list[BlockCopy] = field(default_factory=list)
-    swap_in: list[BlockCopy] = field(default_factory=list)
-    batch_number: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class TransferTime:
-    """The time that the transfers of one batch took on the device's copy streams."""
-
-    batch_number: int
-    swap_out_seconds: float = 0.0
-    swap_in_seconds: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,7 +17,7 @@ A beam is identified by its position in the list.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_worker.scheduling.sequence import BeamCandidate
+from engine_worker.kv.sequence import BeamCandidate
 from shared.messages import FinishReason, SamplingParams
 
 

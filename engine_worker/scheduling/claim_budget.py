@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
+from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
-from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.step_plan import MAX_PROMPT_LOGPROBS
 

@@ -22,22 +22,22 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from engine_worker.kv.kv_allocator import KVAllocator
+from engine_worker.kv.kv_durations import KVDurations
+from engine_worker.kv.kv_events import KVTotals
+from engine_worker.kv.kv_stats import KVCacheStats
+from engine_worker.kv.kv_view import kv_view
+from engine_worker.kv.preemption import PreemptionMode
+from engine_worker.kv.sequence import BeamCandidate, Sequence, SequenceStatus, finish_reason
 from engine_worker.scheduling.admission import Admission
 from engine_worker.scheduling.background_share import BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.claim_budget import NO_CLAIMS, ClaimBudget, PrefillEstimator
-from engine_worker.scheduling.kv_allocator import KVAllocator
-from engine_worker.scheduling.kv_durations import KVDurations
-from engine_worker.scheduling.kv_events import KVTotals
-from engine_worker.scheduling.kv_view import kv_view
 from engine_worker.scheduling.policy import FairShare
-from engine_worker.scheduling.preemption import PreemptionMode
 from engine_worker.scheduling.running_slots import RunningSlots
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
-from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus, finish_reason
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from engine_worker.scheduling.stats import KVCacheStats
 from engine_worker.scheduling.step_plan import Place, StepDemand, StepPlan, collect_demand, running_of
 from shared.messages import EncodedLogprobs
 

@@ -9,21 +9,13 @@ Shared blocks are copied before a write.
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
+from engine_worker.kv.kv_allocator import KVAllocator
+from engine_worker.kv.sequence import BeamCandidate, Sequence, SequenceStatus
 from engine_worker.scheduling.beam_search import BeamSearch, Hypothesis
 from engine_worker.scheduling.running_slots import Tenant
-from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus
 
 NO_TENANT = Tenant()
-
-
-class ForkableTables(Protocol):
-    """The part of KVAllocator that a beam search needs. Importing the whole would be circular."""
-
-    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None: ...
-
-    def free(self, sequence: Sequence) -> None: ...
 
 
 class SequenceGroup:
@@ -151,7 +143,7 @@ class SequenceGroup:
             ended.append(sequence)
         return ended
 
-    def move_beams(self, moves: Iterable[BeamCandidate], kv_cache: ForkableTables) -> None:
+    def move_beams(self, moves: Iterable[BeamCandidate], kv_cache: KVAllocator) -> None:
         """Continue each move's beam by its token, in the order of the moves. Beams without a move are dropped.
 
         The first move of a beam uses the beam itself; each further one uses a fork that shares all its blocks.
@@ -173,7 +165,7 @@ class SequenceGroup:
         self.active = list(self.sequences)
 
 
-def _fork(parent: Sequence, kv_cache: ForkableTables) -> Sequence:
+def _fork(parent: Sequence, kv_cache: KVAllocator) -> Sequence:
     child = _like(parent, list(parent.output_token_ids), SequenceStatus.RUNNING)
     kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
     return child

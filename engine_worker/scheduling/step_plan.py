@@ -10,9 +10,9 @@ whose last token is in flight needs nothing. The scheduler decides order and bud
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from engine_worker.kv.kv_allocator import KVAllocator
+from engine_worker.kv.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.scheduling.batch import ScheduledSequence
-from engine_worker.scheduling.kv_allocator import KVAllocator
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.scheduling.sequence_group import SequenceGroup
 
 # Prompt logprobs per step. 8,000 tokens with 20 logprobs each are 1.4 MB, which the store writes and sends before the

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 from engine_worker.__main__ import run
+from engine_worker.kv.kv_durations import KVDurations
+from engine_worker.kv.kv_events import KVEventLog
+from engine_worker.kv.preemption import HostTierConfig
+from engine_worker.kv.sequence import Sequence
 from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.batch import ScheduledBatch
-from engine_worker.scheduling.kv_durations import KVDurations
-from engine_worker.scheduling.kv_events import KVEventLog
-from engine_worker.scheduling.preemption import HostTierConfig
-from engine_worker.scheduling.sequence import Sequence
 from engine_worker.service import LoadedEngine, Report
 from engine_worker.settings import WorkerSettings
 from shared.logs import configure_logging

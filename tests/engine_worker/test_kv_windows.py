@@ -5,10 +5,10 @@ scheduling/test_random_schedules.py and test_kv_world.py cover random sequences 
 
 import pytest
 
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
+from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.span import KVSpan
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
-from engine_worker.scheduling.sequence import Sequence
 from tests.builders import (
     FakeModelRunner,
     Transcript,

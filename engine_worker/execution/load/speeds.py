@@ -10,7 +10,8 @@ import torch
 
 from engine_worker.execution.step.model_runner import MeasuredSpeeds, ModelRunner
 from engine_worker.execution.step.replica import StepReplica
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, Transfers, synthetic_batch
+from engine_worker.kv.transfers import BlockCopy, Transfers
+from engine_worker.scheduling.batch import ScheduledBatch, synthetic_batch
 
 _NUM_BLOCKS = 64  # 128 MiB of an 8B model in bf16: 3 ms over PCIe 5
 _PREFILL_TOKENS = 512

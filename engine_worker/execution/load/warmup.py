@@ -10,7 +10,8 @@ from dataclasses import replace
 from engine_worker.execution.load.step_memory import everything
 from engine_worker.execution.settings import StepBounds
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, synthetic_batch
+from engine_worker.kv.transfers import BlockCopy
+from engine_worker.scheduling.batch import ScheduledBatch, synthetic_batch
 
 _PREFILL_TOKENS = {"cpu": 32, "cuda": 512}
 _DECODE_SIZES = {"cpu": (1,), "cuda": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}

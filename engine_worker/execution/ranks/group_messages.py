@@ -15,7 +15,7 @@ import msgspec
 
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.step_description import StepDescription
-from engine_worker.scheduling.batch import Transfers
+from engine_worker.kv.transfers import Transfers
 
 
 class GroupStart(msgspec.Struct, tag=True, array_like=True, frozen=True):

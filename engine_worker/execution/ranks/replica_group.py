@@ -18,10 +18,10 @@ from engine_worker.execution.step.cuda_graphs import GraphKey
 from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.replica import PreparedStep, Replica
 from engine_worker.execution.step.step_description import StepDescription
+from engine_worker.kv.transfers import Transfers, TransferTime
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import ModelShape
 from engine_worker.model.tensor_parallel import TensorParallel
-from engine_worker.scheduling.batch import Transfers, TransferTime
 
 
 class ReplicaGroup:

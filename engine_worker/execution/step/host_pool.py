@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
+from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
 
 # A step that stores more waits for the link: 1 GiB takes 18 ms over PCIe 5.
 _STAGING_BYTES = 2**30

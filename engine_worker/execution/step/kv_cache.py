@@ -13,7 +13,7 @@ from engine_worker.execution.settings import CUDA_MEMORY_RATIO
 from engine_worker.execution.step.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
 from engine_worker.execution.step.memory import DeviceMemory, host_memory
 from engine_worker.kv.layout import KVLayout
-from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
+from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
 
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25

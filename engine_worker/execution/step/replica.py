@@ -17,11 +17,11 @@ from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey, Step
 from engine_worker.execution.step.input_builder import StepInputs
 from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.step_description import StepDescription
+from engine_worker.kv.transfers import Transfers, TransferTime
 from engine_worker.model.decode_programs import decode_programs
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import LogitsOf, ServedModel
 from engine_worker.model.spec import ModelShape
-from engine_worker.scheduling.batch import Transfers, TransferTime
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_worker.scheduling.batch import Transfers
+from engine_worker.kv.transfers import Transfers
 
 Int32Array = NDArray[np.int32]
 

@@ -9,7 +9,8 @@ from bench.paper.figures_memory import LOADS, run_policy
 from bench.paper.lengths import SHAREGPT, TimedRequest, poisson_trace
 from bench.paper.reservation import ReservationPolicy, make_manager, make_swapping_manager
 from bench.paper.simulation import SimulationResult, simulate
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
+from engine_worker.kv.transfers import BlockCopy
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 
 ONE_SECOND = StepCost("one second a step", 1.0, 0.0, 0.0, 0.0)

@@ -15,11 +15,11 @@ from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.layout import kv_cache_dtype
+from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import GenerationRequest
 from tests.builders import Transcript, run_to_end

@@ -9,9 +9,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from engine_worker.kv.sequence import Sequence
 from engine_worker.model.model_input import ModelInput
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
-from engine_worker.scheduling.sequence import Sequence
 
 _NONE: Mapping[Sequence, int] = MappingProxyType({})
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from engine_worker.execution.sampling.beam_candidates import launch_beam_candidates
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.sequence import Sequence
 from tests.builders import make_sequence
 
 VOCAB_SIZE = 50

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.preemption import PreemptionMode
+from engine_worker.kv.preemption import PreemptionMode
 from shared.choice_seeds import choice_seed
 from shared.messages import GenerationRequest
 from tests.builders import Transcript, make_prompt, make_request

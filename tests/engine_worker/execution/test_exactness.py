@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine_worker.scheduling.preemption import PreemptionMode
+from engine_worker.kv.preemption import PreemptionMode
 from shared.messages import FinishEvent, GenerationRequest
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import (

@@ -13,7 +13,7 @@ import pytest
 from engine_worker.execution.ranks.follower_processes import FollowerEnd, Followers
 from engine_worker.execution.ranks.group_messages import GroupStart, MoveBlocks, encode
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.scheduling.batch import Transfers
+from engine_worker.kv.transfers import Transfers
 
 pytestmark = [pytest.mark.tp, pytest.mark.e2e]
 SECONDS = 100.0  # importing torch can take this long on a busy machine

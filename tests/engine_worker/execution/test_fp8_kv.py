@@ -19,8 +19,8 @@ from engine_worker.engine import Engine
 from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.layout import KVGroup, KVLayout
-from engine_worker.scheduling.batch import BlockCopy, Transfers
-from engine_worker.scheduling.preemption import PreemptionMode
+from engine_worker.kv.preemption import PreemptionMode
+from engine_worker.kv.transfers import BlockCopy, Transfers
 from kernels.fp8_kv import to_e4m3
 from shared.messages import FinishEvent, GenerationRequest, StoredChoice
 from tests.builders import Transcript, make_request, run_to_end

@@ -19,7 +19,7 @@ from engine_worker.execution.sampling.grammar_masks import GrammarMasks
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.preemption import PreemptionMode
+from engine_worker.kv.preemption import PreemptionMode
 from shared.grammars import GrammarError
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Grammar, GrammarKind, StoredChoice
 from tests.builders import Transcript, make_request, make_sequence, run_to_end

@@ -15,9 +15,10 @@ from engine_worker.execution.step.kv_cache import (
 )
 from engine_worker.execution.step.memory import DeviceMemory, MemoryUnknown, _host_memory
 from engine_worker.kv.layout import KVGroup, KVLayout
+from engine_worker.kv.transfers import BlockCopy, Transfers
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.spec import kv_layout
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, Transfers
+from engine_worker.scheduling.batch import ScheduledBatch
 
 MIB = 2**20
 CONFIG = spec_from_json(

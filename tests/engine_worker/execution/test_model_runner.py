@@ -11,8 +11,9 @@ from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.transfers import BlockCopy
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from kernels.token_bitmask import apply_token_bitmask
 from tests.builders import make_request, make_sequence
 from tests.engine_worker.execution.reference import generate, make_runner, write_model

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from engine_worker.engine import Engine
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.preemption import PreemptionMode
+from engine_worker.kv.preemption import PreemptionMode
 from shared.messages import StoredChoice, TokenEvent
 from tests.builders import make_request, run_to_end
 from tests.engine_worker.execution.reference import make_engine, make_runner, write_model

@@ -15,9 +15,10 @@ from engine_worker.execution.step.describe import StepDescriber
 from engine_worker.execution.step.input_builder import HostInputs
 from engine_worker.execution.step.persistent_inputs import PersistentInputs
 from engine_worker.execution.step.step_description import EMPTY, StepDescription
+from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.transfers import BlockCopy
 from engine_worker.model.model_input import ModelInput
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference_inputs import reference_model_input
 

@@ -7,7 +7,8 @@ import torch
 
 from engine_worker.execution.step.describe import StepDescriber
 from engine_worker.execution.step.step_description import StepDescription
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
+from engine_worker.kv.transfers import BlockCopy
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import make_runner, write_model
 

@@ -12,7 +12,7 @@ import pytest
 
 from engine_worker.execution.load.rank_group import RankGroup
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.preemption import PreemptionMode
+from engine_worker.kv.preemption import PreemptionMode
 from shared.messages import (
     EncodedLogprobs,
     GenerationRequest,

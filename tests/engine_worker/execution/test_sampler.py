@@ -10,7 +10,7 @@ import torch
 from engine_worker.execution.sampling.logprobs import launch_logprobs
 from engine_worker.execution.sampling.sampler import Sampler
 from engine_worker.execution.sampling.sampling_inputs import LogprobRows
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.sequence import Sequence
 from shared.messages import SamplingParams
 
 VOCAB_SIZE = 300  # three groups, the last one padded

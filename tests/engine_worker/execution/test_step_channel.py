@@ -13,7 +13,7 @@ from engine_worker.execution.ranks.step_channel import NUM_SLOTS, ChannelCorrupt
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.cuda_graphs import GraphKey
 from engine_worker.execution.step.step_description import EMPTY
-from engine_worker.scheduling.batch import BlockCopy, Transfers
+from engine_worker.kv.transfers import BlockCopy, Transfers
 from tests.idle_seconds import cpu_seconds, least_share
 
 SLOT_BYTES = 1 << 16

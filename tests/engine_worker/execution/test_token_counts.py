@@ -8,7 +8,7 @@ import torch
 
 from engine_worker.execution.sampling import token_counts
 from engine_worker.execution.sampling.token_counts import PenaltyCounts
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.sequence import Sequence
 from kernels.sampling.token_counts_reference import MAX_COUNT
 from tests.builders import make_sequence
 

@@ -9,7 +9,7 @@ import torch
 
 from engine_worker.execution.sampling.sampler import Sampler
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.preemption import PreemptionMode
+from engine_worker.kv.preemption import PreemptionMode
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Grammar, GrammarKind, StoredChoice
 from tests.builders import Transcript, make_request, make_sequence, run_to_end
 from tests.engine_worker.execution.reference import (

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from engine_worker.kv.preemption import PreemptionMode
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
-from engine_worker.scheduling.preemption import PreemptionMode
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import TINY, Reference, make_engine, make_runner, run_engine_to_end
 from tests.engine_worker.model.family_cases import Case

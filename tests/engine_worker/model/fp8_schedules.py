@@ -14,9 +14,9 @@ from typing import Any
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.kv.preemption import PreemptionMode
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
-from engine_worker.scheduling.preemption import PreemptionMode
 from shared.messages import GenerationRequest, StoredChoice, TokenEvent, decoded_logprobs
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import make_engine

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from zlib import crc32
 
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
+from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.span import KVSpan
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
-from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
 
 _GARBAGE = -1

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine_worker.kv.sequence import BeamCandidate, Sequence
 from engine_worker.scheduling.beam_search import BeamSearch, Hypothesis
-from engine_worker.scheduling.sequence import BeamCandidate, Sequence
 from shared.messages import FinishReason
 from tests.builders import make_sampling
 

@@ -4,9 +4,9 @@ from hashlib import sha256
 
 import pytest
 
-from engine_worker.scheduling import prefix_cache
-from engine_worker.scheduling.prefix_cache import cache_root, extend_block_hashes
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv import prefix_cache
+from engine_worker.kv.prefix_cache import cache_root, extend_block_hashes
+from engine_worker.kv.sequence import Sequence
 from tests.builders import make_sequence
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID, BlockPool
-from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
+from engine_worker.kv.block_pool import PADDING_BLOCK_ID, BlockPool
+from engine_worker.kv.kv_durations import DurationCounts, KVDurations
 
 
 def test_pool_allocates_every_block_except_padding_once() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine_worker.scheduling.batch import BlockCopy
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.transfers import BlockCopy
 from tests.builders import make_sequence
 
 

@@ -1,6 +1,6 @@
 """Histogram buckets of durations, and snapshots that later counts do not change."""
 
-from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
+from engine_worker.kv.kv_durations import DurationCounts, KVDurations
 
 
 def test_duration_equal_to_bound_is_in_its_bucket() -> None:

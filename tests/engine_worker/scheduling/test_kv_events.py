@@ -1,6 +1,6 @@
 """The ring buffer of KV events: fields, lost events, and durations that are measured later."""
 
-from engine_worker.scheduling.kv_events import RING_EVENTS, KVEventKind, KVEventLog
+from engine_worker.kv.kv_events import RING_EVENTS, KVEventKind, KVEventLog
 
 SWAP_OUT, SWAP_IN, EVICT = KVEventKind.SWAP_OUT, KVEventKind.SWAP_IN, KVEventKind.EVICT
 

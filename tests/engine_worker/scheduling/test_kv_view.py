@@ -1,6 +1,6 @@
 """What /debug/kv shows of a cache with shared, cached, and swapped blocks and waiting sequences."""
 
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
 from tests.builders import FakeModelRunner, make_engine, make_prompt, make_request
 
 HOST_TIER = HostTierConfig(num_blocks=9, preemption_mode=PreemptionMode.SWAP)

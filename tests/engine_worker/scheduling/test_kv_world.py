@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine_worker.scheduling import prefix_cache
-from engine_worker.scheduling.batch import Transfers
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.host_tier import HostTier
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.prefix_cache import PrefixCache
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv import prefix_cache
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.host_tier import HostTier
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.prefix_cache import PrefixCache
+from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.transfers import Transfers
 from tests.engine_worker.scheduling.kv_world import KVWorld, Newcomer
 
 NUM_SEEDS, NUM_OPERATIONS = 20, 5_000

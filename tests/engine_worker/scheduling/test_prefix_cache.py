@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from engine_worker.scheduling.batch import BlockCopy
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig
-from engine_worker.scheduling.prefix_cache import cache_root
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.preemption import HostTierConfig
+from engine_worker.kv.prefix_cache import cache_root
+from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.transfers import BlockCopy
 from shared.messages import FinishEvent
 from tests.builders import (
     FakeModelRunner,

@@ -14,10 +14,10 @@ import pytest
 from msgspec import structs
 
 from engine_worker.engine import Engine
+from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
+from engine_worker.kv.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.kv.span import KVSpan
 from engine_worker.scheduling.batch import ScheduledBatch
-from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StoredChoice, Usage
 from tests.builders import (

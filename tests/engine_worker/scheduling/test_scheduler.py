@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
+from engine_worker.kv.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.step_plan import MAX_PROMPT_LOGPROBS
 from shared.messages import FinishReason
 from tests.builders import EOS_TOKEN_ID, make_scheduler, make_sequence, preempted

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine_worker.scheduling.sequence import finish_reason
+from engine_worker.kv.sequence import finish_reason
 from shared.messages import FinishReason
 from tests.builders import EOS_TOKEN_ID, make_sequence
 

@@ -7,12 +7,12 @@ reserve memory for a whole request (bench/paper/reservation.py).
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from engine_worker.scheduling.batch import Transfers
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.kv_events import KVEventLog
-from engine_worker.scheduling.preemption import PreemptionMode
-from engine_worker.scheduling.sequence import Sequence
-from engine_worker.scheduling.stats import KVCacheStats
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.kv_events import KVEventLog
+from engine_worker.kv.kv_stats import KVCacheStats
+from engine_worker.kv.preemption import PreemptionMode
+from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.transfers import Transfers
 
 
 class KVAllocator(Protocol):

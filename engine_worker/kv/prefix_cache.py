@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.span import KVSpan
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.sequence import Sequence
 
 _TOKEN_BYTES = 4
 

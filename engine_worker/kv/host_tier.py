@@ -12,10 +12,10 @@ decides whether a transfer is worth its time.
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
-from engine_worker.scheduling.batch import BlockCopy, Transfers
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.transfers import BlockCopy, Transfers
 
 
 class HostTier:

@@ -6,9 +6,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.kv_allocator import KVAllocator
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.kv_allocator import KVAllocator
+from engine_worker.kv.sequence import Sequence, SequenceStatus
 
 
 def kv_view(kv_cache: KVAllocator, sequences: Iterable[Sequence], waits_for: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from engine_worker.scheduling.kv_durations import KVDurations
+from engine_worker.kv.kv_durations import KVDurations
 
 PADDING_BLOCK_ID = 0
 

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.host_tier import HostTier
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.host_tier import HostTier
+from engine_worker.kv.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any
 
-from engine_worker.scheduling.kv_durations import KVDurations
+from engine_worker.kv.kv_durations import KVDurations
 
 RING_EVENTS = 4_096  # about 1 MiB; a worker short of blocks fills it in minutes
 

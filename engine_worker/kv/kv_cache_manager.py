@@ -12,19 +12,19 @@ scheduler decides who is admitted and who yields. Block moves are collected unti
 from collections.abc import Collection
 from dataclasses import replace
 
+from engine_worker.kv.attention_tables import BlockTables
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.host_tier import HostTier
+from engine_worker.kv.kv_accounting import KVAccounting
+from engine_worker.kv.kv_events import KVEventLog
+from engine_worker.kv.kv_stats import KVCacheStats
+from engine_worker.kv.preemption import HostTierConfig, PreemptionChoice, PreemptionMode
+from engine_worker.kv.prefix_cache import PrefixMatch
+from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
 from engine_worker.kv.span import KVSpan
-from engine_worker.scheduling.batch import Transfers
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.block_tables import BlockTables
-from engine_worker.scheduling.host_tier import HostTier
-from engine_worker.scheduling.kv_accounting import KVAccounting
-from engine_worker.scheduling.kv_events import KVEventLog
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionChoice, PreemptionMode
-from engine_worker.scheduling.prefix_cache import PrefixMatch
-from engine_worker.scheduling.sequence import Sequence
-from engine_worker.scheduling.stats import KVCacheStats
-from engine_worker.scheduling.stored_prefixes import StoredPrefixes
+from engine_worker.kv.stored_prefixes import StoredPrefixes
+from engine_worker.kv.transfers import Transfers
 
 
 class KVCacheManager:

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from engine_worker.scheduling.kv_events import KVEventKind, KVEventLog
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.kv_events import KVEventKind, KVEventLog
+from engine_worker.kv.sequence import Sequence
 
 
 class KVAccounting:

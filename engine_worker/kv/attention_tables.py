@@ -12,11 +12,11 @@ Source of copy-on-write: PagedAttention, section 4.4, https://arxiv.org/abs/2309
 from collections import Counter
 from collections.abc import Iterable
 
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
 from engine_worker.kv.span import KVSpan
-from engine_worker.scheduling.batch import BlockCopy
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.kv.transfers import BlockCopy
 
 
 class BlockTables:

@@ -7,14 +7,14 @@
 KVCacheManager decides whether there is room.
 """
 
+from engine_worker.kv.attention_tables import BlockTables
+from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.host_tier import HostTier
+from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes
+from engine_worker.kv.prefix_cache import PrefixCache, PrefixMatch
+from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
 from engine_worker.kv.span import KVSpan
-from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.block_tables import BlockTables
-from engine_worker.scheduling.host_tier import HostTier
-from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes
-from engine_worker.scheduling.prefix_cache import PrefixCache, PrefixMatch
-from engine_worker.scheduling.sequence import Sequence
 
 
 class StoredPrefixes:

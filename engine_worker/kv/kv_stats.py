@@ -1,0 +1,28 @@
+"""Counts of the blocks of a KV cache, for metrics, heartbeats, and tests."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheStats:
+    """Blocks on the device by state: free + cached + active == num_blocks, without block 0, the padding."""
+
+    block_size: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_active_blocks: int
+    num_wasted_slots: int  # internal fragmentation: slots of active blocks without a computed token
+    sharing_ratio: float  # blocks saved by sharing: 1 - active blocks / entries in all block tables
+    num_host_blocks: int = 0  # in host memory: swapped + cached + free
+    num_host_cached_blocks: int = 0
+    num_host_free_blocks: int = 0
+
+    @property
+    def num_available_blocks(self) -> int:
+        """The blocks that can be allocated: free ones, and cached ones, which are evicted."""
+        return self.num_free_blocks + self.num_cached_blocks
+
+    @property
+    def usage_ratio(self) -> float:
+        return self.num_active_blocks / self.num_blocks
