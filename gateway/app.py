@@ -5,13 +5,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
-from aiohttp import web, web_urldispatcher
-from aiohttp.http import HttpVersion11
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.auth.access import Access, authenticate
 from gateway.batches.driver.selection import BATCHES, BatchService
 from gateway.descriptors import watch_descriptors
+from gateway.http.routing import OtherUrls, expect_continue
 from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
 from gateway.middlewares import admit, charge, errors_to_json, identify, measure, set_headers, trace, write_out
@@ -25,34 +25,17 @@ from gateway.work_process import WorkProcesses
 from shared.tasks import cancel_and_wait
 from shared.tracing import Tracing
 
-_UNCHANGED = web_urldispatcher._default_expect_handler
-
-
-async def _expected(request: web.Request) -> None:
-    if request.version == HttpVersion11 and request.headers["Expect"].lower() != "100-continue":
-        raise web.HTTPExpectationFailed(text="Expect: only 100-continue is supported.")
-    await _UNCHANGED(request)
-
-
-def meet_expectations() -> None:
-    """Replace aiohttp's handler of `Expect: ...`, which runs before any middleware.
-
-    aiohttp repeats the header in its 417, and answers 500 with a stack trace if its bytes are not UTF-8, even without a
-    key and on unknown paths. A handler can be set per route, but not for unknown routes; so this sets it for all
-    applications of the process.
-    """
-    web_urldispatcher._default_expect_handler = _expected
-
 
 class _OfClients(logging.Filter):
     """Drop aiohttp's ERROR lines with tracebacks that clients cause: bytes that are not HTTP, and closed connections.
 
-    Bytes that are not HTTP may contain a key.
+    Bytes that are not HTTP may contain a key. UnicodeEncodeError is aiohttp's answer to CONNECT with an `Expect` header
+    outside UTF-8; it has no route.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError | ConnectionError)
+        return not isinstance(error, HttpProcessingError | ConnectionError | UnicodeEncodeError)
 
 
 def server_logger() -> logging.Logger:
@@ -109,10 +92,8 @@ def create_app(
             charge,
             admit,
             write_out,
-            web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
     )
-    meet_expectations()
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
     groups = [completions, responses, requests, models, tokenize, admin, kv]
@@ -122,7 +103,8 @@ def create_app(
         app[BATCHES] = BatchService(settings, app[STATE], access)
         groups += [files, batches]
     operations = tuple(operation for group in groups for operation in group.OPERATIONS)
-    app.add_routes([web.route(operation.method, operation.path, operation.handler) for operation in operations])
+    app.add_routes([web.route(op.method, op.path, op.handler, expect_handler=expect_continue) for op in operations])
+    app.router.register_resource(OtherUrls())
     app[OPERATIONS_OF_ALL] = operations
     state = app[STATE]
     runs = [_run("load_models", state.load_models, may_return=lambda: True), _run("stream_watch", state.watch.run)]

@@ -20,8 +20,9 @@ from gateway.answers.retention import NAME_HEADER
 from gateway.auth.access import ACCOUNT, OPEN_ROUTES
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
 from gateway.http.long_body import write_long
+from gateway.http.routing import UNKNOWN_ROUTE, route_name
 from gateway.metrics import GatewayMetrics
-from gateway.state import STATE, TRACEPARENT, UNKNOWN_ROUTE, route_name
+from gateway.state import STATE, TRACEPARENT
 from shared.logs import request_id as log_request_id
 from shared.tracing import Tracing, valid_traceparent
 

@@ -39,7 +39,6 @@ NUM_PROCESSES = 2  # each loads the tokenizer of each model: 110 MB for a vocabu
 
 _Result = TypeVar("_Result")
 TRACEPARENT = web.RequestKey("traceparent", str)  # set by a middleware
-UNKNOWN_ROUTE = "unknown"
 
 
 class GatewayState:
@@ -195,12 +194,6 @@ class RequestContext:
                 code="max_waiting_exceeded",
                 retry_after_seconds=1,
             ) from error  # fmt: skip
-
-
-def route_name(request: web.Request) -> str:
-    """Return the matched route pattern, for metric labels and logs; never the URL."""
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else UNKNOWN_ROUTE
 
 
 def context_of(http: web.Request) -> RequestContext:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.__main__ import new_event_loop
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access
+from gateway.http.routing import UNKNOWN_ROUTE
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelService, model_options
 from gateway.settings import GatewaySettings
@@ -55,7 +56,8 @@ class Gateway:
         access: Access,
     ) -> None:
         self.state = app[STATE]
-        self.routes = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource]
+        known = [route for route in app.router.routes() if route.name != UNKNOWN_ROUTE]
+        self.routes = [(route.method, route.resource.canonical) for route in known if route.resource]
         self.engine = engine
         self.session = session
         self.port = port

@@ -109,6 +109,7 @@ CASES: dict[str, tuple[int, bytes]] = {
     "expect something else": (417, post(LENGTH, b"Expect: tea")),
     "expect is not text": (417, post(LENGTH, b"Expect: \xff\xfe")),
     "expect on an unknown path": (417, get(b"/nothing", host=HOST + b"\r\nExpect: \xff")),
+    "expect with a star": (417, get(b"*", b"OPTIONS", host=HOST + b"\r\nExpect: \xff")),
     "type of 256 characters": (200, typed(b"application/json" + b";" * 240)),
     "type of 257 characters": (415, typed(b"application/json" + b";" * 241)),
     "type of 8 kB": (415, typed(b"application/json" + b";" * 8000)),
