@@ -44,6 +44,7 @@ class RotaryInput:
     slot_mapping: Tensor  # [T] int32 or int64: block * BS + offset; -1: padding, not stored
     norms: QkNorms | None = None  # per query head and key head, before the rotation
     kv_scales: KVScales = UNIT_SCALES  # for an e4m3 cache
+    query_scales: Tensor | None = None  # [max_len] float32: factors of rotated queries by position
 
 
 def rotate_reference(heads: Tensor, positions: Tensor, cos_sin_table: Tensor) -> Tensor:
@@ -61,7 +62,10 @@ def rotate_and_store_reference(inputs: RotaryInput) -> None:
         query, key = exact[:, :-num_kv_heads], exact[:, -num_kv_heads:]
         normed = (rms_norm_reference(query, norms.query, norms.eps), rms_norm_reference(key, norms.key, norms.eps))
         exact = torch.cat(normed, dim=1)
-    rotated.copy_(rotate_reference(exact, inputs.positions, inputs.cos_sin_table))
+    exact = rotate_reference(exact, inputs.positions, inputs.cos_sin_table)
+    if inputs.query_scales is not None:
+        exact[:, :-num_kv_heads] *= inputs.query_scales[inputs.positions.long(), None, None]
+    rotated.copy_(exact)
     key = rotated[:, -num_kv_heads:]
     if inputs.key_cache.dtype == E4M3:
         key, value = to_e4m3(key, inputs.kv_scales.key), to_e4m3(value, inputs.kv_scales.value)
@@ -99,7 +103,7 @@ def _to_e4m3(x, factor):
 @triton.jit
 def _rotate_and_store_kernel(
     qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, query_norm, key_norm, eps, key_factor,
-    value_factor,
+    value_factor, query_scales,
     cache_block_stride, cache_head_stride, cache_slot_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_NORMS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -109,7 +113,8 @@ def _rotate_and_store_kernel(
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_HALF)
-    angles = cos_sin_table + tl.load(positions + token).to(tl.int64) * (2 * HALF_DIM) + lanes
+    position = tl.load(positions + token).to(tl.int64)
+    angles = cos_sin_table + position * (2 * HALF_DIM) + lanes
     cos = tl.load(angles, mask=lanes < HALF_DIM, other=0.0)[None, :]
     sin = tl.load(angles + HALF_DIM, mask=lanes < HALF_DIM, other=0.0)[None, :]
     # int64: a block's stride is L * 2 * Hkv * BS * D elements (1 Mi for an 8B model), so int32 overflows at 2048
@@ -127,8 +132,12 @@ def _rotate_and_store_kernel(
         inverse_rms = 1.0 / tl.sqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / (2 * HALF_DIM) + eps)
         x *= inverse_rms[:, None] * _norm_weights(query_norm, key_norm, is_query, lanes, 0, HALF_DIM)
         y *= inverse_rms[:, None] * _norm_weights(query_norm, key_norm, is_query, lanes, HALF_DIM, HALF_DIM)
-    first = tl.where(is_rotated, (x * cos - y * sin).to(first.dtype), first)
-    second = tl.where(is_rotated, (y * cos + x * sin).to(second.dtype), second)
+    rotated_first, rotated_second = x * cos - y * sin, y * cos + x * sin
+    if query_scales is not None:
+        scale = tl.where(heads < NUM_HEADS, tl.load(query_scales + position), 1.0)
+        rotated_first, rotated_second = rotated_first * scale, rotated_second * scale
+    first = tl.where(is_rotated, rotated_first.to(first.dtype), first)
+    second = tl.where(is_rotated, rotated_second.to(second.dtype), second)
     tl.store(read, first, mask=inside & is_rotated)
     tl.store(read + HALF_DIM, second, mask=inside & is_rotated)
 
@@ -168,6 +177,7 @@ def rotate_and_store_triton(inputs: RotaryInput) -> None:
         0.0 if norms is None else norms.eps,
         1.0 / scales.key if is_fp8 else None,
         1.0 / scales.value if is_fp8 else None,
+        inputs.query_scales,
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),

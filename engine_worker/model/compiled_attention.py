@@ -39,10 +39,12 @@ class CompiledAttentionPlan:
         """Point to another step of the same shape, for a recorded program."""
         self._arguments.point_to(*_described(model_input))
 
-    def rotate_and_store(self, qkv: Tensor, layer: int, cos_sin: Tensor | None = None) -> None:
+    def rotate_and_store(
+        self, qkv: Tensor, layer: int, cos_sin: Tensor | None = None, query_scales: Tensor | None = None
+    ) -> None:
         """Rotate qkv [T, (Hq + 2 Hkv) * D] in place by `cos_sin` [max_len, D], and store keys and values."""
         keys, scales = self._layers[layer]
-        self._kernels.rotate_and_store(self._arguments, qkv, cos_sin, keys, scales)
+        self._kernels.rotate_and_store(self._arguments, qkv, cos_sin, keys, scales, query_scales)
 
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
         """Attend in one layer; see AttentionPlan."""

@@ -76,7 +76,7 @@ class CompiledStep:
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
         """Norm and rotate qkv [T, (Hq + 2 Hkv) * D] in place, then store keys and values."""
         self._norm_queries_and_keys(qkv, attention)
-        self._plan.rotate_and_store(qkv, layer, attention.cos_sin_table)
+        self._plan.rotate_and_store(qkv, layer, attention.table.cos_sin, attention.table.query_scales)
 
     def store(self, qkv: Tensor, layer: int) -> None:
         self._plan.rotate_and_store(qkv, layer)

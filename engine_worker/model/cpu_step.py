@@ -40,13 +40,13 @@ class CpuDevice:
         self.spec = spec
         self.dtype = dtype or kv_pool.dtype
         self.attention = CpuAttention(spec, kv_pool, self.dtype, kv_scales)
-        self._tables: dict[int, Tensor] = {}  # by AttentionWeights.rope_index
+        self._tables: dict[int, Tensor] = {}  # by RotaryTable.index
 
     def table_of(self, attention: AttentionWeights) -> Tensor:
         """Return the rotary table in the model's dtype; the weights have it in float32."""
-        index = attention.rope_index
+        index = attention.table.index
         if index not in self._tables:
-            self._tables[index] = attention.cos_sin_table.to(self.dtype)
+            self._tables[index] = attention.table.cos_sin.to(self.dtype)
         return self._tables[index]
 
     def begin_step(self, model_input: ModelInput) -> "CpuStep":
@@ -90,6 +90,8 @@ class CpuStep:
         pairs = qkv[:, : self._rotated_size].view(len(qkv), self._num_heads + self._num_kv_heads, 2, -1)
         swapped = pairs.flip(2)
         pairs.mul_(cos).addcmul_(swapped, signed_sin)
+        if attention.table.query_scales is not None:
+            qkv[:, : self._query_size].mul_(attention.table.query_scales[self._positions, None])
         self.store(qkv, layer)
 
     def store(self, qkv: Tensor, layer: int) -> None:
@@ -107,7 +109,7 @@ class CpuStep:
 
     def _angles_of(self, attention: AttentionWeights) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines of the step's positions; most layers share one table."""
-        index = attention.rope_index
+        index = attention.table.index
         if index not in self._angles:
             rows = self._device.table_of(attention)[self._positions]
             cos, sin = rows.view(-1, 1, 2, self._head_dim // 2).chunk(2, dim=2)

@@ -70,9 +70,9 @@ class CudaStep:
                 key.copy_(self.rms_norm(key, attention.key_norm))
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         caches, scales = self._device.attention.layers[layer], self._device.attention.kv_scales[layer]
-        table = attention.cos_sin_table
+        table, slots = attention.table, inputs.slot_mapping
         rotate_and_store(
-            RotaryInput(heads, inputs.positions, table, *caches, inputs.slot_mapping, norms, kv_scales=scales)
+            RotaryInput(heads, inputs.positions, table.cos_sin, *caches, slots, norms, scales, table.query_scales)
         )
 
     def store(self, qkv: Tensor, layer: int) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.linear import Linear, LinearMethod, LinearSpec, Role
-from engine_worker.model.rotary import rotary_order
-from engine_worker.model.spec import AttentionSpec, NamesSpec, QkNorm
+from engine_worker.model.rotary import query_scales, rotary_order, rotary_table
+from engine_worker.model.spec import AttentionSpec, NamesSpec, QkNorm, RopeSpec
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
 from kernels.attention.score_rules import NO_RULES, ScoreRules
@@ -65,6 +65,14 @@ class RotaryTable:
 
     index: int
     cos_sin: Tensor  # [max_len, D] float32
+    query_scales: Tensor | None = None  # [max_len] float32
+
+    @classmethod
+    def of(cls, index: int, rope: RopeSpec, head_dim: int, max_len: int, device: torch.device) -> "RotaryTable":
+        """Compute the table of `rope`, the network's rotation number `index`."""
+        scales = query_scales(rope, max_len)
+        table = rotary_table(rope, head_dim, max_len).to(device)
+        return cls(index, table, None if scales is None else scales.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,7 @@ class AttentionWeights:
     """The weights of attention between a layer's norms: linear layers, rotation, query and key norms."""
 
     spec: AttentionSpec
-    rope_index: int  # equal for layers with the same rotation, which share a table
-    cos_sin_table: Tensor  # [max_len, D] float32
+    table: RotaryTable  # layers with the same rotation share it
     qkv: Linear
     out: Linear
     query_norm: NormWeight | None
@@ -122,8 +129,7 @@ def load_attention(
     )
     return AttentionWeights(
         spec=spec,
-        rope_index=table.index,
-        cos_sin_table=table.cos_sin,
+        table=table,
         qkv=method.load(qkv, source),
         out=method.load(out, source),
         query_norm=_qk_norm(source, f"{prefix}{names.query_norm}.weight", spec, spec.num_heads, norm, order),

@@ -19,7 +19,6 @@ from engine_worker.model.linear import Input, Linear, LinearMethod, LinearSpec, 
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantized, takes_sums
 from engine_worker.model.quantization import dense_tensor, linear_method
-from engine_worker.model.rotary import rotary_table
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
@@ -142,10 +141,7 @@ class Network:
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
         ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
         device = self._embedding.device
-        tables = {
-            rope: RotaryTable(index, rotary_table(rope, spec.head_dim, max_len).to(device))
-            for index, rope in enumerate(ropes)
-        }
+        tables = {rope: RotaryTable.of(index, rope, spec.head_dim, max_len, device) for index, rope in enumerate(ropes)}
         shapes = NormShapes(
             spec.hidden_size,
             spec.norm_eps,

@@ -24,6 +24,14 @@ def rotary_table(rope: RopeSpec, head_dim: int, max_len: int) -> Tensor:
     return torch.cat((cos, sin), dim=-1)
 
 
+def query_scales(rope: RopeSpec, max_len: int) -> Tensor | None:
+    """Return the factors of rotated queries by position, [max_len] float32, or None."""
+    if rope.query_scale is None:
+        return None
+    spans = torch.arange(max_len) // rope.query_scale.original_max_position_embeddings
+    return 1 + rope.query_scale.beta * torch.log(1 + spans.float())
+
+
 def rotary_order(rope: RopeSpec, head_dim: int) -> Tensor | None:
     """Return the checkpoint's element at each position of a head, int64 [D]; None: unchanged."""
     rotated, still = torch.arange(rope.dim), torch.arange(rope.dim, head_dim)

@@ -53,6 +53,14 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Factor of rotated queries: 1 + beta * ln(1 + floor(position / original_max_position_embeddings)), as Llama 4."""
+
+    beta: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """The rotary embedding of the first `dim` elements of a head; the others are not rotated.
 
@@ -63,6 +71,7 @@ class RopeSpec:
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
     interleaved: bool = False
+    query_scale: QueryScale | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ MODULES = {
     "helium": "helium",
     "llama": "llama",
     "ministral": "mistral",
+    "ministral3": "ministral3",
     "mistral": "mistral",
     "olmo2": "olmo2",
     "olmo3": "olmo3",

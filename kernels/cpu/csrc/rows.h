@@ -68,11 +68,11 @@ void rms_norm(
 }
 
 template <typename T>
-inline void rotate(T* head, const float* cos_sin, int half) {
+inline void rotate(T* head, const float* cos_sin, int half, float factor) {
     for (int i = 0; i < half; i++) {
         const float a = widened(head[i]), b = widened(head[half + i]), cos = cos_sin[i], sin = cos_sin[half + i];
-        narrow(head + i, a * cos - b * sin);
-        narrow(head + half + i, b * cos + a * sin);
+        narrow(head + i, (a * cos - b * sin) * factor);
+        narrow(head + half + i, (b * cos + a * sin) * factor);
     }
 }
 
@@ -86,13 +86,19 @@ struct Factors {
     float key, value;
 };
 
-// `cos_sin` [max_len, D], or null to leave queries and keys unchanged.
+// `cos_sin` [max_len, D], or null to leave queries and keys unchanged. `query_scales` [max_len]: factors of the rotated
+// queries, or null.
 template <typename T, typename K>
 inline void rotate_and_store_row(
-    const Step& step, T* row, const float* cos_sin, K* pool, Factors factors, int64_t token) {
+    const Step& step, T* row, const float* cos_sin, const float* query_scales, K* pool, Factors factors,
+    int64_t token) {
     const int D = step.head_dim, kv_size = step.num_kv_heads * D;
     const int num_rotated = cos_sin ? step.num_heads + step.num_kv_heads : 0;
-    for (int head = 0; head < num_rotated; head++) rotate(row + head * D, cos_sin + step.positions[token] * D, D / 2);
+    const float of_queries = query_scales ? query_scales[step.positions[token]] : 1.0f;
+    for (int head = 0; head < num_rotated; head++) {
+        const float factor = head < step.num_heads ? of_queries : 1.0f;
+        rotate(row + head * D, cos_sin + step.positions[token] * D, D / 2, factor);
+    }
     const int64_t block = step.slots[token] / step.block_size, offset = step.slots[token] % step.block_size;
     const T* key = row + (int64_t)step.num_heads * D;
     for (int head = 0; head < step.num_kv_heads; head++) {
@@ -103,12 +109,13 @@ inline void rotate_and_store_row(
 }
 
 template <typename T, typename K>
-void rotate_and_store(const Step& of_step, void* qkv, const float* cos_sin, void* pool, Factors factors) {
+void rotate_and_store(
+    const Step& of_step, void* qkv, const float* cos_sin, const float* query_scales, void* pool, Factors factors) {
     const Step* step = &of_step;
     const int64_t stride = (int64_t)(step->num_heads + 2 * step->num_kv_heads) * step->head_dim, rows = step->num_tokens;
     const int num_threads = threads_for(rows * stride, step->num_threads);
     perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t token, uint8_t*) {
-        rotate_and_store_row(*step, (T*)qkv + token * stride, cos_sin, (K*)pool, factors, token);
+        rotate_and_store_row(*step, (T*)qkv + token * stride, cos_sin, query_scales, (K*)pool, factors, token);
     });
 }
 

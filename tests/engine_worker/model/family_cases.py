@@ -46,6 +46,10 @@ NATIVE = {
     "mistral": Case("mistral", {"sliding_window": None}),
     "mistral with a window": Case("mistral", {"sliding_window": 11}),
     "ministral, of two types": Case("ministral", {"sliding_window": 20, "layer_types": TWO_TYPES}),
+    "ministral3": Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}}),
+    "ministral3 with a window": Case("ministral3", {"sliding_window": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.5}}),
     "gemma2": Case("gemma2", {"head_dim": 32, "sliding_window": 24, "tie_word_embeddings": True,
                               "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0,
                               "final_logit_softcapping": 3.0}),

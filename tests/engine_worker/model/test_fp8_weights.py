@@ -1,5 +1,6 @@
 """fp8 checkpoints give the logits of the same model in float32, dequantized or with fp8 linear layers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -31,6 +32,8 @@ from tests.engine_worker.model.fp8_checkpoints import (
     LLAMA,
     PHI3,
     Fp8Model,
+    Layout,
+    of_all,
     spread,
     write_fp8,
 )
@@ -221,3 +224,24 @@ def test_fp8_output_head_is_multiplied_in_16_bits(name: str, tmp_path: Path) -> 
     assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     valid = [1] if "blocks" in name else [1, 2, 4]
     assert valid_tensor_parallel_sizes(spec_of(model.directory)) == valid
+
+
+MINISTRAL3 = Layout(
+    {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+     "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]},
+    of_all, "weight_scale_inv", torch.bfloat16, "activation_scale",
+)  # fmt: skip
+
+
+def test_fp8_ministral3_loads_inside_its_wrapper(tmp_path: Path) -> None:
+    """The published files have scalar scales in bfloat16 and the names of a wrapper."""
+    model = write_fp8(tmp_path, MINISTRAL3, NATIVE["ministral3"])
+    path = model.directory / "model.safetensors"
+    wrapped = {f"language_model.{name}": tensor for name, tensor in load_file(path).items()}
+    save_file({**wrapped, "vision_tower.patch_conv.weight": torch.zeros(1)}, path)
+    config = json.loads((model.directory / "config.json").read_text())
+    outer = {"model_type": "mistral3", "quantization_config": config.pop("quantization_config"), "text_config": config}
+    (model.directory / "config.json").write_text(json.dumps(outer))
+    check_files(model.directory)
+    assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
+    assert {linear.input_scale for linear in ReferenceLinear.made} == {0.25, 0.125}

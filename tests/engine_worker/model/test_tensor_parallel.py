@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "helium": {"attention_bias": True, "mlp_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "ministral": {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+    "ministral3": {"rope_parameters": {"rope_theta": 1e4, "original_max_position_embeddings": 8,
+                                       "llama_4_scaling_beta": 0.5}},
     "mistral": {"sliding_window": None, "tie_word_embeddings": True},
     "olmo2": {},
     "olmo3": {"sliding_window": 9},

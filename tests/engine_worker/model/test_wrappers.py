@@ -25,6 +25,19 @@ SIGLIP = {
 }  # fmt: skip
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3 of mistral": ("mistral3", {"model_type": "mistral", "sliding_window": None}),
+    "mistral3 of ministral3": (
+        "mistral3",
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "llava of qwen2": ("llava", {"model_type": "qwen2"}),
     "gemma3 of gemma3_text": ("gemma3", {"model_type": "gemma3_text", "sliding_window": 9}),
 }

@@ -246,23 +246,27 @@ def test_rms_norm_matches_torch_row_by_row(library: CpuLibrary, size: int, dtype
 
 
 @settings(max_examples=20, deadline=None)
-@given(SHAPES, sequences(), st.booleans())
+@given(SHAPES, sequences(), st.booleans(), st.booleans())
 def test_queries_and_keys_are_rotated_and_stored(
-    library: CpuLibrary, shape: Shape, lengths: list[tuple[int, int]], turns: bool
+    library: CpuLibrary, shape: Shape, lengths: list[tuple[int, int]], turns: bool, is_scaled: bool
 ) -> None:
     batch = Batch(shape, lengths)
     angles = torch.arange(300)[:, None] * 100.0 ** -torch.linspace(0, 1, shape.head_dim // 2)
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    scales = torch.linspace(0.5, 2, len(table)) if is_scaled else None
     heads = batch.qkv.float().unflatten(1, (-1, shape.head_dim))
     expected = heads.clone()
     if turns:
         cos, sin = table[batch.positions][:, None].chunk(2, dim=-1)
         a, b = heads[:, : -shape.num_kv_heads].chunk(2, dim=-1)
         expected[:, : -shape.num_kv_heads] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    if turns and scales is not None:
+        expected[:, : shape.num_heads] *= scales[batch.positions, None, None]
     tolerance = TOLERANCES[shape.dtype]
     for kernels in kernels_of(library, shape.head_dim, shape.dtype, shape.kv_dtype):
         qkv, before = batch.qkv.clone(), batch.pool.clone()
-        kernels.rotate_and_store(batch.begin(kernels), qkv, table if turns else None, batch.pool[:, 1, 0])
+        turning = table if turns else None
+        kernels.rotate_and_store(batch.begin(kernels), qkv, turning, batch.pool[:, 1, 0], query_scales=scales)
         turned = qkv.unflatten(1, (-1, shape.head_dim))
         torch.testing.assert_close(turned.float(), expected, atol=tolerance, rtol=tolerance)
         keys, values = turned[:, shape.num_heads :].to(shape.kv_dtype).chunk(2, dim=1)

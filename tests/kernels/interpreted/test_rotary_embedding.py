@@ -45,18 +45,24 @@ def test_rotary_embedding_rotates_in_place_and_stores(
     assert pool.isfinite().sum() == 5 * 2 * num_kv_heads * head_dim
 
 
-def test_rotary_embedding_matches_the_reference() -> None:
+@pytest.mark.parametrize("scales", [None, torch.linspace(1, 3, 16)], ids=["unscaled", "scaled queries"])
+def test_rotary_embedding_matches_the_reference(scales: torch.Tensor | None) -> None:
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(4, 4 + 2 * 2, 32, generator=generator)
     positions, slots, table = torch.tensor([9, 2, 0, 4]), torch.tensor([9, -1, 40, 7]), angle_table(16, 32)
     outcomes = []
     for operation in (rotate_and_store_triton, rotate_and_store_reference):
         pool, heads = empty_pool(2, 32, torch.float32), qkv.clone()
-        operation(RotaryInput(heads, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots))
+        caches = pool[:, 1, 0], pool[:, 1, 1]
+        operation(RotaryInput(heads, positions, table, *caches, slots, query_scales=scales))
         outcomes.append((heads, pool))
     # Float32 products in another order: half a unit each.
     torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=1e-6, atol=1e-6, equal_nan=True)
+    rotated = rotate_reference(qkv[:, :6], positions, table)
+    if scales is not None:
+        rotated[:, :4] *= scales[positions, None, None]
+    torch.testing.assert_close(outcomes[1][0][:, :6], rotated, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # from numpy, for inf - inf in masked lanes
