@@ -15,17 +15,17 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from gateway.answers.answer_kinds import KINDS
+from gateway.apis.registry import KINDS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
+from gateway.http.state import STATE, GatewayState
 from gateway.large_buffers import return_large_buffers
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, model_options
 from gateway.settings import GatewaySettings
-from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
-from gateway.work_process import WorkProcesses
+from gateway.work.work_process import WorkProcesses
 from shared.garbage_collection import search_rarely
 from shared.logs import configure_logging
 from shared.processes import ParentGone, exit_with_parent

@@ -3,25 +3,33 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.apis.chat import routes as completions
+from gateway.apis.models import routes as models
+from gateway.apis.requests import routes as requests
+from gateway.apis.responses import routes as responses
+from gateway.apis.tokenize import routes as tokenize
 from gateway.auth.access import Access, authenticate
 from gateway.batches.driver.selection import BATCHES, BatchService
-from gateway.descriptors import watch_descriptors
+from gateway.http import admin, kv, page
+from gateway.http.admin import OPERATIONS_OF_ALL
+from gateway.http.descriptors import watch_descriptors
+from gateway.http.openapi import Operation
 from gateway.http.routing import OtherUrls, expect_continue
+from gateway.http.state import STATE, GatewayState
 from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
 from gateway.middlewares import admit, charge, errors_to_json, identify, measure, set_headers, trace, write_out
 from gateway.model_service import ModelOptions
-from gateway.routes import admin, batches, completions, files, kv, models, page, requests, responses, tokenize
-from gateway.routes.admin import OPERATIONS_OF_ALL
+from gateway.routes import batches, files
 from gateway.settings import GatewaySettings
-from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
-from gateway.work_process import WorkProcesses
+from gateway.work.work_process import WorkProcesses
 from shared.tasks import cancel_and_wait
 from shared.tracing import Tracing
 
@@ -55,6 +63,15 @@ RUNNER_OPTIONS: dict[str, Any] = {
     "auto_decompress": False,  # aiohttp would decompress unread bodies: 2 MB of gzip become 2 GB, for seconds
     "logger": server_logger(),
 }
+
+
+ALWAYS_SERVED = (completions, responses, requests, models, tokenize, admin, kv)
+SERVED_IF_SET = (page, files, batches)
+
+
+def operations_of(*modules: ModuleType) -> tuple[Operation, ...]:
+    """Return the operations of modules with a table OPERATIONS."""
+    return tuple(operation for module in modules for operation in module.OPERATIONS)
 
 
 def create_app(
@@ -96,13 +113,13 @@ def create_app(
     )
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
-    groups = [completions, responses, requests, models, tokenize, admin, kv]
+    groups = [*ALWAYS_SERVED]
     if settings.ui:
         groups.append(page)
     if settings.files_dir is not None:
         app[BATCHES] = BatchService(settings, app[STATE], access)
         groups += [files, batches]
-    operations = tuple(operation for group in groups for operation in group.OPERATIONS)
+    operations = operations_of(*groups)
     app.add_routes([web.route(op.method, op.path, op.handler, expect_handler=expect_continue) for op in operations])
     app.router.register_resource(OtherUrls())
     app[OPERATIONS_OF_ALL] = operations

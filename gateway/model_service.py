@@ -14,19 +14,19 @@ from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Load, OpenRequests, Readiness, admit, assess, unavailable
 from gateway.auth.rate_limits import Account
-from gateway.background import BackgroundWork
 from gateway.errors import MissingParameter, ModelNotFound, Unavailable
-from gateway.loop_scheduler import LoopScheduler
+from gateway.fleet import Load, OpenRequests, Readiness, admit, assess, unavailable
 from gateway.metrics import DeliveryCollector, ModelMetrics
-from gateway.requests.generation_fields import Timeouts, without_worker
-from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import ModelLimits, encode_prompts
+from gateway.pipeline.fields import Timeouts, without_worker
+from gateway.pipeline.plan import ModelLimits, encode_prompts
+from gateway.pipeline.request import CompletionRequest
 from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.text.served_model import ServedModel, is_complete, load_served_model
+from gateway.work.background import BackgroundWork
+from gateway.work.loop_scheduler import LoopScheduler
 from shared.messages import max_beam_width
 from shared.model_files import ModelFilesError
 from shared.models_file import ModelEntry, check_names, read_models

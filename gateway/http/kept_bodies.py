@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from aiohttp import web
 
+from gateway.auth.divided_resource import DividedResource
 from gateway.auth.rate_limits import Account
-from gateway.divided_resource import DividedResource
 from gateway.http.event_stream import PIECE_BYTES
 from gateway.http.long_body import COUNTED
 

@@ -11,7 +11,7 @@ import asyncio
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from gateway.requests.request_body import MAX_BODY_BYTES
+from gateway.http.json_body import MAX_BODY_BYTES
 
 PAUSE_SECONDS = 0.005  # between two reads of all requests together, each of at most 384 KiB: 75 MB/s
 OPEN_SECONDS = 2.0

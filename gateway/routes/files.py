@@ -22,9 +22,9 @@ from gateway.batches.storage.disk import ended
 from gateway.batches.storage.records import DeletedBody, FileBody, FileListBody, FileRecord, file_body
 from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
+from gateway.http.openapi import Operation, Parameter
 from gateway.http.query_fields import page_of, page_query, query_choice
-from gateway.openapi import Operation, Parameter
-from gateway.state import STATE, context_of
+from gateway.http.state import STATE, context_of
 
 CONTENT = "application/octet-stream"
 MAX_LISTED = 10_000

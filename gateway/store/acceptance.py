@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from redis.exceptions import RedisError
 
-from gateway.admission import Fleet
+from gateway.fleet import Fleet
 from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import NeedsNewerWorker, QueueFull, QueueShareFull, ShareFull, StoreUnavailable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of

@@ -13,8 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from gateway.admission import Fleet, WorkerStatus
-from gateway.owner_tasks import OwnerTasks
+from gateway.fleet import Fleet, WorkerStatus
 from gateway.store.acceptance import Acceptance
 from gateway.store.duties import HeldAnswers, OverdueRequests, Withdrawals
 from gateway.store.kv_watch import KVWatch
@@ -35,6 +34,7 @@ from gateway.store.store_calls import (
 from gateway.store.store_probe import QueueStats, StoreMemory, StoreProbe
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.store.submission import Submission
+from gateway.work.owner_tasks import OwnerTasks
 from shared.fleet_clock import FleetClock
 from shared.new_requests import RetentionTerms, Share
 from shared.redis_client import RedisConnections

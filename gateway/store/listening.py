@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import attrgetter
 
-from gateway.admission import Fleet
+from gateway.fleet import Fleet
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.messages import FormatError, StreamEvent, decode_event_batch, decode_heartbeat
 from shared.redis_client import RedisConnections

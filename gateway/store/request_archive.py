@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from gateway.fair_pool import FairPool
 from gateway.store.store_calls import StoreCalls, StoreUnavailable
+from gateway.work.fair_pool import FairPool
 from shared.messages import (
     FormatError,
     GenerationRequest,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.admission import RETRY_AFTER_SECONDS
+from gateway.fleet import RETRY_AFTER_SECONDS
 from gateway.store.inference_client import QueueFull
 from gateway.text.served_model import ServedModel
 from tests.clients.conftest import CLIENTS, run_client

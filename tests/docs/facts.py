@@ -4,19 +4,17 @@ They come from the code's own tables, or from its syntax tree if there is no tab
 """
 
 import ast
-import importlib
 import inspect
-import pkgutil
 import re
 import subprocess
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-import gateway.routes
 from bench.__main__ import PROGRAMS
 from engine_worker.settings import WorkerSettings
 from gateway import errors
+from gateway.app import ALWAYS_SERVED, SERVED_IF_SET, operations_of
 from gateway.settings import GatewaySettings
 from pagestream import cli
 from pagestream.serve_settings import ServeSettings
@@ -44,11 +42,10 @@ def files() -> frozenset[str]:
 def routes() -> dict[str, dict[str, set[int]]]:
     """Return path -> method -> statuses of a gateway with every route and of a worker, with `{}` for parameters."""
     found: dict[str, dict[str, set[int]]] = defaultdict(dict)
-    for module in pkgutil.iter_modules(gateway.routes.__path__):
-        for operation in importlib.import_module(f"gateway.routes.{module.name}").OPERATIONS:
-            statuses = {int(operation.status), *map(int, operation.other_statuses)}
-            statuses |= {error.status for error in operation.errors}
-            found[re.sub(r"\{[^}]*\}", "{}", operation.path)][operation.method] = statuses
+    for operation in operations_of(*ALWAYS_SERVED, *SERVED_IF_SET):
+        statuses = {int(operation.status), *map(int, operation.other_statuses)}
+        statuses |= {error.status for error in operation.errors}
+        found[re.sub(r"\{[^}]*\}", "{}", operation.path)][operation.method] = statuses
     health = (ROOT / "engine_worker" / "health.py").read_text()
     for path in re.findall(r'web\.get\("([^"]+)"', health):
         found[path].setdefault("GET", set())

@@ -11,15 +11,14 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-import gateway.routes
 from engine_worker.model.architectures import MODULES
 from engine_worker.settings import WorkerSettings
+from gateway.app import ALWAYS_SERVED, SERVED_IF_SET, operations_of
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import ServeSettings
@@ -51,8 +50,8 @@ def pages() -> dict[str, dict[str, str]]:
 
 def routes() -> str:
     """Return rows of method, path, and what the route does."""
-    modules = [import_module(f"gateway.routes.{module.name}") for module in iter_modules(gateway.routes.__path__)]
-    operations = sorted({(one.path, one.method, one.summary) for module in modules for one in module.OPERATIONS})
+    served = operations_of(*ALWAYS_SERVED, *SERVED_IF_SET)
+    operations = sorted({(one.path, one.method, one.summary) for one in served})
     shown = ((f"`{method} {re.sub(r':[^}]*}', '}', path)}`", _escaped(summary)) for path, method, summary in operations)
     return _table(("route", "what"), shown)
 

@@ -16,12 +16,12 @@ from gateway.__main__ import new_event_loop
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access
 from gateway.http.routing import UNKNOWN_ROUTE
+from gateway.http.state import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelService, model_options
 from gateway.settings import GatewaySettings
-from gateway.state import STATE
 from gateway.text.served_model import ServedModel, load_served_model
-from gateway.work_process import WorkProcesses
+from gateway.work.work_process import WorkProcesses
 from tests.gateway.fake_inference import FakeInferenceClient
 from tests.tiny_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, MAX_MODEL_LEN, VOCAB_SIZE, write_tiny_model
 

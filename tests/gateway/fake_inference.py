@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from gateway.admission import ready_workers
-from gateway.owner_tasks import OwnerTasks
+from gateway.fleet import ready_workers
 from gateway.store.inference_client import QueueStats, RetentionTerms, Share, WorkerStatus
 from gateway.store.response_stream import MAX_READ_TOKENS
 from gateway.store.store_probe import QueueLoad, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
+from gateway.work.owner_tasks import OwnerTasks
 from shared.kv_snapshot import KVSnapshot
 from shared.messages import (
     EncodedLogprobs,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gateway as gateway_package
-from gateway import loop_scheduler
+from gateway.work import loop_scheduler
 from shared.messages import TokenEvent
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish

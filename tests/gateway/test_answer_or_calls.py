@@ -12,10 +12,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.parsing.message import MessageParser, whole_calls
-from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, answer_or_calls_parser
-from gateway.requests.call_grammar import answer_or_calls
-from gateway.requests.openai_schema import CompletionRequest
+from gateway.pipeline.call_grammar import answer_or_calls
+from gateway.pipeline.request import CompletionRequest
+from gateway.text.parsers.message import MessageParser, whole_calls
+from gateway.text.parsers.tool_calls import TOOL_CALL_PARSERS, answer_or_calls_parser
 from gateway.text.tokenization import PromptEncoder
 from shared.grammars import check_grammar, guidance_text, parser_limits
 from shared.messages import FinishReason, Grammar, GrammarKind, TokenEvent

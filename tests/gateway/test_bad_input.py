@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.requests.request_body import MAX_BODY_BYTES
+from gateway.http.json_body import MAX_BODY_BYTES
 from gateway.text.served_model import ServedModel
 from shared.messages import TokenEvent
 from tests.gateway.conftest import MAX_MODEL_LEN, VOCAB_SIZE, Gateway

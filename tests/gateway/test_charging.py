@@ -75,8 +75,8 @@ async def test_request_over_its_limit_computes_nothing(
     encoder = type(gateway.service.require_model().encoder)
     for name in ("encode_text", "render_chat", "encode_chat", "decode", "min_num_tokens"):
         monkeypatch.setattr(encoder, name, lambda *_, name=name, **__: work.append(name))
-    monkeypatch.setattr("gateway.requests.request_body.msgspec.json.decode", lambda *_, **__: work.append("decode"))
-    monkeypatch.setattr("gateway.requests.planning.check_grammar", lambda *_: work.append("grammar"))
+    monkeypatch.setattr("gateway.http.json_body.msgspec.json.decode", lambda *_, **__: work.append("decode"))
+    monkeypatch.setattr("gateway.pipeline.plan.check_grammar", lambda *_: work.append("grammar"))
     async with gateway.session.post(path, json=body, headers=HEADERS) as reply:
         assert reply.status == 429
     assert work == []
@@ -131,7 +131,7 @@ async def test_unserved_request_is_refused_before_grammar_check(
 ) -> None:
     gateway: Gateway = await start_gateway()
     checked: list[Grammar] = []
-    monkeypatch.setattr("gateway.requests.planning.check_grammar", checked.append)
+    monkeypatch.setattr("gateway.pipeline.plan.check_grammar", checked.append)
     gateway.state.open_requests.draining = True
     async with gateway.session.post("/v1/completions", json={**PROMPT, "guided_regex": "a+"}) as reply:
         assert reply.status == 503
@@ -149,7 +149,7 @@ async def test_checks_of_one_key_do_not_delay_other_keys(
         if grammar.text == "hard":
             may_end.wait()
 
-    monkeypatch.setattr("gateway.requests.planning.check_grammar", check)
+    monkeypatch.setattr("gateway.pipeline.plan.check_grammar", check)
 
     async def status(key: str, regex: str) -> int:
         body = {**PROMPT, "guided_regex": regex}
@@ -169,7 +169,7 @@ async def test_key_with_too_many_waiting_checks_gets_retry_after(
     start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await limited(start_gateway, tmp_path)
-    monkeypatch.setattr("gateway.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
+    monkeypatch.setattr("gateway.work.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
     body = {**PROMPT, "guided_regex": "a+"}
     async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
         assert (reply.status, (await reply.json())["error"]["code"]) == (429, "max_waiting_exceeded")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openai.types.responses import CompactedResponse
 
-from gateway.requests.responses_body import unwrapped, wrapped
+from gateway.apis.responses.body import unwrapped, wrapped
 from shared.messages import FinishReason
 from tests.gateway.conftest import Gateway
 from tests.gateway.responses import URL, WEATHER, asked, model_says

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from gateway.descriptors import DescriptorCheck
+from gateway.http.descriptors import DescriptorCheck
 
 
 def test_descriptor_exhaustion_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

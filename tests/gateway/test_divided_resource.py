@@ -2,11 +2,11 @@
 
 import pytest
 
-from gateway.admission import unavailable
 from gateway.auth.api_keys import ApiKey
+from gateway.auth.divided_resource import DividedResource
 from gateway.auth.rate_limits import Account
-from gateway.divided_resource import DividedResource
 from gateway.errors import KeyShareExceeded, Unavailable
+from gateway.fleet import unavailable
 
 
 def account(name: str, *, has_neighbors: bool = True) -> Account:

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from gateway import fair_pool
-from gateway.fair_pool import INLINE_BYTES, FairPool, TooMuchWaits
+from gateway.work import fair_pool
+from gateway.work.fair_pool import INLINE_BYTES, FairPool, TooMuchWaits
 
 
 class Workshop:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gateway.auth.rate_limits import Account
+from gateway.http.json_body import MAX_BODY_BYTES
 from gateway.middlewares import ADMITTED, GENERATING, UNCHARGED
-from gateway.requests.request_body import MAX_BODY_BYTES
 from tests.gateway.auth.test_access import KEY, bearer
 from tests.gateway.conftest import Gateway
 from tests.gateway.test_charging import limited
@@ -38,10 +38,10 @@ def work(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the names of the work that was done."""
     done: list[str] = []
     for name, target in {
-        "read": "gateway.state._read",
+        "read": "gateway.http.state._read",
         "upload": "gateway.routes.files.receive_upload",
-        "decode": "gateway.requests.request_body.msgspec.json.decode",
-        "pool": "gateway.fair_pool.FairPool.run",
+        "decode": "gateway.http.json_body.msgspec.json.decode",
+        "pool": "gateway.work.fair_pool.FairPool.run",
         "store": "tests.gateway.fake_inference.FakeInferenceClient.stored",
     }.items():
         monkeypatch.setattr(target, lambda *_, name=name, **__: done.append(name))

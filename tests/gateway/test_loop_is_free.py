@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from gateway.requests.request_body import MAX_BODY_BYTES
+from gateway.http.json_body import MAX_BODY_BYTES
 from tests.gateway.batches.batch_clients import ENDPOINT, client_of, ended
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, finish

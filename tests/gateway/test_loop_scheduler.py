@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.reading import Reading, Sink
-from gateway.loop_scheduler import ROUND_SECONDS, SLICE_SECONDS, KeyScheduler, LoopScheduler
+from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.reading import Reading, Sink
+from gateway.work.loop_scheduler import ROUND_SECONDS, SLICE_SECONDS, KeyScheduler, LoopScheduler
 from shared.messages import FinishReason
 
 PIECE_SECONDS = SLICE_SECONDS / 4

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.requests.anthropic_schema import parse_messages
-from gateway.requests.request_body import decode_body
+from gateway.apis.anthropic.schema import parse_messages
+from gateway.http.json_body import decode_body
 from shared.messages import FinishReason
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.requests.anthropic_schema import parse_messages
-from gateway.requests.request_body import decode_body
+from gateway.apis.anthropic.schema import parse_messages
+from gateway.http.json_body import decode_body
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent
 from tests.gateway.conftest import MAX_MODEL_LEN, Gateway

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench.serving.free_port import free_port
-from gateway.admission import Fleet
-from gateway.background import BackgroundWork
-from gateway.owner_tasks import OwnerTasks
+from gateway.fleet import Fleet
 from gateway.store.inference_client import InferenceClient
+from gateway.work.background import BackgroundWork
+from gateway.work.owner_tasks import OwnerTasks
 from shared.messages import ErrorCode, ErrorEvent, TokenEvent, WorkerHeartbeat, WorkerPhase, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
@@ -34,7 +34,7 @@ OWNERS = {
     "stream_watch": "gateway.http.event_stream:StreamWatch.run",
     "key_watch": "gateway.auth.access:Access.watch",
     "batches": "gateway.batches.driver.selection:BatchService.run",
-    "settle": "gateway.state:GatewayState.keep_reader_ready",
+    "settle": "gateway.http.state:GatewayState.keep_reader_ready",
 }
 # A separate program: the gateway, with one of its coroutines replaced by one that fails.
 PROGRAM = """

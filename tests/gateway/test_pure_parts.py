@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.admission import (
+from gateway.errors import Unavailable
+from gateway.fleet import (
     RETRY_AFTER_SECONDS,
     STALE_AFTER_SECONDS,
     Fleet,
@@ -14,13 +15,12 @@ from gateway.admission import (
     admit,
     ready_workers,
 )
-from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
-from gateway.errors import Unavailable
+from gateway.http.json_body import decode_body
 from gateway.model_service import ModelOptions, model_options
-from gateway.requests.openai_schema import parse_chat, parse_completion
-from gateway.requests.planning import ModelLimits, Tenant, plan_requests
-from gateway.requests.request_body import decode_body
+from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.plan import ModelLimits, Tenant, plan_requests
+from gateway.pipeline.request import parse_chat, parse_completion
+from gateway.pipeline.response_format import ChatFormat, UsageCount, json_text
 from gateway.settings import GatewaySettings
 from shared.choice_seeds import choice_seed
 from shared.messages import WorkerHeartbeat, WorkerPhase

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.requests.request_body import MAX_BODY_BYTES
+from gateway.http.json_body import MAX_BODY_BYTES
 from gateway.text.served_model import ServedModel
 from shared.messages import TokenEvent
 from tests.gateway.conftest import Gateway

@@ -9,14 +9,14 @@ import pytest
 from aiohttp import ClientResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.answers.choice_progress import reads_special_mark
 from gateway.errors import InvalidRequest
+from gateway.http.json_body import decode_body
 from gateway.model_service import model_options
-from gateway.parsing.tool_calls import TOOL_CALL_PARSERS
-from gateway.requests.openai_schema import CompletionRequest, parse_chat
-from gateway.requests.request_body import decode_body
+from gateway.pipeline.choice_progress import reads_special_mark
+from gateway.pipeline.request import CompletionRequest, parse_chat
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.parsers.tool_calls import TOOL_CALL_PARSERS
 from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.grammars import check_grammar

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access
+from gateway.http.state import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
-from gateway.state import STATE
 from shared.tracing import Tracing
 from tests.gateway.conftest import IM_END, Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, says

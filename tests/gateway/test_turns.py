@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from gateway.answers import delivery
-from gateway.answers.answer_extras import ENTRIES_OF_PIECE, TOKENS_OF_STEP, PromptEcho
-from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.responses_output import OutputItems
-from gateway.requests.openai_schema import parse_completion
-from gateway.requests.request_body import decode_body
+from gateway.apis.responses.items import OutputItems
+from gateway.http.json_body import decode_body
+from gateway.pipeline import delivery
+from gateway.pipeline.answer_extras import ENTRIES_OF_PIECE, TOKENS_OF_STEP, PromptEcho
+from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.request import parse_completion
 from gateway.store.response_stream import MAX_READ_SCORES, MAX_READ_TOKENS, ResponseStream
 from gateway.text.served_model import ServedModel
 from shared.messages import (
@@ -70,7 +70,7 @@ async def test_ready_answer_is_written_in_time_slices(
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)))
     counts = []
     for seconds in (TINY_SLICE_SECONDS, 3600.0):
-        monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", seconds)
+        monkeypatch.setattr("gateway.work.loop_scheduler.SLICE_SECONDS", seconds)
         async with turns_of_others() as turns, gateway.session.post("/v1/completions", json=body) as reply:
             text = await reply.text()
             counts.append(turns.count)
@@ -134,7 +134,7 @@ def test_prompt_logprobs_of_a_kept_stream_are_not_freed() -> None:
 async def test_nothing_is_lost_between_time_slices(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, counts: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", TINY_SLICE_SECONDS)
+    monkeypatch.setattr("gateway.work.loop_scheduler.SLICE_SECONDS", TINY_SLICE_SECONDS)
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)), reason=FinishReason.LENGTH)
     body = {**BODY, "stream": True, "prompt": [[5], [6]], "n": 2, "return_token_ids": True, **counts}
     async with gateway.session.post("/v1/completions", json=body) as reply:
@@ -158,8 +158,8 @@ async def test_long_bodies_are_built_on_a_thread_and_never_refused(
         threads.append(threading.get_ident())
         return make(*arguments)
 
-    monkeypatch.setattr("gateway.answers.delivery._body_of", watched)
-    monkeypatch.setattr("gateway.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
+    monkeypatch.setattr("gateway.pipeline.delivery._body_of", watched)
+    monkeypatch.setattr("gateway.work.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
     for num_tokens in (10, 2000):
         gateway.engine.script = says([5] * num_tokens)
         async with gateway.session.post("/v1/completions", json={"prompt": [5]}) as reply:

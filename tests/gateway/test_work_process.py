@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.answers.answer_kinds import COMPLETION, KINDS
+from gateway.apis.registry import COMPLETION, KINDS
 from gateway.errors import GatewayError, InternalError, InvalidJson, MethodNotAllowed, RateLimited, Unavailable
-from gateway.requests import request_body
-from gateway.requests.planning import ModelLimits, encode_prompts
+from gateway.http import json_body
+from gateway.pipeline.plan import ModelLimits, encode_prompts
 from gateway.text.served_model import ServedModel
-from gateway.work_process import NICENESS, WorkProcesses
+from gateway.work.work_process import NICENESS, WorkProcesses
 from tests.gateway.fake_inference import says
 from tests.patience import PATIENCE_SECONDS
 
@@ -51,7 +51,7 @@ def test_work_returns_its_result_and_raises_its_exception(processes: WorkProcess
 def test_passed_on_body_is_not_decoded_here(processes: WorkProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     data = msgspec.json.encode({"prompt": list(range(100_000)), "max_tokens": 1})
     expected = COMPLETION.parse(COMPLETION.decode(data))
-    monkeypatch.setattr(request_body, "_decoder", None)
+    monkeypatch.setattr(json_body, "_decoder", None)
     body = processes.run(partial(COMPLETION.decode, data))
     assert (body.names, body.num_bytes) == (frozenset({"prompt", "max_tokens"}), len(data))
     assert len(pickle.dumps(body)) < len(data) + 1000

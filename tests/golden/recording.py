@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from engine_worker.settings import WorkerSettings
 from gateway.app import RUNNER_OPTIONS, create_app
+from gateway.http.state import STATE, GatewayState
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
-from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import QueueFull, StoreUnavailable
 from pagestream.serve_settings import ServeSettings
 from shared.settings import load_settings

@@ -15,10 +15,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
+from gateway.http.state import STATE, GatewayState
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
-from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
 from gateway.text.served_model import ServedModel, load_served_model
 from shared.messages import WorkerHeartbeat, WorkerPhase, encode

@@ -11,10 +11,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
+from gateway.http.state import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
-from gateway.state import STATE
 from gateway.store.inference_client import InferenceClient
 from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.models_file import ModelEntry, models_text

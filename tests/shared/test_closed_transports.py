@@ -13,9 +13,9 @@ from redis.exceptions import ConnectionError
 
 from engine_worker.transport.incarnation import register
 from engine_worker.transport.reaper import Reaper
-from gateway.owner_tasks import OwnerTasks
 from gateway.store.inference_client import InferenceClient, StoreUnavailable
 from gateway.store.response_stream import ResponseStream
+from gateway.work.owner_tasks import OwnerTasks
 from shared import redis_client, store_errors
 from shared.messages import FinishEvent, FinishReason, TokenEvent, Usage
 from shared.redis_client import RedisConnections, connect

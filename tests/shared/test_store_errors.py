@@ -8,8 +8,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.reaper import Reaper
-from gateway.owner_tasks import OwnerTasks
 from gateway.store.inference_client import InferenceClient, ResponseStream, StoreUnavailable
+from gateway.work.owner_tasks import OwnerTasks
 from shared import redis_client, store_errors
 from shared.fleet_clock import FleetClock
 from shared.messages import (

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from gateway.answers.answer_kinds import CHAT, COMPLETION, RESPONSE, AnswerKind
-from gateway.answers.answering import submitted
-from gateway.answers.openai_response import Body
-from gateway.answers.responses_history import with_history
-from gateway.answers.retention import NAME_HEADER, name_digest
+from gateway.apis.registry import CHAT, COMPLETION, RESPONSE, AnswerKind
+from gateway.apis.responses.history import with_history
 from gateway.auth.rate_limits import Account
 from gateway.batches.driver.fair_slots import FairSlots
 from gateway.batches.driver.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
-from gateway.requests.generation_fields import PRIORITY_HEADER, Timeouts
-from gateway.state import GatewayState, RequestContext
+from gateway.http.state import GatewayState, RequestContext
+from gateway.pipeline.fields import PRIORITY_HEADER, Timeouts
+from gateway.pipeline.response_format import Body
+from gateway.pipeline.retention import NAME_HEADER, name_digest
+from gateway.pipeline.submit import submitted
 
 logger = logging.getLogger("gateway")
 

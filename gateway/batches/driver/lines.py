@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from gateway.batches.storage.records import BatchProblem
 from gateway.errors import GatewayError, InvalidJson, InvalidRequest
-from gateway.requests.request_body import MAX_BODY_BYTES, decode_envelope
+from gateway.http.json_body import MAX_BODY_BYTES, decode_envelope
 
 MAX_LINES = 50_000  # OpenAI's limit
 MAX_PROBLEMS = 100  # reported per batch

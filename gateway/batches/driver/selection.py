@@ -22,8 +22,8 @@ from gateway.batches.driver.line_answers import LineAnswers
 from gateway.batches.storage.batch_store import BatchFolder, Storage
 from gateway.batches.storage.catalog import OpenBatch, Quota
 from gateway.batches.storage.disk import Lease, to_the_end
+from gateway.http.state import GatewayState
 from gateway.settings import GatewaySettings
-from gateway.state import GatewayState
 from shared.tasks import cancel_and_wait
 from shared.ticks import until_tick
 

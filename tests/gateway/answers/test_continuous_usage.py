@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.continuous_usage import ContinuousUsage
-from gateway.answers.openai_response import UsageCount
 from gateway.errors import GatewayError, GenerationFailed
-from gateway.requests.openai_schema import parse_completion
-from gateway.requests.request_body import decode_body
+from gateway.http.json_body import decode_body
+from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.continuous_usage import ContinuousUsage
+from gateway.pipeline.request import parse_completion
+from gateway.pipeline.response_format import UsageCount
 from shared.messages import FinishReason
 
 Ready = Callable[[], Iterator[list[ChoiceUpdate]]]

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.answers.answer_kinds import CHAT, COMPLETION, MESSAGE, RESPONSE, AnswerKind
-from gateway.answers.retention import (
+from gateway.apis.registry import CHAT, COMPLETION, MESSAGE, RESPONSE, AnswerKind
+from gateway.pipeline.request import CompletionRequest
+from gateway.pipeline.retention import (
     MAX_UNPACKED_BYTES,
     AnswerRecord,
     Retention,
@@ -20,7 +21,6 @@ from gateway.answers.retention import (
     packed,
     unpacked,
 )
-from gateway.requests.openai_schema import CompletionRequest
 from shared.messages import GenerationRequest, SamplingParams
 
 MEGABYTES = "A" * 2_000_000

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.openai_response import ChatFormat, ChoiceResult, CompletionFormat, UsageCount
+from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.response_format import ChatFormat, ChoiceResult, CompletionFormat, UsageCount
 from gateway.store.response_stream import MAX_READ_SCORES
 from gateway.text import logprobs
 from gateway.text.logprobs import LogprobEntry
@@ -111,7 +111,7 @@ async def test_logprobs_are_written_in_time_slices_of_their_key(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
 ) -> None:
     """Leave nothing to a thread, which would hold the interpreter for half a second beside the event loop."""
-    monkeypatch.setattr("gateway.loop_scheduler.SLICE_SECONDS", TINY_SLICE_SECONDS)
+    monkeypatch.setattr("gateway.work.loop_scheduler.SLICE_SECONDS", TINY_SLICE_SECONDS)
     gateway.engine.script = scores_all(asked.get("best_of", 1))
     written: list[tuple[int, int]] = []  # (thread id, time slices of others so far)
     async with turns_of_others() as turns:

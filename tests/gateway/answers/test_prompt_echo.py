@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.answers.answer_extras import prompt_entries
+from gateway.pipeline.answer_extras import prompt_entries
 from gateway.text.served_model import ServedModel
 from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs, encoded_logprobs
 from tests.gateway.conftest import IM_END, Gateway

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gateway.answers.submission import OPEN_OUTPUT_TOKENS
 from gateway.auth.access import OPEN_ROUTES, Access, check_address
 from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, digest_of, read_keys, single_key
 from gateway.auth.rate_limits import CHARGE_SECONDS, Account, TokenBucket
 from gateway.errors import RateLimited, Unauthenticated
+from gateway.pipeline.submission import OPEN_OUTPUT_TOKENS
 from shared.redis_keys import PRIORITY_CLASSES
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says

@@ -10,8 +10,8 @@ from aiohttp import StreamReader, web
 
 from gateway.app import RUNNER_OPTIONS
 from gateway.http import unread_bodies
+from gateway.http.json_body import MAX_BODY_BYTES
 from gateway.http.unread_bodies import leave_unread
-from gateway.requests.request_body import MAX_BODY_BYTES
 
 NUM_BYTES = 16 * 2**20
 BUFFERED_BYTES = 384 * 2**10  # aiohttp stops reading at two times 64 KiB of unread data; one read has 256 KiB at most

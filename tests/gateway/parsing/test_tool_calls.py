@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.parsing.bare_calls import calls_of_offered
-from gateway.parsing.message import MessageDelta, MessageParser, ToolCallDelta, whole_calls
-from gateway.parsing.parts import Content, Parser, ReasoningParser
-from gateway.parsing.reasoning import REASONING_PARSERS
-from gateway.parsing.tool_calls import NamedCall, hermes, listed, llama3_json, mistral
+from gateway.text.parsers.bare_calls import calls_of_offered
+from gateway.text.parsers.message import MessageDelta, MessageParser, ToolCallDelta, whole_calls
+from gateway.text.parsers.parts import Content, Parser, ReasoningParser
+from gateway.text.parsers.reasoning import REASONING_PARSERS
+from gateway.text.parsers.tool_calls import NamedCall, hermes, listed, llama3_json, mistral
 from tests.idle_seconds import idle_seconds
 
 Read = tuple[str, str, list[tuple[str | None, str]]]  # content, reasoning, (name, arguments) of each call

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from gateway.errors import InvalidRequest
-from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
-from gateway.requests.planning import MAX_RULE_BYTES, MAX_VALUES, ModelLimits, plan_requests
-from gateway.requests.request_body import decode_body
+from gateway.http.json_body import decode_body
+from gateway.pipeline.plan import MAX_RULE_BYTES, MAX_VALUES, ModelLimits, plan_requests
+from gateway.pipeline.request import CompletionRequest, parse_chat, parse_completion
 from shared.messages import (
     MAX_JOURNAL_BYTES,
     GenerationRequest,

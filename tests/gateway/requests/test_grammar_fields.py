@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import InvalidRequest
-from gateway.requests.openai_schema import parse_chat, parse_completion
-from gateway.requests.request_body import decode_body
+from gateway.http.json_body import decode_body
+from gateway.pipeline.request import parse_chat, parse_completion
 from shared.messages import Grammar, GrammarKind
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish, says

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answers.answer_kinds import CHAT, COMPLETION
+from gateway.apis.registry import CHAT, COMPLETION
 from gateway.errors import InvalidJson, InvalidRequest
-from gateway.requests import request_body as structure
-from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.request_body import MAX_BODY_BYTES, check_structure
+from gateway.http import json_body as structure
+from gateway.http.json_body import MAX_BODY_BYTES, check_structure
+from gateway.pipeline.request import CompletionRequest
 from tests.idle_seconds import idle_seconds
 
 HI = b'{"messages":[{"role":"user","content":"x"}],'

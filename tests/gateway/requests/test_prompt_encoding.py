@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import pytest
 
 from gateway.errors import InvalidRequest
-from gateway.requests.planning import ModelLimits, encode_prompt
+from gateway.pipeline.plan import ModelLimits, encode_prompt
 
 
 def encodes(text: str, **options: Any) -> NoReturn:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from gateway.requests.anthropic_schema import parse_messages
-from gateway.requests.openai_schema import CompletionRequest, parse_chat
-from gateway.requests.request_body import decode_body
-from gateway.requests.responses_schema import parse_response
+from gateway.apis.anthropic.schema import parse_messages
+from gateway.apis.responses.schema import parse_response
+from gateway.http.json_body import decode_body
+from gateway.pipeline.request import CompletionRequest, parse_chat
 from gateway.text.chat_template import ChatTemplate
 
 # Like Qwen3's template: only reasoning after the last user message is rendered.

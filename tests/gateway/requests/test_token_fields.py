@@ -7,7 +7,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from gateway.errors import InvalidRequest
-from gateway.requests.generation_fields import MAX_BAD_WORD_TOKENS, words_token_ids
+from gateway.pipeline.fields import MAX_BAD_WORD_TOKENS, words_token_ids
 from gateway.text.served_model import ServedModel
 from shared.messages import SamplingParams
 from tests.gateway.conftest import Gateway

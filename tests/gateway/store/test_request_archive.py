@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.fair_pool import INLINE_BYTES
 from gateway.store.request_archive import RequestArchive
+from gateway.work.fair_pool import INLINE_BYTES
 from shared.messages import GenerationRequest, JournalFrame, SamplingParams, encode
 
 

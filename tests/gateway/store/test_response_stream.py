@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gateway.admission import Fleet, ready_workers
+from gateway.fleet import Fleet, ready_workers
 from gateway.store import response_stream
 from gateway.store.response_stream import MAX_READ_SCORES, ResponseStream, cancelled_event
 from shared.messages import (

@@ -1,0 +1,1 @@
+"""Tokenization, in vLLM's format."""

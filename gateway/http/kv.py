@@ -1,0 +1,46 @@
+"""GET /debug/kv/stream: the workers' KV cache as Server-Sent Events, one snapshot of one worker each.
+
+Shows all models, or the one that ?model= names. A key sees the states of all blocks, but only its own requests.
+"""
+
+import msgspec
+from aiohttp import web
+
+from gateway.auth.access import ACCOUNT
+from gateway.errors import ModelNotFound
+from gateway.http import sse
+from gateway.http.event_stream import EventStream
+from gateway.http.openapi import EVENTS, MODEL_PARAMETER, Operation
+from gateway.http.state import STATE
+from gateway.store.kv_watch import snapshots_of
+from shared.kv_snapshot import of_tenant
+
+_encode = msgspec.json.encode
+
+
+async def stream_snapshots(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    services = state.selected_services(request.query.get("model"), request[ACCOUNT])
+    tenant = request[ACCOUNT].tenant
+    stream = EventStream(request, {}, state.watch)
+    await stream.open()
+    try:
+        async with snapshots_of([service.client.kv for service in services]) as snapshots:
+            async for snapshot in snapshots:
+                await stream.write(sse.event(_encode(of_tenant(snapshot, tenant))))
+    finally:
+        stream.close()
+    return stream.response
+
+
+OPERATIONS = (
+    Operation(
+        "GET",
+        "/debug/kv/stream",
+        stream_snapshots,
+        "Stream snapshots of the workers' KV cache, as events",
+        media=(EVENTS,),
+        errors=(ModelNotFound,),
+        parameters=(MODEL_PARAMETER,),
+    ),
+)

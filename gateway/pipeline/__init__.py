@@ -1,0 +1,1 @@
+"""The path of one request: checks and limits, submission, generation, delivery, and retention."""

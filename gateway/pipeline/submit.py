@@ -1,0 +1,130 @@
+"""The request path, the same for every API: decode, validate, plan, submit, then stream or collect, and settle.
+
+body -> JsonBody -> CompletionRequest -> GenerationRequests -> AnswerSubmission -> response
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from aiohttp import web
+
+from gateway.apis.registry import AnswerKind
+from gateway.fleet import unavailable
+from gateway.http.json_body import JsonBody
+from gateway.http.long_body import write_long
+from gateway.http.state import RequestContext, context_of, received_body
+from gateway.model_service import ModelService
+from gateway.pipeline.fields import PRIORITY_HEADER, asked_class, timeouts_of
+from gateway.pipeline.kept import AnswerChanged, find_named
+from gateway.pipeline.plan import Tenant, has_more_work, prepared, with_deadlines
+from gateway.pipeline.request import CompletionRequest
+from gateway.pipeline.retention import NAME_HEADER, Retention, new_terms, retention_of
+from gateway.pipeline.submission import AnswerSubmission, KeptSubmission
+from gateway.store.inference_client import NameTaken, StoreUnavailable
+from shared.messages import GenerationRequest
+
+MAX_ATTEMPTS = 8  # at what a name stands for: each but the first because another request changed it meanwhile
+
+Complete: TypeAlias = Callable[[RequestContext, JsonBody], Awaitable[JsonBody]]
+
+
+async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None = None) -> web.StreamResponse:
+    """`complete` adds to a body what it refers to."""
+    context = context_of(http)
+    async with received_body(http) as data:
+        body = await context.read(len(data), partial(kind.decode, data))
+        del data
+        if complete is not None:
+            body = await complete(context, body)
+        submission = await submitted(context, kind, body)
+    try:
+        response = await submission.respond(http)
+        return await write_long(http, response, context.state.watch, partial(context.state.hold_bytes, http))
+    finally:
+        submission.release()
+
+
+async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -> AnswerSubmission:
+    """Return a new answer, or the kept answer of the client's idempotency key. The caller releases it.
+
+    Raises:
+        GatewayError: If the request is refused.
+    """
+    state, account = context.state, context.account
+    completion = await context.read(body.num_bytes, partial(kind.parse, body))
+    service = state.service(completion.model, account)
+    name = context.headers.get(NAME_HEADER)
+    retention = await context.read(0 if name is None else body.num_bytes, partial(
+        retention_of, name, completion, kind.name, body, account.owner_key_hash,
+        default_detach_seconds=context.default_detach_seconds,
+        max_detach_seconds=state.settings.max_detach_seconds,
+    ))  # fmt: skip
+    for _ in range(MAX_ATTEMPTS):
+        kept = None
+        if retention is not None and retention.name:
+            async with state.kept_bodies.turn(account.owner_key_hash):
+                kept, stale_id = await find_named(service, retention, account.owner_key_hash)
+            retention = replace(retention, stale_id=stale_id)
+        submission: AnswerSubmission
+        try:
+            if kept is not None:
+                submission = KeptSubmission(context, kept)
+            else:
+                account.check_debt()
+                submission = await _planned(context, service, kind, body, completion, retention)
+            await submission.submit()
+            return submission
+        except (NameTaken, AnswerChanged):
+            pass  # by a request of the same name, at the same time: it may be another's body, or have ended already
+    raise unavailable("name_contended")
+
+
+async def _planned(
+    context: RequestContext,
+    service: ModelService,
+    kind: AnswerKind,
+    body: JsonBody,
+    completion: CompletionRequest,
+    retention: Retention | None,
+) -> AnswerSubmission:
+    completion, planned = await _engine_requests(context, service, body, completion)
+    created, terms_of_each = int(time.time()), []
+    if retention is not None:
+        terms = partial(new_terms, retention, planned, kind, body, completion.ignored, created)
+        terms_of_each = await context.read(body.num_bytes, terms)
+    return AnswerSubmission(
+        context, service, kind, completion, planned, created, terms_of_each=terms_of_each,
+        detach_seconds=retention.detach_seconds if retention else None,
+    )  # fmt: skip
+
+
+async def _engine_requests(
+    context: RequestContext, service: ModelService, body: JsonBody, completion: CompletionRequest
+) -> tuple[CompletionRequest, list[GenerationRequest]]:
+    """Plan the requests. Refuse a body that cannot be served before its prompts are encoded."""
+    account = context.account
+    timeouts = timeouts_of(completion.fields, context.default_timeouts, context.state.settings.max_timeout_seconds)
+    model = service.admit()
+    timeouts = service.within_wait(timeouts)
+    asked = asked_class(completion.fields.priority, context.headers.get(PRIORITY_HEADER))
+    completion, planned = await context.read(
+        None if has_more_work(completion) else body.num_bytes,
+        partial(
+            prepared, model, service.limits(model), completion,
+            Tenant(account.tenant, account.weight, account.max_running),
+            account.priority_class(asked), context.traceparent,
+        ),
+    )  # fmt: skip
+    if timeouts:
+        planned = with_deadlines(planned, timeouts, await _fleet_seconds(service))
+    return completion, planned
+
+
+async def _fleet_seconds(service: ModelService) -> float:
+    try:
+        return await service.client.probe.fleet_seconds()
+    except StoreUnavailable as error:
+        raise unavailable("store_unavailable") from error
