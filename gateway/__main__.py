@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from gateway.apis.registry import KINDS
+from gateway.apis.registry import ALL_KINDS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
@@ -163,7 +163,7 @@ async def _drain(state: GatewayState) -> None:
 async def _settle(state: GatewayState) -> None:
     await state.models_loaded.wait()
     search_rarely()
-    await state.keep_reader_ready(*KINDS.values())
+    await state.keep_reader_ready(*ALL_KINDS.values())
 
 
 class _CannotListen(Exception):

@@ -1,4 +1,4 @@
-"""The shapes of answers, for the API description only; the formats in gateway/answers write the actual bytes.
+"""The shapes of answers, for the API description only; the formats in gateway/apis write the actual bytes.
 
 Schemathesis checks real answers against them: additional fields are allowed, missing or different ones are not.
 """

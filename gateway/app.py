@@ -11,6 +11,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.apis.chat import routes as completions
 from gateway.apis.models import routes as models
+from gateway.apis.registry import ALL_KINDS
 from gateway.apis.requests import routes as requests
 from gateway.apis.responses import routes as responses
 from gateway.apis.tokenize import routes as tokenize
@@ -26,6 +27,7 @@ from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
 from gateway.middlewares import admit, charge, errors_to_json, identify, measure, set_headers, trace, write_out
 from gateway.model_service import ModelOptions
+from gateway.pipeline.answer_kind import KINDS
 from gateway.routes import batches, files
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
@@ -111,6 +113,7 @@ def create_app(
             write_out,
         ],
     )
+    app[KINDS] = ALL_KINDS
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
     groups = [*ALWAYS_SERVED]

@@ -338,6 +338,23 @@ def admit(load: Load) -> None:
         raise unavailable("store_full")
 
 
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Timeouts of a request in seconds; 0 means none."""
+
+    total_seconds: float
+    queue_seconds: float
+    no_worker_seconds: float = 0.0  # queue timeout while no worker is ready, if the request has none
+
+    def __bool__(self) -> bool:
+        return bool(self.total_seconds or self.queue_seconds)
+
+
+def without_worker(timeouts: Timeouts) -> Timeouts:
+    """Return the timeouts of a request that arrives while no worker is ready."""
+    return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
+
+
 def unavailable(reason: str, message: str = "") -> Unavailable:
     """Return the error of a reason.
 

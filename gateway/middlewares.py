@@ -18,11 +18,11 @@ from aiohttp.typedefs import Handler, Middleware
 from gateway.apis.anthropic.format import ANTHROPIC_ID_HEADER, anthropic_error, anthropic_id, speaks_anthropic
 from gateway.auth.access import ACCOUNT, OPEN_ROUTES
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
+from gateway.http.headers import NAME_HEADER
 from gateway.http.long_body import write_long
 from gateway.http.routing import UNKNOWN_ROUTE, route_name
 from gateway.http.state import STATE, TRACEPARENT
 from gateway.metrics import GatewayMetrics
-from gateway.pipeline.retention import NAME_HEADER
 from shared.logs import request_id as log_request_id
 from shared.tracing import Tracing, valid_traceparent
 

@@ -7,7 +7,7 @@ and the loop scheduler.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -16,15 +16,12 @@ from prometheus_client import CollectorRegistry
 
 from gateway.auth.rate_limits import Account
 from gateway.errors import MissingParameter, ModelNotFound, Unavailable
-from gateway.fleet import Load, OpenRequests, Readiness, admit, assess, unavailable
+from gateway.fleet import Load, OpenRequests, Readiness, Timeouts, admit, assess, unavailable, without_worker
 from gateway.metrics import DeliveryCollector, ModelMetrics
-from gateway.pipeline.fields import Timeouts, without_worker
-from gateway.pipeline.plan import ModelLimits, encode_prompts
-from gateway.pipeline.request import CompletionRequest
 from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
-from gateway.text.served_model import ServedModel, is_complete, load_served_model
+from gateway.text.served_model import ModelLimits, ServedModel, is_complete, load_served_model
 from gateway.work.background import BackgroundWork
 from gateway.work.loop_scheduler import LoopScheduler
 from shared.messages import max_beam_width
@@ -290,13 +287,3 @@ def find_model(models: Sequence[_Model], name: str | None) -> _Model:
         if name in model.names:
             return model
     raise ModelNotFound(f"The model {name[:100]!r} does not exist; this server has {names}.", param="model")
-
-
-_Body = TypeVar("_Body")
-
-
-def num_prompt_tokens(body: _Body, parse: Callable[[_Body], CompletionRequest], models: Sequence[ReadModel]) -> int:
-    """Return the length in tokens of the only prompt of a body, as its usage would report it. Raises GatewayError."""
-    request = parse(body)
-    (token_ids,) = encode_prompts(*find_model(models, request.model).require(), request)
-    return len(token_ids)

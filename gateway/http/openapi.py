@@ -30,7 +30,7 @@ from gateway.errors import (
     UnsupportedMediaType,
 )
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
-from gateway.pipeline.retention import NAME_HEADER
+from gateway.http.headers import NAME_HEADER
 from shared.version import VERSION
 
 OPENAPI_VERSION = "3.1.0"

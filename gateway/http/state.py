@@ -1,35 +1,26 @@
-"""The state of one gateway process, and a request's context and body for its handler.
-
-app.py creates the state; handlers find it under STATE. A RequestContext holds everything about a request except its
-body. Bodies are read with limits of size and time before they are parsed.
-"""
+"""The state of one gateway process. app.py creates it; handlers find it under STATE."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
-from aiohttp import StreamReader, web
+from aiohttp import web
 
 from gateway.auth.access import ACCOUNT
 from gateway.auth.rate_limits import Account
-from gateway.errors import BodyTooLarge, InvalidJson, RateLimited, RequestTimeout, UnsupportedMediaType
-from gateway.fleet import OpenRequests, bytes_in_flight
+from gateway.fleet import OpenRequests, Timeouts, bytes_in_flight
 from gateway.http.event_stream import StreamWatch
-from gateway.http.json_body import MAX_BODY_BYTES
 from gateway.http.kept_bodies import KeptBodies
-from gateway.http.media_type import charset_of, check_encoding, media_type_of
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, ModelService, ModelTable
-from gateway.pipeline.fields import Timeouts
-from gateway.pipeline.plan import get_ready
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
+from gateway.text.served_model import get_ready
 from gateway.work.background import BackgroundWork
-from gateway.work.fair_pool import FairPool, TooMuchWaits, is_short
+from gateway.work.fair_pool import FairPool
 from gateway.work.loop_scheduler import LoopScheduler
 from gateway.work.owner_tasks import OwnerTasks
 from gateway.work.work_process import WorkProcesses
@@ -152,120 +143,3 @@ class GatewayState:
 STATE = web.AppKey("STATE", GatewayState)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """The sender and the headers of a request, which came over HTTP or is a line of a batch."""
-
-    state: GatewayState
-    account: Account  # charged for the request
-    headers: Mapping[str, str]
-    default_timeouts: Timeouts
-    default_detach_seconds: float  # of a stored answer
-    traceparent: str = ""
-    for_batch: bool = False  # a line of a batch, which latency metrics leave out
-    arrived_at: float = field(default_factory=time.monotonic)  # seconds
-
-    async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
-        """Run work for the account without blocking the event loop, and return its result (fair_pool.py).
-
-        Raises RateLimited.
-        """
-        if is_short(num_bytes):  # the usual case, five times per request: saves two coroutines each
-            return work()
-        return await self._in_turn(self.state.pool, num_bytes, work, may_refuse=may_refuse)
-
-    async def read(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
-        """Run the parsing of a request; if it is long, in a process, which does not hold this interpreter's lock.
-
-        Raises RateLimited.
-        """
-        if is_short(num_bytes):
-            return work()
-        return await self._in_turn(self.state.readers, num_bytes, work)
-
-    async def _in_turn(
-        self, pool: FairPool, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
-    ) -> _Result:
-        try:
-            return await pool.run(self.account, num_bytes, work, may_refuse=may_refuse)
-        except TooMuchWaits as error:
-            raise RateLimited(
-                "Too many requests from this API key are waiting to be parsed; retry in 1 s.",
-                code="max_waiting_exceeded",
-                retry_after_seconds=1,
-            ) from error  # fmt: skip
-
-
-def context_of(http: web.Request) -> RequestContext:
-    """Return the context of an HTTP request."""
-    state = http.app[STATE]
-    return RequestContext(
-        state,
-        http[ACCOUNT],
-        http.headers,
-        state.default_timeouts,
-        state.settings.default_detach_seconds,
-        http[TRACEPARENT],
-    )
-
-
-@asynccontextmanager
-async def received_body(request: web.Request) -> AsyncIterator[bytes]:
-    """Read the body of a request. Its bytes count toward the key's share, from before they arrive to the context's end.
-
-    Raises:
-        UnsupportedMediaType: If it is compressed, or not JSON.
-        BodyTooLarge: If it has more than MAX_BODY_BYTES.
-        KeyShareExceeded: If the key would exceed its share of the bytes in flight.
-        Unavailable: If all keys together would exceed the bytes in flight.
-        RequestTimeout: If it does not arrive within --body-timeout-seconds.
-        InvalidJson: If the connection closes before its end.
-    """
-    state = request.app[STATE]
-    _check_media_type(request)
-    length = request.content_length
-    if length is not None and length > MAX_BODY_BYTES:
-        raise _too_large()
-    with state.bytes_in_flight.hold(request[ACCOUNT], MAX_BODY_BYTES if length is None else length) as held:
-        timeout_seconds = state.settings.body_timeout_seconds
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                body = await _read(request.content)
-        except TimeoutError as error:
-            raise RequestTimeout(f"The request body did not arrive within {timeout_seconds:g} s.") from error
-        except web.RequestPayloadError as error:
-            raise InvalidJson("The connection closed before the full request body arrived.") from error
-        held.shrink(len(body))
-        yield body
-
-
-async def _read(content: StreamReader) -> bytes:
-    """Read all bytes. `web.Request.read()` would keep a second copy as long as the request."""
-    first = await content.readany()
-    if content.at_eof():  # the usual case
-        if len(first) > MAX_BODY_BYTES:
-            raise _too_large()
-        return first
-    body = bytearray(first)
-    while chunk := await content.readany():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_large()
-    return bytes(body)
-
-
-def _too_large() -> BodyTooLarge:
-    return BodyTooLarge(f"The request body exceeds the limit of {MAX_BODY_BYTES} bytes.")
-
-
-def _check_media_type(request: web.Request) -> None:
-    check_encoding(request)
-    if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
-        raise UnsupportedMediaType("Transfer-Encoding: only chunked, or no Transfer-Encoding, is supported.")
-    if "Content-Type" not in request.headers:
-        return
-    media_type = media_type_of(request)
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise UnsupportedMediaType(f"Content-Type: expected application/json, got {media_type}.")
-    if charset_of(request) not in ("utf-8", "utf8"):
-        raise UnsupportedMediaType("Content-Type: expected charset utf-8, the only encoding of JSON.")

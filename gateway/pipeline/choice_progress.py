@@ -44,7 +44,7 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
     reason: FinishReason | None  # set once, in the choice's last update
     logprobs: tuple[LogprobEntry, ...] = ()
     token_ids: tuple[int, ...] = ()  # all that were consumed, whether or not they have text
-    # Where a parser reads the text (gateway/parsing), `text` is the content alone, and the rest is here.
+    # Where a parser reads the text (gateway/text/parsers), `text` is the content alone, and the rest is here.
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     called_tools: bool = False  # in the last update

@@ -19,13 +19,14 @@ leading space; other spellings in tokens are not found.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest
+from gateway.fleet import Timeouts
 from gateway.http.json_body import is_neutral
 from gateway.pipeline.grammar import Choices, ResponseFormatFields, Schema, StructuredOutputs
 from shared.messages import MAX_LOGPROBS
@@ -221,18 +222,6 @@ def truncated(token_ids: list[int], truncate: int | None, side: str | None, room
     return token_ids[:num_kept] if side == "right" else token_ids[-num_kept:]
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Timeouts of a request in seconds; 0 means none."""
-
-    total_seconds: float
-    queue_seconds: float
-    no_worker_seconds: float = 0.0  # queue timeout while no worker is ready, if the request has none
-
-    def __bool__(self) -> bool:
-        return bool(self.total_seconds or self.queue_seconds)
-
-
 def timeouts_of(fields: GenerationFields, defaults: Timeouts, max_seconds: float) -> Timeouts:
     """Return the timeouts of a request.
 
@@ -250,11 +239,6 @@ def timeouts_of(fields: GenerationFields, defaults: Timeouts, max_seconds: float
         defaults.queue_seconds if fields.queue_timeout_seconds is None else fields.queue_timeout_seconds,
         defaults.no_worker_seconds,
     )
-
-
-def without_worker(timeouts: Timeouts) -> Timeouts:
-    """Return the timeouts of a request that arrives while no worker is ready."""
-    return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
 
 
 # field -> values besides null that have no effect

@@ -4,16 +4,17 @@ For any other key than the one that made the request, the answer does not exist.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
-from gateway.apis.registry import KINDS, AnswerKind
 from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound
 from gateway.fleet import unavailable
 from gateway.http.json_body import JsonBody
 from gateway.model_service import ModelService
+from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.retention import AnswerRecord, Retention, attached_terms, decode_record
 from gateway.store.inference_client import RequestGone, ResponseStream, StoreUnavailable
@@ -21,6 +22,7 @@ from gateway.store.request_archive import StoredRequest
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
 from shared.new_requests import RetentionTerms
 
+Kinds: TypeAlias = Mapping[str, AnswerKind]  # by name
 _RECORD_GROWS = 16  # when it is unpacked, or more, but then it is quickly read
 _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or without its prefix
 
@@ -117,7 +119,9 @@ class KeptAnswer:
             raise AnswerChanged
 
 
-async def find_answer(services: Iterable[ModelService], answer_id: str, owner_key_hash: str) -> KeptAnswer:
+async def find_answer(
+    services: Iterable[ModelService], kinds: Kinds, answer_id: str, owner_key_hash: str
+) -> KeptAnswer:
     """Return the answer from the first of `services` that has it, because an id does not name a model.
 
     Raises:
@@ -129,15 +133,15 @@ async def find_answer(services: Iterable[ModelService], answer_id: str, owner_ke
         for service in services:
             (first,) = await _stored(service, [matched[1]])
             if first is not None:
-                return await _answer_of(service, first, owner_key_hash)
+                return await _answer_of(service, kinds, first, owner_key_hash)
     raise _not_found()
 
 
-async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash: str) -> KeptAnswer:
+async def _answer_of(service: ModelService, kinds: Kinds, first: StoredRequest, owner_key_hash: str) -> KeptAnswer:
     if first.owner_key_hash != owner_key_hash:
         raise _not_found()
     num_bytes = len(first.record) * _RECORD_GROWS
-    read = await service.client.archive.decode(owner_key_hash, num_bytes, partial(_read, first.record))
+    read = await service.client.archive.decode(owner_key_hash, num_bytes, partial(_read, first.record, kinds))
     if read is None:
         raise _not_found()
     record, kind, body, completion = read
@@ -150,17 +154,19 @@ async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash
     return KeptAnswer(service, first.request.request_id, record, first.record, kind, body, completion, parts)
 
 
-def _read(record: bytes) -> tuple[AnswerRecord, AnswerKind, JsonBody, CompletionRequest] | None:
+def _read(record: bytes, kinds: Kinds) -> tuple[AnswerRecord, AnswerKind, JsonBody, CompletionRequest] | None:
     """Decode a record and its body. Return None if their kind is unknown."""
     known = decode_record(record)
-    if known is None or known.kind not in KINDS:
+    if known is None or known.kind not in kinds:
         return None
-    kind = KINDS[known.kind]
+    kind = kinds[known.kind]
     body = kind.decode(known.body)
     return known, kind, body, kind.parse(body)
 
 
-async def find_named(service: ModelService, retention: Retention, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
+async def find_named(
+    service: ModelService, kinds: Kinds, retention: Retention, owner_key_hash: str
+) -> tuple[KeptAnswer | None, str]:
     """Return the answer of the client's idempotency key; or None and the id of an answer that is gone or invalid.
 
     Raises:
@@ -173,7 +179,7 @@ async def find_named(service: ModelService, retention: Retention, owner_key_hash
         return None, ""
     answer_id, fingerprint = named
     try:
-        kept = await find_answer([service], answer_id, owner_key_hash)
+        kept = await find_answer([service], kinds, answer_id, owner_key_hash)
     except RequestNotFound:
         return None, answer_id
     if not kept.stands:

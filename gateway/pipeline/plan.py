@@ -16,24 +16,18 @@ from typing import Any
 from msgspec import structs
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
+from gateway.fleet import Timeouts
 from gateway.pipeline.call_grammar import answer_or_calls
-from gateway.pipeline.fields import (
-    GenerationFields,
-    Timeouts,
-    Words,
-    check_something_is_allowed,
-    truncated,
-    words_token_ids,
-)
+from gateway.pipeline.fields import GenerationFields, Words, check_something_is_allowed, truncated, words_token_ids
 from gateway.pipeline.grammar import AskedGrammar
 from gateway.pipeline.request import CompletionRequest, Prompt
 from gateway.text.chat_template import ChatTemplateError, TemplateOptions
 from gateway.text.parsers.tool_calls import call_family
-from gateway.text.served_model import ServedModel
+from gateway.text.served_model import ModelLimits, ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.choice_seeds import SEED_BITS
 from shared.grammars import GrammarError, check_grammar
-from shared.messages import GenerationRequest, Grammar, GrammarKind, SamplingParams
+from shared.messages import GenerationRequest, GrammarKind, SamplingParams
 from shared.redis_keys import PRIORITY_CLASSES
 
 # Tokens of one answer plus all their log-probabilities. Prompts, choices, tokens, and log-probabilities have limits of
@@ -50,13 +44,6 @@ _GREEDY_BELOW_TEMPERATURE = 1e-5
 _AS_GIVEN = frozenset(SamplingParams.__struct_fields__) & frozenset(GenerationFields.__struct_fields__)
 _FEW_WORDS = 16  # each is two calls of the tokenizer, 20 us
 _FEW_MESSAGES = 64  # a template takes about 8 us per message
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    max_model_len: int
-    vocab_size: int
-    max_beam_width: int | None = None  # None: no worker has said how many sequences it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +77,6 @@ def prepared(
             param="thinking",
         )
     return request, planned
-
-
-def get_ready(models: Sequence[ServedModel], *_: object) -> None:
-    """Load tokenizers and the grammar compiler, so that the first request does not pay for them."""
-    for model in models:
-        model.encoder.encode_text(" ", add_special_tokens=False)
-    check_grammar(Grammar(GrammarKind.REGEX, "a"))
 
 
 def has_more_work(request: CompletionRequest) -> bool:

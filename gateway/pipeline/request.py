@@ -2,7 +2,7 @@
 
 msgspec validates the types and names the path of an error. Other fields are of three kinds: known without effect here
 (`user`), accepted silently; known, not supported, and able to change the answer, refused unless neutral; unknown,
-accepted and listed in `ignored`, so that the sender can see a misspelled option. planning.py checks limits that need a
+accepted and listed in `ignored`, so that the sender can see a misspelled option. plan.py checks limits that need a
 model.
 """
 

@@ -22,9 +22,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from gateway.apis.registry import AnswerKind
 from gateway.errors import InvalidRequest
+from gateway.http.headers import NAME_HEADER
 from gateway.http.json_body import JsonBody
+from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.request import CompletionRequest
 from shared.messages import GenerationRequest
 from shared.new_requests import RetentionTerms
@@ -41,7 +42,6 @@ _MADE_THE_REQUEST = frozenset(
     )
 )  # fmt: skip
 
-NAME_HEADER = "Idempotency-Key"
 MIN_GRACE_SECONDS = 15  # a gateway is not given up earlier than a worker is
 PART = b"part"  # the record of every prompt's request but the first, which has the record of all
 _NAME = re.compile(r"[\x21-\x7e]{1,255}")

@@ -10,15 +10,14 @@ A new answer is an AnswerSubmission. A KeptSubmission attaches to a kept one, an
 the event where a stream was interrupted.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 from msgspec import structs
 
-from gateway.apis.registry import AnswerKind
-from gateway.apis.responses.schema import with_what_held
 from gateway.auth.rate_limits import TokenCharge
 from gateway.errors import GatewayError, KeyShareExceeded, RateLimited, Unavailable
 from gateway.fleet import share_full, unavailable
@@ -26,11 +25,13 @@ from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
 from gateway.http.kept_bodies import BuiltBody, SharedBody
-from gateway.http.state import RequestContext, context_of
 from gateway.metrics import ModelMetrics
 from gateway.model_service import ModelService
 from gateway.pipeline.answer_extras import AnswerExtras
+from gateway.pipeline.answer_kind import AnswerKind
+from gateway.pipeline.context import RequestContext, context_of
 from gateway.pipeline.delivery import Reply, collect_reply, stream_reply
+from gateway.pipeline.fields import SamplingFields
 from gateway.pipeline.generation import Generation
 from gateway.pipeline.kept import KeptAnswer
 from gateway.pipeline.request import CompletionRequest
@@ -45,7 +46,7 @@ from gateway.store.inference_client import (
     ShareFull,
     StoreUnavailable,
 )
-from shared.messages import GenerationRequest
+from shared.messages import GenerationRequest, SamplingParams
 
 _REFUSALS = {
     QueueFull: "queue_full",
@@ -356,3 +357,9 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Return the header that lists unknown fields."""
     listed = listed_names(names)
     return {"x-pagestream-ignored": ", ".join(listed)} if listed else {}
+
+
+def with_what_held(said: Mapping[str, Any], fields: SamplingFields, sampling: SamplingParams) -> dict[str, Any]:
+    """Return `said`, a result of repeated(), with the model's defaults where the request set no value."""
+    named = {name: getattr(fields, name) for name in ("temperature", "top_p") if name in said}
+    return {**said, **{name: getattr(sampling, name) if value is None else value for name, value in named.items()}}

@@ -4,41 +4,38 @@ body -> JsonBody -> CompletionRequest -> GenerationRequests -> AnswerSubmission 
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import TypeVar
 
 from aiohttp import web
 
-from gateway.apis.registry import AnswerKind
 from gateway.fleet import unavailable
+from gateway.http.body import received_body
+from gateway.http.headers import NAME_HEADER
 from gateway.http.json_body import JsonBody
 from gateway.http.long_body import write_long
-from gateway.http.state import RequestContext, context_of, received_body
-from gateway.model_service import ModelService
+from gateway.model_service import ModelService, ReadModel, find_model
+from gateway.pipeline.answer_kind import AnswerKind
+from gateway.pipeline.context import RequestContext, context_of
 from gateway.pipeline.fields import PRIORITY_HEADER, asked_class, timeouts_of
 from gateway.pipeline.kept import AnswerChanged, find_named
-from gateway.pipeline.plan import Tenant, has_more_work, prepared, with_deadlines
+from gateway.pipeline.plan import Tenant, encode_prompts, has_more_work, prepared, with_deadlines
 from gateway.pipeline.request import CompletionRequest
-from gateway.pipeline.retention import NAME_HEADER, Retention, new_terms, retention_of
+from gateway.pipeline.retention import Retention, new_terms, retention_of
 from gateway.pipeline.submission import AnswerSubmission, KeptSubmission
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 from shared.messages import GenerationRequest
 
 MAX_ATTEMPTS = 8  # at what a name stands for: each but the first because another request changed it meanwhile
 
-Complete: TypeAlias = Callable[[RequestContext, JsonBody], Awaitable[JsonBody]]
 
-
-async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None = None) -> web.StreamResponse:
-    """`complete` adds to a body what it refers to."""
+async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
     context = context_of(http)
     async with received_body(http) as data:
         body = await context.read(len(data), partial(kind.decode, data))
         del data
-        if complete is not None:
-            body = await complete(context, body)
         submission = await submitted(context, kind, body)
     try:
         response = await submission.respond(http)
@@ -54,6 +51,8 @@ async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -
         GatewayError: If the request is refused.
     """
     state, account = context.state, context.account
+    if kind.complete is not None:
+        body = await kind.complete(context, body)
     completion = await context.read(body.num_bytes, partial(kind.parse, body))
     service = state.service(completion.model, account)
     name = context.headers.get(NAME_HEADER)
@@ -66,7 +65,7 @@ async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -
         kept = None
         if retention is not None and retention.name:
             async with state.kept_bodies.turn(account.owner_key_hash):
-                kept, stale_id = await find_named(service, retention, account.owner_key_hash)
+                kept, stale_id = await find_named(service, context.kinds, retention, account.owner_key_hash)
             retention = replace(retention, stale_id=stale_id)
         submission: AnswerSubmission
         try:
@@ -128,3 +127,13 @@ async def _fleet_seconds(service: ModelService) -> float:
         return await service.client.probe.fleet_seconds()
     except StoreUnavailable as error:
         raise unavailable("store_unavailable") from error
+
+
+_Body = TypeVar("_Body")
+
+
+def num_prompt_tokens(body: _Body, parse: Callable[[_Body], CompletionRequest], models: Sequence[ReadModel]) -> int:
+    """Return the length in tokens of the only prompt of a body, as its usage would report it. Raises GatewayError."""
+    request = parse(body)
+    (token_ids,) = encode_prompts(*find_model(models, request.model).require(), request)
+    return len(token_ids)

@@ -19,10 +19,11 @@ from gateway.batches.storage.batch_store import BatchFolder
 from gateway.batches.storage.disk import to_the_end
 from gateway.batches.storage.records import BatchBody, BatchListBody, DeletedBody, Metadata
 from gateway.errors import BatchEnded, BatchNotEnded, BatchNotFound, DiskFull, FilesFull, InvalidRequest
+from gateway.http.body import received_body
 from gateway.http.json_body import decode_body
 from gateway.http.openapi import Operation
 from gateway.http.query_fields import page_of, page_query
-from gateway.http.state import context_of, received_body
+from gateway.pipeline.context import context_of
 from gateway.pipeline.request import check_other_fields
 from gateway.pipeline.submission import ignored_header
 from gateway.routes.files import PAGING_PARAMETERS, as_json, checked_expiry, disk_full_as_error, find_file

@@ -24,7 +24,8 @@ from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
 from gateway.http.openapi import Operation, Parameter
 from gateway.http.query_fields import page_of, page_query, query_choice
-from gateway.http.state import STATE, context_of
+from gateway.http.state import STATE
+from gateway.pipeline.context import context_of
 
 CONTENT = "application/octet-stream"
 MAX_LISTED = 10_000

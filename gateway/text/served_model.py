@@ -10,7 +10,7 @@ is sampled.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,8 @@ from tokenizers import Tokenizer
 
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenization import PromptEncoder
+from shared.grammars import check_grammar
+from shared.messages import Grammar, GrammarKind
 from shared.model_files import Json, ModelFilesError, read_json, read_model_files
 from shared.version import VERSION
 
@@ -205,3 +207,17 @@ def _template_source(directory: Path, tokenizer_config: dict[str, Any]) -> str |
     if isinstance(template, list):  # several named templates
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     return template
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    max_model_len: int
+    vocab_size: int
+    max_beam_width: int | None = None  # None: no worker has said how many sequences it runs
+
+
+def get_ready(models: Sequence[ServedModel], *_: object) -> None:
+    """Load tokenizers and the grammar compiler, so that the first request does not pay for them."""
+    for model in models:
+        model.encoder.encode_text(" ", add_special_tokens=False)
+    check_grammar(Grammar(GrammarKind.REGEX, "a"))

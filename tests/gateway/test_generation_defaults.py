@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.apis.responses.schema import with_what_held
 from gateway.model_service import model_options
 from gateway.pipeline.fields import SamplingFields
+from gateway.pipeline.submission import with_what_held
 from gateway.settings import GatewaySettings
 from gateway.text.served_model import load_served_model
 from shared.messages import SamplingParams

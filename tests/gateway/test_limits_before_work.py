@@ -38,7 +38,7 @@ def work(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the names of the work that was done."""
     done: list[str] = []
     for name, target in {
-        "read": "gateway.http.state._read",
+        "read": "gateway.http.body._read",
         "upload": "gateway.routes.files.receive_upload",
         "decode": "gateway.http.json_body.msgspec.json.decode",
         "pool": "gateway.work.fair_pool.FairPool.run",

@@ -18,10 +18,11 @@ from gateway.fleet import (
 from gateway.http.json_body import decode_body
 from gateway.model_service import ModelOptions, model_options
 from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.pipeline.plan import ModelLimits, Tenant, plan_requests
+from gateway.pipeline.plan import Tenant, plan_requests
 from gateway.pipeline.request import parse_chat, parse_completion
 from gateway.pipeline.response_format import ChatFormat, UsageCount, json_text
 from gateway.settings import GatewaySettings
+from gateway.text.served_model import ModelLimits
 from shared.choice_seeds import choice_seed
 from shared.messages import WorkerHeartbeat, WorkerPhase
 from shared.settings import SettingsError, load_settings

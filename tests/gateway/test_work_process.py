@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.apis.registry import COMPLETION, KINDS
+from gateway.apis.chat.kinds import COMPLETION
+from gateway.apis.registry import ALL_KINDS
 from gateway.errors import GatewayError, InternalError, InvalidJson, MethodNotAllowed, RateLimited, Unavailable
 from gateway.http import json_body
-from gateway.pipeline.plan import ModelLimits, encode_prompts
-from gateway.text.served_model import ServedModel
+from gateway.pipeline.plan import encode_prompts
+from gateway.text.served_model import ModelLimits, ServedModel
 from gateway.work.work_process import NICENESS, WorkProcesses
 from tests.gateway.fake_inference import says
 from tests.patience import PATIENCE_SECONDS
@@ -113,7 +114,7 @@ async def test_reader_is_prepared_once_models_and_worker_are_ready(
 ) -> None:
     processes = _Counted()
     gateway = await start_gateway(processes=processes)
-    keeping = asyncio.create_task(gateway.state.keep_reader_ready(*KINDS.values()))
+    keeping = asyncio.create_task(gateway.state.keep_reader_ready(*ALL_KINDS.values()))
     await asyncio.sleep(0)
     assert processes.first_works == []
     gateway.engine.was_ready.set()

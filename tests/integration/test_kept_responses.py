@@ -12,6 +12,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from gateway.apis.responses import history as responses_history
+from gateway.pipeline import kept
 from shared.messages import FinishEvent, decode_terminal_event
 from tests.engine_worker.worker_harness import FOREVER_STEPS
 from tests.gateway.responses import URL, checked_events, checked_response
@@ -262,7 +264,7 @@ async def test_long_conversations_are_processed_off_event_loop(
     world: World, clients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, set[int]] = {}
-    for module, name in ((history, "_merged"), (kept, "_read")):
+    for module, name in ((responses_history, "_merged"), (kept, "_read")):
         monkeypatch.setattr(module, name, _watched(getattr(module, name), threads.setdefault(name, set())))
     world.worker.gate.allow(FOREVER_STEPS)
     monkeypatch.setattr("gateway.work.fair_pool.INLINE_BYTES", 0)  # treats every conversation as long

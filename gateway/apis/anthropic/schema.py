@@ -1,6 +1,6 @@
 """Anthropic request bodies, converted to CompletionRequest by way of an equivalent chat body. Pure.
 
-Fields that would change the answer and are not supported are refused, as in openai_schema.py. `system` becomes the
+Fields that would change the answer and are not supported are refused, as in pipeline/request.py. `system` becomes the
 first message; system messages between others keep their place. `output_config.format` acts as a response format.
 Reasoning is returned if `thinking` asks for it: `enabled` needs a reasoning parser, `adaptive` runs without thinking if
 there is none. The thinking budget is not enforced.

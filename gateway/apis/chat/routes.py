@@ -16,15 +16,16 @@ from gateway.answer_shapes import (
     TextCompletionBody,
     TokenCountBody,
 )
+from gateway.apis.anthropic.kinds import MESSAGE
 from gateway.apis.anthropic.schema import MessagesBody, PromptFields, parse_count
-from gateway.apis.registry import CHAT, COMPLETION, MESSAGE
+from gateway.apis.chat.kinds import CHAT, COMPLETION
 from gateway.errors import NotServed
+from gateway.http.body import received_body
 from gateway.http.json_body import decode_body
 from gateway.http.openapi import INFERENCE_ERRORS, Operation, answering
-from gateway.http.state import context_of, received_body
-from gateway.model_service import num_prompt_tokens
+from gateway.pipeline.context import context_of
 from gateway.pipeline.request import ChatBody, CompletionBody, CompletionRequest
-from gateway.pipeline.submit import answer
+from gateway.pipeline.submit import answer, num_prompt_tokens
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:

@@ -17,7 +17,9 @@ from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateL
 from gateway.http.event_numbers import HEADER
 from gateway.http.kept_bodies import BuiltBody
 from gateway.http.openapi import EVENTS, Operation, Parameter
-from gateway.http.state import STATE, RequestContext, context_of
+from gateway.http.state import STATE
+from gateway.pipeline.answer_kind import KINDS
+from gateway.pipeline.context import RequestContext, context_of
 from gateway.pipeline.kept import KeptAnswer, find_answer
 from gateway.pipeline.response_format import Body
 from gateway.pipeline.submission import as_built, read_again, stream_again
@@ -67,7 +69,8 @@ async def stream_request(http: web.Request) -> web.StreamResponse:
 
 
 async def _find(http: web.Request) -> KeptAnswer:
-    return await find_answer(http.app[STATE].models, http.match_info["id"], http[ACCOUNT].owner_key_hash)
+    services, kinds = http.app[STATE].models, http.app[KINDS]
+    return await find_answer(services, kinds, http.match_info["id"], http[ACCOUNT].owner_key_hash)
 
 
 async def _shown(context: RequestContext, answer: KeptAnswer) -> bytes:

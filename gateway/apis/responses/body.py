@@ -1,6 +1,6 @@
 """Fields of OpenAI's Responses API, and its items converted to messages of a chat. Pure.
 
-The types validate, as in openai_schema.py. An item of the input becomes a message or part of one:
+The types validate, as in pipeline/request.py. An item of the input becomes a message or part of one:
 
     message                 a message; texts only
     function_call           a call in the preceding assistant message, or in a new one without text

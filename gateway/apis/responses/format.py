@@ -1,7 +1,7 @@
 """OpenAI's Responses API format: events and bodies as bytes ready to send. Pure.
 
 The order of a stream's events: response.created, response.in_progress, those of each output item
-(responses_output.py), and last response.completed, .incomplete, or .failed, which contain the whole response. Each has
+(items.py), and last response.completed, .incomplete, or .failed, which contain the whole response. Each has
 a sequence_number, from which a stream can be resumed. There is one choice, and no [DONE].
 
 A compaction is a summary of a conversation: the user's items, and one item for the rest. It is not streamed; read again

@@ -9,26 +9,26 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from gateway.apis.registry import RESPONSE
 from gateway.apis.responses.body import ResponsesBody
 from gateway.apis.responses.schema import EARLIER_ITEMS, CompactionBody
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, RequestNotFound, Unavailable
 from gateway.http.json_body import MAX_BODY_BYTES, JsonBody, check_structure, check_values
-from gateway.http.state import RequestContext
+from gateway.pipeline.context import RequestContext
 from gateway.pipeline.kept import KeptAnswer, find_answer
 from gateway.pipeline.response_format import Body
 from gateway.pipeline.submission import collect_again
 
 PARAM = "previous_response_id"
+KIND = "response"
 
 
 async def find_response(context: RequestContext, response_id: str, param: str) -> KeptAnswer:
     """One that its request let be stored. Raises RequestNotFound, and as find_answer() does."""
     try:
-        kept = await find_answer(context.state.models, response_id, context.account.owner_key_hash)
+        kept = await find_answer(context.state.models, context.kinds, response_id, context.account.owner_key_hash)
     except RequestNotFound:
         kept = None
-    if kept is None or kept.kind is not RESPONSE or kept.body.given.get("store") is False:
+    if kept is None or kept.kind.name != KIND or kept.body.given.get("store") is False:
         raise RequestNotFound(f"{param}: this API key has no such response, or it has expired.", param=param)
     return kept
 

@@ -15,22 +15,22 @@ from typing import Literal
 from aiohttp import web
 
 from gateway.answer_shapes import CompactedBody, DeletedResponseBody, InputTokensBody, ResponseBody
-from gateway.apis.registry import COMPACTION, RESPONSE
 from gateway.apis.responses.body import CountedBody, ResponsesBody
 from gateway.apis.responses.format import ID_PREFIX
 from gateway.apis.responses.history import find_response, items_of, with_history
 from gateway.apis.responses.items import InputItemsBody, input_items
+from gateway.apis.responses.kinds import COMPACTION, RESPONSE
 from gateway.apis.responses.schema import CompactionBody, parse_response
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.fleet import unavailable
+from gateway.http.body import received_body
 from gateway.http.kept_bodies import BuiltBody
 from gateway.http.openapi import EVENTS, INFERENCE_ERRORS, Operation, Parameter, answering
 from gateway.http.query_fields import query_choice, query_flag, query_number
-from gateway.http.state import context_of, received_body
-from gateway.model_service import num_prompt_tokens
+from gateway.pipeline.context import context_of
 from gateway.pipeline.kept import KeptAnswer
 from gateway.pipeline.submission import show_again, stream_again
-from gateway.pipeline.submit import answer
+from gateway.pipeline.submit import answer, num_prompt_tokens
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"
@@ -40,7 +40,7 @@ _ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
 
 async def create_response(http: web.Request) -> web.StreamResponse:
-    return await answer(http, RESPONSE, with_history)
+    return await answer(http, RESPONSE)
 
 
 async def show_response(http: web.Request) -> web.StreamResponse:
@@ -101,7 +101,7 @@ async def count_input_tokens(http: web.Request) -> web.Response:
 
 
 async def compact_conversation(http: web.Request) -> web.StreamResponse:
-    return await answer(http, COMPACTION, partial(with_history, kind=CompactionBody))
+    return await answer(http, COMPACTION)
 
 
 async def _find(http: web.Request) -> KeptAnswer:

@@ -1,8 +1,8 @@
 """Bodies of OpenAI's Responses API, converted to CompletionRequest by way of an equivalent chat body. Pure.
 
 Items become messages, `text.format` a response format, and flat tools those of a chat. Fields that would change the
-answer and are not supported are refused, as in openai_schema.py. A compaction (/v1/responses/compact) asks the model to
-summarize the conversation.
+answer and are not supported are refused, as in pipeline/request.py. A compaction (/v1/responses/compact) asks the model
+to summarize the conversation.
 
     store         true by default, as at OpenAI: the answer is kept and can be read, continued, and deleted by its id
     background    generation continues without a reader
@@ -39,7 +39,6 @@ from gateway.pipeline.request import (
     check_other_fields,
     request_in_words,
 )
-from shared.messages import SamplingParams
 
 _FORMAT_NAME = "response"  # default schema name, because OpenAI's clients read one
 EARLIER_ITEMS = "earlier_items"  # in a stored body: number of items in `input` from earlier responses
@@ -75,12 +74,6 @@ def repeated(fields: ResponsesBody) -> dict[str, Any]:
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
-
-
-def with_what_held(said: Mapping[str, Any], fields: SamplingFields, sampling: SamplingParams) -> dict[str, Any]:
-    """Return `said`, a result of repeated(), with the model's defaults where the request set no value."""
-    named = {name: getattr(fields, name) for name in ("temperature", "top_p") if name in said}
-    return {**said, **{name: getattr(sampling, name) if value is None else value for name, value in named.items()}}
 
 
 def _tool_choice(choice: ResponseToolChoice | None) -> str | dict[str, Any]:

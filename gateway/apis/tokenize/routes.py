@@ -13,10 +13,12 @@ from aiohttp import web
 from gateway.answer_shapes import DetokenizedBody, TokenizedBody, TokenizerInfoBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
+from gateway.http.body import received_body
 from gateway.http.json_body import decode_body
 from gateway.http.openapi import Operation, Parameter
-from gateway.http.state import STATE, context_of, received_body
+from gateway.http.state import STATE
 from gateway.model_service import ReadModel, find_model
+from gateway.pipeline.context import context_of
 from gateway.pipeline.plan import encode_prompt
 from gateway.pipeline.request import Messages, Prompt, chat_prompt
 from gateway.text.chat_template import TemplateOptions

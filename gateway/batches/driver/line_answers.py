@@ -14,16 +14,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from gateway.apis.registry import CHAT, COMPLETION, RESPONSE, AnswerKind
-from gateway.apis.responses.history import with_history
+from gateway.apis.chat.kinds import CHAT, COMPLETION
+from gateway.apis.registry import ALL_KINDS
+from gateway.apis.responses.kinds import RESPONSE
 from gateway.auth.rate_limits import Account
 from gateway.batches.driver.fair_slots import FairSlots
 from gateway.batches.driver.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
-from gateway.http.state import GatewayState, RequestContext
-from gateway.pipeline.fields import PRIORITY_HEADER, Timeouts
+from gateway.fleet import Timeouts
+from gateway.http.headers import NAME_HEADER
+from gateway.http.state import GatewayState
+from gateway.pipeline.answer_kind import AnswerKind
+from gateway.pipeline.context import RequestContext
+from gateway.pipeline.fields import PRIORITY_HEADER
 from gateway.pipeline.response_format import Body
-from gateway.pipeline.retention import NAME_HEADER, name_digest
+from gateway.pipeline.retention import name_digest
 from gateway.pipeline.submit import submitted
 
 logger = logging.getLogger("gateway")
@@ -111,6 +116,7 @@ class LineAnswers:
         name = f"{self._batch_id}-{line.number}-0"  # earlier releases counted lives in the last part
         context = RequestContext(
             self._state,
+            ALL_KINDS,
             account,
             {NAME_HEADER: name, PRIORITY_HEADER: "batch"},
             Timeouts(0, 0),  # the defaults apply to interactive requests only
@@ -121,8 +127,6 @@ class LineAnswers:
         body = await context.read(len(line.body), partial(self._kind.decode, line.body))
         if "stream" in body.names and body.given["stream"] is True:
             raise InvalidRequest("stream: not supported in batches; remove it.", param="stream")
-        if self._kind is RESPONSE:
-            body = await with_history(context, body)
         submission = await submitted(context, self._kind, body)
         try:
             answered = await submission.collect()

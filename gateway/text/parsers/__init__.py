@@ -1,4 +1,4 @@
 """Parsers that split a model's text into reasoning, tool calls, and content while it streams.
 
-They run between detokenization (gateway/text) and the response formats (gateway/answers). All of them are pure.
+They run between detokenization and the response formats (gateway/apis). All of them are pure.
 """

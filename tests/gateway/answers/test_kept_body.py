@@ -9,7 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.apis.registry import CHAT, COMPLETION, MESSAGE, RESPONSE, AnswerKind
+from gateway.apis.anthropic.kinds import MESSAGE
+from gateway.apis.chat.kinds import CHAT, COMPLETION
+from gateway.apis.responses.kinds import RESPONSE
+from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.retention import (
     MAX_UNPACKED_BYTES,

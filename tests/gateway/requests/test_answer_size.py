@@ -7,8 +7,9 @@ import pytest
 
 from gateway.errors import InvalidRequest
 from gateway.http.json_body import decode_body
-from gateway.pipeline.plan import MAX_RULE_BYTES, MAX_VALUES, ModelLimits, plan_requests
+from gateway.pipeline.plan import MAX_RULE_BYTES, MAX_VALUES, plan_requests
 from gateway.pipeline.request import CompletionRequest, parse_chat, parse_completion
+from gateway.text.served_model import ModelLimits
 from shared.messages import (
     MAX_JOURNAL_BYTES,
     GenerationRequest,

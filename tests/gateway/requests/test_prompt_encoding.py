@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 import pytest
 
 from gateway.errors import InvalidRequest
-from gateway.pipeline.plan import ModelLimits, encode_prompt
+from gateway.pipeline.plan import encode_prompt
+from gateway.text.served_model import ModelLimits
 
 
 def encodes(text: str, **options: Any) -> NoReturn:

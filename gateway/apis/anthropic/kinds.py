@@ -1,0 +1,7 @@
+"""The kind of answers of Anthropic's Messages API."""
+
+from gateway.apis.anthropic.format import AnthropicFormat
+from gateway.apis.anthropic.schema import MessagesBody, parse_messages
+from gateway.pipeline.answer_kind import AnswerKind
+
+MESSAGE = AnswerKind("message", parse_messages, AnthropicFormat, frozenset(MessagesBody.__struct_fields__))

@@ -1,0 +1,3 @@
+"""Names of request headers that several modules read."""
+
+NAME_HEADER = "Idempotency-Key"
