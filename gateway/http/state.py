@@ -141,5 +141,3 @@ class GatewayState:
 
 
 STATE = web.AppKey("STATE", GatewayState)
-
-
