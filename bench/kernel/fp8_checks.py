@@ -9,7 +9,7 @@ from torch import Tensor
 from bench.kernel.cases import Check, Error, measure_error, poisoned, same_bits
 from engine_worker.model.linear import Input
 from engine_worker.model.quantization.fp8_cuda import Fp8Linear
-from engine_worker.model.spec import Activation
+from engine_worker.model.specs.gated_mlp import SILU
 from kernels.fp8_kv import E4M3_MAX
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized
@@ -53,7 +53,7 @@ def check_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: in
         linear = Fp8Linear(weight.values, weight.scales, is_gated=is_gated)
 
         def run(rows: Tensor) -> Tensor:
-            return _tensor(linear.gated(rows, Activation.SILU) if is_gated else linear(rows))
+            return _tensor(linear.gated(rows, SILU) if is_gated else linear(rows))
 
         output = poisoned(lambda: run(x))
         rows = quantize_groups_reference(x) if is_grouped else quantize_rows_reference(x)
@@ -74,7 +74,7 @@ def check_invariance(num_outputs: int, num_inputs: int, is_gated: bool, is_group
         linear = Fp8Linear(weight.values, weight.scales, is_gated=is_gated, is_deterministic=True)
 
         def run(rows: Tensor) -> Tensor:
-            return _tensor(linear.gated(rows, Activation.SILU) if is_gated else linear(rows))
+            return _tensor(linear.gated(rows, SILU) if is_gated else linear(rows))
 
         many = run(x)
         return [same_bits(run(x[:rows]), many[:rows]) for rows in (1, 5, 16, 32, 33, 64, 65, 128, 129, 256)]

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.spec import AttentionSpec
+from engine_worker.model.specs.attention import AttentionSpec
 from kernels.attention.score_rules import ScoreRules
 
 Supports: TypeAlias = Callable[[AttentionSpec, str], str]

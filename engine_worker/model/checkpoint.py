@@ -9,8 +9,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from engine_worker.model.checkpoint_tensors import Shape, checkpoint_tensors, fp8_modules
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors, fp8_modules
 from engine_worker.model.spec import ModelSpec
+from engine_worker.model.specs.part import Shape
 from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE
 from shared.model_files import ModelFilesError, read_json
 

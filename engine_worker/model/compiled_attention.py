@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.spec import AttentionSpec, ModelShape
+from engine_worker.model.spec import ModelShape
+from engine_worker.model.specs.attention import AttentionSpec
 from kernels.attention.score_rules import ScoreRules
 from kernels.cpu.step import StepKernels
 from kernels.fp8_kv import UNIT_SCALES, KVScales

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.spec import AttentionSpec, ModelShape
+from engine_worker.model.spec import ModelShape
+from engine_worker.model.specs.attention import AttentionSpec
 from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
 from kernels.attention.score_rules import ScoreRules
 from kernels.fp8_kv import UNIT_SCALES, KVScales

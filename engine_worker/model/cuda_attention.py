@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.spec import AttentionSpec, ModelShape
+from engine_worker.model.spec import ModelShape
+from engine_worker.model.specs.attention import AttentionSpec
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
 from kernels.attention.prefill import MAX_HEAD_DIM
 from kernels.attention.score_rules import ScoreRules

@@ -9,7 +9,8 @@ from engine_worker.model.cuda_attention import CudaAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.spec import ModelShape, QkNorm
+from engine_worker.model.spec import ModelShape
+from engine_worker.model.specs.attention import QkNorm
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import KVScales
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from engine_worker.model.checkpoint_tensors import Shape, checkpoint_tensors
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.spec import ModelSpec
+from engine_worker.model.specs.part import Shape
 
 GROUP, OUTPUTS = 32, 16  # inputs per scale, outputs per block
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # ggml-common.h

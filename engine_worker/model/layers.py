@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Linear, LinearMethod, LinearSpec, Role
-from engine_worker.model.rotary import query_scales, rotary_order, rotary_table
-from engine_worker.model.spec import AttentionSpec, NamesSpec, QkNorm, RopeSpec
+from engine_worker.model.linear import Linear
+from engine_worker.model.rotary import query_scales, rotary_table
+from engine_worker.model.specs.attention import AttentionSpec, RopeSpec
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
-from engine_worker.model.weights import WeightSource
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 
 
@@ -86,79 +85,3 @@ class AttentionWeights:
     query_norm: NormWeight | None
     key_norm: NormWeight | None
     rules: ScoreRules = NO_RULES
-
-
-def load_attention(
-    source: WeightSource,
-    method: LinearMethod,
-    names: NamesSpec,
-    prefix: str,
-    spec: AttentionSpec,
-    norm: NormShape,
-    table: RotaryTable,
-    is_out_summed: bool = True,
-) -> AttentionWeights:
-    """Load attention weights, with query and key rows, biases and norms in the order of rotary.py.
-
-    Args:
-        source: The checkpoint.
-        method: Loads linear layers.
-        names: Names of the checkpoint's tensors.
-        prefix: Prefix of the layer's names.
-        spec: The attention of the layer.
-        norm: What the norms share.
-        table: Rotary table of the layer.
-        is_out_summed: See LinearSpec.is_summed.
-    """
-    order = rotary_order(spec.rope, spec.head_dim)
-    qkv = LinearSpec(
-        role=Role.QKV,
-        names=tuple(prefix + name for name in names.qkv),
-        outputs=(spec.query_size, spec.kv_size, spec.kv_size),
-        inputs=norm.size,
-        bias=spec.qkv_bias,
-        row_order=None if order is None else _row_order(spec, order),
-    )
-    out = LinearSpec(
-        role=Role.OUT,
-        names=(prefix + names.out,),
-        outputs=(norm.size,),
-        inputs=spec.query_size,
-        bias=spec.out_bias,
-        is_summed=is_out_summed,
-    )
-    return AttentionWeights(
-        spec=spec,
-        table=table,
-        qkv=method.load(qkv, source),
-        out=method.load(out, source),
-        query_norm=_qk_norm(source, f"{prefix}{names.query_norm}.weight", spec, spec.num_heads, norm, order),
-        key_norm=_qk_norm(source, f"{prefix}{names.key_norm}.weight", spec, spec.num_kv_heads, norm, order),
-        rules=ScoreRules(spec.window, spec.softcap, _sinks(source, prefix + names.sinks, spec)),
-    )
-
-
-def _sinks(source: WeightSource, name: str, spec: AttentionSpec) -> Tensor | None:
-    """Return the sinks [Hq] in float32, as the C++ kernels read them."""
-    return source.get(name, (spec.num_heads,)).float() if spec.sinks else None
-
-
-def _row_order(spec: AttentionSpec, order: Tensor) -> Tensor:
-    """Return [(Hq + 2 Hkv) * D]: `order` in each query and key head, identity for values."""
-    rows = torch.arange(spec.query_size + 2 * spec.kv_size).view(-1, spec.head_dim)
-    rows[: -spec.num_kv_heads] = rows[: -spec.num_kv_heads, order]
-    return rows.flatten()
-
-
-def _qk_norm(
-    source: WeightSource, name: str, spec: AttentionSpec, num_heads: int, norm: NormShape, order: Tensor | None
-) -> NormWeight | None:
-    if spec.qk_norm is QkNorm.NONE:
-        return None
-    heads = 1 if spec.qk_norm is QkNorm.HEAD else num_heads
-    weight = source.get(name, (heads * spec.head_dim,))
-    if order is not None:
-        weight = weight.view(heads, -1)[:, order.to(weight.device)].flatten()
-    if spec.qk_norm is QkNorm.WHOLE and norm.ranks.size > 1:
-        return NormOverRanks(norm.actual(weight), norm.eps, norm.ranks)
-    return norm.weight(weight)

@@ -11,19 +11,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine_worker.model.spec import Activation
+from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.part import Role
 from engine_worker.model.weights import WeightSource
 from kernels.scaled import Scaled
 
 NOTHING_QUANTIZED = "this layer does not take quantized inputs"
 Input = Tensor | Scaled  # plain, or quantized as the layer requires
-
-
-class Role(StrEnum):
-    QKV = "qkv"
-    OUT = "out"
-    GATE_UP = "gate_up"
-    DOWN = "down"
 
 
 class Split(StrEnum):
@@ -83,8 +77,8 @@ class Linear(Protocol):
     def __call__(self, x: Input) -> Tensor:
         """Return [T, outputs] for x [T, inputs], which is plain or quantized by `self.scaling`."""
 
-    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
-        """Return activation(gate) * up, [T, outputs / 2], where gate and up are the halves of the outputs.
+    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Input:
+        """Return gate and up, the halves of the outputs, combined as `gate` states: [T, outputs / 2].
 
         The result may be quantized by `scaling`, that of the next layer.
         """

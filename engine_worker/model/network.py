@@ -14,10 +14,12 @@ from torch import Tensor
 
 from engine_worker.model.devices import Device, DeviceStep, attach_device
 from engine_worker.model.kv_scales import read_kv_scales
-from engine_worker.model.layers import NormWeight, RotaryTable, load_attention
-from engine_worker.model.linear import Input, Linear, LinearMethod, LinearSpec, Role, Scaling
+from engine_worker.model.layers import NormWeight, RotaryTable
+from engine_worker.model.linear import Input, LinearMethod, Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantized, takes_sums
+from engine_worker.model.parts.load import load_mixer, load_mlp
+from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.quantization import dense_tensor, linear_method
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import LayerSpec, ModelSpec
@@ -26,29 +28,19 @@ from engine_worker.model.weights import WeightSource
 
 
 class DecoderLayer:
-    def __init__(
-        self,
-        model: ModelSpec,
-        weights: WeightSource,
-        method: LinearMethod,
-        index: int,
-        table: RotaryTable,
-        shapes: NormShapes,
-    ) -> None:
-        spec, names, hidden = model.layers[index], model.names, model.hidden_size
-        prefix = names.layer.format(index=index)
+    def __init__(self, spec: LayerSpec, source: LayerSource, shapes: NormShapes) -> None:
+        names = source.names
 
         def norm(name: str, is_there: bool, *, is_of_sum: bool = False) -> NormWeight | None:
             make = shapes.of_sum if is_of_sum else shapes.weight
-            return make(weights.get(f"{prefix}{name}.weight", (hidden,))) if is_there else None
+            return make(source.weights.get(f"{source.prefix}{name}.weight", (shapes.size,))) if is_there else None
 
-        is_summed = not shapes.takes_sums
-        self._index, self._residual_scale, self._activation = index, spec.residual_scale, spec.mlp.activation
-        self._before_attention = norm(names.before_attention, spec.norms_before, is_of_sum=index > 0)
-        self._attention = load_attention(weights, method, names, prefix, spec.attention, shapes, table, is_summed)
-        self._after_attention = norm(names.after_attention, spec.norms_after)
+        self._residual_scale = spec.residual_scale
+        self._before_mixer = norm(names.before_attention, spec.norms_before, is_of_sum=source.index > 0)
+        self._mixer = load_mixer(spec.mixer, source)
+        self._after_mixer = norm(names.after_attention, spec.norms_after)
         self._before_mlp = norm(names.before_mlp, spec.norms_before, is_of_sum=True)
-        self._gate_up, self._down = _mlp(weights, method, model, spec, prefix, is_summed)
+        self._mlp = load_mlp(spec.mlp, source)
         self._after_mlp = norm(names.after_mlp, spec.norms_after)
 
     def __call__(
@@ -62,16 +54,11 @@ class DecoderLayer:
             residual: [T, H].
             rows: int64 rows of the result that are needed; KV is stored for all rows.
         """
-        attention = self._attention
-        entering, residual = _enter(step, hidden, residual, self._before_attention, attention.qkv)
-        qkv = attention.qkv(entering)
-        step.rotate_and_store(qkv, attention, self._index)
-        hidden = attention.out(step.attend(qkv, attention.spec.scale, self._index, rows, attention.rules))
-        hidden = self._leave(step, hidden, self._after_attention)
+        entering, residual = _enter(step, hidden, residual, self._before_mixer, self._mixer.scaling)
+        hidden = self._leave(step, self._mixer(step, entering, rows), self._after_mixer)
         residual = residual if rows is None else residual[rows]
-        entering, residual = _enter(step, hidden, residual, self._before_mlp, self._gate_up)
-        hidden = self._down(self._gate_up.gated(entering, self._activation, self._down.scaling))
-        return self._leave(step, hidden, self._after_mlp), residual
+        entering, residual = _enter(step, hidden, residual, self._before_mlp, self._mlp.scaling)
+        return self._leave(step, self._mlp(entering), self._after_mlp), residual
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
         """Norm and scale what a part adds to the residual."""
@@ -81,37 +68,15 @@ class DecoderLayer:
 
 
 def _enter(
-    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None, linear: Linear
+    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None, scaling: Scaling
 ) -> tuple[Input, Tensor]:
-    """Return the input of a part whose first linear layer is `linear`, and the residual it adds to."""
+    """Return the input of a part, quantized by `scaling` if normed, and the residual it adds to."""
     if norm is not None:
-        if linear.scaling is Scaling.NONE:
+        if scaling is Scaling.NONE:
             return add_norm(step, hidden, residual, norm)
-        return add_norm_quantized(step, hidden, residual, norm, linear.scaling)
+        return add_norm_quantized(step, hidden, residual, norm, scaling)
     residual = residual + hidden
     return residual, residual
-
-
-def _mlp(
-    weights: WeightSource, method: LinearMethod, model: ModelSpec, layer: LayerSpec, prefix: str, is_summed: bool
-) -> tuple[Linear, Linear]:
-    names, hidden, inner, bias = model.names, model.hidden_size, layer.mlp.intermediate_size, layer.mlp.bias
-    gate_up = LinearSpec(
-        role=Role.GATE_UP,
-        names=tuple(prefix + name for name in names.gate_up),
-        outputs=(inner, inner),
-        inputs=hidden,
-        bias=bias,
-    )
-    down = LinearSpec(
-        role=Role.DOWN,
-        names=(prefix + names.down,),
-        outputs=(hidden,),
-        inputs=inner,
-        bias=bias,
-        is_summed=is_summed,
-    )
-    return method.load(gate_up, weights), method.load(down, weights)
 
 
 class Network:
@@ -139,7 +104,7 @@ class Network:
         method = method or linear_method(spec.quantization, weights.device.type, is_deterministic)
         names = spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
-        ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
+        ropes = dict.fromkeys(layer.mixer.rope for layer in spec.layers)
         device = self._embedding.device
         tables = {rope: RotaryTable.of(index, rope, spec.head_dim, max_len, device) for index, rope in enumerate(ropes)}
         shapes = NormShapes(
@@ -151,7 +116,20 @@ class Network:
             is_deterministic=is_deterministic,
         )
         self._layers = [
-            DecoderLayer(spec, weights, method, index, tables[layer.attention.rope], shapes)
+            DecoderLayer(
+                layer,
+                LayerSource(
+                    weights,
+                    method,
+                    names,
+                    names.layer.format(index=index),
+                    shapes,
+                    tables,
+                    index,
+                    is_summed=not shapes.takes_sums,
+                ),
+                shapes,
+            )
             for index, layer in enumerate(spec.layers)
         ]
         self._norm = shapes.of_sum(weights.get(names.norm, (spec.hidden_size,)))

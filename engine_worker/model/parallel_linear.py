@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_worker.model.linear import Head, Input, Linear, LinearMethod, LinearSpec, Scaling, Split
 from engine_worker.model.sharding import padded_head_rows
-from engine_worker.model.spec import Activation
+from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weights import WeightSource
 
@@ -30,7 +30,7 @@ class ReducedOver:
     def __call__(self, x: Input) -> Tensor:
         return self._all_reduce(self._linear(x))
 
-    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
+    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Input:
         raise NotImplementedError("gated layers are split by outputs")
 
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine_worker.model.spec import RopeScaling, RopeSpec
+from engine_worker.model.specs.attention import RopeScaling, RopeSpec
 
 
 def rotary_table(rope: RopeSpec, head_dim: int, max_len: int) -> Tensor:

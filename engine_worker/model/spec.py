@@ -1,144 +1,63 @@
 """The parts of a decoder-only network as frozen values, made by a family's file and used to build or size a network.
 
-    ModelSpec -> one LayerSpec per layer -> AttentionSpec, GatedMlpSpec
+    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py) and an MLP (specs/gated_mlp.py)
 
 A feature that a network lacks is a neutral value (no norm, a factor of 1), never a branch over families. NamesSpec has
 the names of the checkpoint's tensors.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Protocol
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 from engine_worker.kv.layout import KVGroup, KVLayout
+from engine_worker.model.specs.attention import AttentionSpec
+from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.names import NamesSpec
+from engine_worker.model.specs.part import Part, TensorSpec
 from engine_worker.model.weight_format import DENSE, WeightFormat
-
-
-class QkNorm(StrEnum):
-    """RMSNorm of queries and keys before the rotation."""
-
-    NONE = "none"
-    HEAD = "head"  # each head separately, one weight [head_dim] for all
-    WHOLE = "whole"  # all heads of a token together, weight [num_heads * head_dim]
-
-
-class Activation(StrEnum):
-    """The activation of a gated MLP's gate."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"  # torch's gelu(x, approximate="tanh")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are scaled; rotary.py computes them. The fields used depend on `kind`.
-
-    linear         factor
-    by_wavelength  factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
-    yarn           factor, beta_fast, beta_slow, original_max_position_embeddings, truncate, attention_factor
-    longrope       factors (one per frequency), attention_factor
-    """
-
-    kind: str
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0  # factor of cosines and sines
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueryScale:
-    """Factor of rotated queries: 1 + beta * ln(1 + floor(position / original_max_position_embeddings)), as Llama 4."""
-
-    beta: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeSpec:
-    """The rotary embedding of the first `dim` elements of a head; the others are not rotated.
-
-    Pairs are (i, i + dim / 2), or (2i, 2i + 1) if `interleaved`. `dim` 0: no positions (NoPE).
-    """
-
-    dim: int
-    theta: float = 10_000.0
-    scaling: RopeScaling | None = None
-    interleaved: bool = False
-    query_scale: QueryScale | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """The attention of one layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float  # factor of the scores, usually head_dim ** -0.5
-    rope: RopeSpec
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: QkNorm = QkNorm.NONE
-    window: int = 0  # tokens visible to a token, including itself; 0: all before it
-    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: unchanged
-    sinks: bool = False  # each query head has a learned logit that enters the softmax without a value
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """The size of a token's keys, or of its values."""
-        return self.num_kv_heads * self.head_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedMlpSpec:
-    """down(activation(gate(x)) * up(x))."""
-
-    intermediate_size: int
-    bias: bool = False
-    activation: Activation = Activation.SILU
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A layer, with norms before a part (on its input), after it (on what it adds), or both."""
+    """A mixer and an MLP, with norms before a part (on its input), after it (on what it adds), or both."""
 
-    attention: AttentionSpec
+    mixer: AttentionSpec
     mlp: GatedMlpSpec
     norms_before: bool = True
     norms_after: bool = False
     residual_scale: float = 1.0  # factor of what a part adds
 
+    def tensors(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
+        """Yield all tensors of the layer; names are relative to its prefix."""
+        for norm_before, norm_after, part in (
+            (names.before_attention, names.after_attention, self.mixer),
+            (names.before_mlp, names.after_mlp, self.mlp),
+        ):
+            if self.norms_before:
+                yield TensorSpec(f"{norm_before}.weight", (hidden,))
+            yield from part.tensors(names, hidden)
+            if self.norms_after:
+                yield TensorSpec(f"{norm_after}.weight", (hidden,))
 
-@dataclass(frozen=True, kw_only=True)
-class NamesSpec:
-    """The names of a checkpoint's tensors; several names of one layer are concatenated in this order."""
+    def share(self, rank: int, size: int) -> Self:
+        """Return the layer of one of `size` ranks."""
+        return replace(self, mixer=self.mixer.share(rank, size), mlp=self.mlp.share(rank, size))
 
-    layer: str = "model.layers.{index}."
-    embedding: str = "model.embed_tokens.weight"
-    norm: str = "model.norm.weight"
-    head: str = "lm_head.weight"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    out: str = "self_attn.o_proj"
-    query_norm: str = "self_attn.q_norm"
-    key_norm: str = "self_attn.k_norm"
-    sinks: str = "self_attn.sinks"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    before_attention: str = "input_layernorm"
-    after_attention: str = ""
-    before_mlp: str = "post_attention_layernorm"
-    after_mlp: str = ""
+    def parts(self, names: NamesSpec, hidden: int, rank: int, size: int) -> Iterator[tuple[str, Part]]:
+        """Yield a rank's part of each tensor; tensors that are not listed are replicated."""
+        yield from self.mixer.parts(names, hidden, rank, size)
+        yield from self.mlp.parts(names, hidden, rank, size)
+
+    def fits(self, size: int) -> bool:
+        """Return whether `size` ranks can share the layer."""
+        return self.mixer.fits(size) and self.mlp.fits(size)
+
+    @property
+    def sizes(self) -> str:
+        """The numbers that ranks divide, for messages."""
+        return f"{self.mixer.sizes}, {self.mlp.sizes}"
 
 
 class ModelShape(Protocol):
@@ -208,38 +127,22 @@ class ModelSpec:
 
     @property
     def num_heads(self) -> int:
-        return self.layers[0].attention.num_heads
+        return self.layers[0].mixer.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
+        return self.layers[0].mixer.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].attention.head_dim
+        return self.layers[0].mixer.head_dim
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        return tuple(layer.attention for layer in self.layers)
+        return tuple(layer.mixer for layer in self.layers)
 
     def num_parameters(self) -> int:
         first, end = self.head_rows or (0, self.vocab_size)
         embeddings = self.hidden_size * (self.vocab_size + (0 if self.tie_word_embeddings else end - first))
-        return embeddings + self.hidden_size + sum(self._layer_parameters(layer) for layer in self.layers)
-
-    def _layer_parameters(self, layer: LayerSpec) -> int:
-        attention, mlp, hidden = layer.attention, layer.mlp, self.hidden_size
-        query, kv, inner = attention.query_size, attention.kv_size, mlp.intermediate_size
-        norms = 2 * hidden * (layer.norms_before + layer.norms_after)
-        norms += _qk_norm_parameters(attention) + attention.sinks * attention.num_heads
-        biases = attention.qkv_bias * (query + 2 * kv) + attention.out_bias * hidden + mlp.bias * (2 * inner + hidden)
-        return hidden * (2 * query + 2 * kv) + 3 * hidden * inner + norms + biases
-
-
-def _qk_norm_parameters(attention: AttentionSpec) -> int:
-    sizes: Mapping[QkNorm, int] = {
-        QkNorm.NONE: 0,
-        QkNorm.HEAD: 2 * attention.head_dim,
-        QkNorm.WHOLE: attention.query_size + attention.kv_size,
-    }
-    return sizes[attention.qk_norm]
+        tensors = (tensor for layer in self.layers for tensor in layer.tensors(self.names, self.hidden_size))
+        return embeddings + self.hidden_size + sum(math.prod(tensor.shape) for tensor in tensors)

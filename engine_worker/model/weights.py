@@ -15,8 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine_worker.model.checkpoint import StoredTensor, is_ignored, is_shape, stored_tensors
-from engine_worker.model.checkpoint_tensors import Shape
-from engine_worker.model.sharding import NOTHING, Part
+from engine_worker.model.specs.part import NOTHING, Part, Shape
 from engine_worker.model.weight_upload import uploader
 
 # Random fp8 weights with deviation 0.02 are 82 in e4m3, whose maximum is 448.

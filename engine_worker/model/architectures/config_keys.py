@@ -4,14 +4,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine_worker.model.spec import Activation, RopeScaling, RopeSpec
+from engine_worker.model.specs.attention import RopeScaling, RopeSpec
+from engine_worker.model.specs.gated_mlp import GateKind
 
 Config = Mapping[str, Any]
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of layer types
 
 # transformers' names.
-_ACTIVATIONS = {Activation.SILU: ("silu",), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
+_ACTIVATIONS = {GateKind.SILU: ("silu",), GateKind.GELU_TANH: ("gelu_pytorch_tanh",)}
 
 _SCALING_KEYS = {
     "linear": ("factor",),
@@ -45,7 +46,7 @@ def number_of(config: Config, key: str, default: float = 0.0) -> float:
     return float(value)
 
 
-def refuse_unsupported(config: Config, has: Activation = Activation.SILU) -> None:
+def refuse_unsupported(config: Config, has: GateKind = GateKind.SILU) -> None:
     """Refuse any activation but the family's own, which would otherwise be replaced silently.
 
     Raises:

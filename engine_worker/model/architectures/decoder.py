@@ -12,7 +12,9 @@ from engine_worker.model.architectures.config_keys import (
     rope_of,
     token_ids,
 )
-from engine_worker.model.spec import Activation, AttentionSpec, GatedMlpSpec, LayerSpec, ModelSpec
+from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.specs.attention import AttentionSpec
+from engine_worker.model.specs.gated_mlp import SILU, GatedMlpSpec, GateSpec
 
 
 def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
@@ -29,15 +31,15 @@ def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
     return AttentionSpec(**{**usual, **changes})
 
 
-def mlp_spec(config: Config, *, bias: bool = False, activation: Activation = Activation.SILU) -> GatedMlpSpec:
+def mlp_spec(config: Config, *, bias: bool = False, gate: GateSpec = SILU) -> GatedMlpSpec:
     """Return the gated MLP of config.json's common keys."""
-    return GatedMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bias, activation=activation)
+    return GatedMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bias, gate=gate)
 
 
 def with_windows(spec: ModelSpec, windows: Sequence[int]) -> ModelSpec:
     """Return `spec` with one window per layer; 0: none."""
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, window=window))
+        replace(layer, mixer=replace(layer.mixer, window=window))
         for layer, window in zip(spec.layers, windows, strict=True)
     )
     return replace(spec, layers=layers)

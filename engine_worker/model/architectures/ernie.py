@@ -11,7 +11,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     bias = bool(config.get("use_bias"))
     rope = rope_of({"head_dim": 128, **config}, interleaved=True, default_theta=500_000.0)
     layer = LayerSpec(
-        attention=attention_spec({"head_dim": 128, **config}, rope=rope, qkv_bias=bias, out_bias=bias),
+        mixer=attention_spec({"head_dim": 128, **config}, rope=rope, qkv_bias=bias, out_bias=bias),
         mlp=mlp_spec(config, bias=bias),
     )
     return model_spec({"tie_word_embeddings": True, **config}, generation, layer)

@@ -17,7 +17,10 @@ from engine_worker.model.architectures.config_keys import (
 )
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.architectures.gguf_family import GgufFamily
-from engine_worker.model.spec import Activation, LayerSpec, ModelSpec, NamesSpec, QkNorm, RopeSpec
+from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.specs.attention import QkNorm, RopeSpec
+from engine_worker.model.specs.gated_mlp import GELU_TANH, GateKind
+from engine_worker.model.specs.names import NamesSpec
 
 NAMES = NamesSpec(
     after_attention="post_attention_layernorm",
@@ -59,7 +62,7 @@ GGUF = GgufFamily(
 
 def spec(config: Config, generation: Config) -> ModelSpec:
     config = {**DEFAULTS, **DEFAULTS_OF_TYPE[config["model_type"]], **config}
-    refuse_unsupported(config, Activation.GELU_TANH)
+    refuse_unsupported(config, GateKind.GELU_TANH)
     _refuse(config)
     is_third = config["model_type"] == "gemma3_text"
     pattern = positive_int({"sliding_window_pattern": 6, **config}, "sliding_window_pattern") if is_third else 2
@@ -67,7 +70,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     ropes = _ropes(config) if is_third else dict.fromkeys((FULL, SLIDING), rope_of(config))
     layers = tuple(
         LayerSpec(
-            attention=attention_spec(
+            mixer=attention_spec(
                 config,
                 rope=ropes[kind],
                 window=window,
@@ -77,7 +80,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
                 qkv_bias=bool(config.get("attention_bias")),
                 out_bias=bool(config.get("attention_bias")),
             ),
-            mlp=mlp_spec(config, activation=Activation.GELU_TANH),
+            mlp=mlp_spec(config, gate=GELU_TANH),
             norms_after=True,
         )
         for kind, window in zip(kinds, windows_of(config, kinds), strict=True)

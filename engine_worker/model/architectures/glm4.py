@@ -5,7 +5,8 @@ The first half of a head is rotated, in adjacent pairs. Gate and up are one tens
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
-from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec
+from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.specs.names import NamesSpec
 
 NAMES = NamesSpec(
     gate_up=("mlp.gate_up_proj",),
@@ -19,7 +20,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     refuse_windows(config)
     rope = rope_of({"partial_rotary_factor": 0.5, **config}, interleaved=True)
     layer = LayerSpec(
-        attention=attention_spec(config, rope=rope, qkv_bias=bool(config.get("attention_bias", True))),
+        mixer=attention_spec(config, rope=rope, qkv_bias=bool(config.get("attention_bias", True))),
         mlp=mlp_spec(config),
         norms_after=config["model_type"] == "glm4",
     )

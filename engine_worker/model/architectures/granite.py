@@ -15,7 +15,7 @@ def decoder(config: Config, generation: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     scale = float(config.get("attention_multiplier", 1.0))
     layer = LayerSpec(
-        attention=attention_spec(config, scale=scale, qkv_bias=bias, out_bias=bias),
+        mixer=attention_spec(config, scale=scale, qkv_bias=bias, out_bias=bias),
         mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
         residual_scale=float(config.get("residual_multiplier", 1.0)),
     )

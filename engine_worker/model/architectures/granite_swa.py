@@ -11,7 +11,8 @@ from engine_worker.model.architectures.config_keys import (
     rope_of,
     windows_of,
 )
-from engine_worker.model.spec import ModelSpec, RopeSpec
+from engine_worker.model.spec import ModelSpec
+from engine_worker.model.specs.attention import RopeSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
@@ -19,7 +20,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     kinds = layer_types_of(config, lambda index: index % 4 > 0)
     whole = granite.decoder(config, generation)
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, rope=rope, window=window, sinks=True))
+        replace(layer, mixer=replace(layer.mixer, rope=rope, window=window, sinks=True))
         for layer, rope, window in zip(whole.layers, _ropes(config), windows_of(config, kinds), strict=True)
     )
     return replace(whole, layers=layers)

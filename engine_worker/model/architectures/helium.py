@@ -10,7 +10,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     refuse_windows(config)
     rope = rope_of(config, interleaved=True, default_theta=100_000.0)
     layer = LayerSpec(
-        attention=attention_spec(config, rope=rope, qkv_bias=bool(config.get("attention_bias"))),
+        mixer=attention_spec(config, rope=rope, qkv_bias=bool(config.get("attention_bias"))),
         mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
     )
     return model_spec(config, generation, layer)

@@ -17,7 +17,7 @@ def decoder(config: Config, generation: Config) -> ModelSpec:
     refuse_unsupported(config)
     bias = bool(config.get("attention_bias"))
     layer = LayerSpec(
-        attention=attention_spec(config, qkv_bias=bias, out_bias=bias),
+        mixer=attention_spec(config, qkv_bias=bias, out_bias=bias),
         mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
     )
     return model_spec(config, generation, layer)

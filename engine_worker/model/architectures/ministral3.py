@@ -5,7 +5,8 @@ from dataclasses import replace
 from engine_worker.model.architectures import llama
 from engine_worker.model.architectures.config_keys import Config, number_of, positive_int
 from engine_worker.model.architectures.decoder import with_windows
-from engine_worker.model.spec import ModelSpec, QueryScale
+from engine_worker.model.spec import ModelSpec
+from engine_worker.model.specs.attention import QueryScale
 
 # Defaults of transformers' configuration class.
 _ROPE = {
@@ -19,7 +20,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     whole = llama.decoder(config, generation)
     scale = _query_scale(config["rope_parameters"])
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, query_scale=scale)))
+        replace(layer, mixer=replace(layer.mixer, rope=replace(layer.mixer.rope, query_scale=scale)))
         for layer in whole.layers
     )
     window = config.get("sliding_window") and positive_int(config, "sliding_window")

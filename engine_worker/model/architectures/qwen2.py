@@ -16,7 +16,7 @@ GGUF = GgufFamily(model_type="qwen2", class_name="Qwen2ForCausalLM")
 
 def spec(config: Config, generation: Config) -> ModelSpec:
     refuse_unsupported(config)
-    layer = LayerSpec(attention=attention_spec(config, qkv_bias=True), mlp=mlp_spec(config))
+    layer = LayerSpec(mixer=attention_spec(config, qkv_bias=True), mlp=mlp_spec(config))
     return with_windows(model_spec(config, generation, layer), last_windows_of(config))
 
 

@@ -9,7 +9,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     refuse_unsupported(config)
     refuse_windows(config)
     layer = LayerSpec(
-        attention=attention_spec(
+        mixer=attention_spec(
             {"head_dim": 128, **config},
             qkv_bias=bool(config.get("attention_bias", True)),
             out_bias=bool(config.get("attention_out_bias", False)),

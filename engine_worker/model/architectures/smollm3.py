@@ -10,7 +10,8 @@ from engine_worker.model.architectures.config_keys import (
     windows_of,
 )
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec, with_windows
-from engine_worker.model.spec import LayerSpec, ModelSpec, RopeSpec
+from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.specs.attention import RopeSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
@@ -18,10 +19,10 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     bias = bool(config.get("attention_bias"))
     rope = rope_of(config, default_theta=2_000_000.0)
     rotated = LayerSpec(
-        attention=attention_spec(config, rope=rope, qkv_bias=bias, out_bias=bias),
+        mixer=attention_spec(config, rope=rope, qkv_bias=bias, out_bias=bias),
         mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
     )
-    unrotated = replace(rotated, attention=replace(rotated.attention, rope=RopeSpec(dim=0)))
+    unrotated = replace(rotated, mixer=replace(rotated.mixer, rope=RopeSpec(dim=0)))
     whole = model_spec({"tie_word_embeddings": True, **config}, generation, rotated)
     interval = config.get("no_rope_layer_interval", 4)
     is_rotated = config.get("no_rope_layers") or [(index + 1) % interval for index in range(whole.num_layers)]

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec, Role
+from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec
+from engine_worker.model.specs.part import Role
 from engine_worker.model.weights import WeightSource
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
-from engine_worker.model.spec import Activation
+from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.dense import DenseLinear, gate_and_mul, serves
 from kernels.cpu.library import CpuLibrary, cpu_library
@@ -85,16 +85,16 @@ class CpuLinear:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
         return self._kernel(x, x.dtype)
 
-    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
+    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
         gate_up = self(x)
         if self._library is not None and serves(gate_up):
-            return gate_and_mul(self._library, gate_up, is_gelu=activation is not Activation.SILU)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return activated(gate, activation).mul_(up)
+            return gate_and_mul(self._library, gate_up, is_gelu=gate.kind is GateKind.GELU_TANH)
+        gates, ups = gate_up.chunk(2, dim=-1)
+        return activated(gates, gate.kind).mul_(ups)
 
 
-def activated(gate: Tensor, activation: Activation) -> Tensor:
-    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+def activated(gate: Tensor, kind: GateKind) -> Tensor:
+    return F.silu(gate) if kind is GateKind.SILU else F.gelu(gate, approximate="tanh")
 
 
 class CpuHead:

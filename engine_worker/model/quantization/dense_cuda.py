@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
-from engine_worker.model.spec import Activation
+from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import max_rows, tiles_for
@@ -41,9 +41,9 @@ class CudaLinear:
         outputs = skinny_linear(x, self.weight, tiles)
         return outputs if self.bias is None else outputs.add_(self.bias)
 
-    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
+    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        if activation is Activation.GELU_TANH:
+        if gate.kind is GateKind.GELU_TANH:
             return gelu_tanh_and_mul(self(x))
         tiles = tiles_for(self.weight, len(x), is_gated=True)
         if tiles is None or self.bias is not None:

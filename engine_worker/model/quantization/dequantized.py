@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from engine_worker.model.sharding import Part
+from engine_worker.model.specs.part import Part
 from engine_worker.model.weight_format import (
     BLOCK,
     INPUT_SCALE,

@@ -12,12 +12,13 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec, Role
+from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import (
     DequantizedWeights,
     read_fp8,
 )
+from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import BLOCK, Fp8Scheme, ScalePer, WeightFormat
 from engine_worker.model.weights import WeightSource, joined
 from kernels.scaled import quantize_rows_reference

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from engine_worker.model.linear import Input, Scaling
-from engine_worker.model.spec import Activation
+from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.fp8_tiles import fp8_tiles, max_fp8_rows
@@ -70,9 +70,9 @@ class Fp8Linear:
             outputs = _library_kernel(rows, self._weight)
         return outputs if self._bias is None else outputs.add_(self._bias)
 
-    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
+    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Input:
         rows = self._quantized(x)
-        if activation is Activation.GELU_TANH:
+        if gate.kind is GateKind.GELU_TANH:
             return _quantized_by(scaling, gelu_tanh_and_mul(self(rows)))
         outputs = self._own_kernel(rows, is_gated=True) if self._bias is None else None
         if outputs is not None:

@@ -10,10 +10,11 @@ import logging
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTIZED, Head, Input, Linear, LinearMethod, LinearSpec, Role, Scaling
+from engine_worker.model.linear import NOTHING_QUANTIZED, Head, Input, Linear, LinearMethod, LinearSpec, Scaling
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.stored_blocks import StoredBlocks
-from engine_worker.model.spec import Activation
+from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
+from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
@@ -22,7 +23,7 @@ from kernels.cpu.linear import Gate, GroupedWeight, PackedLinear, joined_rows, l
 
 logger = logging.getLogger("worker")
 
-_GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
+_GATES = {GateKind.SILU: Gate.SILU, GateKind.GELU_TANH: Gate.GELU_TANH}
 _DTYPES = (torch.bfloat16, torch.float32)  # supported by the library
 
 
@@ -104,9 +105,9 @@ class GroupedLinear:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
         return self._packed(_served(x)).to(x.dtype)
 
-    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
+    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        return self._packed(_served(x), gate=_GATES[activation]).to(x.dtype)
+        return self._packed(_served(x), gate=_GATES[gate.kind]).to(x.dtype)
 
 
 class GroupedHead:

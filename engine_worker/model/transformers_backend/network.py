@@ -16,7 +16,7 @@ from engine_worker.model.devices import Device, attach_device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.sharding import check_one_rank
-from engine_worker.model.spec import AttentionSpec
+from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.transformers_backend.attention import CurrentStep, LayerAttention
 from engine_worker.model.transformers_backend.library import skeleton

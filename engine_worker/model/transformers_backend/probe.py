@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engine_worker.model.spec import AttentionSpec, RopeSpec
+from engine_worker.model.specs.attention import AttentionSpec, RopeSpec
 from engine_worker.model.transformers_backend.library import ModelNotServed, in_short
 from engine_worker.model.transformers_backend.split import split_head
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.network import Network
-from engine_worker.model.sharding import Part
+from engine_worker.model.specs.part import Part
 from engine_worker.model.weights import RandomWeights
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import NATIVE

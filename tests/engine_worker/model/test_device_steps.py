@@ -20,7 +20,8 @@ from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import CpuLinear
 from engine_worker.model.served_model import LogitsOf
-from engine_worker.model.spec import Activation, ModelShape
+from engine_worker.model.spec import ModelShape
+from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
@@ -102,9 +103,9 @@ def test_devices_give_the_same_logits_and_cache(
     ("head_dim", "is_served"), [(64, True), (80, True), (96, True), (128, True), (256, True), (512, False)]
 )
 def test_unsupported_head_dim_error_names_the_kernel(head_dim: int, is_served: bool, tmp_path: Path) -> None:
-    shape = replace(spec_from_directory(write_model(tmp_path)).layers[0].attention, head_dim=head_dim)
+    shape = replace(spec_from_directory(write_model(tmp_path)).layers[0].mixer, head_dim=head_dim)
     spec = spec_from_directory(tmp_path)
-    spec = replace(spec, layers=(replace(spec.layers[0], attention=shape),))
+    spec = replace(spec, layers=(replace(spec.layers[0], mixer=shape),))
     refuse_attention(spec.attentions, "bfloat16", "cpu")
     refused = pytest.raises(ValueError, match=f"even head size of at most 256; this model's is {head_dim}")
     with nullcontext() if is_served else refused:
@@ -124,8 +125,8 @@ def test_windows_caps_and_gates_match_on_all_devices(
     spec = spec_from_directory(directory)
     assert {attention.window for attention in spec.attentions} - {0}
     # Windows end inside the prompt of 30 tokens, in blocks of 8.
-    shorter = [replace(each.attention, window=min(each.attention.window, 11)) for each in spec.layers]
-    layers = [replace(each, attention=attention) for each, attention in zip(spec.layers, shorter, strict=True)]
+    shorter = [replace(each.mixer, window=min(each.mixer.window, 11)) for each in spec.layers]
+    layers = [replace(each, mixer=attention) for each, attention in zip(spec.layers, shorter, strict=True)]
     short = replace(spec, layers=tuple(layers))
     on_cpu, cpu_pool = logits_and_pool(Network(short, weights, max_len=256), device_class)
     as_on_cuda = Network(short, weights, max_len=256, method=linear_method(DENSE, "cuda"))
@@ -139,9 +140,9 @@ def test_last_layer_computes_only_wanted_tokens(model: Network, monkeypatch: pyt
     rows: list[int] = []
     gated = CpuLinear.gated
 
-    def count(gate_up: CpuLinear, x: Input, activation: Activation, scaling: Scaling) -> torch.Tensor:
+    def count(gate_up: CpuLinear, x: Input, gate: GateSpec, scaling: Scaling) -> torch.Tensor:
         rows.append(len(x))
-        return gated(gate_up, x, activation, scaling)
+        return gated(gate_up, x, gate, scaling)
 
     monkeypatch.setattr(CpuLinear, "gated", count)
     logits, pool = logits_and_pool(model, CpuDevice)

@@ -20,7 +20,8 @@ from engine_worker.model.quantization import dense, linear_method
 from engine_worker.model.quantization.dense_cpu import CpuLinear
 from engine_worker.model.quantization.fp8 import Fp8Method
 from engine_worker.model.sharding import valid_tensor_parallel_sizes
-from engine_worker.model.spec import Activation, ModelSpec, kv_layout
+from engine_worker.model.spec import ModelSpec, kv_layout
+from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from kernels.fp8_kv import KVScales
@@ -74,9 +75,9 @@ class ReferenceLinear:
         assert isinstance(x, Tensor)
         return self._linear(x)
 
-    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
+    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
         assert self.is_gated
-        return self._linear.gated(x, activation, scaling)
+        return self._linear.gated(x, gate, scaling)
 
 
 def source_of(directory: Path) -> SafetensorsWeights:

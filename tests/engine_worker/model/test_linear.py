@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.linear import Input, Linear, LinearSpec, Role, Scaling, Split
+from engine_worker.model.linear import Input, Linear, LinearSpec, Scaling, Split
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import CpuHead
-from engine_worker.model.spec import Activation
+from engine_worker.model.specs.gated_mlp import SILU, GateSpec
+from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import RandomWeights, WeightSource
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
@@ -38,10 +39,10 @@ class Int8Linear:
         assert isinstance(x, Tensor)
         return F.linear(x, self._weight * self._scale)
 
-    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
-        assert activation is Activation.SILU
-        gate, up = self(x).chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
+        assert gate == SILU
+        gates, up = self(x).chunk(2, dim=-1)
+        return F.silu(gates) * up
 
 
 class Int8Method:
@@ -72,7 +73,7 @@ def test_new_weight_format_needs_only_a_linear_method(tmp_path: Path) -> None:
     assert not torch.equal(dense, stored)
     # int8 weights have an error of 1 / 254 of a row's largest, which is about 3 deviations.
     assert float((dense - stored).std()) < 0.05 * float(dense.std())
-    assert [linear.role for linear in method.loaded] == [*Role] * spec.num_layers
+    assert [linear.role for linear in method.loaded] == [Role.QKV, Role.OUT, Role.GATE_UP, Role.DOWN] * spec.num_layers
     linear_elements = sum(sum(linear.outputs) * linear.inputs for linear in method.loaded)
     norms = spec.hidden_size * (2 * spec.num_layers + 1)
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
@@ -94,7 +95,7 @@ def test_rows_and_biases_follow_the_requested_order(names: tuple[str, ...], outp
 
 def test_row_parallel_layers_are_summed_over_ranks() -> None:
     spec: dict[str, Any] = {"names": ("a",), "outputs": (8,), "inputs": 8, "bias": False}
-    splits = {role: LinearSpec(role=role, **spec).split for role in Role}
+    splits = {role: LinearSpec(role=role, **spec).split for role in Role if role is not Role.HEAD}
     assert [role for role, split in splits.items() if split is Split.INPUTS] == [Role.OUT, Role.DOWN]
 
 

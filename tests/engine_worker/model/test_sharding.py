@@ -11,7 +11,6 @@ from engine_worker.model.architectures import MODULES, spec_from_json
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.preflight import check_files
 from engine_worker.model.sharding import (
-    Part,
     check_tensor_parallel_size,
     padded_head_rows,
     sharded,
@@ -19,6 +18,7 @@ from engine_worker.model.sharding import (
     valid_tensor_parallel_sizes,
 )
 from engine_worker.model.spec import ModelSpec, kv_layout
+from engine_worker.model.specs.part import Part
 from tests.engine_worker.execution.reference import write_model
 
 SHAPE = {

@@ -1,0 +1,92 @@
+"""Attention with its linear layers: a mixer of a layer."""
+
+import torch
+from torch import Tensor
+
+from engine_worker.model.devices import DeviceStep
+from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormShape, NormWeight
+from engine_worker.model.linear import Input, LinearSpec
+from engine_worker.model.parts.source import LayerSource
+from engine_worker.model.rotary import rotary_order
+from engine_worker.model.specs.attention import AttentionSpec, QkNorm
+from engine_worker.model.specs.part import Role
+from engine_worker.model.weights import WeightSource
+from kernels.attention.score_rules import ScoreRules
+
+
+class Attention:
+    """The attention of one layer."""
+
+    def __init__(self, weights: AttentionWeights, layer: int) -> None:
+        """Hold the weights; `layer` is the layer's place in the KV pool."""
+        self._weights, self._layer = weights, layer
+        self.scaling = weights.qkv.scaling
+
+    def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
+        """Store the KV of all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
+        weights = self._weights
+        qkv = weights.qkv(x)
+        step.rotate_and_store(qkv, weights, self._layer)
+        return weights.out(step.attend(qkv, weights.spec.scale, self._layer, rows, weights.rules))
+
+
+def load_attention(spec: AttentionSpec, source: LayerSource) -> Attention:
+    """Load attention, with query and key rows, biases and norms in the order of rotary.py.
+
+    Raises:
+        ValueError: If a tensor is missing or has another shape.
+    """
+    names, prefix, norm, weights = source.names, source.prefix, source.norm, source.weights
+    order = rotary_order(spec.rope, spec.head_dim)
+    qkv = LinearSpec(
+        role=Role.QKV,
+        names=tuple(prefix + name for name in names.qkv),
+        outputs=(spec.query_size, spec.kv_size, spec.kv_size),
+        inputs=norm.size,
+        bias=spec.qkv_bias,
+        row_order=None if order is None else _row_order(spec, order),
+    )
+    out = LinearSpec(
+        role=Role.OUT,
+        names=(prefix + names.out,),
+        outputs=(norm.size,),
+        inputs=spec.query_size,
+        bias=spec.out_bias,
+        is_summed=source.is_summed,
+    )
+    loaded = AttentionWeights(
+        spec=spec,
+        table=source.tables[spec.rope],
+        qkv=source.method.load(qkv, weights),
+        out=source.method.load(out, weights),
+        query_norm=_qk_norm(weights, f"{prefix}{names.query_norm}.weight", spec, spec.num_heads, norm, order),
+        key_norm=_qk_norm(weights, f"{prefix}{names.key_norm}.weight", spec, spec.num_kv_heads, norm, order),
+        rules=ScoreRules(spec.window, spec.softcap, _sinks(weights, prefix + names.sinks, spec)),
+    )
+    return Attention(loaded, source.index)
+
+
+def _sinks(source: WeightSource, name: str, spec: AttentionSpec) -> Tensor | None:
+    """Return the sinks [Hq] in float32, as the C++ kernels read them."""
+    return source.get(name, (spec.num_heads,)).float() if spec.sinks else None
+
+
+def _row_order(spec: AttentionSpec, order: Tensor) -> Tensor:
+    """Return [(Hq + 2 Hkv) * D]: `order` in each query and key head, identity for values."""
+    rows = torch.arange(spec.query_size + 2 * spec.kv_size).view(-1, spec.head_dim)
+    rows[: -spec.num_kv_heads] = rows[: -spec.num_kv_heads, order]
+    return rows.flatten()
+
+
+def _qk_norm(
+    source: WeightSource, name: str, spec: AttentionSpec, num_heads: int, norm: NormShape, order: Tensor | None
+) -> NormWeight | None:
+    if spec.qk_norm is QkNorm.NONE:
+        return None
+    heads = 1 if spec.qk_norm is QkNorm.HEAD else num_heads
+    weight = source.get(name, (heads * spec.head_dim,))
+    if order is not None:
+        weight = weight.view(heads, -1)[:, order.to(weight.device)].flatten()
+    if spec.qk_norm is QkNorm.WHOLE and norm.ranks.size > 1:
+        return NormOverRanks(norm.actual(weight), norm.eps, norm.ranks)
+    return norm.weight(weight)

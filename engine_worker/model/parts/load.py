@@ -1,0 +1,51 @@
+"""Load the mixer and the MLP of a layer: one line per kind of spec."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine_worker.model.devices import DeviceStep
+from engine_worker.model.linear import Input, Scaling
+from engine_worker.model.parts.attention import load_attention
+from engine_worker.model.parts.gated_mlp import load_gated_mlp
+from engine_worker.model.parts.source import LayerSource
+from engine_worker.model.specs.attention import AttentionSpec
+from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.part import PartSpec
+
+
+class Mixer(Protocol):
+    """The part of a layer that reads other tokens."""
+
+    scaling: Scaling  # of its inputs
+
+    def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
+        """Return [N, H] for x [T, H]: the outputs of `rows`, or of all."""
+
+
+class Mlp(Protocol):
+    """The part of a layer that computes each token alone."""
+
+    scaling: Scaling  # of its inputs
+
+    def __call__(self, x: Input) -> Tensor:
+        """Return [T, H] for x [T, H]."""
+
+
+_MIXERS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mixer]] = {AttentionSpec: load_attention}
+_MLPS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mlp]] = {GatedMlpSpec: load_gated_mlp}
+
+
+def load_mixer(spec: PartSpec, source: LayerSource) -> Mixer:
+    """Load the mixer of a layer.
+
+    Raises:
+        ValueError: If a tensor is missing or has another shape.
+    """
+    return _MIXERS[type(spec)](spec, source)
+
+
+def load_mlp(spec: PartSpec, source: LayerSource) -> Mlp:
+    """Load the MLP of a layer; raises as load_mixer()."""
+    return _MLPS[type(spec)](spec, source)

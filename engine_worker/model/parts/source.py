@@ -1,0 +1,35 @@
+"""What the parts of a layer are loaded from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine_worker.model.layers import NormShape, RotaryTable
+from engine_worker.model.linear import LinearMethod
+from engine_worker.model.specs.attention import RopeSpec
+from engine_worker.model.specs.names import NamesSpec
+from engine_worker.model.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """The weights of one layer.
+
+    Attributes:
+        weights: The checkpoint.
+        method: Loads linear layers.
+        names: Names of the checkpoint's tensors.
+        prefix: Prefix of the layer's names.
+        norm: What the norms share.
+        tables: Rotary tables of the network.
+        index: Index of the layer.
+        is_summed: A part's last linear layer sums over the ranks; otherwise the next norm does.
+    """
+
+    weights: WeightSource
+    method: LinearMethod
+    names: NamesSpec
+    prefix: str
+    norm: NormShape
+    tables: Mapping[RopeSpec, RotaryTable]
+    index: int
+    is_summed: bool = True
