@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.apis.anthropic.dialect import DIALECT
 from gateway.apis.chat import routes as completions
 from gateway.apis.models import routes as models
 from gateway.apis.registry import ALL_KINDS
@@ -18,14 +19,14 @@ from gateway.apis.tokenize import routes as tokenize
 from gateway.auth.access import Access, authenticate
 from gateway.batches.driver.selection import BATCHES, BatchService
 from gateway.http import admin, kv, page
-from gateway.http.admin import OPERATIONS_OF_ALL
 from gateway.http.descriptors import watch_descriptors
+from gateway.http.dialect import DIALECTS
+from gateway.http.middlewares import admit, charge, errors_to_json, identify, measure, set_headers, trace, write_out
 from gateway.http.openapi import Operation
-from gateway.http.routing import OtherUrls, expect_continue
+from gateway.http.routing import serve_operations
 from gateway.http.state import STATE, GatewayState
 from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
-from gateway.middlewares import admit, charge, errors_to_json, identify, measure, set_headers, trace, write_out
 from gateway.model_service import ModelOptions
 from gateway.pipeline.answer_kind import KINDS
 from gateway.routes import batches, files
@@ -114,6 +115,7 @@ def create_app(
         ],
     )
     app[KINDS] = ALL_KINDS
+    app[DIALECTS] = (DIALECT,)
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
     groups = [*ALWAYS_SERVED]
@@ -122,10 +124,7 @@ def create_app(
     if settings.files_dir is not None:
         app[BATCHES] = BatchService(settings, app[STATE], access)
         groups += [files, batches]
-    operations = operations_of(*groups)
-    app.add_routes([web.route(op.method, op.path, op.handler, expect_handler=expect_continue) for op in operations])
-    app.router.register_resource(OtherUrls())
-    app[OPERATIONS_OF_ALL] = operations
+    serve_operations(app, operations_of(*groups))
     state = app[STATE]
     runs = [_run("load_models", state.load_models, may_return=lambda: True), _run("stream_watch", state.watch.run)]
     runs.append(_run("key_watch", access.watch, may_return=lambda: not access.has_file))

@@ -17,14 +17,16 @@ from gateway.answer_shapes import ReadinessBody, StateBody, StoreReadinessBody, 
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.fleet import Readiness, overall
-from gateway.http.openapi import MODEL_PARAMETER, TEXT, Operation, Parameter, describe
+from gateway.http.openapi import MODEL_PARAMETER, STATIC, TEXT, Operation, Parameter, describe
+from gateway.http.routing import OPERATIONS as ALL_OPERATIONS
 from gateway.http.state import STATE, GatewayState
 from gateway.model_service import ModelService
 from gateway.store.inference_client import StoreUnavailable
 
 OPENMETRICS = "application/openmetrics-text"
 _ALL_QUEUES = "all"
-OPERATIONS_OF_ALL = web.AppKey("OPERATIONS_OF_ALL", tuple[Operation, ...])  # those served, set by app.py
+_WITHOUT_KEY = "probes have no key"
+_FOR_OPERATORS = "operators need it when a key has no budget left"
 
 
 async def health(request: web.Request) -> web.Response:
@@ -90,7 +92,7 @@ async def show_version(request: web.Request) -> web.Response:
 
 
 async def show_description(request: web.Request) -> web.Response:
-    return web.Response(body=_document(request.app[OPERATIONS_OF_ALL]), content_type="application/json")
+    return web.Response(body=_document(tuple(request.app[ALL_OPERATIONS].values())), content_type="application/json")
 
 
 @cache  # takes 50 ms of CPU; a process with many gateways, as in tests, builds it once
@@ -131,8 +133,18 @@ OPERATIONS = (
         other_statuses=(503,),
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),
+        uncharged=_FOR_OPERATORS,
     ),
-    Operation("GET", "/livez", livez, "Liveness of the process", answer=StateBody, other_statuses=(503,), is_open=True),
+    Operation(
+        "GET",
+        "/livez",
+        livez,
+        "Liveness of the process",
+        answer=StateBody,
+        other_statuses=(503,),
+        is_open=True,
+        uncharged=_WITHOUT_KEY,
+    ),
     Operation(
         "GET",
         "/ready",
@@ -142,6 +154,7 @@ OPERATIONS = (
         other_statuses=(503,),
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),
+        uncharged=_FOR_OPERATORS,
     ),
     Operation(
         "GET",
@@ -152,8 +165,11 @@ OPERATIONS = (
         other_statuses=(503,),
         parameters=(Parameter(name="all", where="query", description="true: every model must be ready, not just one"),),
         is_open=True,
+        uncharged=_WITHOUT_KEY,
     ),
-    Operation("GET", "/metrics", metrics, "Prometheus metrics", media=(TEXT, OPENMETRICS)),
-    Operation("GET", "/version", show_version, "Version of this gateway", answer=VersionBody),
-    Operation("GET", "/openapi.json", show_description, "OpenAPI description of this API", answer=dict),
+    Operation("GET", "/metrics", metrics, "Prometheus metrics", media=(TEXT, OPENMETRICS), uncharged=_FOR_OPERATORS),
+    Operation("GET", "/version", show_version, "Version of this gateway", answer=VersionBody, uncharged=_FOR_OPERATORS),
+    Operation(
+        "GET", "/openapi.json", show_description, "OpenAPI description of this API", answer=dict, uncharged=STATIC
+    ),
 )

@@ -37,6 +37,7 @@ OPENAPI_VERSION = "3.1.0"
 JSON = "application/json"
 TEXT = "text/plain"
 EVENTS = "text/event-stream"
+STATIC = "static bytes"  # a reason not to charge a request
 BODY_ERRORS: tuple[type[GatewayError], ...] = (InvalidRequest, RequestTimeout, BodyTooLarge, UnsupportedMediaType)
 INFERENCE_ERRORS: tuple[type[GatewayError], ...] = (
     ModelNotFound,
@@ -98,6 +99,9 @@ class Operation:
     errors: tuple[type[GatewayError], ...] = ()
     parameters: tuple[Parameter, ...] = ()
     is_open: bool = False  # needs no API key
+    uncharged: str = ""  # why it does not count as a request of its key; "": it does
+    generates: bool = False  # refused for a key in debt, except with an Idempotency-Key, which may name a stored answer
+    is_admitted: bool = False  # an open request: a stream, or a body as long as one
 
     def below(self, prefix: str) -> "Operation":
         return replace(self, path=prefix + self.path)
@@ -115,6 +119,7 @@ def answering(
     return Operation(
         "POST", path, handler, summary,
         body=body, answer=answer, media=media, errors=INFERENCE_ERRORS, parameters=KEEPING_PARAMETERS,
+        generates=True, is_admitted=True,
     )  # fmt: skip
 
 

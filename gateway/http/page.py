@@ -10,7 +10,7 @@ from importlib.resources import files
 from aiohttp import web
 
 from gateway.errors import UnknownUrl
-from gateway.http.openapi import Operation
+from gateway.http.openapi import STATIC, Operation
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
@@ -45,8 +45,14 @@ def _part(name: str) -> web.Response:
 
 
 OPERATIONS = (
-    Operation("GET", "/", show_page, "The live page", media=("text/html",)),
+    Operation("GET", "/", show_page, "The live page", media=("text/html",), uncharged=STATIC),
     Operation(
-        "GET", "/ui/{name}", show_part, "A file of the live page", media=tuple(_TYPES.values()), errors=(UnknownUrl,)
+        "GET",
+        "/ui/{name}",
+        show_part,
+        "A file of the live page",
+        media=tuple(_TYPES.values()),
+        errors=(UnknownUrl,),
+        uncharged=STATIC,
     ),
 )

@@ -6,18 +6,35 @@ URLs have a route too.
 """
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
+from gateway.http.openapi import Operation
+
 UNKNOWN_ROUTE = "unknown"
+OPERATIONS = web.AppKey("OPERATIONS", Mapping[tuple[str, str], Operation])  # by method and path
 
 
 def route_name(request: web.Request) -> str:
     """Return the matched route pattern, for metric labels and logs; never the URL."""
     resource = request.match_info.route.resource
     return UNKNOWN_ROUTE if resource is None or resource.name == UNKNOWN_ROUTE else resource.canonical
+
+
+def operation_of(request: web.Request) -> Operation | None:
+    """Return the operation of a request; None if its URL or method is unknown."""
+    return request.app[OPERATIONS].get((request.method, route_name(request)))
+
+
+def serve_operations(app: web.Application, operations: Iterable[Operation]) -> None:
+    """Add the routes of operations, and one for all other URLs."""
+    app[OPERATIONS] = {(operation.method, operation.path): operation for operation in operations}
+    for operation in app[OPERATIONS].values():
+        app.router.add_route(operation.method, operation.path, operation.handler, expect_handler=expect_continue)
+    app.router.register_resource(OtherUrls())
 
 
 class OtherUrls(web.PlainResource):

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.__main__ import new_event_loop
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access
-from gateway.http.routing import UNKNOWN_ROUTE
+from gateway.http.routing import OPERATIONS, UNKNOWN_ROUTE
 from gateway.http.state import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelService, model_options
@@ -58,6 +58,7 @@ class Gateway:
         self.state = app[STATE]
         known = [route for route in app.router.routes() if route.name != UNKNOWN_ROUTE]
         self.routes = [(route.method, route.resource.canonical) for route in known if route.resource]
+        self.operations = app[OPERATIONS].values()
         self.engine = engine
         self.session = session
         self.port = port

@@ -2,7 +2,7 @@
 
 The order of a stream's events: message_start, then for each block (thinking, text, tool_use) content_block_start,
 content_block_delta ..., content_block_stop, then message_delta (stop_reason, usage), message_stop. An error is the
-stream's last event. There is one choice. speaks_anthropic() decides which requests use this format.
+stream's last event. There is one choice.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import web
 
 from gateway.apis.anthropic.blocks import CALL_ID_PREFIX
 from gateway.errors import ContextLengthExceeded, GatewayError
@@ -21,8 +20,6 @@ from gateway.text.parsers.message import ToolCallDelta
 from shared.logs import request_id as log_request_id
 from shared.messages import FinishReason
 
-ANTHROPIC_ID_HEADER = "request-id"
-_VERSION_HEADER = "anthropic-version"  # every request of Anthropic's clients has it
 _ID_PREFIX = "req_"
 # kind of block -> the field of its text, and the type of its deltas
 _FIELDS = {
@@ -192,13 +189,6 @@ class AnthropicFormat(ResponseFormat):
 
     def _block_stop(self) -> bytes:
         return named_event("content_block_stop", {"type": "content_block_stop", "index": self._num_begun - 1})
-
-
-def speaks_anthropic(request: web.Request) -> bool:
-    """Return whether the header selects this API, for paths that OpenAI has too."""
-    if request.path.startswith("/v1/messages"):
-        return True
-    return request.path.startswith(("/v1/models", "/models")) and _VERSION_HEADER in request.headers
 
 
 def anthropic_id(request_id: str) -> str:

@@ -73,7 +73,15 @@ OPERATIONS = (
         body=CompletionBody,
         answer=TextCompletionBody,
     ),
-    Operation("POST", "/v1/embeddings", refuse, "Not supported", answer=ErrorBody, status=NotServed.status),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        refuse,
+        "Not supported",
+        answer=ErrorBody,
+        status=NotServed.status,
+        uncharged="refused without reading the body",
+    ),
     answering(
         "/v1/messages",
         create_message,

@@ -1,24 +1,19 @@
 """GET /v1/models and /v1/models/{id}, also without /v1 for clients that omit it.
 
-Clients that send `anthropic-version` get Anthropic's format.
+A header may select the format of another API (http/dialect.py).
 """
 
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
 
 from gateway.answer_shapes import ModelBody, ModelListBody
-from gateway.apis.anthropic.format import speaks_anthropic
 from gateway.auth.access import ACCOUNT
-from gateway.errors import InvalidRequest, ModelNotFound
+from gateway.errors import ModelNotFound
+from gateway.http.dialect import dialect_of
 from gateway.http.openapi import Operation
-from gateway.http.query_fields import query_number
 from gateway.http.state import STATE
 from gateway.model_service import ModelService
-
-DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # Anthropic's
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -26,8 +21,9 @@ async def list_models(request: web.Request) -> web.Response:
     state = request.app[STATE]
     named = [(service, name) for service in state.models.of(request[ACCOUNT]) for name in service.options.names]
     shown = [_shown(request, service, name) for service, name in named]
-    if speaks_anthropic(request):
-        return web.json_response(_anthropic_page(shown, request.query))
+    dialect = dialect_of(request)
+    if dialect is not None and dialect.list_models is not None:
+        return web.json_response(dialect.list_models(shown, request.query))
     return web.json_response({"object": "list", "data": shown})
 
 
@@ -39,8 +35,9 @@ async def retrieve_model(request: web.Request) -> web.Response:
 def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, Any]:
     started_at = request.app[STATE].started_at_unix
     max_model_len = service.limits(service.model).max_model_len if service.model else None  # not loaded yet
-    if speaks_anthropic(request):
-        return _anthropic_info(name, started_at, max_model_len)
+    dialect = dialect_of(request)
+    if dialect is not None and dialect.show_model is not None:
+        return dialect.show_model(name, started_at, max_model_len)
     defaults = service.model.defaults if service.model else {}
     return {
         "id": name,
@@ -54,46 +51,18 @@ def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, 
     }
 
 
-def _anthropic_info(name: str, started_at: int, max_model_len: int | None) -> dict[str, Any]:
-    """Return a model in Anthropic's format; `created_at` is the gateway's start, as release dates are unknown."""
-    return {
-        "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": datetime.fromtimestamp(started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "lifecycle": "active",
-        "max_input_tokens": max_model_len,
-        "max_tokens": max_model_len,
-    }
-
-
-def _anthropic_page(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the models after `after_id`, or the last ones before `before_id`. Raise InvalidRequest."""
-    limit = query_number(query, "limit", 1, MAX_LIMIT) or DEFAULT_LIMIT
-    after, before = _place(infos, query, "after_id"), _place(infos, query, "before_id")
-    there = infos[0 if after is None else after + 1 : before]
-    chosen = there[:limit] if before is None else there[-limit:]
-    return {
-        "data": list(chosen),
-        "has_more": len(there) > limit,
-        "first_id": chosen[0]["id"] if chosen else None,
-        "last_id": chosen[-1]["id"] if chosen else None,
-    }
-
-
-def _place(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str], name: str) -> int | None:
-    given = query.get(name)
-    if not given:
-        return None
-    for index, info in enumerate(infos):
-        if info["id"] == given:
-            return index
-    raise InvalidRequest(f"{name}: {given[:100]!r} is not a model of this list.", param=name)
-
-
+_REASON = "names from memory"
 _OPERATIONS = (
-    Operation("GET", "/models", list_models, "List the models", answer=ModelListBody),
+    Operation("GET", "/models", list_models, "List the models", answer=ModelListBody, uncharged=_REASON),
     # {id:.+}: names such as organization/model contain slashes
-    Operation("GET", "/models/{id:.+}", retrieve_model, "Retrieve a model", answer=ModelBody, errors=(ModelNotFound,)),
+    Operation(
+        "GET",
+        "/models/{id:.+}",
+        retrieve_model,
+        "Retrieve a model",
+        answer=ModelBody,
+        errors=(ModelNotFound,),
+        uncharged=_REASON,
+    ),
 )
 OPERATIONS = tuple(operation.below(prefix) for prefix in ("/v1", "") for operation in _OPERATIONS)

@@ -105,6 +105,7 @@ OPERATIONS = (
         "Retrieve a kept request: its state, and its answer after its end",
         answer=RequestBody,
         errors=_ERRORS,
+        is_admitted=True,
     ),
     Operation(
         "DELETE", "/v1/requests/{id}", cancel_request, "Cancel a kept request", answer=RequestBody, errors=_ERRORS
@@ -120,5 +121,6 @@ OPERATIONS = (
         parameters=(
             Parameter(name=HEADER, where="header", description="Id of the last event that the client received"),
         ),
+        is_admitted=True,
     ),
 )

@@ -141,6 +141,7 @@ OPERATIONS = (
                 name="starting_after", where="query", description="Only events after this sequence number", kind=int
             ),
         ),
+        is_admitted=True,
     ),
     Operation("DELETE", _PATH, delete_response, "Delete a stored response", answer=DeletedResponseBody, errors=_ERRORS),
     Operation(

@@ -1,7 +1,7 @@
 """The aiohttp middlewares of every route: request id, duration, trace, charge, admission, and error objects.
 
-Every route is charged to the account of its key before its body is read, except for UNCHARGED ones. A refused request
-costs nothing; an admitted one counts as a request even if it ends in an error. A trace is the client's, or starts here;
+A request is charged to the account of its key before its body is read (Operation.uncharged). A refused one costs
+nothing; an admitted one counts as a request even if it ends in an error. A trace is the client's, or starts here;
 the request carries it to the worker.
 """
 
@@ -10,17 +10,16 @@ import re
 import secrets
 import time
 from functools import partial
-from types import MappingProxyType
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from gateway.apis.anthropic.format import ANTHROPIC_ID_HEADER, anthropic_error, anthropic_id, speaks_anthropic
-from gateway.auth.access import ACCOUNT, OPEN_ROUTES
+from gateway.auth.access import ACCOUNT
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
+from gateway.http.dialect import dialect_of
 from gateway.http.headers import NAME_HEADER
 from gateway.http.long_body import write_long
-from gateway.http.routing import UNKNOWN_ROUTE, route_name
+from gateway.http.routing import operation_of, route_name
 from gateway.http.state import STATE, TRACEPARENT
 from gateway.metrics import GatewayMetrics
 from shared.logs import request_id as log_request_id
@@ -32,7 +31,6 @@ _REQUEST_ID = web.RequestKey("request_id", str)
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # all others share one label
 _CLIENT_GONE = "499"
-GENERATING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))  # by POST
 
 
 def trace(tracing: Tracing | None) -> Middleware:
@@ -76,8 +74,8 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
     response.headers["Server"] = "pagestream"  # aiohttp's default reveals its and Python's version
     if _REQUEST_ID in request:
         response.headers[REQUEST_ID_HEADER] = request[_REQUEST_ID]
-        if speaks_anthropic(request):
-            response.headers[ANTHROPIC_ID_HEADER] = anthropic_id(request[_REQUEST_ID])
+        if (dialect := dialect_of(request)) is not None:
+            response.headers.update(dialect.headers(request[_REQUEST_ID]))
 
 
 def measure(metrics: GatewayMetrics) -> Middleware:
@@ -127,7 +125,8 @@ async def errors_to_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 def error_response(error: GatewayError, request: web.Request) -> web.Response:
     """Return the response of an error, in the format of the client's API."""
-    body = anthropic_error(error, request[_REQUEST_ID]) if speaks_anthropic(request) else error.body()
+    dialect = dialect_of(request)
+    body = error.body() if dialect is None else dialect.error(error, request[_REQUEST_ID])
     return web.json_response(body, status=error.status, headers=error.headers())
 
 
@@ -142,42 +141,22 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> GatewayError:
     return InvalidRequest(error.reason)
 
 
-# By route pattern, with the reason.
-UNCHARGED = MappingProxyType(
-    dict.fromkeys(OPEN_ROUTES, "probes have no key")
-    | dict.fromkeys(("/health", "/ready", "/metrics", "/version"), "operators need them when a key has no budget left")
-    | dict.fromkeys(("/v1/models", "/v1/models/{id}", "/models", "/models/{id}"), "names from memory")
-    | dict.fromkeys(("/openapi.json", "/", "/ui/{name}"), "static bytes")
-    | dict.fromkeys(("/v1/embeddings", UNKNOWN_ROUTE), "refused without reading the body")
-)
-
-
 @web.middleware
 async def charge(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Charge a request to its account. Raises RateLimited."""
-    route = route_name(request)
-    if route in UNCHARGED:
-        return await handler(request)
-    # A request with an Idempotency-Key may read a stored answer, which a key in debt is allowed to do.
-    generates = request.method == "POST" and route in GENERATING and NAME_HEADER not in request.headers
-    request[ACCOUNT].begin(generates=generates)
+    operation = operation_of(request)
+    if operation is not None and not operation.uncharged:
+        request[ACCOUNT].begin(generates=operation.generates and NAME_HEADER not in request.headers)
     return await handler(request)
-
-
-# New answers, attaches, and reads of stored answers: streams, or bodies as long as a stream.
-ADMITTED = GENERATING | {"/v1/responses/compact", "/v1/requests/{id}", "/v1/requests/{id}/events", "/v1/responses/{id}"}
 
 
 @web.middleware
 async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Admit a request before its body is read; DELETE is always admitted, because it frees room.
-
-    Raises GatewayError.
-    """
-    route = route_name(request)
-    if route not in ADMITTED or request.method == "DELETE":
+    """Admit a request before its body is read. Raises GatewayError."""
+    operation = operation_of(request)
+    if operation is None or not operation.is_admitted:
         return await handler(request)
-    with request.app[STATE].open_requests.admit(route, request[ACCOUNT]):
+    with request.app[STATE].open_requests.admit(operation.path, request[ACCOUNT]):
         return await handler(request)
 
 
