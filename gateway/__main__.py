@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from gateway.apis.registry import ALL_KINDS
+from gateway.apis.registry import ALL_KINDS, APIS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
@@ -88,7 +88,7 @@ async def serve(settings: GatewaySettings) -> int:
     connections = connect(settings.redis_url, observe=metrics.observe_redis, num_models=len(models))
     try:
         clients = _clients(settings, models, connections)
-        app = create_app(settings, clients, metrics, access, tracing, WorkProcesses())
+        app = create_app(settings, clients, APIS, metrics, access, tracing, WorkProcesses())
     except OSError as error:
         sys.stderr.write(f"pagestream gateway: error: --files-dir: {error}\n")
         return EXIT_CANNOT_START

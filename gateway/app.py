@@ -2,20 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from types import ModuleType
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.apis.anthropic.dialect import DIALECT
-from gateway.apis.chat import routes as completions
-from gateway.apis.models import routes as models
-from gateway.apis.registry import ALL_KINDS
-from gateway.apis.requests import routes as requests
-from gateway.apis.responses import routes as responses
-from gateway.apis.tokenize import routes as tokenize
+from gateway.apis.api import Api
 from gateway.auth.access import Access, authenticate
 from gateway.batches.driver.selection import BATCHES, BatchService
 from gateway.http import admin, kv, page
@@ -68,18 +61,18 @@ RUNNER_OPTIONS: dict[str, Any] = {
 }
 
 
-ALWAYS_SERVED = (completions, responses, requests, models, tokenize, admin, kv)
-SERVED_IF_SET = (page, files, batches)
-
-
-def operations_of(*modules: ModuleType) -> tuple[Operation, ...]:
-    """Return the operations of modules with a table OPERATIONS."""
-    return tuple(operation for module in modules for operation in module.OPERATIONS)
+def operations_of(apis: Iterable[Api], *, has_page: bool = True, has_files: bool = True) -> list[Operation]:
+    """Return the operations of a gateway with these APIs."""
+    operations = [operation for api in apis for operation in api.operations]
+    operations += [*admin.OPERATIONS, *kv.OPERATIONS]
+    operations += page.OPERATIONS if has_page else ()
+    return operations + ([*files.OPERATIONS, *batches.OPERATIONS] if has_files else [])
 
 
 def create_app(
     settings: GatewaySettings,
     clients: Mapping[ModelOptions, InferenceClient],
+    apis: Sequence[Api],
     metrics: GatewayMetrics | None = None,
     access: Access | None = None,
     tracing: Tracing | None = None,
@@ -90,6 +83,7 @@ def create_app(
     Args:
         settings: The gateway's settings.
         clients: One per model.
+        apis: Those to serve (apis/registry.py).
         metrics: Default: a new registry.
         access: Default: from the settings.
         tracing: None: no spans.
@@ -114,22 +108,19 @@ def create_app(
             write_out,
         ],
     )
-    app[KINDS] = ALL_KINDS
-    app[DIALECTS] = (DIALECT,)
+    app[KINDS] = {kind.name: kind for api in apis for kind in api.kinds}
+    app[DIALECTS] = tuple(api.dialect for api in apis if api.dialect is not None)
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
-    groups = [*ALWAYS_SERVED]
-    if settings.ui:
-        groups.append(page)
-    if settings.files_dir is not None:
+    has_files = settings.files_dir is not None
+    if has_files:
         app[BATCHES] = BatchService(settings, app[STATE], access)
-        groups += [files, batches]
-    serve_operations(app, operations_of(*groups))
+    serve_operations(app, operations_of(apis, has_page=settings.ui, has_files=has_files))
     state = app[STATE]
     runs = [_run("load_models", state.load_models, may_return=lambda: True), _run("stream_watch", state.watch.run)]
     runs.append(_run("key_watch", access.watch, may_return=lambda: not access.has_file))
     runs.append(_run("descriptor_watch", watch_descriptors))
-    if settings.files_dir is not None:
+    if has_files:
         is_draining = lambda: state.open_requests.draining  # noqa: E731
         runs.append(_run("batches", app[BATCHES].run, app[BATCHES].close, may_return=is_draining))
     app.cleanup_ctx.extend([_inference_clients, *runs])

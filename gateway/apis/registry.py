@@ -1,7 +1,29 @@
-"""All kinds of answers by name."""
+"""All APIs. A new one is a folder with a module `routes` that has `API`, and one name here."""
 
-from gateway.apis.anthropic.kinds import MESSAGE
-from gateway.apis.chat.kinds import CHAT, COMPLETION
-from gateway.apis.responses.kinds import COMPACTION, RESPONSE
+from collections.abc import Mapping
+from importlib import import_module
 
-ALL_KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGE, RESPONSE, COMPACTION)}
+from gateway.apis.api import Api
+from gateway.pipeline.answer_kind import AnswerKind
+
+
+def _loaded(name: str) -> Api:
+    api: Api = import_module(f"gateway.apis.{name}.routes").API
+    return api
+
+
+APIS: tuple[Api, ...] = tuple(
+    map(
+        _loaded,
+        (
+            "chat",
+            "completions",
+            "anthropic",
+            "responses",
+            "requests",
+            "models",
+            "tokenize",
+        ),
+    )
+)
+ALL_KINDS: Mapping[str, AnswerKind] = {kind.name: kind for api in APIS for kind in api.kinds}

@@ -13,12 +13,12 @@ import msgspec
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
-from gateway.answer_shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.fleet import Readiness, overall
 from gateway.http.openapi import MODEL_PARAMETER, STATIC, TEXT, Operation, Parameter, describe
 from gateway.http.routing import OPERATIONS as ALL_OPERATIONS
+from gateway.http.shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
 from gateway.http.state import STATE, GatewayState
 from gateway.model_service import ModelService
 from gateway.store.inference_client import StoreUnavailable

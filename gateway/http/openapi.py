@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from gateway.answer_shapes import ErrorBody
 from gateway.errors import (
     BodyTooLarge,
     DeadlineExceeded,
@@ -31,6 +30,7 @@ from gateway.errors import (
 )
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.headers import NAME_HEADER
+from gateway.http.shapes import ErrorBody
 from shared.version import VERSION
 
 OPENAPI_VERSION = "3.1.0"

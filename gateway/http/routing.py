@@ -6,7 +6,7 @@ URLs have a route too.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from aiohttp import web
@@ -26,14 +26,14 @@ def route_name(request: web.Request) -> str:
 
 def operation_of(request: web.Request) -> Operation | None:
     """Return the operation of a request; None if its URL or method is unknown."""
-    return request.app[OPERATIONS].get((request.method, route_name(request)))
+    method = "GET" if request.method == "HEAD" else request.method
+    return request.app[OPERATIONS].get((method, route_name(request)))
 
 
-def serve_operations(app: web.Application, operations: Iterable[Operation]) -> None:
+def serve_operations(app: web.Application, operations: Sequence[Operation]) -> None:
     """Add the routes of operations, and one for all other URLs."""
-    app[OPERATIONS] = {(operation.method, operation.path): operation for operation in operations}
-    for operation in app[OPERATIONS].values():
-        app.router.add_route(operation.method, operation.path, operation.handler, expect_handler=expect_continue)
+    app[OPERATIONS] = {(operation.method, operation.described_path): operation for operation in operations}
+    app.add_routes([web.route(op.method, op.path, op.handler, expect_handler=expect_continue) for op in operations])
     app.router.register_resource(OtherUrls())
 
 

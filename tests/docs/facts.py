@@ -14,7 +14,8 @@ from pathlib import Path
 from bench.__main__ import PROGRAMS
 from engine_worker.settings import WorkerSettings
 from gateway import errors
-from gateway.app import ALWAYS_SERVED, SERVED_IF_SET, operations_of
+from gateway.apis.registry import APIS
+from gateway.app import operations_of
 from gateway.settings import GatewaySettings
 from pagestream import cli
 from pagestream.serve_settings import ServeSettings
@@ -42,7 +43,7 @@ def files() -> frozenset[str]:
 def routes() -> dict[str, dict[str, set[int]]]:
     """Return path -> method -> statuses of a gateway with every route and of a worker, with `{}` for parameters."""
     found: dict[str, dict[str, set[int]]] = defaultdict(dict)
-    for operation in operations_of(*ALWAYS_SERVED, *SERVED_IF_SET):
+    for operation in operations_of(APIS):
         statuses = {int(operation.status), *map(int, operation.other_statuses)}
         statuses |= {error.status for error in operation.errors}
         found[re.sub(r"\{[^}]*\}", "{}", operation.path)][operation.method] = statuses

@@ -18,7 +18,8 @@ from prometheus_client.metrics_core import Metric
 
 from engine_worker.model.architectures import MODULES
 from engine_worker.settings import WorkerSettings
-from gateway.app import ALWAYS_SERVED, SERVED_IF_SET, operations_of
+from gateway.apis.registry import APIS
+from gateway.app import operations_of
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import ServeSettings
@@ -50,7 +51,7 @@ def pages() -> dict[str, dict[str, str]]:
 
 def routes() -> str:
     """Return rows of method, path, and what the route does."""
-    served = operations_of(*ALWAYS_SERVED, *SERVED_IF_SET)
+    served = operations_of(APIS)
     operations = sorted({(one.path, one.method, one.summary) for one in served})
     shown = ((f"`{method} {re.sub(r':[^}]*}', '}', path)}`", _escaped(summary)) for path, method, summary in operations)
     return _table(("route", "what"), shown)

@@ -13,6 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from gateway.__main__ import new_event_loop
+from gateway.apis.registry import APIS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access
 from gateway.http.routing import OPERATIONS, UNKNOWN_ROUTE
@@ -92,7 +93,7 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
             clients = dict(zip(options, (engine, *others), strict=True))
             metrics = GatewayMetrics(CollectorRegistry(), vllm_names=settings.vllm_metric_names)
             access = Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
-            app = create_app(settings, clients, metrics, access, processes=processes)  # type: ignore[arg-type]
+            app = create_app(settings, clients, APIS, metrics, access, processes=processes)  # type: ignore[arg-type]
             runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

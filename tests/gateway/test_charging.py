@@ -37,7 +37,7 @@ async def test_every_working_route_is_refused_before_its_work(
 ) -> None:
     """Do not even look at bodies that are invalid."""
     gateway = await spent(start_gateway, tmp_path)
-    uncharged = {operation.path for operation in gateway.operations if operation.uncharged}
+    uncharged = {operation.described_path for operation in gateway.operations if operation.uncharged}
     assert len(uncharged) > 10
     for method, path in gateway.routes:
         url = path.replace("{id}", "tiny").replace("{name}", "page.js")

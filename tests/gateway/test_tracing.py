@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
+from gateway.apis.registry import APIS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access
 from gateway.http.state import STATE
@@ -38,7 +39,7 @@ async def traced(tiny_model_dir: Path, exporter: InMemorySpanExporter) -> AsyncI
     engine = FakeInferenceClient(says([5, IM_END]))
     settings = replace(GatewaySettings(model=tiny_model_dir, port=0))
     clients = {model_options(settings)[0]: engine}
-    app = create_app(settings, clients, GatewayMetrics(CollectorRegistry()), tracing=Tracing(provider))  # type: ignore[arg-type]
+    app = create_app(settings, clients, APIS, GatewayMetrics(CollectorRegistry()), tracing=Tracing(provider))  # type: ignore[arg-type]
     runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.apis.chat.kinds import COMPLETION
+from gateway.apis.completions.kinds import COMPLETION
 from gateway.apis.registry import ALL_KINDS
 from gateway.errors import GatewayError, InternalError, InvalidJson, MethodNotAllowed, RateLimited, Unavailable
 from gateway.http import json_body

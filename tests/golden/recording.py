@@ -13,6 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from engine_worker.settings import WorkerSettings
+from gateway.apis.registry import APIS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.http.state import STATE, GatewayState
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
@@ -82,7 +83,7 @@ async def _running(
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, GatewayState, KeepingInferenceClient]]:
     settings = GatewaySettings(model=model, served_model_name=("tiny",), api_key=KEY)
     (options,), engine = model_options(settings), KeepingInferenceClient()
-    app = create_app(settings, {options: engine}, GatewayMetrics(CollectorRegistry()))  # type: ignore[dict-item]
+    app = create_app(settings, {options: engine}, APIS, GatewayMetrics(CollectorRegistry()))  # type: ignore[dict-item]
     runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
     await runner.setup()
     try:

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from gateway.apis.registry import APIS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.http.state import STATE, GatewayState
 from gateway.metrics import GatewayMetrics
@@ -132,7 +133,7 @@ class World:
         )
         options = GatewaySettings(model=model, served_model_name=(self.keys.model_name,), port=0, **settings)
         (served,) = model_options(options)
-        app = create_app(options, {served: client}, GatewayMetrics(CollectorRegistry()))
+        app = create_app(options, {served: client}, APIS, GatewayMetrics(CollectorRegistry()))
         runner = web.AppRunner(app, shutdown_timeout=0.05, **RUNNER_OPTIONS)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from gateway.apis.registry import APIS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.http.state import STATE
 from gateway.metrics import GatewayMetrics
@@ -64,7 +65,7 @@ class Deployment:
                 )
                 for options in model_options(settings)
             }
-            app = create_app(settings, clients, GatewayMetrics(CollectorRegistry()))
+            app = create_app(settings, clients, APIS, GatewayMetrics(CollectorRegistry()))
             runner = web.AppRunner(app, shutdown_timeout=0.05, **RUNNER_OPTIONS)
             await runner.setup()
             try:

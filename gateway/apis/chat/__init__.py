@@ -1,1 +1,1 @@
-"""OpenAI's chat and text completions."""
+"""OpenAI's chat completions."""

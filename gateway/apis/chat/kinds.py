@@ -1,10 +1,7 @@
-"""The kinds of answers of OpenAI's chat and text completions."""
+"""The kind of answers of OpenAI's chat completions."""
 
 from gateway.pipeline.answer_kind import AnswerKind
-from gateway.pipeline.request import ChatBody, CompletionBody, parse_chat, parse_completion
-from gateway.pipeline.response_format import ChatFormat, CompletionFormat
+from gateway.pipeline.request import ChatBody, parse_chat
+from gateway.pipeline.response_format import ChatFormat
 
 CHAT = AnswerKind("chat.completion", parse_chat, ChatFormat, frozenset(ChatBody.__struct_fields__))
-COMPLETION = AnswerKind(
-    "text_completion", parse_completion, CompletionFormat, frozenset(CompletionBody.__struct_fields__), ids="prompt"
-)

@@ -7,7 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.answer_shapes import ModelBody, ModelListBody
+from gateway.apis.api import Api
+from gateway.apis.models.shapes import ModelBody, ModelListBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.http.dialect import dialect_of
@@ -65,4 +66,4 @@ _OPERATIONS = (
         uncharged=_REASON,
     ),
 )
-OPERATIONS = tuple(operation.below(prefix) for prefix in ("/v1", "") for operation in _OPERATIONS)
+API = Api(operations=tuple(operation.below(prefix) for prefix in ("/v1", "") for operation in _OPERATIONS))

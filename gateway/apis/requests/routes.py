@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.answer_shapes import ErrorDetail
+from gateway.apis.api import Api
 from gateway.auth.access import ACCOUNT
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.event_numbers import HEADER
 from gateway.http.kept_bodies import BuiltBody
 from gateway.http.openapi import EVENTS, Operation, Parameter
+from gateway.http.shapes import ErrorDetail
 from gateway.http.state import STATE
 from gateway.pipeline.answer_kind import KINDS
 from gateway.pipeline.context import RequestContext, context_of
@@ -97,30 +98,32 @@ async def _shown(context: RequestContext, answer: KeptAnswer) -> bytes:
     return msgspec.json.encode(shown)
 
 
-OPERATIONS = (
-    Operation(
-        "GET",
-        "/v1/requests/{id}",
-        show_request,
-        "Retrieve a kept request: its state, and its answer after its end",
-        answer=RequestBody,
-        errors=_ERRORS,
-        is_admitted=True,
-    ),
-    Operation(
-        "DELETE", "/v1/requests/{id}", cancel_request, "Cancel a kept request", answer=RequestBody, errors=_ERRORS
-    ),
-    Operation(
-        "GET",
-        "/v1/requests/{id}/events",
-        stream_request,
-        "Stream the answer of a kept request, from the beginning or after an event",
-        media=(EVENTS,),
-        other_statuses=(204,),
-        errors=(*_ERRORS, InvalidRequest, RateLimited),
-        parameters=(
-            Parameter(name=HEADER, where="header", description="Id of the last event that the client received"),
+API = Api(
+    operations=(
+        Operation(
+            "GET",
+            "/v1/requests/{id}",
+            show_request,
+            "Retrieve a kept request: its state, and its answer after its end",
+            answer=RequestBody,
+            errors=_ERRORS,
+            is_admitted=True,
         ),
-        is_admitted=True,
-    ),
+        Operation(
+            "DELETE", "/v1/requests/{id}", cancel_request, "Cancel a kept request", answer=RequestBody, errors=_ERRORS
+        ),
+        Operation(
+            "GET",
+            "/v1/requests/{id}/events",
+            stream_request,
+            "Stream the answer of a kept request, from the beginning or after an event",
+            media=(EVENTS,),
+            other_statuses=(204,),
+            errors=(*_ERRORS, InvalidRequest, RateLimited),
+            parameters=(
+                Parameter(name=HEADER, where="header", description="Id of the last event that the client received"),
+            ),
+            is_admitted=True,
+        ),
+    )
 )

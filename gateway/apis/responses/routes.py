@@ -14,13 +14,14 @@ from typing import Literal
 
 from aiohttp import web
 
-from gateway.answer_shapes import CompactedBody, DeletedResponseBody, InputTokensBody, ResponseBody
+from gateway.apis.api import Api
 from gateway.apis.responses.body import CountedBody, ResponsesBody
 from gateway.apis.responses.format import ID_PREFIX
 from gateway.apis.responses.history import find_response, items_of, with_history
 from gateway.apis.responses.items import InputItemsBody, input_items
 from gateway.apis.responses.kinds import COMPACTION, RESPONSE
 from gateway.apis.responses.schema import CompactionBody, parse_response
+from gateway.apis.responses.shapes import CompactedBody, DeletedResponseBody, InputTokensBody, ResponseBody
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.fleet import unavailable
 from gateway.http.body import received_body
@@ -119,72 +120,77 @@ async def _shown(http: web.Request, kept: KeptAnswer) -> web.Response:
     return web.Response(body=shown.data, content_type="application/json")
 
 
-OPERATIONS = (
-    answering(
-        "/v1/responses",
-        create_response,
-        "Create a response; with `stream`, as events; with `background`, without waiting for it",
-        body=ResponsesBody,
-        answer=ResponseBody,
-    ),
-    Operation(
-        "GET",
-        _PATH,
-        show_response,
-        "Retrieve a stored response, or stream its events",
-        answer=ResponseBody,
-        media=(EVENTS,),
-        errors=(*_ERRORS, InvalidRequest, RateLimited),
-        parameters=(
-            Parameter(name="stream", where="query", description="Answer as events", kind=bool),
-            Parameter(
-                name="starting_after", where="query", description="Only events after this sequence number", kind=int
+API = Api(
+    operations=(
+        answering(
+            "/v1/responses",
+            create_response,
+            "Create a response; with `stream`, as events; with `background`, without waiting for it",
+            body=ResponsesBody,
+            answer=ResponseBody,
+        ),
+        Operation(
+            "GET",
+            _PATH,
+            show_response,
+            "Retrieve a stored response, or stream its events",
+            answer=ResponseBody,
+            media=(EVENTS,),
+            errors=(*_ERRORS, InvalidRequest, RateLimited),
+            parameters=(
+                Parameter(name="stream", where="query", description="Answer as events", kind=bool),
+                Parameter(
+                    name="starting_after", where="query", description="Only events after this sequence number", kind=int
+                ),
+            ),
+            is_admitted=True,
+        ),
+        Operation(
+            "DELETE", _PATH, delete_response, "Delete a stored response", answer=DeletedResponseBody, errors=_ERRORS
+        ),
+        Operation(
+            "POST",
+            _PATH + "/cancel",
+            cancel_response,
+            "Cancel a background response",
+            answer=ResponseBody,
+            errors=(*_ERRORS, InvalidRequest),
+        ),
+        Operation(
+            "GET",
+            _PATH + "/input_items",
+            list_input_items,
+            "List the input items of a stored response",
+            answer=InputItemsBody,
+            errors=(*_ERRORS, InvalidRequest),
+            parameters=(
+                Parameter(name="limit", where="query", description="Page size", kind=int),
+                Parameter(
+                    name="order",
+                    where="query",
+                    description="desc (default, newest first) or asc",
+                    kind=Literal["asc", "desc"],
+                ),
+                Parameter(name="after", where="query", description="Id of the last item of the previous page"),
             ),
         ),
-        is_admitted=True,
-    ),
-    Operation("DELETE", _PATH, delete_response, "Delete a stored response", answer=DeletedResponseBody, errors=_ERRORS),
-    Operation(
-        "POST",
-        _PATH + "/cancel",
-        cancel_response,
-        "Cancel a background response",
-        answer=ResponseBody,
-        errors=(*_ERRORS, InvalidRequest),
-    ),
-    Operation(
-        "GET",
-        _PATH + "/input_items",
-        list_input_items,
-        "List the input items of a stored response",
-        answer=InputItemsBody,
-        errors=(*_ERRORS, InvalidRequest),
-        parameters=(
-            Parameter(name="limit", where="query", description="Page size", kind=int),
-            Parameter(
-                name="order",
-                where="query",
-                description="desc (default, newest first) or asc",
-                kind=Literal["asc", "desc"],
-            ),
-            Parameter(name="after", where="query", description="Id of the last item of the previous page"),
+        Operation(
+            "POST",
+            "/v1/responses/input_tokens",
+            count_input_tokens,
+            "Count the prompt tokens of a response request",
+            body=CountedBody,
+            answer=InputTokensBody,
+            errors=INFERENCE_ERRORS,
+        ),
+        answering(
+            "/v1/responses/compact",
+            compact_conversation,
+            "Compact a conversation to the user's items and one summary item, to use as input again",
+            body=CompactionBody,
+            answer=CompactedBody,
+            media=(),
         ),
     ),
-    Operation(
-        "POST",
-        "/v1/responses/input_tokens",
-        count_input_tokens,
-        "Count the prompt tokens of a response request",
-        body=CountedBody,
-        answer=InputTokensBody,
-        errors=INFERENCE_ERRORS,
-    ),
-    answering(
-        "/v1/responses/compact",
-        compact_conversation,
-        "Compact a conversation to the user's items and one summary item, to use as input again",
-        body=CompactionBody,
-        answer=CompactedBody,
-        media=(),
-    ),
+    kinds=(RESPONSE, COMPACTION),
 )

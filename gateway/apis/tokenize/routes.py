@@ -10,7 +10,8 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
-from gateway.answer_shapes import DetokenizedBody, TokenizedBody, TokenizerInfoBody
+from gateway.apis.api import Api
+from gateway.apis.tokenize.shapes import DetokenizedBody, TokenizedBody, TokenizerInfoBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
 from gateway.http.body import received_body
@@ -127,4 +128,4 @@ _OPERATIONS = (
         parameters=(Parameter(name="model", where="query", description="Required if several models are served"),),
     ),
 )
-OPERATIONS = tuple(operation.below(prefix) for prefix in ("", "/v1") for operation in _OPERATIONS)
+API = Api(operations=tuple(operation.below(prefix) for prefix in ("", "/v1") for operation in _OPERATIONS))

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from gateway.apis.chat.kinds import CHAT, COMPLETION
+from gateway.apis.chat.kinds import CHAT
+from gateway.apis.completions.kinds import COMPLETION
 from gateway.apis.registry import ALL_KINDS
 from gateway.apis.responses.kinds import RESPONSE
 from gateway.auth.rate_limits import Account

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from gateway.apis.anthropic.kinds import MESSAGE
-from gateway.apis.chat.kinds import CHAT, COMPLETION
+from gateway.apis.chat.kinds import CHAT
+from gateway.apis.completions.kinds import COMPLETION
 from gateway.apis.responses.kinds import RESPONSE
 from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.request import CompletionRequest

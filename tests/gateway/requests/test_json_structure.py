@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.apis.chat.kinds import CHAT, COMPLETION
+from gateway.apis.chat.kinds import CHAT
+from gateway.apis.completions.kinds import COMPLETION
 from gateway.errors import InvalidJson, InvalidRequest
 from gateway.http import json_body as structure
 from gateway.http.json_body import MAX_BODY_BYTES, check_structure
