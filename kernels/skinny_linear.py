@@ -46,13 +46,13 @@ class Tiles:
     row_blocks: int = 1
 
 
-def skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     exact = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(exact) @ weight.to(exact).T).to(x.dtype)
+    return torch.nn.functional.linear(*(None if t is None else t.to(exact) for t in (x, weight, bias))).to(x.dtype)
 
 
-def gated_skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
-    gate, up = skinny_linear_reference(x, weight).to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+def gated_skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    gate, up = skinny_linear_reference(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
@@ -96,10 +96,19 @@ def store_transposed(
     gl.store(output + rows * NUM_OUTPUTS + columns, transposed, mask=rows < num_rows)
 
 
+@gluon.jit
+def _add_bias(sums, bias, first_output, BOX_N: gl.constexpr, layout: gl.constexpr):
+    """Add bias[first_output + i] to row i of sums [BOX_N, BLOCK_M] in float32, before the rounding."""
+    if bias is None:
+        return sums
+    outputs = first_output + gl.arange(0, BOX_N, gl.SliceLayout(1, layout))
+    return sums + gl.load(bias + outputs).to(gl.float32)[:, None]
+
+
 # The number of rows changes from step to step and must not trigger a compilation.
 @gluon.jit(do_not_specialize=["num_rows"])
 def skinny_linear_kernel(
-    weight, x, output, num_rows,
+    weight, x, output, bias, num_rows,
     NUM_OUTPUTS: gl.constexpr, NUM_INPUTS: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, ROW_BLOCKS: gl.constexpr,
     NUM_SHARES: gl.constexpr, num_warps: gl.constexpr,
@@ -153,37 +162,42 @@ def skinny_linear_kernel(
             step += 1
         if GATED:
             first, second = warpgroup_mma_wait(0, deps=(first, second))
+            first = _add_bias(first, bias, tile * BOX_N, BOX_N, sums)
+            second = _add_bias(second, bias, NUM_OUTPUTS + tile * BOX_N, BOX_N, sums)
             gate = first.to(output.dtype.element_ty).to(gl.float32)
             up = second.to(output.dtype.element_ty).to(gl.float32)
             result = gate / (1.0 + gl.exp(-gate)) * up
         else:
-            result = warpgroup_mma_wait(0, deps=(first,))
+            result = _add_bias(warpgroup_mma_wait(0, deps=(first,)), bias, tile * BOX_N, BOX_N, sums)
         result = result.to(output.dtype.element_ty)
         store_transposed(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T.
+def skinny_linear(
+    x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Return x @ weight.T + bias.
 
     Args:
         x: [T, K], bfloat16, contiguous, T <= 128.
         weight: [N, K], bfloat16, contiguous.
         tiles: From skinny_linear_tiles.py.
         output: [T, N], float32 or bfloat16; default: a new bfloat16 tensor.
+        bias: [N], added to the float32 sums; None: 0.
 
     Returns:
         [T, N].
     """
     output = x.new_empty(len(x), len(weight)) if output is None else output
-    return _launch(x, weight, tiles, output, is_gated=False)
+    return _launch(x, weight, tiles, output, bias, is_gated=False)
 
 
-def gated_skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
-    """Return silu(gate) * up, [T, N], where gate and up are the two halves of weight [2 * N, K]."""
-    return _launch(x, weight, tiles, x.new_empty(len(x), len(weight) // 2), is_gated=True)
+def gated_skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles, bias: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up, [T, N], where gate and up are the two halves of weight [2 * N, K] and bias [2 * N]."""
+    return _launch(x, weight, tiles, x.new_empty(len(x), len(weight) // 2), bias, is_gated=True)
 
 
-def _launch(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor, is_gated: bool) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor, bias: Tensor | None, is_gated: bool) -> Tensor:
     num_rows, num_inputs = x.shape
     boxes = 2 if is_gated else 1
     num_outputs, box_n = len(weight) // boxes, tiles.block_n // boxes
@@ -191,6 +205,7 @@ def _launch(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor, is_gated: b
     assert weight.shape[1] == num_inputs and x.is_contiguous() and weight.is_contiguous()
     assert num_outputs % box_n == 0 and num_inputs % tiles.block_k == 0
     assert output.shape == (num_rows, num_outputs) and output.is_contiguous()
+    assert bias is None or (bias.shape == (len(weight),) and bias.is_contiguous())
     if num_rows == 0:
         return output
     block_m = max(8, triton.next_power_of_2(triton.cdiv(num_rows, tiles.row_blocks)))  # wgmma has no fewer columns
@@ -200,6 +215,7 @@ def _launch(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor, is_gated: b
         _descriptor(weight, box_n, tiles.block_k),
         _descriptor(x, block_m, tiles.block_k),
         output,
+        bias,
         num_rows,
         NUM_OUTPUTS=num_outputs,
         NUM_INPUTS=num_inputs,

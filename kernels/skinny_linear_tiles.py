@@ -5,6 +5,7 @@ graph of layers larger than the L2 cache (bench/results/h200/linear_tiles.jsonl 
 within 1 % of the best tiles tried. Nothing is tuned while serving.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -26,6 +27,7 @@ MEASURED: dict[Shape, tuple[tuple[int, Tiles], ...]] = {
 }
 
 _HEAD_OUTPUTS = 32_768  # layers with more are output heads; they have enough tiles to balance wide ones
+_NARROW_INPUTS = 2_048  # with so many inputs, a multiple of 64 alone is cut in steps of 64; gpt-oss has 2,880
 _FEW_TILES = 64  # of 64 outputs; half of the SMs have one each
 _LITTLE_WASTE = 0.7  # busy share of the SMs, when the tiles are not a multiple of the SMs
 
@@ -48,6 +50,8 @@ def tiles_of(shape: Shape, num_rows: int) -> Tiles | None:
     tiles = _gated(num_outputs, num_rows) if is_gated else _plain(num_outputs, num_inputs, num_rows)
     if tiles is None:
         return None
+    if num_inputs % tiles.block_k and num_inputs >= _NARROW_INPUTS:
+        tiles = replace(tiles, block_k=64)
     fits = num_outputs % (tiles.block_n // 2 if is_gated else tiles.block_n) == 0 and num_inputs % tiles.block_k == 0
     return tiles if fits else None
 

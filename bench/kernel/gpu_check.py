@@ -129,27 +129,29 @@ def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: 
     return check
 
 
-def check_skinny_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: int) -> Check:
+def check_skinny_linear(shape: Shape, num_rows: int, *, is_biased: bool = False) -> Check:
     """Check against float64, bit by bit against cuBLAS for many rows (same order of sums), and for races."""
+    num_outputs, num_inputs, is_gated = shape
 
     def check(generator: torch.Generator) -> list[Error]:
         def random(*size: int) -> Tensor:
             return torch.randn(size, dtype=torch.bfloat16, device=generator.device, generator=generator)
 
         x, weight = random(512, num_inputs), random(num_outputs * (1 + is_gated), num_inputs) * 0.02
+        bias = random(len(weight)) if is_biased else None
         tiles = tiles_for(weight, num_rows, is_gated)
         assert tiles is not None, "no tiles for this device"
         operation = gated_skinny_linear if is_gated else skinny_linear
-        output = poisoned(lambda: operation(x[:num_rows], weight, tiles))
-        exact = x[:num_rows].double() @ weight.double().T
-        library = torch.nn.functional.linear(x, weight)
+        output = poisoned(lambda: operation(x[:num_rows], weight, tiles, bias=bias))
+        exact = x[:num_rows].double() @ weight.double().T + (0 if bias is None else bias.double())
+        library = torch.nn.functional.linear(x, weight, bias)
         if is_gated:
             # Gate and up are rounded before the multiplication, eps / 2 each, besides the result.
             exact, library = silu_and_mul_reference(exact), silu_and_mul(library)
         return [
             measure_error(output, exact, rounding_tolerance(torch.bfloat16) * (2 if is_gated else 1)),
             same_bits(output, library[:num_rows]),
-            *(same_bits(operation(x[:num_rows], weight, tiles), output) for _ in range(5)),
+            *(same_bits(operation(x[:num_rows], weight, tiles, bias=bias), output) for _ in range(5)),
         ]
 
     return check
@@ -201,6 +203,7 @@ CHECKED_PRODUCTS: tuple[Shape, ...] = (
     (49152, 4096, False),
     *linear_shapes_of(MODELS["Qwen3-0.6B"]).values(),
     *linear_shapes_of(MODELS["Llama-3.1-8B"], num_ranks=2).values(),
+    *linear_shapes_of(MODELS["gpt-oss-20b"]).values(),
 )
 
 
@@ -210,7 +213,12 @@ def _linear_checks() -> dict[str, Check]:
         for num_rows in (1, 7, 16, 31, 64, 100):
             if tiles_of((num_outputs, num_inputs, is_gated), num_rows) is not None:
                 name = f"linear {num_outputs} x {num_inputs}{' gated' if is_gated else ''} T={num_rows}"
-                checks[name] = check_skinny_linear(num_outputs, num_inputs, is_gated, num_rows)
+                checks[name] = check_skinny_linear((num_outputs, num_inputs, is_gated), num_rows)
+    for shape in (*linear_shapes_of(MODELS["gpt-oss-20b"]).values(), (2880, 2880, True)):
+        for num_rows in (1, 16, 64):
+            if tiles_of(shape, num_rows) is not None:
+                name = f"linear {shape[0]} x {shape[1]}{' gated' if shape[2] else ''} with bias T={num_rows}"
+                checks[name] = check_skinny_linear(shape, num_rows, is_biased=True)
     for vocab_size in (49152, 128256):
         for num_rows in (1, 16, 64):
             checks[f"head {vocab_size} x 4096 T={num_rows}"] = check_head(vocab_size, 4096, num_rows)

@@ -8,7 +8,7 @@ from engine_worker.model.sharding import padded_head_rows
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     hidden: int
-    intermediate: int
+    intermediate: int  # 0: no dense MLP, because the layers have experts
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -26,6 +26,7 @@ MODELS = {
     "Llama-3.1-70B": ModelSizes(8192, 28_672, 64, 8, 128, 128_256),
     "Mistral-24B": ModelSizes(5120, 32_768, 32, 8, 128, 131_072),
     "Phi-4": ModelSizes(5120, 17_920, 40, 10, 128, 100_352),
+    "gpt-oss-20b": ModelSizes(2880, 0, 64, 8, 64, 201_088),
 }
 ON_TWO_GPUS = ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B", "Llama-3.1-70B")
 
@@ -36,11 +37,11 @@ def linear_shapes_of(model: ModelSizes, num_ranks: int = 1) -> dict[str, Shape]:
     """Return the linear layers of one of `num_ranks` GPUs by name."""
     query, inner = model.num_heads * model.head_dim // num_ranks, model.intermediate // num_ranks
     kv = max(1, model.num_kv_heads // num_ranks) * model.head_dim
+    mlp = {"gate_up": (inner, model.hidden, True), "down": (model.hidden, inner, False)} if inner else {}
     return {
         "qkv": (query + 2 * kv, model.hidden, False),
         "o": (model.hidden, query, False),
-        "gate_up": (inner, model.hidden, True),
-        "down": (model.hidden, inner, False),
+        **mlp,
         "head": (padded_head_rows(model.vocab, num_ranks), model.hidden, False),
     }
 

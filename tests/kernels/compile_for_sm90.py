@@ -225,6 +225,18 @@ def skinny_linear_layers() -> None:
                 skinny_linear(x, weight, tiles, logits)
 
 
+def biased_linear_layers() -> None:
+    """Compile layers of gpt-oss, whose 2,880 inputs are cut in steps of 64, and a gated layer, all with a bias."""
+    shapes = linear_shapes_of(MODELS["gpt-oss-20b"])
+    for num_outputs, num_inputs, is_gated in (shapes["qkv"], shapes["o"], (2880, 2880, True)):
+        weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.bfloat16, device="meta")
+        for num_rows in (1, 64):
+            tiles = tiles_of((num_outputs, num_inputs, is_gated), num_rows)
+            if tiles is not None:
+                x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
+                (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles, bias=weight[:, 0].contiguous())
+
+
 def fp8_linear_layers() -> None:
     """Compile a gated and a plain linear layer of an 8B model at most and fewest rows, and row quantization."""
     shapes = linear_shapes_of(MODELS["Llama-3.1-8B"])
@@ -325,6 +337,7 @@ def main(part: int, num_parts: int) -> None:
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
         "tokens llama-8b fp8 kv": token_kernels("llama-8b", torch.bfloat16, E4M3),
         "linear layers llama-8b bf16": skinny_linear_layers,
+        "linear layers gpt-oss bf16": biased_linear_layers,
         "fp8 linear layers llama-8b bf16": fp8_linear_layers,
         "sums of two": summing,
         "sums and norms bf16": summing_and_norming,

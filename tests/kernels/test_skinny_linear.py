@@ -59,6 +59,8 @@ def test_tiles_depend_only_on_shape_rows_and_device(monkeypatch: pytest.MonkeyPa
     assert table.tiles_for(weight(28672, 4096), 100, is_gated=True) == Tiles(128, 64)
     assert table.tiles_for(weight(28672, 4096), 100, is_gated=False) is None
     assert table.tiles_for(weight(6144, 4096, torch.float16), 1, is_gated=False) is None
+    assert table.tiles_for(weight(5120, 2880), 1, is_gated=False) == Tiles(64, 64), "2,880 = 45 x 64"
+    assert table.tiles_for(weight(576, 576), 1, is_gated=False) is None, "too few inputs for steps of 64"
 
 
 def test_reference_rounds_where_the_kernel_does() -> None:
@@ -66,6 +68,8 @@ def test_reference_rounds_where_the_kernel_does() -> None:
     x, both = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (3, 10))
     product = skinny_linear_reference(x, both)
     assert torch.equal(product, (x.float() @ both.float().T).bfloat16())
+    bias = torch.randn(10, generator=generator).bfloat16()
+    assert torch.equal(skinny_linear_reference(x, both, bias), (x.float() @ both.float().T + bias.float()).bfloat16())
     gate, up = product.float().chunk(2, dim=-1)
     assert torch.equal(gated_skinny_linear_reference(x, both), (torch.nn.functional.silu(gate) * up).bfloat16())
 

@@ -38,17 +38,16 @@ class CudaLinear:
         tiles = tiles_for(self.weight, len(x), is_gated=False)
         if tiles is None:
             return F.linear(x, self.weight, self.bias)
-        outputs = skinny_linear(x, self.weight, tiles)
-        return outputs if self.bias is None else outputs.add_(self.bias)
+        return skinny_linear(x, self.weight, tiles, bias=self.bias)
 
     def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
         if gate.kind is GateKind.GELU_TANH:
             return gelu_tanh_and_mul(self(x))
         tiles = tiles_for(self.weight, len(x), is_gated=True)
-        if tiles is None or self.bias is not None:
+        if tiles is None:
             return silu_and_mul(F.linear(x, self.weight, self.bias))
-        return gated_skinny_linear(x, self.weight, tiles)
+        return gated_skinny_linear(x, self.weight, tiles, self.bias)
 
 
 class CudaHead:
