@@ -99,10 +99,10 @@ def store_transposed(
 @gluon.jit
 def _add_bias(sums, bias, first_output, BOX_N: gl.constexpr, layout: gl.constexpr):
     """Add bias[first_output + i] to row i of sums [BOX_N, BLOCK_M] in float32, before the rounding."""
-    if bias is None:
-        return sums
-    outputs = first_output + gl.arange(0, BOX_N, gl.SliceLayout(1, layout))
-    return sums + gl.load(bias + outputs).to(gl.float32)[:, None]
+    if bias is not None:
+        outputs = first_output + gl.arange(0, BOX_N, gl.SliceLayout(1, layout))
+        sums += gl.load(bias + outputs).to(gl.float32)[:, None]
+    return sums
 
 
 # The number of rows changes from step to step and must not trigger a compilation.

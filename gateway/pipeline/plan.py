@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import structs
 
-from gateway.errors import ContextLengthExceeded, InvalidRequest
+from gateway.errors import ContextLengthExceeded, InvalidRequest, NotServed
 from gateway.fleet import Timeouts
 from gateway.pipeline.call_grammar import answer_or_calls
 from gateway.pipeline.fields import GenerationFields, Words, check_something_is_allowed, truncated, words_token_ids
@@ -23,6 +23,7 @@ from gateway.pipeline.grammar import AskedGrammar
 from gateway.pipeline.request import CompletionRequest, Prompt
 from gateway.text.chat_template import ChatTemplateError, TemplateOptions
 from gateway.text.parsers.tool_calls import call_family
+from gateway.text.parsers.unread_formats import unread_format
 from gateway.text.served_model import ModelLimits, ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.choice_seeds import SEED_BITS
@@ -66,7 +67,16 @@ def prepared(
     priority_class: str,
     traceparent: str,
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
-    """Return the request with encoded bad words, and the engine requests; raise InvalidRequest."""
+    """Return the request with encoded bad words, and the engine requests.
+
+    Raises:
+        InvalidRequest: If a field does not fit the model.
+        NotServed: If answers in the chat format of the model cannot be read.
+    """
+    if request.is_chat and (name := unread_format(model.encoder.template_source)):
+        raise NotServed(
+            f"Chats with this model are not supported: no parser reads its {name} format. Use /v1/completions."
+        )
     request = with_defaults(_bound(request, model), model.defaults)
     token_ids = encode_prompts(model, limits, request)
     request = structs.replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
