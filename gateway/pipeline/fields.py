@@ -37,6 +37,7 @@ MAX_BEAM_WIDTH = 64
 # Both forms of all bad words together; a worker indexes them before its next step. vLLM's limit is 1,024.
 MAX_BAD_WORD_TOKENS = 8192
 
+NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 _Word: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Words: TypeAlias = tuple[tuple[int, ...], ...]

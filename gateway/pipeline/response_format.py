@@ -12,7 +12,6 @@ The order of a stream's chunks (each method returns whole Server-Sent Events):
     DONE
 """
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,9 +23,10 @@ from msgspec import structs
 from gateway.errors import GatewayError
 from gateway.http.sse import DONE, KEEP_ALIVE, error_event, event
 from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
+from gateway.text.logprobs import LogprobEntry
 from gateway.text.long_json import GrownForm, json_pieces
 from gateway.text.parsers.message import ToolCallDelta
+from shared.messages import SamplingParams
 
 Body: TypeAlias = bytes | bytearray  # a long one is put together in place: a copy of 28 MB takes 20 ms
 Extra: TypeAlias = Mapping[str, Any] | None  # fields of a chunk's choice beyond OpenAI's
@@ -34,6 +34,31 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 _encode = msgspec.json.encode
 _ENTRIES_AT_ONCE = 16  # a completion's cost 21 us each one by one, and 10 together
 _SPLITTERS = (("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"), ("\u0085", b"\\u0085"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHeader:
+    """What is known of an answer before its first token.
+
+    Attributes:
+        response_id: Its id, without the prefix of an API.
+        model: The model's name.
+        created: When it was accepted, in Unix seconds.
+        prompt_tokens: The length of all prompts.
+        sampling: The sampling parameters in effect.
+        repeated: What the API's schema says that the answer repeats of its request.
+        system_fingerprint: Of the model's files and the release; "" is not shown.
+        usage_in_chunks: Whether each chunk has `usage`, which is null but in the last.
+    """
+
+    response_id: str
+    model: str
+    created: int
+    prompt_tokens: int = 0
+    sampling: SamplingParams | None = None
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    system_fingerprint: str = ""
+    usage_in_chunks: bool = False
 
 
 @dataclass(slots=True)
@@ -129,8 +154,8 @@ class ResponseFormat:
         raise AssertionError("never in the background")
 
 
-class _Format(ResponseFormat):
-    """`usage_in_chunks`: chunks carry `usage`, which is null but in the last. `created`: Unix seconds; default: now."""
+class ChunkFormat(ResponseFormat):
+    """OpenAI's chunks, whose choices differ between its APIs."""
 
     chunk_object: str
     body_object: str
@@ -139,29 +164,19 @@ class _Format(ResponseFormat):
     before_text: str  # of a choice, up to the text's value
     after_text: str
 
-    def __init__(
-        self,
-        response_id: str,
-        model: str,
-        *,
-        usage_in_chunks: bool = False,
-        created: int | None = None,
-        prompt_tokens: int = 0,
-        repeated: Mapping[str, Any] = NOTHING,
-        system_fingerprint: str = "",
-    ) -> None:
-        """`prompt_tokens`, `repeated`: for formats that tell them first, or say again what was asked."""
-        created = int(time.time()) if created is None else created
-        self._head = {"id": self.id_prefix + response_id, "created": created, "model": model}
-        if system_fingerprint:
-            self._head["system_fingerprint"] = system_fingerprint
+    def __init__(self, header: ReplyHeader) -> None:
+        self._head = {
+            "id": self.id_prefix + header.response_id, "created": header.created, "model": header.model
+        }  # fmt: skip
+        if header.system_fingerprint:
+            self._head["system_fingerprint"] = header.system_fingerprint
         head = _encode({**self._head, "object": self.chunk_object})[:-1].decode()
-        self._usage_in_chunks = usage_in_chunks
+        self._usage_in_chunks = header.usage_in_chunks
         self._chunk_head = f"data: {head}".encode()
         self._text_prefixes: dict[int, bytes] = {}
         self._collected: dict[int, GrownForm] = {}  # log-probabilities, by choice
         self._waiting: dict[int, list[LogprobEntry]] = {}  # those that are not written yet
-        self._no_usage = b',"usage":null' if usage_in_chunks else b""
+        self._no_usage = b',"usage":null' if header.usage_in_chunks else b""
         self._text_suffix = self.after_text.encode() + b"]" + self._no_usage + b"}\n\n"
 
     @staticmethod
@@ -247,78 +262,6 @@ class _Format(ResponseFormat):
         shown = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         self._collected.pop(choice.index, None)
         return {**shown, **choice.extra}
-
-
-class ChatFormat(_Format):
-    chunk_object = "chat.completion.chunk"
-    body_object = "chat.completion"
-    id_prefix = "chatcmpl-"
-    before_text = '"delta":{"content":'
-    after_text = '},"logprobs":null,"finish_reason":null}'
-
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk([choice], None if usage is None else usage.as_object(), extra)
-
-    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
-        delta = _reasoning(update.reasoning)
-        if update.tool_calls:
-            delta |= {"tool_calls": [_tool_call_delta(call) for call in update.tool_calls]}
-        choice = {"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._chunk([choice], None if usage is None else usage.as_object())
-
-    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
-        return self._body((self._choice(choice, message=_message(choice)) for choice in choices), usage, extra)
-
-    logprobs = staticmethod(chat_logprobs)
-
-    @staticmethod
-    def last_content(text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
-
-
-class CompletionFormat(_Format):
-    chunk_object = "text_completion"
-    body_object = "text_completion"
-    id_prefix = "cmpl-"
-    prompt_in_choice = True
-    before_text = '"text":'
-    after_text = ',"logprobs":null,"finish_reason":null}'
-
-    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
-        return self._body((self._choice(choice, text=choice.text) for choice in choices), usage, extra)
-
-    logprobs = staticmethod(completion_logprobs)
-
-    @staticmethod
-    def last_content(text: str) -> dict[str, Any]:
-        return {"text": text}
-
-
-def _message(choice: ChoiceResult) -> dict[str, Any]:
-    """No content beside calls is null, as OpenAI has it."""
-    message = {"role": "assistant", "content": choice.text or (None if choice.tool_calls else ""), "refusal": None}
-    message |= _reasoning(choice.reasoning)
-    if choice.tool_calls:
-        calls = ({"id": call.id, "type": "function", "function": _function(call)} for call in choice.tool_calls)
-        return {**message, "tool_calls": list(calls)}
-    return message
-
-
-def _reasoning(text: str) -> dict[str, Any]:
-    """Return both keys: `reasoning` (vLLM since 0.16) and `reasoning_content` (DeepSeek's)."""
-    return {"reasoning": text, "reasoning_content": text} if text else {}
-
-
-def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {"index": call.index, "id": call.id, "type": "function", "function": _function(call)}
-
-
-def _function(call: ToolCallDelta) -> dict[str, str | None]:
-    return {"name": call.name, "arguments": call.arguments}
 
 
 def json_text(text: str) -> bytes:

@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,14 +34,6 @@ MIN_PACKED_BYTES = 1024  # a shorter one is a fifth of what the store needs for 
 MAX_UNPACKED_BYTES = 16 * 2**20  # eight times the longest body that is read
 MAX_TOLD_NAMES, MAX_TOLD_CHARS = 16, 64  # of unknown fields
 
-_SOME_TEXT = "."  # in place of texts that were encoded; some kinds of bodies have no empty ones
-_MADE_THE_REQUEST = frozenset(
-    (
-        "system", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens",
-        "logit_bias", "allowed_token_ids", "bad_words", "cache_salt",
-    )
-)  # fmt: skip
-
 MIN_GRACE_SECONDS = 15  # a gateway is not given up earlier than a worker is
 PART = b"part"  # the record of every prompt's request but the first, which has the record of all
 _NAME = re.compile(r"[\x21-\x7e]{1,255}")
@@ -51,8 +43,8 @@ def kept_body(kind: AnswerKind, body: JsonBody, ignored: Sequence[str]) -> bytes
     """`body`: one that was read; `ignored`: the names in it that nobody knows."""
     kept: dict[str, Any] = {}
     for name, value in body.given.items():
-        if name in kind.fields and name not in _MADE_THE_REQUEST and value is not None:
-            kept[name] = _PROMPTS[name](value, body.given) if name in _PROMPTS else value
+        if name in kind.fields and value is not None:
+            kept[name] = kind.stand_ins[name](value, body.given) if name in kind.stand_ins else value
     kept |= dict.fromkeys(name for name in listed_names(ignored) if name in body.given)  # not parts of fields
     return json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -80,26 +72,6 @@ def unpacked(data: bytes) -> bytes:
     if not unpacker.eof:
         raise ValueError(f"cut short, or more than {MAX_UNPACKED_BYTES} bytes")
     return body
-
-
-def _messages(_: Any, __: Mapping[str, Any]) -> Any:
-    return [{"role": "user", "content": _SOME_TEXT}]
-
-
-def _prompt(prompt: Any, given: Mapping[str, Any]) -> Any:
-    """Their number counts, and with `echo` their texts."""
-    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    return prompt if given.get("echo") else _SOME_TEXT if is_one else [_SOME_TEXT] * len(prompt)
-
-
-def _input(items: Any, given: Mapping[str, Any]) -> Any:
-    """Keep the input, which is listed and continued, unless the request says `store: false`."""
-    return _SOME_TEXT if given.get("store") is False else items
-
-
-_PROMPTS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
-    "messages": _messages, "prompt": _prompt, "input": _input
-}  # fmt: skip
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,10 +10,9 @@ A new answer is an AnswerSubmission. A KeptSubmission attaches to a kept one, an
 the event where a stream was interrupted.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 from msgspec import structs
@@ -31,11 +30,10 @@ from gateway.pipeline.answer_extras import AnswerExtras
 from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.context import RequestContext, context_of
 from gateway.pipeline.delivery import Reply, collect_reply, stream_reply
-from gateway.pipeline.fields import SamplingFields
 from gateway.pipeline.generation import Generation
 from gateway.pipeline.kept import KeptAnswer
 from gateway.pipeline.request import CompletionRequest
-from gateway.pipeline.response_format import Body, ResponseFormat
+from gateway.pipeline.response_format import Body, ReplyHeader, ResponseFormat
 from gateway.pipeline.retention import listed_names
 from gateway.store.inference_client import (
     NeedsNewerWorker,
@@ -46,7 +44,7 @@ from gateway.store.inference_client import (
     ShareFull,
     StoreUnavailable,
 )
-from shared.messages import GenerationRequest, SamplingParams
+from shared.messages import GenerationRequest
 
 _REFUSALS = {
     QueueFull: "queue_full",
@@ -200,14 +198,17 @@ class AnswerSubmission:
         return completion.stream and (completion.include_usage or self._context.state.settings.force_include_usage)
 
     def _format(self) -> ResponseFormat:
-        return self._kind.make_format(
-            self.answer_id,
-            self._service.name,
-            usage_in_chunks=self._include_usage,
-            created=self._created,
-            prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
-            repeated=with_what_held(self._completion.repeated, self._completion.fields, self._requests[0].sampling),
-            system_fingerprint=self._service.fingerprint or self._model.fingerprint,
+        return self._kind.format(
+            ReplyHeader(
+                response_id=self.answer_id,
+                model=self._service.name,
+                created=self._created,
+                prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
+                sampling=self._requests[0].sampling,
+                repeated=self._completion.repeated,
+                system_fingerprint=self._service.fingerprint or self._model.fingerprint,
+                usage_in_chunks=self._include_usage,
+            )
         )
 
     def _reply(self) -> Reply:
@@ -357,9 +358,3 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Return the header that lists unknown fields."""
     listed = listed_names(names)
     return {"x-pagestream-ignored": ", ".join(listed)} if listed else {}
-
-
-def with_what_held(said: Mapping[str, Any], fields: SamplingFields, sampling: SamplingParams) -> dict[str, Any]:
-    """Return `said`, a result of repeated(), with the model's defaults where the request set no value."""
-    named = {name: getattr(fields, name) for name in ("temperature", "top_p") if name in said}
-    return {**said, **{name: getattr(sampling, name) if value is None else value for name, value in named.items()}}

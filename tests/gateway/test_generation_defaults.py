@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from gateway.apis.responses.format import with_sampling
 from gateway.model_service import model_options
-from gateway.pipeline.fields import SamplingFields
-from gateway.pipeline.submission import with_what_held
 from gateway.settings import GatewaySettings
 from gateway.text.served_model import load_served_model
 from shared.messages import SamplingParams
@@ -104,12 +103,12 @@ async def test_request_fields_override_defaults_even_if_neutral(start_gateway: A
 def test_stored_answer_keeps_the_defaults_of_its_creation() -> None:
     """The stored body lacks them, and the gateway that reads it may have other defaults."""
     said, sampling = (
-        {"temperature": 1.0, "top_p": 1.0, "store": True},
+        {"temperature": None, "top_p": 0.5, "store": True},
         SamplingParams(max_tokens=1, seed=0, temperature=0.6),
     )
-    held = with_what_held(said, SamplingFields(top_p=0.5), sampling)
+    held = with_sampling(said, sampling)
     assert held == {"temperature": 0.6, "top_p": 0.5, "store": True}
-    assert with_what_held({}, SamplingFields(), sampling) == {}
+    assert with_sampling({}, sampling) == {}
 
 
 async def test_beam_search_ignores_sampling_defaults(start_gateway: Any, tmp_path: Path) -> None:

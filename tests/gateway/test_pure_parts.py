@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from gateway.apis.chat.format import ChatFormat
+from gateway.apis.chat.schema import parse_chat
+from gateway.apis.completions.schema import parse_completion
 from gateway.errors import Unavailable
 from gateway.fleet import (
     RETRY_AFTER_SECONDS,
@@ -19,8 +22,7 @@ from gateway.http.json_body import decode_body
 from gateway.model_service import ModelOptions, model_options
 from gateway.pipeline.choice_progress import ChoiceUpdate
 from gateway.pipeline.plan import Tenant, plan_requests
-from gateway.pipeline.request import parse_chat, parse_completion
-from gateway.pipeline.response_format import ChatFormat, UsageCount, json_text
+from gateway.pipeline.response_format import ReplyHeader, UsageCount, json_text
 from gateway.settings import GatewaySettings
 from gateway.text.served_model import ModelLimits
 from shared.choice_seeds import choice_seed
@@ -103,7 +105,7 @@ def test_json_text_is_one_line_for_every_reader(text: str) -> None:
 
 @pytest.mark.parametrize("usage_in_chunks", [False, True])
 def test_chunk_from_the_template_equals_the_encoded_object(usage_in_chunks: bool) -> None:
-    chunks = ChatFormat("1", 'a "model"', usage_in_chunks=usage_in_chunks)
+    chunks = ChatFormat(ReplyHeader(response_id="1", model='a "model"', created=1, usage_in_chunks=usage_in_chunks))
     data = json.loads(chunks.text(ChoiceUpdate(3, "x\n", None)).removeprefix(b"data: "))
     expected = json.loads(chunks.first(3).removeprefix(b"data: "))
     expected["choices"][0]["delta"] = {"content": "x\n"}

@@ -9,11 +9,12 @@ import pytest
 from aiohttp import ClientResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from gateway.apis.chat.schema import parse_chat
 from gateway.errors import InvalidRequest
 from gateway.http.json_body import decode_body
 from gateway.model_service import model_options
 from gateway.pipeline.choice_progress import reads_special_mark
-from gateway.pipeline.request import CompletionRequest, parse_chat
+from gateway.pipeline.request import CompletionRequest
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.parsers.tool_calls import TOOL_CALL_PARSERS

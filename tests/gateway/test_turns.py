@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from gateway.apis.completions.schema import parse_completion
 from gateway.apis.responses.items import OutputItems
 from gateway.http.json_body import decode_body
 from gateway.pipeline import delivery
 from gateway.pipeline.answer_extras import ENTRIES_OF_PIECE, TOKENS_OF_STEP, PromptEcho
 from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.pipeline.request import parse_completion
 from gateway.store.response_stream import MAX_READ_SCORES, MAX_READ_TOKENS, ResponseStream
 from gateway.text.served_model import ServedModel
 from shared.messages import (

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
+from gateway.pipeline.chat_request import ContentPart, MessageFields
 from gateway.pipeline.grammar import (
     MAX_TOOLS,
     CalledFunction,
@@ -29,7 +30,6 @@ from gateway.pipeline.grammar import (
     ToolChoice,
     ToolFields,
 )
-from gateway.pipeline.request import ContentPart, MessageFields
 
 CALL_ID_PREFIX = "toolu_"  # followed by a call id that every chat template accepts
 

@@ -15,7 +15,15 @@ from gateway.apis.anthropic.blocks import CALL_ID_PREFIX
 from gateway.errors import ContextLengthExceeded, GatewayError
 from gateway.http.sse import named_event
 from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.pipeline.response_format import NOTHING, ChoiceResult, Extra, ResponseFormat, UsageCount, json_text
+from gateway.pipeline.response_format import (
+    NOTHING,
+    ChoiceResult,
+    Extra,
+    ReplyHeader,
+    ResponseFormat,
+    UsageCount,
+    json_text,
+)
 from gateway.text.parsers.message import ToolCallDelta
 from shared.logs import request_id as log_request_id
 from shared.messages import FinishReason
@@ -112,27 +120,12 @@ class AnthropicFormat(ResponseFormat):
     done = named_event("message_stop", {"type": "message_stop"})
     keep_alive = named_event("ping", {"type": "ping"})  # clients give up after 300 s without an event
 
-    def __init__(
-        self,
-        response_id: str,
-        model: str,
-        *,
-        prompt_tokens: int = 0,
-        repeated: Mapping[str, Any] = NOTHING,
-        **_openai: Any,
-    ) -> None:
-        """Start a message. Options of other formats are ignored.
-
-        Args:
-            response_id: Id of the response, without prefix.
-            model: Name of the model, as requested.
-            prompt_tokens: Length of the prompt.
-            repeated: Fields repeated from the request; `shows_reasoning` adds thinking blocks.
-        """
-        self._head = {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "model": model}
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, header: ReplyHeader) -> None:
+        """Start a message; `shows_reasoning` in `header.repeated` adds thinking blocks."""
+        self._head = {"id": f"msg_{header.response_id}", "type": "message", "role": "assistant", "model": header.model}
+        self._prompt_tokens = header.prompt_tokens
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        self._shows_reasoning = bool(repeated.get("shows_reasoning"))
+        self._shows_reasoning = bool(header.repeated.get("shows_reasoning"))
         self._blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
         self._num_begun = 0  # blocks
 

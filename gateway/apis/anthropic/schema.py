@@ -23,16 +23,10 @@ from gateway.apis.anthropic.blocks import (
 )
 from gateway.errors import InvalidRequest
 from gateway.http.json_body import JsonBody
+from gateway.pipeline.chat_request import ChatBody, ContentPart, MessageFields, request_in_words
 from gateway.pipeline.fields import StopString
 from gateway.pipeline.grammar import JsonSchemaFormat, ResponseFormatFields
-from gateway.pipeline.request import (
-    ChatBody,
-    CompletionRequest,
-    ContentPart,
-    MessageFields,
-    check_other_fields,
-    request_in_words,
-)
+from gateway.pipeline.request import CompletionRequest, check_other_fields
 
 System: TypeAlias = str | list[TextPart]
 

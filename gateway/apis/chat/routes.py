@@ -6,7 +6,7 @@ from gateway.apis.api import Api
 from gateway.apis.chat.kinds import CHAT
 from gateway.apis.chat.shapes import ChatCompletionBody
 from gateway.http.openapi import answering
-from gateway.pipeline.request import ChatBody
+from gateway.pipeline.chat_request import ChatBody
 from gateway.pipeline.submit import answer
 
 

@@ -20,9 +20,9 @@ from msgspec import Meta
 from gateway.apis.responses.tools import ResponseToolChoice, ResponseTools, flat_name
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from gateway.http.json_body import decode_object
+from gateway.pipeline.chat_request import MessageFields
 from gateway.pipeline.fields import ReasoningEffort, SamplingFields, Verbosity
 from gateway.pipeline.grammar import CalledFunction, ToolCallFields
-from gateway.pipeline.request import MessageFields
 from shared.messages import MAX_LOGPROBS
 
 # Clients return a summary unchanged. OpenAI encrypts it. Here it is only encoded: it contains the client's own

@@ -8,7 +8,6 @@ A compaction is a summary of a conversation: the user's items, and one item for 
 as events, it is one event with the whole body.
 """
 
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,8 +21,17 @@ from gateway.apis.responses.tools import namespaced_names
 from gateway.errors import GatewayError
 from gateway.http.sse import error_event, event
 from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.pipeline.response_format import NOTHING, Body, ChoiceResult, Extra, ResponseFormat, UsageCount, one_line
-from shared.messages import FinishReason
+from gateway.pipeline.response_format import (
+    NOTHING,
+    Body,
+    ChoiceResult,
+    Extra,
+    ReplyHeader,
+    ResponseFormat,
+    UsageCount,
+    one_line,
+)
+from shared.messages import FinishReason, SamplingParams
 
 ID_PREFIX = "resp_"
 _CANCELLED = "request_cancelled"  # the code of the error that readers of a cancelled answer get
@@ -36,27 +44,17 @@ _NOTHING_YET: dict[str, Any] = {
 class ResponsesFormat(ResponseFormat):
     repeats_all = True
 
-    def __init__(
-        self,
-        response_id: str,
-        model: str,
-        *,
-        usage_in_chunks: bool = False,
-        created: int | None = None,
-        prompt_tokens: int = 0,
-        repeated: Mapping[str, Any] = NOTHING,
-        **_chats: Any,
-    ) -> None:
-        """`repeated`: what a response says of its request. A stream always has its usage."""
+    def __init__(self, header: ReplyHeader) -> None:
         self._head: dict[str, Any] = {
-            "id": ID_PREFIX + response_id,
+            "id": ID_PREFIX + header.response_id,
             "object": "response",
-            "created_at": int(time.time()) if created is None else created,
-            "model": model,
+            "created_at": header.created,
+            "model": header.model,
         }
-        self._repeated = repeated
+        self._repeated = with_sampling(header.repeated, header.sampling)
         self._writer = EventWriter()
-        self._output = OutputItems(response_id, self._writer, namespaced_names(repeated.get("tools", ())))
+        namespaced = namespaced_names(header.repeated.get("tools", ()))
+        self._output = OutputItems(header.response_id, self._writer, namespaced)
         self._is_cut = False
         self._usage: UsageCount | None = None
 
@@ -133,6 +131,12 @@ class ResponsesFormat(ResponseFormat):
         return {**self._head, "status": status, **_NOTHING_YET, **ended, **self._repeated}
 
 
+def with_sampling(repeated: Mapping[str, Any], sampling: SamplingParams | None) -> dict[str, Any]:
+    """Return the repeated fields, with the values in effect where the request set none."""
+    left_open = [name for name in ("temperature", "top_p") if name in repeated and repeated[name] is None]
+    return {**repeated, **{name: getattr(sampling, name) for name in left_open}}
+
+
 def usage_object(usage: UsageCount) -> dict[str, Any]:
     """Return the usage in the Responses format; cache writes are not counted, so they are 0."""
     return {
@@ -147,19 +151,10 @@ def usage_object(usage: UsageCount) -> dict[str, Any]:
 class CompactionFormat(ResponseFormat):
     repeats_all = True
 
-    def __init__(
-        self,
-        response_id: str,
-        model: str,
-        *,
-        created: int | None = None,
-        repeated: Mapping[str, Any] = NOTHING,
-        **_others: Any,
-    ) -> None:
-        """`repeated`: the items of the conversation's user."""
-        self._id = response_id
-        self._created = int(time.time()) if created is None else created
-        self._user_items = repeated[USER_ITEMS]
+    def __init__(self, header: ReplyHeader) -> None:
+        self._id = header.response_id
+        self._created = header.created
+        self._user_items = header.repeated[USER_ITEMS]
         self._summary: list[str] = []
         self._usage = UsageCount()
 

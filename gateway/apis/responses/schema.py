@@ -29,16 +29,10 @@ from gateway.apis.responses.tools import (
 )
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from gateway.http.json_body import JsonBody
+from gateway.pipeline.chat_request import ChatBody, MessageFields, request_in_words
 from gateway.pipeline.fields import SamplingFields, template_kwargs
 from gateway.pipeline.grammar import JsonSchemaFormat, ResponseFormatFields
-from gateway.pipeline.request import (
-    NO_EFFECT,
-    ChatBody,
-    CompletionRequest,
-    MessageFields,
-    check_other_fields,
-    request_in_words,
-)
+from gateway.pipeline.request import NO_EFFECT, CompletionRequest, check_other_fields
 
 _FORMAT_NAME = "response"  # default schema name, because OpenAI's clients read one
 EARLIER_ITEMS = "earlier_items"  # in a stored body: number of items in `input` from earlier responses
@@ -65,12 +59,12 @@ def repeated(fields: ResponsesBody) -> dict[str, Any]:
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": fields.store is not False,
-        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "temperature": fields.temperature,  # None: the model's default, which the format fills in
         "text": _text(fields.text),
         "tool_choice": _tool_choice(fields.tool_choice),
         "tools": shown_tools(fields.tools or []),
         "top_logprobs": fields.top_logprobs or 0,
-        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+        "top_p": fields.top_p,
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }

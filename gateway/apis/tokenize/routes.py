@@ -19,9 +19,10 @@ from gateway.http.json_body import decode_body
 from gateway.http.openapi import Operation, Parameter
 from gateway.http.state import STATE
 from gateway.model_service import ReadModel, find_model
+from gateway.pipeline.chat_request import Messages, chat_prompt
 from gateway.pipeline.context import context_of
 from gateway.pipeline.plan import encode_prompt
-from gateway.pipeline.request import Messages, Prompt, chat_prompt
+from gateway.pipeline.request import Prompt
 from gateway.text.chat_template import TemplateOptions
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gateway.apis.completions.schema import parse_completion
 from gateway.errors import GatewayError, GenerationFailed
 from gateway.http.json_body import decode_body
 from gateway.pipeline.choice_progress import ChoiceUpdate
 from gateway.pipeline.continuous_usage import ContinuousUsage
-from gateway.pipeline.request import parse_completion
 from gateway.pipeline.response_format import UsageCount
 from shared.messages import FinishReason
 

@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.apis.chat.format import ChatFormat
+from gateway.apis.completions.format import CompletionFormat
 from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.pipeline.response_format import ChatFormat, ChoiceResult, CompletionFormat, UsageCount
+from gateway.pipeline.response_format import ChoiceResult, ReplyHeader, UsageCount
 from gateway.store.response_stream import MAX_READ_SCORES
 from gateway.text import logprobs
 from gateway.text.logprobs import LogprobEntry
@@ -52,7 +54,9 @@ def test_written_choice_is_freed(form: type[ChatFormat | CompletionFormat]) -> N
             alive.append(weakref.ref(tracked))
             yield ChoiceResult(index, f"text {index}", "length", extra={"tracked": tracked})
 
-    body = json.loads(form("id", "model").body(choices(), UsageCount(1, 2), {"more": True}))
+    body = json.loads(
+        form(ReplyHeader(response_id="id", model="model", created=1)).body(choices(), UsageCount(1, 2), {"more": True})
+    )
     assert [choice["index"] for choice in body["choices"]] == list(range(NUM_CHOICES))
     assert body["usage"]["total_tokens"] == 3
     assert body["more"] is True
@@ -71,7 +75,7 @@ def test_logprobs_in_pieces_equal_logprobs_at_once(
     monkeypatch.setattr("gateway.text.long_json.PIECE_BYTES", 100)
     spellings = tiny_model.encoder.spellings(by_id=False)
     entries = [LogprobEntry(70 + place % 9, scored(70) if place else None, place, spellings) for place in range(64)]
-    written = form("id", "model", created=1)
+    written = form(ReplyHeader(response_id="id", model="model", created=1))
     for start in range(0, len(entries), num_at_once):
         group = tuple(entries[start : start + num_at_once])
         left = written.collect(ChoiceUpdate(0, "x", None, group, (70,)))

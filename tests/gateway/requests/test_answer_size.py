@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from gateway.apis.chat.schema import parse_chat
+from gateway.apis.completions.schema import parse_completion
 from gateway.errors import InvalidRequest
 from gateway.http.json_body import decode_body
 from gateway.pipeline.plan import MAX_RULE_BYTES, MAX_VALUES, plan_requests
-from gateway.pipeline.request import CompletionRequest, parse_chat, parse_completion
+from gateway.pipeline.request import CompletionRequest
 from gateway.text.served_model import ModelLimits
 from shared.messages import (
     MAX_JOURNAL_BYTES,

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from gateway.apis.chat.schema import parse_chat
+from gateway.apis.completions.schema import parse_completion
 from gateway.errors import InvalidRequest
 from gateway.http.json_body import decode_body
-from gateway.pipeline.request import parse_chat, parse_completion
 from shared.messages import Grammar, GrammarKind
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish, says

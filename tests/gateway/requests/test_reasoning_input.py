@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from gateway.apis.anthropic.schema import parse_messages
+from gateway.apis.chat.schema import parse_chat
 from gateway.apis.responses.schema import parse_response
 from gateway.http.json_body import decode_body
-from gateway.pipeline.request import CompletionRequest, parse_chat
+from gateway.pipeline.request import CompletionRequest
 from gateway.text.chat_template import ChatTemplate
 
 # Like Qwen3's template: only reasoning after the last user message is rendered.

@@ -1,0 +1,54 @@
+"""The body of a text completion. Pure."""
+
+from typing import Annotated
+
+from msgspec import Meta, structs
+
+from gateway.errors import InvalidRequest
+from gateway.http.json_body import JsonBody
+from gateway.pipeline.fields import GenerationFields, NumLogprobs, TokenId
+from gateway.pipeline.request import CompletionRequest, Prompt, check_other_fields, common_request
+
+MAX_PROMPTS = 32
+
+
+class CompletionBody(GenerationFields, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None  # 0 scores the prompt only (with echo)
+
+
+def parse_completion(body: JsonBody) -> CompletionRequest:
+    fields = body.typed(CompletionBody)
+    ignored = check_other_fields(CompletionBody, body.given)
+    request = common_request(
+        fields,
+        _prompts(fields.prompt),
+        ignored,
+        prompt_param="prompt",
+        max_tokens_param="max_tokens",
+        default_max_tokens=16,  # OpenAI's default
+        add_special_tokens=fields.add_special_tokens is not False,
+        echo=bool(fields.echo),
+    )
+    if fields.max_tokens == 0 and not fields.echo:
+        raise InvalidRequest("max_tokens: 0 is only allowed with echo; expected at least 1.", param="max_tokens")
+    return structs.replace(request, num_logprobs=fields.logprobs)
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return (prompt,)  # type: ignore[return-value]
+    if kinds not in ({str}, {list}):
+        what = "is an empty list" if not prompt else "mixes texts, token ids and lists of token ids"
+        raise InvalidRequest(
+            f"prompt: {what}; expected a text, a list of texts, token ids, or a list of lists of token ids.",
+            param="prompt",
+        )
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: {len(prompt)} prompts; at most {MAX_PROMPTS} in one request.", param="prompt")
+    return tuple(prompt)  # type: ignore[arg-type]
