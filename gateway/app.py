@@ -8,7 +8,6 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.apis.api import Api
 from gateway.auth.access import Access, authenticate
 from gateway.batches.driver.selection import BATCHES, BatchService
 from gateway.http import admin, kv, page
@@ -22,6 +21,7 @@ from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions
 from gateway.pipeline.answer_kind import KINDS
+from gateway.pipeline.api import Api
 from gateway.routes import batches, files
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient

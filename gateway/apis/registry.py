@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from importlib import import_module
 
-from gateway.apis.api import Api
 from gateway.pipeline.answer_kind import AnswerKind
+from gateway.pipeline.api import Api
 
 
 def _loaded(name: str) -> Api:

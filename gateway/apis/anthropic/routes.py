@@ -8,10 +8,10 @@ from gateway.apis.anthropic.dialect import DIALECT
 from gateway.apis.anthropic.kinds import MESSAGE
 from gateway.apis.anthropic.schema import MessagesBody, PromptFields, parse_count
 from gateway.apis.anthropic.shapes import AnthropicMessageBody, TokenCountBody
-from gateway.apis.api import Api
 from gateway.http.body import received_body
 from gateway.http.json_body import decode_body
 from gateway.http.openapi import INFERENCE_ERRORS, Operation, answering
+from gateway.pipeline.api import Api
 from gateway.pipeline.context import context_of
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.submit import answer, num_prompt_tokens

@@ -2,10 +2,10 @@
 
 from aiohttp import web
 
-from gateway.apis.api import Api
 from gateway.apis.chat.kinds import CHAT
 from gateway.apis.chat.shapes import ChatCompletionBody
 from gateway.http.openapi import answering
+from gateway.pipeline.api import Api
 from gateway.pipeline.chat_request import ChatBody
 from gateway.pipeline.submit import answer
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.apis.openai_shapes import UsageBody
+from gateway.pipeline.usage_shapes import UsageBody
 
 
 class CalledFunctionBody(msgspec.Struct, kw_only=True):

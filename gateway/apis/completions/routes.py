@@ -4,13 +4,13 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from gateway.apis.api import Api
 from gateway.apis.completions.kinds import COMPLETION
 from gateway.apis.completions.schema import CompletionBody
 from gateway.apis.completions.shapes import TextCompletionBody
 from gateway.errors import NotServed
 from gateway.http.openapi import Operation, answering
 from gateway.http.shapes import ErrorBody
+from gateway.pipeline.api import Api
 from gateway.pipeline.submit import answer
 
 

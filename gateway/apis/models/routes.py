@@ -7,7 +7,6 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.apis.api import Api
 from gateway.apis.models.shapes import ModelBody, ModelListBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
@@ -15,6 +14,7 @@ from gateway.http.dialect import dialect_of
 from gateway.http.openapi import Operation
 from gateway.http.state import STATE
 from gateway.model_service import ModelService
+from gateway.pipeline.api import Api
 
 
 async def list_models(request: web.Request) -> web.Response:

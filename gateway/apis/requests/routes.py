@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.apis.api import Api
 from gateway.auth.access import ACCOUNT
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.event_numbers import HEADER
@@ -20,6 +19,7 @@ from gateway.http.openapi import EVENTS, Operation, Parameter
 from gateway.http.shapes import ErrorDetail
 from gateway.http.state import STATE
 from gateway.pipeline.answer_kind import KINDS
+from gateway.pipeline.api import Api
 from gateway.pipeline.context import RequestContext, context_of
 from gateway.pipeline.kept import KeptAnswer, find_answer
 from gateway.pipeline.response_format import Body

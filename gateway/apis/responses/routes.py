@@ -14,7 +14,6 @@ from typing import Literal
 
 from aiohttp import web
 
-from gateway.apis.api import Api
 from gateway.apis.responses.body import CountedBody, ResponsesBody
 from gateway.apis.responses.format import ID_PREFIX
 from gateway.apis.responses.history import find_response, items_of, with_history
@@ -28,6 +27,7 @@ from gateway.http.body import received_body
 from gateway.http.kept_bodies import BuiltBody
 from gateway.http.openapi import EVENTS, INFERENCE_ERRORS, Operation, Parameter, answering
 from gateway.http.query_fields import query_choice, query_flag, query_number
+from gateway.pipeline.api import Api
 from gateway.pipeline.context import context_of
 from gateway.pipeline.kept import KeptAnswer
 from gateway.pipeline.submission import show_again, stream_again

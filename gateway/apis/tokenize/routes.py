@@ -10,7 +10,6 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
-from gateway.apis.api import Api
 from gateway.apis.tokenize.shapes import DetokenizedBody, TokenizedBody, TokenizerInfoBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
@@ -19,6 +18,7 @@ from gateway.http.json_body import decode_body
 from gateway.http.openapi import Operation, Parameter
 from gateway.http.state import STATE
 from gateway.model_service import ReadModel, find_model
+from gateway.pipeline.api import Api
 from gateway.pipeline.chat_request import Messages, chat_prompt
 from gateway.pipeline.context import context_of
 from gateway.pipeline.plan import encode_prompt

@@ -1,4 +1,4 @@
-"""Shapes that several of OpenAI's APIs share, for the API description."""
+"""The shape of usage, for the API description; UsageCount writes it."""
 
 import msgspec
 
