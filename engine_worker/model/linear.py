@@ -11,7 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.names import ExpertNames
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weights import WeightSource
 from kernels.scaled import Scaled
@@ -89,7 +91,53 @@ class Head(Protocol):
         """Return logits [N, V] float32 for x [N, H], written to `logits` if given."""
 
 
+class Experts(Protocol):
+    """The routed experts of a layer, with their router."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [T, H] for x [T, H]: the weighted sum of each token's experts, or this rank's part of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsLoad:
+    """What the experts of a layer are loaded from.
+
+    Attributes:
+        spec: The experts; with several ranks, this rank's own.
+        names: Names relative to `prefix`.
+        prefix: Prefix of the layer's names.
+        hidden: H.
+        has_down_bias: This rank adds the bias of down.
+    """
+
+    spec: ExpertsSpec
+    names: ExpertNames
+    prefix: str
+    hidden: int
+    has_down_bias: bool
+
+    def linears(self, expert: int) -> tuple[LinearSpec, LinearSpec]:
+        """Return gate and up, and down, of one expert, with the names that ExpertWeights gives them."""
+        spec, suffix = self.spec, f".{expert}" if self.names.is_stacked else ""
+        gate_up, down = (
+            tuple(self.prefix + name.format(expert=expert) + suffix for name in names)
+            for names in (self.names.gate_up, (self.names.down,))
+        )
+        inner, hidden, outputs = spec.inner, self.hidden, (spec.inner, spec.inner)
+        return (
+            LinearSpec(role=Role.GATE_UP, names=gate_up, outputs=outputs, inputs=hidden, bias=spec.bias),
+            LinearSpec(role=Role.DOWN, names=down, outputs=(hidden,), inputs=inner, bias=self.has_down_bias),
+        )
+
+
 class LinearMethod(Protocol):
+    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
+        """Load the experts of a layer, and their router.
+
+        Raises:
+            ValueError: If a tensor is missing or has another shape.
+        """
+
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         """Load a linear layer.
 

@@ -127,6 +127,7 @@ class Network:
                     tables,
                     index,
                     is_summed=not shapes.takes_sums,
+                    reduce=ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce,
                 ),
                 shapes,
             )

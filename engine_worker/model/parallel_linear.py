@@ -10,7 +10,17 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import Head, Input, Linear, LinearMethod, LinearSpec, Scaling, Split
+from engine_worker.model.linear import (
+    Experts,
+    ExpertsLoad,
+    Head,
+    Input,
+    Linear,
+    LinearMethod,
+    LinearSpec,
+    Scaling,
+    Split,
+)
 from engine_worker.model.sharding import padded_head_rows
 from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.tensor_parallel import TensorParallel
@@ -60,6 +70,12 @@ class ParallelMethod:
         partial = replace(spec, bias=spec.bias and self._ranks.rank == 0)  # the bias is added once
         linear = self._method.load(partial, source)
         return ReducedOver(linear, self._all_reduce) if spec.is_summed else linear
+
+    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
+        """Load this rank's part; layers of the same experts add the bias of down once."""
+        has_all_columns = load.spec.owned is not None
+        partial = replace(load, has_down_bias=load.has_down_bias and (has_all_columns or self._ranks.rank == 0))
+        return self._method.experts(partial, source)
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         """Make the head of the rank's rows, padded so that all ranks compute equally many."""

@@ -1,6 +1,6 @@
 """The parts of a decoder-only network as frozen values, made by a family's file and used to build or size a network.
 
-    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py) and an MLP (specs/gated_mlp.py)
+    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py) and an MLP (gated_mlp.py, experts.py)
 
 A feature that a network lacks is a neutral value (no norm, a factor of 1), never a branch over families. NamesSpec has
 the names of the checkpoint's tensors.
@@ -13,6 +13,7 @@ from typing import Protocol, Self
 
 from engine_worker.kv.layout import KVGroup, KVLayout
 from engine_worker.model.specs.attention import AttentionSpec
+from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.part import Part, TensorSpec
@@ -24,7 +25,7 @@ class LayerSpec:
     """A mixer and an MLP, with norms before a part (on its input), after it (on what it adds), or both."""
 
     mixer: AttentionSpec
-    mlp: GatedMlpSpec
+    mlp: GatedMlpSpec | ExpertsSpec
     norms_before: bool = True
     norms_after: bool = False
     residual_scale: float = 1.0  # factor of what a part adds

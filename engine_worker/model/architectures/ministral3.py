@@ -23,8 +23,8 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         replace(layer, mixer=replace(layer.mixer, rope=replace(layer.mixer.rope, query_scale=scale)))
         for layer in whole.layers
     )
-    window = config.get("sliding_window") and positive_int(config, "sliding_window")
-    is_used = window and window < whole.max_position_embeddings
+    window = positive_int(config, "sliding_window") if config.get("sliding_window") else 0
+    is_used = window < whole.max_position_embeddings
     return with_windows(replace(whole, layers=layers), (window if is_used else 0,) * len(layers))
 
 

@@ -8,9 +8,11 @@ from torch import Tensor
 from engine_worker.model.devices import DeviceStep
 from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.parts.attention import load_attention
+from engine_worker.model.parts.experts import load_mixture
 from engine_worker.model.parts.gated_mlp import load_gated_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.specs.attention import AttentionSpec
+from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
 from engine_worker.model.specs.part import PartSpec
 
@@ -34,7 +36,10 @@ class Mlp(Protocol):
 
 
 _MIXERS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mixer]] = {AttentionSpec: load_attention}
-_MLPS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mlp]] = {GatedMlpSpec: load_gated_mlp}
+_MLPS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mlp]] = {
+    GatedMlpSpec: load_gated_mlp,
+    ExpertsSpec: load_mixture,
+}
 
 
 def load_mixer(spec: PartSpec, source: LayerSource) -> Mixer:

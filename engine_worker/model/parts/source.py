@@ -1,12 +1,15 @@
 """What the parts of a layer are loaded from."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from engine_worker.model.layers import NormShape, RotaryTable
 from engine_worker.model.linear import LinearMethod
 from engine_worker.model.specs.attention import RopeSpec
 from engine_worker.model.specs.names import NamesSpec
+from engine_worker.model.tensor_parallel import SINGLE
 from engine_worker.model.weights import WeightSource
 
 
@@ -23,6 +26,7 @@ class LayerSource:
         tables: Rotary tables of the network.
         index: Index of the layer.
         is_summed: A part's last linear layer sums over the ranks; otherwise the next norm does.
+        reduce: Sums over the ranks, for a part that is more than one linear layer.
     """
 
     weights: WeightSource
@@ -33,3 +37,4 @@ class LayerSource:
     tables: Mapping[RopeSpec, RotaryTable]
     index: int
     is_summed: bool = True
+    reduce: Callable[[Tensor], Tensor] = SINGLE.all_reduce

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec
+from engine_worker.model.linear import Experts, ExpertsLoad, Head, Linear, LinearMethod, LinearSpec
+from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weights import WeightSource
 
@@ -19,10 +19,10 @@ def method(device_type: str) -> LinearMethod:
             log_kernel,
         )
 
-        return DenseMethod(CudaLinear, CudaHead, log_kernel)
+        return DenseMethod(CudaLinear, CudaHead, _cuda_experts, log_kernel)
     from engine_worker.model.quantization.dense_cpu import CpuHead, CpuLinear  # noqa: PLC0415 - CPU only
 
-    return DenseMethod(CpuLinear, CpuHead, lambda name, weight, is_gated: None)
+    return DenseMethod(CpuLinear, CpuHead, _cpu_experts, lambda name, weight, is_gated: None)
 
 
 class DenseMethod:
@@ -30,23 +30,32 @@ class DenseMethod:
         self,
         linear: Callable[[Tensor, Tensor | None], Linear],
         head: Callable[[Tensor], Head],
+        experts: Callable[[ExpertsLoad, WeightSource, LinearMethod], Experts],
         log: Callable[[str, Tensor, bool], None],
     ) -> None:
         """Wrap the device's classes; `log` reports the kernel for a layer's name, weight and gating."""
-        self._linear, self._head, self._log = linear, head, log
+        self._linear, self._head, self._experts, self._log = linear, head, experts, log
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         weight = rows_of(spec, source, "weight", (spec.inputs,))
         self._log(spec.role, weight, spec.role is Role.GATE_UP)
         return self._linear(weight, rows_of(spec, source, "bias", ()) if spec.bias else None)
 
+    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
+        return self._experts(load, source, self)
+
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         self._log("head", weight, False)
         return self._head(weight)
 
 
-def rows_of(spec: LinearSpec, source: WeightSource, part: str, rest: tuple[int, ...]) -> Tensor:
-    """Return the rows of all parts, [sum(outputs), *rest], in the layer's row order."""
-    parts = [source.get(f"{name}.{part}", (size, *rest)) for name, size in zip(spec.names, spec.sizes, strict=True)]
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return rows if spec.row_order is None else rows[spec.row_order.to(rows.device)]
+def _cpu_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) -> Experts:
+    from engine_worker.model.quantization.experts_cpu import load_experts  # noqa: PLC0415 - only some models need it
+
+    return load_experts(load, source, method)
+
+
+def _cuda_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) -> Experts:
+    from engine_worker.model.quantization.experts_cuda import CudaExperts, dense_weight  # noqa: PLC0415 - as above
+
+    return CudaExperts(load, source, dense_weight)

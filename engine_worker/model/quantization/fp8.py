@@ -12,12 +12,13 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec
+from engine_worker.model.linear import Experts, ExpertsLoad, Head, Linear, LinearMethod, LinearSpec
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import (
     DequantizedWeights,
     read_fp8,
 )
+from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import BLOCK, Fp8Scheme, ScalePer, WeightFormat
 from engine_worker.model.weights import WeightSource, joined
@@ -45,6 +46,9 @@ class DequantizedMethod:
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         return self._dense.load(spec, DequantizedWeights(source, self._format))
 
+    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
+        return self._dense.experts(load, DequantizedWeights(source, self._format))
+
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         return self._dense.head(weight, name, source)
 
@@ -57,22 +61,46 @@ class Fp8Method:
         self._format, self._dense, self._linear = stored, DequantizedMethod(stored, multiplied), linear
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
-        schemes = [scheme for name in spec.names if (scheme := self._format.scheme_of(name)) is not None]
+        schemes = self._schemes(spec)
         if why := _why_dense(spec, schemes):
             logger.info("%s: dequantized to 16 bits: %s", spec.names[0], why)
         if why or not schemes:
             return self._dense.load(spec, source)
         weight, scale, factor = _quantized(spec, source) if self._format.is_online else _stored(spec, source, schemes)
         weight, scale = _in_order(weight, scale, spec.row_order)
-        bias = dense.rows_of(spec, source, "bias", ()) if spec.bias else None
+        bias = rows_of(spec, source, "bias", ()) if spec.bias else None
         return self._linear(weight, scale, bias, input_scale=factor, is_gated=spec.role is Role.GATE_UP)
+
+    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
+        """Load fp8 experts; all of a layer stay in 16 bits if one of them must."""
+        linears = [linear for expert in load.spec.experts for linear in load.linears(expert)]
+        reasons = {self._why_dense(linear) for linear in linears}
+        if reasons != {None}:
+            logger.info("%s: dequantized to 16 bits: %s", load.prefix + load.names.down, max(filter(None, reasons)))
+            return self._dense.experts(load, source)
+        from engine_worker.model.quantization.experts_cuda import CudaExperts, scaled_weight  # noqa: PLC0415 - triton
+
+        return CudaExperts(load, source, partial(scaled_weight, read=self._read))
+
+    def _why_dense(self, spec: LinearSpec) -> str | None:
+        """Return why a layer must be in 16 bits."""
+        schemes = self._schemes(spec)
+        return (_why_dense(spec, schemes) or None) if schemes else "config.json excludes it"
+
+    def _schemes(self, spec: LinearSpec) -> list[Fp8Scheme]:
+        return [scheme for name in spec.names if (scheme := self._format.scheme_of(name)) is not None]
+
+    def _read(self, spec: LinearSpec, source: WeightSource) -> tuple[Tensor, Tensor]:
+        if self._format.is_online:
+            return _quantized(spec, source)[:2]
+        return _stored(spec, source, self._schemes(spec))[:2]
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         return self._dense.head(weight, name, source)
 
 
 def _quantized(spec: LinearSpec, source: WeightSource) -> tuple[Tensor, Tensor, None]:
-    rows = dense.rows_of(spec, source, "weight", (spec.inputs,))
+    rows = rows_of(spec, source, "weight", (spec.inputs,))
     made = quantize_rows_reference(rows)
     source.keep_as(rows.nbytes, made.values.nbytes + made.scales.nbytes)
     return made.values, made.scales, None

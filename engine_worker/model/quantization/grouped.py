@@ -10,8 +10,19 @@ import logging
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTIZED, Head, Input, Linear, LinearMethod, LinearSpec, Scaling
+from engine_worker.model.linear import (
+    NOTHING_QUANTIZED,
+    Experts,
+    ExpertsLoad,
+    Head,
+    Input,
+    Linear,
+    LinearMethod,
+    LinearSpec,
+    Scaling,
+)
 from engine_worker.model.quantization import dense
+from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.quantization.stored_blocks import StoredBlocks
 from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
@@ -58,10 +69,15 @@ class GroupedMethod:
         weight = _quantized(spec, source) if self._blocks is None else self._stored(spec, source, self._blocks)
         if weight is None:
             return self._dense.load(spec, source)
-        bias = dense.rows_of(spec, source, "bias", ()) if spec.bias else None
+        bias = rows_of(spec, source, "bias", ()) if spec.bias else None
         packed = PackedLinear(weight, spec.inputs, bias, is_gated=spec.role is Role.GATE_UP)
         source.keep_as(0, packed.nbytes)
         return GroupedLinear(packed)
+
+    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
+        from engine_worker.model.quantization.experts_cpu import load_experts  # noqa: PLC0415 - only some models need it
+
+        return load_experts(load, source, self)
 
     def _stored(self, spec: LinearSpec, source: WeightSource, blocks: StoredBlocks) -> GroupedWeight | None:
         names = [f"{name}.weight" for name in spec.names]
@@ -86,7 +102,7 @@ class GroupedMethod:
 
 
 def _quantized(spec: LinearSpec, source: WeightSource) -> GroupedWeight:
-    rows = dense.rows_of(spec, source, "weight", (spec.inputs,))
+    rows = rows_of(spec, source, "weight", (spec.inputs,))
     source.keep_as(rows.nbytes, 0)
     return quantized(rows)
 

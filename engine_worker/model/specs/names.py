@@ -4,6 +4,31 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """The names of the tensors of experts.
+
+    A name with `{expert}` is one module per expert. A name without it is one tensor of all experts, with its suffix.
+    """
+
+    router: str = "mlp.gate"
+    correction_bias: str = "mlp.gate.e_score_correction_bias"
+    gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")
+    down: str = "mlp.experts.{expert}.down_proj"
+    gate_up_bias: str = "mlp.experts.gate_up_proj_bias"  # biases of stacked tensors
+    down_bias: str = "mlp.experts.down_proj_bias"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+    @property
+    def is_stacked(self) -> bool:
+        return "{expert}" not in self.down
+
+
+EXPERTS = ExpertNames()
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamesSpec:
     """The names of a checkpoint's tensors; several names of one layer are concatenated in this order."""
 
@@ -18,6 +43,7 @@ class NamesSpec:
     sinks: str = "self_attn.sinks"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    experts: ExpertNames = EXPERTS
     before_attention: str = "input_layernorm"
     after_attention: str = ""
     before_mlp: str = "post_attention_layernorm"

@@ -32,8 +32,18 @@ def write_family(directory: Path, case: Case) -> Path:
             parameter.data.normal_(0.0, 2.0, generator=generator)
         elif name.endswith(".bias"):
             parameter.data.normal_(0.0, 0.3, generator=generator)
+        elif name.endswith((".gate.weight", "router.weight")):
+            spread_experts(parameter.data)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.uniform_(-0.2, 0.2, generator=generator)
     model.save_pretrained(directory)
     return directory
+
+
+def spread_experts(router: torch.Tensor) -> None:
+    """Scale the rows of a router [E, H] from 3 to 0, so that the load of experts is uneven."""
+    router.mul_(torch.linspace(3.0, 0.0, len(router))[:, None])
 
 
 def prompts(vocab_size: int) -> list[list[int]]:

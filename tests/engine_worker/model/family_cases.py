@@ -94,6 +94,27 @@ NATIVE = {
     "glm4": Case("glm4", {"head_dim": 32}),
     "ernie4_5": Case("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
     "helium": Case("helium", {"head_dim": 16, "hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
+    # Numbers of experts that are no powers of two. Each expert's rows of the router are scaled, so loads are uneven.
+    "qwen3_moe": Case("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                                    "norm_topk_prob": True}),
+    "qwen3_moe, some layers dense": Case("qwen3_moe", {
+        "num_experts": 6, "num_experts_per_tok": 1, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
+        "num_hidden_layers": 4, "mlp_only_layers": [3], "norm_topk_prob": False, "attention_bias": True}),
+    "qwen3_moe with a window": Case("qwen3_moe", {
+        "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "use_sliding_window": True,
+        "sliding_window": 20}),
+    "mixtral": Case("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral with a window": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 13}),
+    "olmoe": Case("olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "head_dim": None}),
+    "granitemoe": Case("granitemoe", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4, "logits_scaling": 2.0, "head_dim": None}),
+    "glm4_moe": Case("glm4_moe", {
+        "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2,
+        "routed_scaling_factor": 1.7, "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe, one group": Case("glm4_moe", {
+        "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 2}),
 }  # fmt: skip
 
 # Their config has no num_key_value_heads.

@@ -47,7 +47,8 @@ def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
 @torch.inference_mode()
 def of_transformers(directory: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return the same of transformers, by hooks: the last state of `output_hidden_states` is already normed."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    # The default form of experts takes no float64.
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation="eager")
     states: list[Tensor] = []
 
     def keep(_module: object, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:

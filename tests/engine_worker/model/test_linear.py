@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.linear import Input, Linear, LinearSpec, Scaling, Split
+from engine_worker.model.linear import Experts, ExpertsLoad, Input, Linear, LinearSpec, Scaling, Split
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import CpuHead
@@ -53,6 +53,9 @@ class Int8Method:
         self.loaded.append(spec)
         parts = [(name, size) for name, size in zip(spec.names, spec.outputs, strict=True)]
         return Int8Linear(torch.cat([source.get(f"{name}.weight", (size, spec.inputs)) for name, size in parts]))
+
+    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
+        raise NotImplementedError("the model of this test has no experts")
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> CpuHead:
         return CpuHead(weight)

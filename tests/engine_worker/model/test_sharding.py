@@ -102,19 +102,23 @@ def test_single_rank_has_the_whole_model() -> None:
 
 
 # Biases wherever the family supports them.
-CHANGES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "use_bias": True}
+CHANGES = {
+    "attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "use_bias": True, "num_experts": 5,
+    "num_local_experts": 5, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+}  # fmt: skip
+REPLICATED = ("norm.weight", "layernorm.weight", "embed_tokens.weight", "gate.weight", "router.layer.weight")
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 12])
 @pytest.mark.parametrize("model_type", sorted(MODULES))
 def test_shards_hold_every_element_once(model_type: str, size: int) -> None:
-    """Except norms and the embedding, which all ranks have, and KV heads when there are fewer than ranks."""
+    """Except norms, routers and the embedding, which all ranks have, and KV heads when there are fewer than ranks."""
     spec = spec_of(model_type, **CHANGES)
     by_rank = [tensor_parts(spec, rank, size) for rank in range(size)]
     for name, shape in checkpoint_tensors(spec).items():
         parts = [parts.get(name) for parts in by_rank]
         if None in parts:
-            assert name.endswith(("norm.weight", "layernorm.weight", "embed_tokens.weight")) or "bias" in name, name
+            assert name.endswith(REPLICATED) or "bias" in name, name
             continue
         taken = Counter(index for part in parts if part for bounds in part.ranges for index in range(*bounds))
         dims = {part.dim for part in parts if part and part.ranges}

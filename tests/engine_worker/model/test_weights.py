@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.network import Network
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 from tests.engine_worker.execution.reference import write_model
@@ -28,10 +29,10 @@ def test_sharded_files_give_the_same_weights(model_dir: Path, tmp_path: Path) ->
     sharded_dir = write_model(tmp_path, max_shard_size="200KB")
     assert len(list(sharded_dir.glob("*.safetensors"))) > 1
     config = spec_from_directory(model_dir)
-    shape = (config.hidden_size, config.layers[0].mlp.intermediate_size)
+    shapes = checkpoint_tensors(config)
     for layer in range(config.num_layers):
         name = f"model.layers.{layer}.mlp.down_proj.weight"
-        assert torch.equal(source(model_dir).get(name, shape), source(sharded_dir).get(name, shape))
+        assert torch.equal(source(model_dir).get(name, shapes[name]), source(sharded_dir).get(name, shapes[name]))
 
 
 def test_every_weight_is_used_and_progress_is_reported(model_dir: Path) -> None:

@@ -1,0 +1,59 @@
+"""GLM-4.5 to 4.7: sigmoid scores with a correction bias, a shared expert, and dense first layers.
+
+Half of a head is rotated. The layers after the last one predict further tokens and are not loaded.
+"""
+
+from engine_worker.model.architectures.config_keys import (
+    Config,
+    number_of,
+    positive_int,
+    refuse_unsupported,
+    refuse_windows,
+    rope_of,
+)
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.experts_keys import router_spec
+from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.specs.attention import QkNorm
+from engine_worker.model.specs.experts import ExpertsSpec, Scoring
+from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.names import ExpertNames, NamesSpec
+
+NAMES = NamesSpec(
+    experts=ExpertNames(
+        shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        shared_down="mlp.shared_experts.down_proj",
+    )
+)
+DEFAULTS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "partial_rotary_factor": 0.5}
+
+
+def spec(config: Config, generation: Config) -> ModelSpec:
+    config = {**DEFAULTS, **config}
+    refuse_unsupported(config)
+    refuse_windows(config)
+    attention = attention_spec(
+        config,
+        rope=rope_of(config),
+        qkv_bias=bool(config.get("attention_bias")),
+        qk_norm=QkNorm.HEAD if config.get("use_qk_norm") else QkNorm.NONE,
+    )
+    inner = positive_int(config, "moe_intermediate_size")
+    router = router_spec(
+        config,
+        "n_routed_experts",
+        scoring=Scoring.SIGMOID,
+        renormalize=bool(config.get("norm_topk_prob", True)),
+        scale=number_of(config, "routed_scaling_factor", 1.0),
+        num_groups=positive_int(config, "n_group"),
+        num_chosen_groups=positive_int(config, "topk_group"),
+        correction_bias=True,
+    )
+    shared = GatedMlpSpec(intermediate_size=inner * positive_int(config, "n_shared_experts"))
+    experts = ExpertsSpec(router=router, inner=inner, shared=shared)
+    num_dense = number_of(config, "first_k_dense_replace", 1)
+    layers = tuple(
+        LayerSpec(mixer=attention, mlp=mlp_spec(config) if index < num_dense else experts)
+        for index in range(positive_int(config, "num_hidden_layers"))
+    )
+    return model_spec(config, generation, layers[0], layers=layers, names=NAMES)

@@ -1,0 +1,57 @@
+"""A mixture of experts with its shared expert: an MLP of a layer."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_worker.model.linear import Experts, ExpertsLoad, Input, Scaling
+from engine_worker.model.parts.gated_mlp import GatedMlp, load_gated_mlp
+from engine_worker.model.parts.source import LayerSource
+from engine_worker.model.specs.experts import ExpertsSpec, shared_names
+from engine_worker.model.tensor_parallel import SINGLE
+
+
+class MixtureOfExperts:
+    """The weighted sum of each token's experts, plus the shared expert."""
+
+    scaling: Scaling = Scaling.NONE  # the router reads the inputs unquantized
+
+    def __init__(
+        self,
+        experts: Experts,
+        shared: GatedMlp | None,
+        shared_gate: Tensor | None,
+        reduce: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Hold the parts; `shared_gate` is [1, H], and `reduce` sums over the ranks."""
+        self._experts, self._shared, self._shared_gate, self._reduce = experts, shared, shared_gate, reduce
+
+    def __call__(self, x: Input) -> Tensor:
+        assert isinstance(x, Tensor)
+        outputs = self._experts(x)
+        if self._shared is not None:
+            shared = self._shared(x)
+            if self._shared_gate is not None:
+                shared = shared * torch.sigmoid(F.linear(x, self._shared_gate))
+            outputs = outputs + shared
+        return self._reduce(outputs)
+
+
+def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:
+    """Load a mixture of experts.
+
+    Raises:
+        ValueError: If a tensor is missing or has another shape.
+    """
+    names, hidden = source.names, source.norm.size
+    load = ExpertsLoad(spec=spec, names=names.experts, prefix=source.prefix, hidden=hidden, has_down_bias=spec.bias)
+    experts = source.method.experts(load, source.weights)
+    shared = gate = None
+    if spec.shared is not None:
+        shared = load_gated_mlp(spec.shared, replace(source, names=shared_names(names), is_summed=False))
+    if spec.shared_gate:
+        gate = source.weights.get(f"{source.prefix}{names.experts.shared_gate}.weight", (1, hidden))
+    return MixtureOfExperts(experts, shared, gate, source.reduce if source.is_summed else SINGLE.all_reduce)

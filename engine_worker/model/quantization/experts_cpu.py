@@ -1,0 +1,118 @@
+"""Experts on a CPU: a loop over the experts that a step's tokens chose, in ascending order.
+
+Each expert has the linear layers of the weight format, so a row's bits do not depend on its batch where theirs do not.
+The weighted results are added in float32 in expert order.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_worker.model.linear import ExpertsLoad, Linear, LinearMethod
+from engine_worker.model.quantization.dense_cpu import cpu_kernel
+from engine_worker.model.quantization.expert_weights import RouterWeights, expert_source, load_router
+from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
+from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
+from engine_worker.model.weights import WeightSource
+
+_MIN_SUM = 1e-20  # added to a sum of sigmoids, as in transformers
+
+
+def load_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) -> "LoopedExperts":
+    """Load the experts with the linear layers of `method`.
+
+    Raises:
+        ValueError: If a tensor is missing or has another shape.
+    """
+    router, weights = load_router(load, source), expert_source(load, source)
+    experts = []
+    for expert in load.spec.experts:
+        gate_up, down = load.linears(expert)
+        experts.append((method.load(gate_up, weights), method.load(down, weights)))
+    return LoopedExperts(load.spec, router, experts)
+
+
+class LoopedExperts:
+    """The experts of one layer."""
+
+    def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: list[tuple[Linear, Linear]]) -> None:
+        """Hold the experts; `experts` has gate and up, and down, of each expert of this rank."""
+        self._first, self._experts, self._gate = spec.experts.start, experts, spec.gate
+        self._router, self._correction = spec.router, router.correction_bias
+        self._logits = cpu_kernel(router.weight.float(), None if router.bias is None else router.bias.float())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ids, weights = choose(self._logits(x.float(), torch.float32), self._router, self._correction)
+        sums = torch.zeros_like(x, dtype=torch.float32)
+        for expert, pairs in _by_expert(ids, len(self._experts), self._first):
+            tokens = pairs // ids.shape[1]
+            gate_up, down = self._experts[expert]
+            outputs = down(self._gated(gate_up, x[tokens]))
+            sums.index_add_(0, tokens, outputs.float().mul_(weights.flatten()[pairs, None]))
+        return sums.to(x.dtype)
+
+    def _gated(self, gate_up: Linear, x: Tensor) -> Tensor:
+        if self._gate.is_plain:
+            gated = gate_up.gated(x, self._gate)
+            assert isinstance(gated, Tensor)
+            return gated
+        return combined(gate_up(x), self._gate)
+
+
+def choose(logits: Tensor, router: RouterSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token; of equal scores, the lower expert.
+
+    Args:
+        logits: [T, E], float32.
+        router: The values of the router.
+        correction: [E], added to the scores for the choice only.
+
+    Returns:
+        Experts [T, k] int64 in ascending order, and their weights [T, k] float32.
+    """
+    is_sigmoid = router.scoring is Scoring.SIGMOID
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    ranking = scores if is_sigmoid else logits
+    if correction is not None:
+        ranking = ranking + correction
+    if router.num_groups > 1:
+        ranking = _in_best_groups(ranking, router)
+    best = ranking.sort(dim=-1, descending=True, stable=True).indices[:, : router.top_k]
+    ids = best.sort(dim=-1).values
+    weights = scores.gather(-1, ids)
+    if router.renormalize or router.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights = weights / (weights.sum(-1, keepdim=True) + (_MIN_SUM if is_sigmoid else 0.0))
+    return ids, weights * router.scale
+
+
+def _in_best_groups(ranking: Tensor, router: RouterSpec) -> Tensor:
+    """Return `ranking` without the experts outside of the groups with the largest sums of their two best."""
+    groups = ranking.view(len(ranking), router.num_groups, -1)
+    sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
+    best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.num_chosen_groups]
+    is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)
+    return groups.masked_fill(~is_best[..., None], -torch.inf).flatten(1)
+
+
+def combined(gate_up: Tensor, gate: GateSpec) -> Tensor:
+    """Combine gate and up, the halves of gate_up [T, 2 I], as GateSpec states; in float32, in the dtype of gate_up."""
+    gates, ups = gate_up.float().chunk(2, dim=-1)
+    if gate.limit:
+        gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+    is_silu = gate.kind is GateKind.SILU
+    activated = gates * torch.sigmoid(gate.alpha * gates) if is_silu else F.gelu(gates, approximate="tanh")
+    return (activated * (ups + gate.up_offset)).to(gate_up.dtype)
+
+
+def _by_expert(ids: Tensor, num_experts: int, first: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield each hit expert of this rank in ascending order, with its pairs token * k + slot in ascending order."""
+    chosen = ids.flatten()
+    pairs = chosen.sort(stable=True).indices
+    counts = chosen.bincount(minlength=first + num_experts).tolist()
+    start = 0
+    for expert, count in enumerate(counts[: first + num_experts]):
+        if count and expert >= first:
+            yield expert - first, pairs[start : start + count]
+        start += count

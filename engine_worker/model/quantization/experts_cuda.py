@@ -1,0 +1,84 @@
+"""Experts on CUDA: the kernels of kernels/moe with the weights of all experts in one tensor.
+
+No launch depends on the choice of experts, so CUDA graphs can hold a step.
+"""
+
+from collections.abc import Callable
+
+import torch
+from kernels.moe.experts import apply_experts
+from kernels.moe.gate import Gate
+from kernels.moe.route import route
+from kernels.moe.routing import Router
+from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
+from torch import Tensor
+
+from engine_worker.model.linear import ExpertsLoad, LinearSpec
+from engine_worker.model.quantization.expert_weights import expert_source, load_router
+from engine_worker.model.quantization.rows import rows_of
+from engine_worker.model.specs.experts import ExpertsSpec
+from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.weights import WeightSource, joined
+
+OneWeight = Callable[[LinearSpec, WeightSource], tuple[Tensor, Tensor]]  # values [N, K], scales of one expert
+
+
+class CudaExperts:
+    """The experts of one layer."""
+
+    def __init__(
+        self, load: ExpertsLoad, source: WeightSource, read: Callable[[list[LinearSpec], WeightSource], ExpertWeight]
+    ) -> None:
+        """Load the router and all experts; `read` makes one weight of the linear layers of all experts."""
+        spec, weights = load.spec, expert_source(load, source)
+        self._router = load_router(load, source)
+        self._values, self._gate = _router_values(spec), _gate_values(spec.gate)
+        self._owned = None if spec.owned is None else spec.experts
+        linears = [load.linears(expert) for expert in spec.experts]
+        products = ([gate_up for gate_up, _ in linears], [down for _, down in linears])
+        self._gate_up, self._down = (ExpertProduct(read(each, weights), _biases(each, weights)) for each in products)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        router = self._router
+        routing = route(x, router.weight, self._values, router.bias, router.correction_bias, self._owned)
+        return apply_experts(x, routing, self._gate_up, self._down, self._gate)
+
+
+def dense_weight(linears: list[LinearSpec], source: WeightSource) -> Tensor:
+    """Return [E, N, K] in 16 or 32 bits."""
+    first = linears[0]
+    weight = torch.empty(len(linears), sum(first.outputs), first.inputs, dtype=source.dtype, device=source.device)
+    for place, linear in zip(weight, linears, strict=True):
+        place.copy_(rows_of(linear, source, "weight", (linear.inputs,)))
+    return weight
+
+
+def scaled_weight(linears: list[LinearSpec], source: WeightSource, read: OneWeight) -> ScaledExperts:
+    """Return the fp8 weights and scales that `read` makes for each expert."""
+    pieces = [read(linear, source) for linear in linears]
+    values = joined([values for values, _ in pieces]).view(len(pieces), *pieces[0][0].shape)
+    return ScaledExperts(values, torch.stack([scales.float() for _, scales in pieces]))
+
+
+def _biases(linears: list[LinearSpec], source: WeightSource) -> Tensor | None:
+    """Return [E, N], or None if the layer has no bias."""
+    if not linears[0].bias:
+        return None
+    return torch.stack([rows_of(linear, source, "bias", ()) for linear in linears])
+
+
+def _router_values(spec: ExpertsSpec) -> Router:
+    router = spec.router
+    return Router(
+        num_experts=router.num_experts,
+        top_k=router.top_k,
+        scoring=router.scoring.value,
+        renormalize=router.renormalize,
+        scale=router.scale,
+        num_groups=router.num_groups,
+        num_chosen_groups=router.num_chosen_groups,
+    )
+
+
+def _gate_values(gate: GateSpec) -> Gate:
+    return Gate(kind=gate.kind.value, alpha=gate.alpha, limit=gate.limit, up_offset=gate.up_offset)
