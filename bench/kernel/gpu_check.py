@@ -38,6 +38,7 @@ from bench.kernel.cases import (
     rounding_tolerance,
     same_bits,
 )
+from bench.kernel.expert_checks import expert_checks
 from bench.kernel.fp8_checks import fp8_checks
 from bench.kernel.fp8_kv_checks import fp8_kv_checks
 from bench.kernel.linear_shapes import MODELS, Shape, linear_shapes_of
@@ -226,7 +227,7 @@ def _linear_checks() -> dict[str, Check]:
 
 
 def all_checks() -> dict[str, Check]:
-    checks = _linear_checks() | fp8_checks()
+    checks = _linear_checks() | fp8_checks() | expert_checks()
     for shape in HEAD_SHAPES:
         for dtype in DTYPES:
             name = f"{shape} {str(dtype).removeprefix('torch.')}"

@@ -22,6 +22,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from bench.kernel.expert_layers import GPT_OSS, QWEN3, ExpertModel
 from bench.kernel.linear_shapes import MODELS, linear_shapes_of
 from kernels.all_reduce import MAX_BLOCKS, MEMORY_BYTES, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
@@ -34,6 +35,12 @@ from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.fp8_tiles import fp8_tiles
 from kernels.kv_block_copy import copy_kv_blocks_triton
+from kernels.moe.experts import apply_experts_triton
+from kernels.moe.gather import gather_rows
+from kernels.moe.list_product import list_product, list_tiles_of
+from kernels.moe.mxfp4 import Mxfp4Experts
+from kernels.moe.route import route_triton
+from kernels.moe.weights import ExpertProduct
 from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling.cuda import sample_tokens_triton
@@ -257,6 +264,38 @@ def fp8_linear_layers() -> None:
     silu_and_mul_quantized(x)
 
 
+def experts(model: ExpertModel) -> Callable[[], object]:
+    """Compile the router, and the products in both forms; MXFP4 has one."""
+
+    def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    def product(num_outputs: int, num_inputs: int, boxes: int) -> ExpertProduct:
+        num_experts = model.router.num_experts
+        if model.format == "bf16":
+            return ExpertProduct(empty(num_experts, num_outputs, num_inputs))
+        tiles = (num_experts, num_outputs // (64 * boxes), num_inputs // 64)
+        words = (empty(*tiles, boxes * size, dtype=torch.int32) for size in (512, 32))
+        return ExpertProduct(Mxfp4Experts(*words), empty(num_experts, num_outputs))
+
+    def launch() -> None:
+        gate_up, down = product(2 * model.inner, model.hidden, 2), product(model.hidden, model.inner, 1)
+        for num_tokens in (1, 32, 256, 2048):
+            x = empty(num_tokens, model.hidden)
+            routing = route_triton(x, empty(model.router.num_experts, model.hidden), model.router)
+            if model.format == "bf16":
+                apply_experts_triton(x, routing, gate_up, down, model.gate)
+            for weights, gate in ((gate_up, model.gate), (down, None)):
+                tiles = list_tiles_of(weights.weight, gate is not None, routing)
+                if tiles is not None:
+                    sorted_rows = gather_rows(empty(num_tokens, weights.weight.shape[2]), routing)  # type: ignore[union-attr]
+                    has_tokens = gate is not None and num_tokens <= routing.block_rows
+                    rows = x if has_tokens else sorted_rows
+                    list_product(rows, weights, routing, gate, tiles)
+
+    return launch
+
+
 def summing() -> None:
     own, peer = (torch.empty(MEMORY_BYTES // 2, dtype=torch.bfloat16, device="meta") for _ in range(2))
     exchange = Exchange(own, peer, torch.empty(MAX_BLOCKS, dtype=torch.int32, device="meta"))
@@ -339,6 +378,8 @@ def main(part: int, num_parts: int) -> None:
         "linear layers llama-8b bf16": skinny_linear_layers,
         "linear layers gpt-oss bf16": biased_linear_layers,
         "fp8 linear layers llama-8b bf16": fp8_linear_layers,
+        "experts gpt-oss-20b mxfp4": experts(GPT_OSS),
+        "experts qwen3-30b-a3b bf16": experts(QWEN3),
         "sums of two": summing,
         "sums and norms bf16": summing_and_norming,
         "unpacking": unpacking,

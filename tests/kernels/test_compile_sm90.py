@@ -99,6 +99,14 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
         "_copy_kv_blocks_kernel",
+        "_route_logits_kernel",
+        "_route_few_kernel",
+        "_route_many_kernel",
+        "_sort_pairs_kernel",
+        "grouped_product_kernel",
+        "list_product_kernel",
+        "_gather_rows_kernel",
+        "_combine_kernel",
         "_all_reduce_two_kernel",
         "_sum_norm_kernel",
         "argmax_kernel",
@@ -194,6 +202,16 @@ def test_prefill_uses_wgmma(reports: list[Report], shape: str) -> None:
     for report in of(reports, "prefill_kernel", shape):
         assert report["wgmma"] > 0 and report["mma"] == 0, report
         assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
+
+
+def test_expert_products_use_wgmma_and_wide_loads(reports: list[Report]) -> None:
+    for report in of(reports, "grouped_product_kernel", "qwen3-30b-a3b"):
+        assert report["wgmma"] > 0 and report["mma"] == 0, report
+        assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
+    for report in [r for r in reports if r["kernel"] == "list_product_kernel"]:
+        assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
+        # Two programs per SM: 128 registers per thread of the 256 that the hardware reserves.
+        assert "mxfp4" not in report["case"] or report["registers"] <= 128, report
 
 
 def test_skinny_linear_keeps_its_ring_full(reports: list[Report]) -> None:

@@ -6,11 +6,6 @@ No launch depends on the choice of experts, so CUDA graphs can hold a step.
 from collections.abc import Callable
 
 import torch
-from kernels.moe.experts import apply_experts
-from kernels.moe.gate import Gate
-from kernels.moe.route import route
-from kernels.moe.routing import Router
-from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
 from torch import Tensor
 
 from engine_worker.model.linear import ExpertsLoad, LinearSpec
@@ -19,6 +14,11 @@ from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.weights import WeightSource, joined
+from kernels.moe.experts import apply_experts
+from kernels.moe.gate import Gate
+from kernels.moe.route import route
+from kernels.moe.routing import Router
+from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
 
 OneWeight = Callable[[LinearSpec, WeightSource], tuple[Tensor, Tensor]]  # values [N, K], scales of one expert
 

@@ -1,0 +1,92 @@
+"""Layers of experts for the checks and benchmarks: sizes of two models, random weights and routers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.moe.experts import apply_experts
+from kernels.moe.gate import Gate
+from kernels.moe.mxfp4 import Mxfp4Experts, pack_mxfp4
+from kernels.moe.route import route
+from kernels.moe.routing import Router, Routing
+from kernels.moe.weights import ExpertProduct, ExpertWeight
+
+Format = Literal["bf16", "mxfp4"]
+
+
+@dataclass(frozen=True)
+class ExpertModel:
+    hidden: int
+    inner: int
+    router: Router
+    gate: Gate
+    format: Format
+    has_bias: bool = False
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Return the bytes of the weights of one expert."""
+        values = 3 * self.hidden * self.inner
+        return values * 2 if self.format == "bf16" else values * 17 // 32
+
+
+_CLAMPED = Gate(alpha=1.702, limit=7.0, up_offset=1.0)
+GPT_OSS = ExpertModel(
+    2880, 2880, Router(num_experts=32, top_k=4, scoring="softmax_of_chosen"), _CLAMPED, "mxfp4", has_bias=True
+)
+QWEN3 = ExpertModel(2048, 768, Router(num_experts=128, top_k=8, renormalize=True), Gate(), "bf16")
+MODELS = {"gpt-oss-20b mxfp4": GPT_OSS, "qwen3-30b-a3b bf16": QWEN3}
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    model: ExpertModel
+    router_weight: Tensor
+    router_bias: Tensor | None
+    gate_up: ExpertProduct
+    down: ExpertProduct
+
+    def route(self, x: Tensor) -> Routing:
+        return route(x, self.router_weight, self.model.router, self.router_bias)
+
+    def apply(self, x: Tensor, routing: Routing) -> Tensor:
+        return apply_experts(x, routing, self.gate_up, self.down, self.model.gate)
+
+
+def random_layer(model: ExpertModel, generator: torch.Generator) -> ExpertLayer:
+    """Make a layer whose outputs have magnitudes near 1."""
+    experts, device = model.router.num_experts, generator.device
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+    def product(num_outputs: int, num_inputs: int, is_gated: bool) -> ExpertProduct:
+        weight = _random_weight(model.format, (experts, num_outputs, num_inputs), is_gated, generator)
+        return ExpertProduct(weight, random(experts, num_outputs) if model.has_bias else None)
+
+    return ExpertLayer(
+        model,
+        random(experts, model.hidden) * model.hidden**-0.5,
+        random(experts) * 0.1 if model.has_bias else None,
+        product(2 * model.inner, model.hidden, is_gated=True),
+        product(model.hidden, model.inner, is_gated=False),
+    )
+
+
+def _random_weight(
+    format_: Format, shape: tuple[int, int, int], is_gated: bool, generator: torch.Generator
+) -> ExpertWeight:
+    experts, rows, inputs = shape
+    device = generator.device
+    if format_ == "bf16":
+        weight = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+        return weight.mul_(inputs**-0.5)
+    random = {"dtype": torch.uint8, "device": device, "generator": generator}
+    blocks = torch.randint(256, (experts, rows, inputs // 32, 16), **random)  # type: ignore[call-overload]
+    # Powers of two around 1 / sqrt(inputs) / 3, since e2m1 values have a root mean square of 2.9.
+    center = 127 - round(torch.tensor(3.0 * inputs**0.5).log2().item())
+    scales = torch.randint(center - 3, center + 2, (experts, rows, inputs // 32), **random)  # type: ignore[call-overload]
+    packed: Mxfp4Experts = pack_mxfp4(blocks, scales, is_gated)
+    return packed

@@ -1,0 +1,1 @@
+"""Mixtures of experts: router, products of the chosen experts and their weighted sum."""

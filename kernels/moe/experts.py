@@ -1,0 +1,55 @@
+"""The experts of a layer: gated product, plain product, weighted sum."""
+
+import torch
+from torch import Tensor
+
+from kernels.fp8_quantize import quantize_groups, quantize_rows
+from kernels.moe.combine import combine
+from kernels.moe.gate import Gate
+from kernels.moe.gather import gather_rows
+from kernels.moe.grouped_product import grouped_product, tiles_of
+from kernels.moe.list_product import list_product, list_tiles_of
+from kernels.moe.mxfp4 import Mxfp4Experts
+from kernels.moe.reference import apply_experts_reference
+from kernels.moe.routing import Routing
+from kernels.moe.weights import ExpertProduct, ScaledExperts
+from kernels.skinny_linear_tiles import is_known
+
+
+def apply_experts(x: Tensor, routing: Routing, gate_up: ExpertProduct, down: ExpertProduct, gate: Gate) -> Tensor:
+    """Apply the owned experts of each token and add their weighted results in ascending expert order.
+
+    Args:
+        x: [T, H], contiguous.
+        routing: From route() of the same tokens.
+        gate_up: Weight of 2 * I outputs and H inputs, gate rows first.
+        down: Weight of H outputs and I inputs.
+        gate: The gate function.
+
+    Returns:
+        [T, H], dtype of x. With split weights, this rank's part of the sum.
+    """
+    if x.is_cuda:
+        return apply_experts_triton(x, routing, gate_up, down, gate)
+    return apply_experts_reference(x, routing, gate_up, down, gate)
+
+
+def apply_experts_triton(
+    x: Tensor, routing: Routing, gate_up: ExpertProduct, down: ExpertProduct, gate: Gate
+) -> Tensor:
+    gated = _product(x, gate_up, routing, gate)
+    return combine(_product(gated, down, routing, None), routing)
+
+
+def _product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | None) -> Tensor:
+    weight, is_gated = product.weight, gate is not None
+    tiles = list_tiles_of(weight, is_gated, routing) if x.dtype == torch.bfloat16 and is_known(x.device) else None
+    if tiles is not None:
+        has_tokens = not is_gated or len(x) <= routing.block_rows
+        return list_product(x if has_tokens else gather_rows(x, routing), product, routing, gate, tiles)
+    if isinstance(weight, Mxfp4Experts):
+        raise ValueError("MXFP4 experts need a Hopper GPU with 132 SMs and bfloat16 activations")
+    if isinstance(weight, ScaledExperts):
+        quantized = quantize_groups(x) if weight.is_grouped else quantize_rows(x)
+        return grouped_product(quantized, product, routing, gate, tiles_of(is_gated, routing.block_rows, 1), x.dtype)
+    return grouped_product(x, product, routing, gate, tiles_of(is_gated, routing.block_rows, x.element_size()), x.dtype)

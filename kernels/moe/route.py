@@ -1,0 +1,371 @@
+"""Choose the experts of each token and sort the pairs: two launches, no atomics, no host synchronization.
+
+Up to 32 tokens, the first launch computes logits and the second, one program, chooses and sorts. For more, each program
+of the first launch also chooses the experts of 16 tokens and counts them, and each of the second places the pairs of 16
+tokens. Logits are chains of float32 sums over H in order, for any T. Of equal scores the lower id is chosen.
+"""
+# Launch arguments are flat (ADR 0108).
+# ruff: noqa: PLR0913, PLR0917
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
+from kernels.moe.reference import route_reference
+from kernels.moe.routing import BLOCK_FIELDS, Router, Routing, empty_routing
+
+_BLOCK_T = 16  # rows of an mma
+_MAX_SMALL = 32  # tokens that one program sorts
+_CHOSEN = tl.constexpr(-(2**63))  # less than each key
+
+
+@triton.jit
+def _logits_of(
+    x, weight, bias, first_token, first_expert, num_tokens,
+    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Return float32 logits [BLOCK_T, BLOCK_E]."""
+    tokens = first_token + tl.arange(0, BLOCK_T)
+    experts = first_expert + tl.arange(0, BLOCK_E)
+    logits = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for first in range(0, HIDDEN, BLOCK_K):
+        columns = first + tl.arange(0, BLOCK_K)
+        of_x = (tokens < num_tokens)[:, None] & (columns < HIDDEN)[None, :]
+        of_weight = (columns < HIDDEN)[:, None] & (experts < NUM_EXPERTS)[None, :]
+        left = tl.load(x + tokens[:, None] * HIDDEN + columns[None, :], mask=of_x, other=0.0)
+        right = tl.load(weight + experts[None, :] * HIDDEN + columns[:, None], mask=of_weight, other=0.0)
+        if WIDENS:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        logits = tl.dot(left, right, logits, input_precision="ieee")
+    if bias is not None:
+        logits += tl.load(bias + experts, mask=experts < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
+    return logits
+
+
+@triton.jit
+def _sort_keys(scores, ids, NUM_IDS: tl.constexpr):
+    """Return int64 keys in the order of the scores, where the lower of two equal scores' ids has the larger key."""
+    scores = tl.where(scores == scores, scores, float("-inf"))  # NaN  # noqa: PLR0124
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (NUM_IDS - 1 - ids).to(tl.int64)
+
+
+@triton.jit
+def _in_chosen_groups(
+    choice, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return the choice scores with -inf outside the groups with the largest sums of their two best scores."""
+    experts = tl.arange(0, BLOCK_E)
+    groups = tl.zeros([BLOCK_T, BLOCK_E], tl.int32) + (experts // GROUP_SIZE)[None, :]
+    keys = _sort_keys(choice, experts[None, :], BLOCK_E)
+    sums = tl.full([BLOCK_T, BLOCK_E], float("-inf"), tl.float32)  # the same for each expert of a group
+    for group in tl.static_range(NUM_GROUPS):
+        own = groups == group
+        own_keys = tl.where(own, keys, _CHOSEN)
+        is_first = own_keys == tl.max(own_keys, axis=1)[:, None]
+        rest = tl.where(is_first, _CHOSEN, own_keys)
+        is_second = (rest == tl.max(rest, axis=1)[:, None]) & own & ~is_first
+        best = tl.sum(tl.where((is_first | is_second) & own, choice, 0.0), axis=1)
+        sums = tl.where(own, best[:, None], sums)
+    group_keys = _sort_keys(sums, groups, BLOCK_E)
+    kept = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
+    for _ in tl.static_range(NUM_CHOSEN):
+        is_best = group_keys == tl.max(group_keys, axis=1)[:, None]
+        kept = tl.where(is_best, 1, kept)
+        group_keys = tl.where(is_best, _CHOSEN, group_keys)
+    return tl.where(kept > 0, choice, float("-inf"))
+
+
+@triton.jit
+def _exact_sum(scores):
+    """Return the float32 sum of each row of scores from 0 to 1, in units of 2^-50: exact, so no layout changes it."""
+    units = tl.sum((scores * 1125899906842624.0).to(tl.int64), axis=1)
+    return units.to(tl.float32) * (1.0 / 1125899906842624.0)
+
+
+@triton.jit
+def _choose(
+    logits, correction_bias, scale,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr, DIVIDES_BY_CHOSEN: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Return (chosen [BLOCK_T, BLOCK_E], int32 of 0 and 1; float32 weights). Logits beyond NUM_EXPERTS are -inf."""
+    experts = tl.arange(0, BLOCK_E)
+    if IS_SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+        choice = tl.where((experts < NUM_EXPERTS)[None, :], scores, float("-inf"))
+    else:
+        scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        choice = logits
+    if correction_bias is not None:
+        correction = tl.load(correction_bias + experts, mask=experts < NUM_EXPERTS, other=0.0)
+        choice += correction.to(tl.float32)[None, :]
+    if NUM_GROUPS > 1:
+        choice = _in_chosen_groups(choice, BLOCK_T, BLOCK_E, NUM_GROUPS, NUM_CHOSEN_GROUPS, NUM_EXPERTS // NUM_GROUPS)
+    keys = _sort_keys(choice, experts[None, :], BLOCK_E)
+    chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
+    for _ in range(TOP_K):
+        is_best = keys == tl.max(keys, axis=1)[:, None]
+        chosen = tl.where(is_best, 1, chosen)
+        keys = tl.where(is_best, _CHOSEN, keys)
+    if DIVIDES_BY_CHOSEN:
+        total = _exact_sum(tl.where(chosen > 0, scores, 0.0))
+        divisor = total + 1e-20 if IS_SIGMOID else total
+        return chosen, scores / divisor[:, None] * scale
+    if IS_SIGMOID:
+        return chosen, scores * scale
+    return chosen, scores / _exact_sum(scores)[:, None] * scale
+
+
+@triton.jit
+def _place(
+    chosen, before, first_token, pairs, positions,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Store the sorted rows of the chosen pairs; `before` [BLOCK_E] is the next sorted row of each expert."""
+    tokens = first_token + tl.arange(0, BLOCK_T)
+    slots = tl.cumsum(chosen, axis=1) - chosen
+    rows = before[None, :] + tl.cumsum(chosen, axis=0) - chosen
+    numbers = tokens[:, None] * TOP_K + slots
+    tl.store(pairs + rows, numbers, mask=chosen > 0)
+    tl.store(positions + numbers, rows, mask=chosen > 0)
+
+
+@triton.jit
+def _list_blocks(
+    counts, offsets, blocks, num_blocks, first_owned, end_owned, num_tokens,
+    FIELDS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the blocks of the owned experts, in order."""
+    experts = tl.arange(0, BLOCK_E)
+    is_owned = (experts >= first_owned) & (experts < end_owned)
+    of_expert = tl.where(is_owned, (counts + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
+    start = tl.cumsum(of_expert, axis=0) - of_expert
+    tl.store(num_blocks, tl.sum(of_expert, axis=0))
+    for number in range((num_tokens + BLOCK_ROWS - 1) // BLOCK_ROWS):
+        block = blocks + (start + number) * FIELDS
+        used = number < of_expert
+        tl.store(block, experts - first_owned, mask=used)
+        tl.store(block + 1, offsets + number * BLOCK_ROWS, mask=used)
+        tl.store(block + 2, offsets + counts, mask=used)
+
+
+@triton.jit
+def _store_offsets(offsets, values, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    experts = tl.arange(0, BLOCK_E)
+    tl.store(offsets + experts, values, mask=experts < NUM_EXPERTS)
+    tl.store(offsets + NUM_EXPERTS, num_pairs)
+
+
+@triton.jit
+def _store_chosen(
+    chosen, values, ids, weights, first_token, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    tokens = first_token + tl.arange(0, BLOCK_T)
+    numbers = tokens[:, None] * TOP_K + tl.cumsum(chosen, axis=1) - chosen
+    experts = tl.zeros([BLOCK_T, BLOCK_E], tl.int32) + tl.arange(0, BLOCK_E)[None, :]
+    tl.store(ids + numbers, experts, mask=chosen > 0)
+    tl.store(weights + numbers, values, mask=chosen > 0)
+
+
+@triton.jit
+def _load_logits(logits, tokens, num_tokens, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    experts = tl.arange(0, BLOCK_E)
+    inside = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
+    values = tl.load(logits + tokens[:, None] * NUM_EXPERTS + experts[None, :], mask=inside, other=0.0)
+    return tl.where((experts < NUM_EXPERTS)[None, :], values, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_logits_kernel(
+    x, weight, bias, logits, num_tokens,
+    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDENS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Run program (experts, tokens): store its logits."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    first_expert, first_token = tl.program_id(0) * BLOCK_E, tl.program_id(1) * BLOCK_T
+    values = _logits_of(
+        x, weight, bias, first_token, first_expert, num_tokens,
+        HIDDEN, NUM_EXPERTS, BLOCK_T, BLOCK_E, BLOCK_K, WIDENS,
+    )  # fmt: skip
+    tokens, experts = first_token + tl.arange(0, BLOCK_T), first_expert + tl.arange(0, BLOCK_E)
+    inside = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
+    tl.store(logits + tokens[:, None] * NUM_EXPERTS + experts[None, :], values, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_owned", "end_owned"])
+def _route_few_kernel(
+    logits, correction_bias, ids, weights, pairs, offsets, positions, blocks, num_blocks,
+    num_tokens, first_owned, end_owned, scale,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr, DIVIDES_BY_CHOSEN: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of all tokens and sort the pairs, in one program."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    tokens = tl.arange(0, BLOCK_T)
+    values = _load_logits(logits, tokens, num_tokens, NUM_EXPERTS, BLOCK_E)
+    chosen, values = _choose(
+        values, correction_bias, scale,
+        NUM_EXPERTS, TOP_K, IS_SIGMOID, DIVIDES_BY_CHOSEN, NUM_GROUPS, NUM_CHOSEN_GROUPS, BLOCK_T, BLOCK_E,
+    )  # fmt: skip
+    chosen = tl.where((tokens < num_tokens)[:, None], chosen, 0)
+    counts = tl.sum(chosen, axis=0)
+    before = tl.cumsum(counts, axis=0) - counts
+    _store_chosen(chosen, values, ids, weights, 0, TOP_K, BLOCK_T, BLOCK_E)
+    _place(chosen, before, 0, pairs, positions, TOP_K, BLOCK_T)
+    _store_offsets(offsets, before, num_tokens * TOP_K, NUM_EXPERTS, BLOCK_E)
+    _list_blocks(counts, before, blocks, num_blocks, first_owned, end_owned, num_tokens, FIELDS, BLOCK_E, BLOCK_ROWS)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_many_kernel(
+    x, weight, bias, correction_bias, ids, weights, counts, num_tokens, scale,
+    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr,
+    DIVIDES_BY_CHOSEN: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, WIDENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of BLOCK_T tokens and count them: counts [token blocks, E]."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    first_token = tl.program_id(0) * BLOCK_T
+    tokens, experts = first_token + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
+    values = _logits_of(
+        x, weight, bias, first_token, 0, num_tokens,
+        HIDDEN, NUM_EXPERTS, BLOCK_T, BLOCK_E, BLOCK_K, WIDENS,
+    )  # fmt: skip
+    values = tl.where((experts < NUM_EXPERTS)[None, :], values, float("-inf"))
+    chosen, values = _choose(
+        values, correction_bias, scale,
+        NUM_EXPERTS, TOP_K, IS_SIGMOID, DIVIDES_BY_CHOSEN, NUM_GROUPS, NUM_CHOSEN_GROUPS, BLOCK_T, BLOCK_E,
+    )  # fmt: skip
+    chosen = tl.where((tokens < num_tokens)[:, None], chosen, 0)
+    _store_chosen(chosen, values, ids, weights, first_token, TOP_K, BLOCK_T, BLOCK_E)
+    of_block = counts + tl.program_id(0) * NUM_EXPERTS
+    tl.store(of_block + experts, tl.sum(chosen, axis=0).to(counts.dtype.element_ty), mask=experts < NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_owned", "end_owned"])
+def _sort_pairs_kernel(
+    ids, counts, pairs, offsets, positions, blocks, num_blocks, num_tokens, first_owned, end_owned,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, FIELDS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Place the pairs of BLOCK_T tokens after those of all earlier tokens; program 0 also stores the lists."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    experts = tl.arange(0, BLOCK_E)
+    total, earlier = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, num_programs, COUNTED):
+        rows = first + tl.arange(0, COUNTED)
+        inside = (rows < num_programs)[:, None] & (experts < NUM_EXPERTS)[None, :]
+        of_rows = tl.load(counts + rows[:, None] * NUM_EXPERTS + experts[None, :], mask=inside, other=0).to(tl.int32)
+        total += tl.sum(of_rows, axis=0)
+        earlier += tl.sum(tl.where((rows < program)[:, None], of_rows, 0), axis=0)
+    before = tl.cumsum(total, axis=0) - total
+    tokens = program * BLOCK_T + tl.arange(0, BLOCK_T)
+    chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
+    for slot in range(TOP_K):
+        of_slot = tl.load(ids + tokens * TOP_K + slot, mask=tokens < num_tokens, other=-1)
+        chosen += (of_slot[:, None] == experts[None, :]).to(tl.int32)
+    _place(chosen, before + earlier, program * BLOCK_T, pairs, positions, TOP_K, BLOCK_T)
+    if program == 0:
+        _store_offsets(offsets, before, num_tokens * TOP_K, NUM_EXPERTS, BLOCK_E)
+        _list_blocks(total, before, blocks, num_blocks, first_owned, end_owned, num_tokens, FIELDS, BLOCK_E, BLOCK_ROWS)
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    router: Router,
+    bias: Tensor | None = None,
+    correction_bias: Tensor | None = None,
+    owned: range | None = None,
+) -> Routing:
+    """Choose the experts of each token.
+
+    Args:
+        x: [T, H], contiguous, bfloat16, float16 or float32.
+        weight: [E, H], contiguous; products and sums are float32.
+        router: The rule of choice.
+        bias: [E], added to the logits.
+        correction_bias: [E], added to the scores for the choice only.
+        owned: Experts that this rank computes; None: all.
+
+    Returns:
+        The routing.
+    """
+    if x.is_cuda:
+        return route_triton(x, weight, router, bias, correction_bias, owned)
+    return route_reference(x, weight, router, bias, correction_bias, owned)
+
+
+def route_triton(
+    x: Tensor,
+    weight: Tensor,
+    router: Router,
+    bias: Tensor | None = None,
+    correction_bias: Tensor | None = None,
+    owned: range | None = None,
+) -> Routing:
+    num_tokens, hidden = x.shape
+    assert weight.shape == (router.num_experts, hidden) and x.is_contiguous() and weight.is_contiguous()
+    routing = empty_routing(x, router, owned)
+    if num_tokens == 0:
+        routing.num_blocks.zero_()
+        return routing
+    block_e = max(16, triton.next_power_of_2(router.num_experts))
+    choice = {
+        "TOP_K": router.top_k,
+        "IS_SIGMOID": router.scoring == "sigmoid",
+        "DIVIDES_BY_CHOSEN": router.divides_by_chosen,
+        "NUM_GROUPS": router.num_groups,
+        "NUM_CHOSEN_GROUPS": router.num_chosen_groups,
+    }
+    of_product = {"HIDDEN": hidden, "WIDENS": x.dtype != weight.dtype}
+    lists = routing.pairs, routing.offsets, routing.positions, routing.blocks, routing.num_blocks
+    bounds = num_tokens, routing.owned.start, routing.owned.stop
+    common = {"NUM_EXPERTS": router.num_experts, **dependent_launch(x)}
+    sorting = {"FIELDS": BLOCK_FIELDS, "BLOCK_ROWS": routing.block_rows, "BLOCK_E": block_e}
+    num_warps = min(max(block_e // 8, 4), 8)
+    num_blocks = triton.cdiv(num_tokens, _BLOCK_T)
+    if num_tokens <= _MAX_SMALL:
+        logits = x.new_empty(num_tokens, router.num_experts, dtype=torch.float32)
+        few = 16 if x.element_size() == 4 else 8
+        _route_logits_kernel[(triton.cdiv(router.num_experts, few), num_blocks)](
+            x, weight, bias, logits, num_tokens,
+            **of_product, BLOCK_T=_BLOCK_T, BLOCK_E=few, BLOCK_K=64 if x.element_size() == 4 else 512,
+            **common, num_warps=2, num_stages=4,
+        )  # fmt: skip
+        _route_few_kernel[(1,)](
+            logits, correction_bias, routing.ids, routing.weights, *lists, *bounds, router.scale,
+            **choice, **sorting, BLOCK_T=num_blocks * _BLOCK_T, **common, num_warps=num_warps,
+        )  # fmt: skip
+        return routing
+    block_k = min(128, 32_768 // (block_e * x.element_size()))  # 32 KiB of the router's weight per stage
+    counts = x.new_empty(num_blocks, router.num_experts, dtype=torch.int8)  # at most 16
+    _route_many_kernel[(num_blocks,)](
+        x, weight, bias, correction_bias, routing.ids, routing.weights, counts, num_tokens, router.scale,
+        **of_product, **choice, BLOCK_T=_BLOCK_T, BLOCK_E=block_e, BLOCK_K=block_k,
+        **common, num_warps=num_warps, num_stages=4,
+    )  # fmt: skip
+    _sort_pairs_kernel[(num_blocks,)](
+        routing.ids, counts, *lists, *bounds,
+        TOP_K=router.top_k, **sorting, BLOCK_T=_BLOCK_T, COUNTED=64, **common, num_warps=4,
+    )  # fmt: skip
+    return routing

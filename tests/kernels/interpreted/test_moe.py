@@ -1,0 +1,163 @@
+"""The Triton kernels of mixtures of experts against float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bench.kernel.cases import measure_error, rounding_tolerance
+from kernels.fp8_kv import E4M3
+from kernels.moe.experts import apply_experts_triton
+from kernels.moe.gate import Gate, gated_reference
+from kernels.moe.grouped_product import grouped_product, tiles_of
+from kernels.moe.reference import apply_experts_reference, choose_reference, route_reference, sort_reference
+from kernels.moe.route import route_triton
+from kernels.moe.routing import Router, Routing
+from kernels.moe.weights import ExpertProduct, ScaledExperts
+from kernels.scaled import quantize_groups_reference, quantize_rows_reference
+
+ROUTERS = {
+    "softmax": Router(num_experts=12, top_k=3),
+    "renormalized": Router(num_experts=32, top_k=8, renormalize=True),
+    "softmax_of_chosen": Router(num_experts=5, top_k=4, scoring="softmax_of_chosen"),
+    "top_1": Router(num_experts=7, top_k=1),
+    "sigmoid": Router(num_experts=20, top_k=2, scoring="sigmoid", renormalize=True, scale=2.5),
+    "groups": Router(
+        num_experts=24, top_k=4, scoring="sigmoid", renormalize=True, scale=1.5, num_groups=6, num_chosen_groups=2
+    ),
+}
+GATES = {
+    "silu": Gate(),
+    "gelu": Gate(kind="gelu_tanh"),
+    "clamped": Gate(alpha=1.702, limit=1.0, up_offset=1.0),
+}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def used_blocks(routing: Routing) -> list[list[int]]:
+    return routing.blocks[: int(routing.num_blocks), :3].tolist()
+
+
+def assert_same_lists(found: Routing, expected: Routing) -> None:
+    for name in ("ids", "pairs", "offsets", "positions"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert used_blocks(found) == used_blocks(expected)
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("num_tokens", [1, 3, 20, 50])
+def test_route_equals_the_reference(router: Router, num_tokens: int) -> None:
+    x, weight = random(num_tokens, 72), random(router.num_experts, 72, seed=1) * 0.2
+    bias = random(router.num_experts, seed=2)
+    correction = random(router.num_experts, seed=3) * 0.1 if router.scoring == "sigmoid" else None
+    found = route_triton(x, weight, router, bias, correction)
+    exact = x.double() @ weight.double().T + bias.double()
+    ids, weights = choose_reference(exact, router, correction)
+    assert_same_lists(found, sort_reference(x, ids, weights.float(), router))
+    assert torch.allclose(found.weights.double(), weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 40])
+def test_route_of_ties_takes_the_lower_id(num_tokens: int) -> None:
+    router = Router(num_experts=9, top_k=4, renormalize=True)
+    logits = torch.tensor([1.0, 3.0, 1.0, -0.0, 0.0, 1.0, 1.0, -1.0, 1.0])
+    found = route_triton(torch.ones(num_tokens, 1), logits[:, None], router)
+    assert found.ids.tolist() == [[0, 1, 2, 5]] * num_tokens
+    low = route_triton(-torch.ones(num_tokens, 1), logits[:, None], Router(num_experts=9, top_k=2))
+    assert low.ids.tolist() == [[3, 7]] * num_tokens
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("num_tokens", [4, 40])
+def test_route_of_nan_keeps_ids_in_range(num_tokens: int) -> None:
+    router = Router(num_experts=9, top_k=4)
+    x = random(num_tokens, 16)
+    x[1] = torch.nan
+    found = route_triton(x, random(9, 16), router)
+    assert found.ids[1].tolist() == [0, 1, 2, 3]
+    assert sorted(found.pairs.tolist()) == list(range(num_tokens * 4))
+
+
+@pytest.mark.parametrize("num_tokens", [6, 70])
+def test_route_lists_blocks_of_owned_experts_only(num_tokens: int) -> None:
+    router = Router(num_experts=8, top_k=2)
+    x, weight = random(num_tokens, 16), random(8, 16, seed=1)
+    found = route_triton(x, weight, router, owned=range(2, 5))
+    assert_same_lists(found, route_reference(x, weight, router, owned=range(2, 5)))
+    assert {block[0] for block in used_blocks(found)} <= {0, 1, 2}
+
+
+def experts(router: Router, hidden: int, inner: int, dtype: torch.dtype, has_bias: bool) -> list[Any]:
+    weights = random(router.num_experts, 2 * inner, hidden, seed=4), random(router.num_experts, hidden, inner, seed=5)
+    biases = [random(*weight.shape[:2], seed=6).to(dtype) if has_bias else None for weight in weights]
+    return [
+        ExpertProduct((weight * weight.shape[2] ** -0.5).to(dtype), bias)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "hidden", "inner"), [(1, 64, 96), (5, 40, 33), (40, 96, 64)])
+def test_experts_equal_float64(num_tokens: int, hidden: int, inner: int, dtype: torch.dtype, gate: Gate) -> None:
+    router = Router(num_experts=6, top_k=2, renormalize=True)
+    x = random(num_tokens, hidden).to(dtype)
+    gate_up, down = experts(router, hidden, inner, dtype, has_bias=gate.limit > 0)
+    routing = route_triton(x, random(6, hidden, seed=1).to(dtype), router)
+    found = apply_experts_triton(x, routing, gate_up, down, gate)
+    exact = apply_experts_reference(x.double(), routing, gate_up, down, gate)
+    # Gate, up, their product and each expert's result are rounded, besides the sum.
+    error = measure_error(found, exact, 4 * rounding_tolerance(dtype))
+    assert error.passed, error
+
+
+def test_experts_of_two_owners_add_to_all() -> None:
+    router = Router(num_experts=6, top_k=3, renormalize=True)
+    x = random(9, 64)
+    gate_up, down = experts(router, 64, 64, torch.float32, has_bias=True)
+    whole = apply_experts_triton(x, route_triton(x, random(6, 64, seed=1), router), gate_up, down, Gate())
+    parts = torch.zeros_like(whole)
+    for owned in (range(4), range(4, 6)):
+        own_gate_up, own_down = [
+            ExpertProduct(product.weight[owned.start : owned.stop], product.bias[owned.start : owned.stop])
+            for product in (gate_up, down)
+        ]
+        parts += apply_experts_triton(
+            x, route_triton(x, random(6, 64, seed=1), router, owned=owned), own_gate_up, own_down, Gate()
+        )
+    assert torch.allclose(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_rows_do_not_depend_on_other_rows() -> None:
+    router = Router(num_experts=4, top_k=2, renormalize=True)
+    x, weight = random(40, 64), random(4, 64, seed=1)
+    gate_up, down = experts(router, 64, 64, torch.float32, has_bias=False)
+    together = apply_experts_triton(x, route_triton(x, weight, router), gate_up, down, Gate())
+    for row in (0, 7, 39):
+        alone = x[row : row + 1]
+        routing = route_triton(alone, weight, router)
+        assert torch.equal(apply_experts_triton(alone, routing, gate_up, down, Gate())[0], together[row])
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize("gate", [None, Gate()])
+def test_fp8_product_equals_float64(gate: Gate | None, is_grouped: bool) -> None:
+    router = Router(num_experts=3, top_k=2)
+    x = random(5, 256)
+    routing = route_triton(x, random(3, 256, seed=1), router)
+    rows = x if gate else x[routing.pairs.long() // 2]
+    quantized = quantize_groups_reference(rows) if is_grouped else quantize_rows_reference(rows)
+    scales = random(3, 2, 2).abs() + 0.1 if is_grouped else random(3, 256).abs()
+    scaled = ScaledExperts(random(3, 256, 256, seed=2).to(E4M3), scales)
+    product = ExpertProduct(scaled)
+    found = grouped_product(quantized, product, routing, gate, tiles_of(gate is not None, 16, 1), torch.float32)
+    exact_rows = quantized.exact_rows().double()
+    of_pairs = exact_rows[routing.pairs.long() // 2] if gate else exact_rows
+    weight = scaled.exact_weight().double()
+    offsets = routing.offsets.tolist()
+    exact = torch.cat([of_pairs[offsets[expert] : offsets[expert + 1]] @ weight[expert].T for expert in range(3)])
+    error = measure_error(found, gated_reference(exact, gate) if gate else exact, rounding_tolerance(torch.float32))
+    assert error.passed, error
