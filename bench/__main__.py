@@ -39,6 +39,7 @@ PROGRAMS = {
     "batch-beside-chat": "serving.batch_beside_chat",  # time to first token with and without a batch
     "neighbor": "serving.neighbor",  # what one key's hostile clients cost another key's polite ones
     "key-shares": "serving.key_shares",  # how keys divide a busy worker, by weight
+    "request-profile": "serving.request_profile",  # files, functions and calls per token of one streamed chat
     "metrics-cost": "serving.metrics_cost",  # the cost of metrics
     "take-cost": "serving.take_cost",  # server time of TAKE and ACCEPT
     "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and the share of a late worker

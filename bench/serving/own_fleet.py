@@ -17,7 +17,7 @@ from bench.serving.free_port import free_port
 from pagestream.embedded_store import EmbeddedStore
 
 MODEL = "m"
-START_SECONDS = 60.0
+START_SECONDS = 240.0  # under a profiler a real worker needs minutes
 STOP_SECONDS = 60.0
 STORE_BYTES = 2**30
 
@@ -48,6 +48,7 @@ async def own_fleet(
     worker: str = "bench.serving.scripted_worker",
     store_bytes: int = STORE_BYTES,
     gateway_home: Path | None = None,
+    launcher: Sequence[str] = (),
 ) -> AsyncIterator[OwnFleet]:
     """Start the processes and yield when they are ready; all are gone afterwards.
 
@@ -59,6 +60,7 @@ async def own_fleet(
         worker: Module that runs as the worker.
         store_bytes: Memory of the store.
         gateway_home: Another checkout for the gateways.
+        launcher: Module that starts the gateways and the worker, and its first arguments.
     """
     with tempfile.TemporaryDirectory(prefix="ps-") as name:
         directory, port = Path(name), free_port()
@@ -67,8 +69,8 @@ async def own_fleet(
         assert store.process is not None, "a new directory must have its own store"
         common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", store.url]
         listen = ["--port", str(port), *(["--reuse-port"] if gateways > 1 else []), *gateway_flags]
-        commands = {f"gateway {number}": ["gateway", *common, *listen] for number in range(gateways)}
-        commands["worker"] = [worker, *common, *worker_flags, "--metrics-port", "0"]
+        commands = {f"gateway {number}": [*launcher, "gateway", *common, *listen] for number in range(gateways)}
+        commands["worker"] = [*launcher, worker, *common, *worker_flags, "--metrics-port", "0"]
         try:
             with _running(commands, directory / "log", gateway_home) as processes:
                 _wait_until_ready(port, directory / "log")
