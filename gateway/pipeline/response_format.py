@@ -101,6 +101,7 @@ class ResponseFormat:
 
     prompt_in_choice = False  # whether prompt log-probabilities are in each choice, not beside them
     keep_alive = KEEP_ALIVE  # what a stream sends into silence
+    stream_headers: Mapping[str, str] = NOTHING  # of a stream that is not Server-Sent Events, and so has no event ids
     repeats_all = False  # whether a stream's closing() and done say the whole answer once more
 
     @property

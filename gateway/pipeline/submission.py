@@ -157,7 +157,8 @@ class AnswerSubmission:
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
         reply = self._reply()
-        stream = EventStream(http, self._headers, self._context.state.watch, reply.response_format.keep_alive)
+        headers = {**self._headers, **reply.response_format.stream_headers}
+        stream = EventStream(http, headers, self._context.state.watch, reply.response_format.keep_alive)
         return await stream_reply(stream, reply)
 
     async def collect(self) -> Body:
@@ -222,7 +223,7 @@ class AnswerSubmission:
             response_format=response_format,
             extras=AnswerExtras(self._completion, self._model.encoder, prompts, prompt_in_choice=in_choice),
             include_usage=self._include_usage,
-            numbers=self._numbers,
+            numbers=None if response_format.stream_headers else self._numbers,
         )
 
 
