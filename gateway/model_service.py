@@ -41,7 +41,7 @@ class ModelOptions:
     directory: Path
     max_model_len: int | None = None  # tokens; None: the model's
     tool_call_parser: str = "auto"
-    reasoning_parser: str = ""
+    reasoning_parser: str = "auto"
     generation_config: str = "auto"
 
     @property
@@ -144,8 +144,9 @@ class ModelService:
                 load_served_model, directory,
                 max_model_len=options.max_model_len, generation_config=options.generation_config,
             )  # fmt: skip
-            parses_reasoning = bool(options.reasoning_parser)
-            self.model = replace(model, parses_reasoning=parses_reasoning, tool_call_parser=options.tool_call_parser)
+            self.model = replace(
+                model, tool_call_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser
+            )
         except ModelFilesError as error:
             logger.error("model %s: cannot be served: %s", self.name, error)
             raise

@@ -8,9 +8,14 @@ from pathlib import Path
 
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+TOOL_CALL_PARSERS = (
+    "auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml", "glm45", "glm47", "gemma4", "lfm2",
+    "deepseek_v3", "deepseek_v31", "harmony", "openai",
+)  # fmt: skip
 GENERATION_CONFIGS = ("auto", "vllm", "none")
-REASONING_PARSERS = ("", "qwen3", "deepseek_r1")
+REASONING_PARSERS = (
+    "auto", "none", "qwen3", "deepseek_r1", "glm45", "gemma4", "mistral", "harmony", "openai_gptoss",
+)  # fmt: skip
 NO_WORKER = ("wait", "refuse")
 MIN_BYTES_IN_FLIGHT = 4 * 2**20
 
@@ -90,7 +95,9 @@ class GatewaySettings:
         help="format of the model's tool calls; auto: from its chat template",
     )  # fmt: skip
     reasoning_parser: str = setting(
-        "", choices=REASONING_PARSERS, help="format of the model's reasoning; default: none"
+        "auto",
+        choices=REASONING_PARSERS,
+        help="format of the model's reasoning; auto: from its chat template; none: reasoning stays in the text",
     )
     generation_config: str = setting(
         "auto", choices=GENERATION_CONFIGS,

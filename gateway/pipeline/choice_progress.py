@@ -1,34 +1,24 @@
 """One choice of an answer: tokens to text updates with one end, and the measurements of its latency.
 
     ChoiceProgress     tokens -> ChoiceUpdates, each with the text that is certain so far
-    message_parsers    selects the parsers of that text, by model, options, and request
     BestOf             the likeliest of several samples, held until all have ended, best first
 
-A forced call is parsed as its grammar writes it; other calls as the model's family does, which the chat template shows.
-Reasoning is parsed unless a grammar leaves no room for it. A sample's rank is the sum of its tokens' log-probabilities
+A sample's rank is the sum of its tokens' log-probabilities
 before temperature and penalties (vLLM's cumulative_logprob).
 """
 
-import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from msgspec import structs
 
 from gateway.metrics import ModelMetrics
-from gateway.model_service import ModelOptions
-from gateway.pipeline.request import CompletionRequest
 from gateway.text.logprobs import LogprobEntry
 from gateway.text.output_text import OutputText
-from gateway.text.parsers.bare_calls import calls_of_offered
 from gateway.text.parsers.message import MessageParser, ToolCallDelta
-from gateway.text.parsers.parts import Parser
-from gateway.text.parsers.reasoning import REASONING_PARSERS
-from gateway.text.parsers.tool_calls import TOOL_CALL_PARSERS, NamedCall, answer_or_calls_parser, call_family, listed
 from gateway.text.token_spellings import TokenSpellings
 from shared.messages import EncodedLogprobs, FinishReason, decoded_logprobs
 
@@ -212,30 +202,6 @@ def _as_one(index: int, updates: Sequence[ChoiceUpdate]) -> ChoiceUpdate:
     return ChoiceUpdate(index, text, last.reason, (), token_ids, stop_string=last.stop_string)
 
 
-class Encoder(Protocol):
-    """The part of PromptEncoder used here."""
-
-    @property
-    def template_source(self) -> str: ...
-
-    def has_special(self, text: str) -> bool: ...
-
-
-def message_parsers(
-    options: ModelOptions, encoder: Encoder, request: CompletionRequest, request_id: str, first_choice: int
-) -> Mapping[int, MessageParser]:
-    """One for each choice of the answer to this prompt; none if its text is content as it is."""
-    if not request.is_chat:
-        return {}
-    parsers = {}
-    for choice in range(first_choice, first_choice + request.n):
-        reasoning = REASONING_PARSERS[options.reasoning_parser]() if _may_think(options, request) else None
-        tools = _tool_parser(options, encoder, request)
-        if reasoning is not None or tools is not None:
-            parsers[choice] = MessageParser(reasoning, tools, partial(_call_id, request_id, choice))
-    return parsers
-
-
 def parsed(update: ChoiceUpdate, parser: MessageParser) -> ChoiceUpdate:
     delta = parser.push(update.text, num_tokens=len(update.token_ids), is_last=update.reason is not None)
     return structs.replace(
@@ -245,37 +211,3 @@ def parsed(update: ChoiceUpdate, parser: MessageParser) -> ChoiceUpdate:
         tool_calls=delta.tool_calls,
         called_tools=update.reason is not None and parser.num_calls > 0,
     )
-
-
-def reads_special_mark(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> bool:
-    """Whether calls begin with a special token, which the text must not leave out then."""
-    if request.tools is None or request.tools.mode != "auto":
-        return False
-    _, mark = TOOL_CALL_PARSERS[_family(options, encoder)]
-    return encoder.has_special(mark)
-
-
-def _may_think(options: ModelOptions, request: CompletionRequest) -> bool:
-    return bool(options.reasoning_parser) and request.grammar is None
-
-
-def _tool_parser(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> Parser | None:
-    if request.tools is None:
-        return None
-    if request.tools.mode == "named":
-        return NamedCall(request.tools.name)
-    if request.tools.mode == "required":
-        return listed()
-    family = _family(options, encoder)
-    if request.may_answer_or_call:
-        return answer_or_calls_parser(family, tuple(request.tools.functions))
-    return calls_of_offered(family, tuple(request.tools.functions))
-
-
-def _family(options: ModelOptions, encoder: Encoder) -> str:
-    return call_family(options.tool_call_parser, encoder.template_source)
-
-
-def _call_id(request_id: str, choice: int, number: int) -> str:
-    """Return the id of a call, the same at every gateway; nine characters, because Mistral's templates require it."""
-    return hashlib.sha256(f"{request_id}:{choice}:{number}".encode()).hexdigest()[:9]

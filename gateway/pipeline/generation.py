@@ -23,10 +23,9 @@ from gateway.pipeline.choice_progress import (
     BestOf,
     ChoiceProgress,
     ChoiceUpdate,
-    message_parsers,
     parsed,
-    reads_special_mark,
 )
+from gateway.pipeline.message_parsers import message_parsers, needs_special_tokens
 from gateway.pipeline.reading import Reading, Sink, nothing_plain
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import UsageCount
@@ -63,7 +62,7 @@ class Generation:
     ) -> None:
         """`streams`: one a prompt; `ended_at`: Unix seconds, of an answer that has ended before."""
         planned = [stream.request for stream in streams]
-        keeps_marks = reads_special_mark(service.options, model.encoder, request)
+        keeps_marks = needs_special_tokens(model, request)
         self.service = service
         self.scheduler: KeyScheduler = service.loop_scheduler.of(planned[0].tenant)
         self._streams = streams
@@ -87,7 +86,9 @@ class Generation:
                     for index in range(first_choice, first_choice + stream.request.sampling.n)
                 ],
                 _best_of(request, first_choice),
-                message_parsers(service.options, model.encoder, request, stream.request.request_id, first_choice),
+                message_parsers(
+                    model, request, stream.request.prompt_token_ids, stream.request.request_id, first_choice
+                ),
             )
             for first_choice, stream in zip(itertools.count(0, request.n), streams, strict=False)
         ]
@@ -98,7 +99,7 @@ class Generation:
         self.read_plain: Callable[[], Sequence[ChoiceUpdate] | None] = first.read_plain if is_plain else nothing_plain
         self._num_choices = request.n
         self._open = set(self._requests)
-        self._may_reason = request.is_chat and bool(service.options.reasoning_parser) and not request.choices.is_best_of
+        self._may_reason = request.is_chat and model.reasoning is not None and not request.choices.is_best_of
         self._prompt_tokens = _counted_prompt_tokens(planned, metrics)
 
     @property

@@ -257,6 +257,12 @@ class ToolUse:
     functions: Mapping[str, ArgumentSchema] = field(default_factory=dict)  # argument schemas of optional calls
     is_parallel: bool = True  # whether one answer may contain several calls
 
+    @property
+    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """The parameter schema of each tool, whether or not it is strict."""
+        functions = [definition["function"] for definition in self.definitions]
+        return {function["name"]: function.get("parameters") or ANY_OBJECT for function in functions}
+
 
 def tool_use(fields: Any) -> ToolUse | None:
     """Return how a chat with validated types may use tools, or None.

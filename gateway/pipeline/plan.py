@@ -15,20 +15,20 @@ from typing import Any
 
 from msgspec import structs
 
-from gateway.errors import ContextLengthExceeded, InvalidRequest, NotServed
+from gateway.errors import ContextLengthExceeded, InvalidRequest
 from gateway.fleet import Timeouts
 from gateway.pipeline.call_grammar import answer_or_calls
 from gateway.pipeline.fields import GenerationFields, Words, check_something_is_allowed, truncated, words_token_ids
 from gateway.pipeline.grammar import AskedGrammar
+from gateway.pipeline.harmony_grammar import in_channels
 from gateway.pipeline.request import CompletionRequest, Prompt
 from gateway.text.chat_template import ChatTemplateError, TemplateOptions
-from gateway.text.parsers.tool_calls import call_family
-from gateway.text.parsers.unread_formats import unread_format
+from gateway.text.parsers.formats import HARMONY
 from gateway.text.served_model import ModelLimits, ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.choice_seeds import SEED_BITS
 from shared.grammars import GrammarError, check_grammar
-from shared.messages import GenerationRequest, GrammarKind, SamplingParams
+from shared.messages import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from shared.redis_keys import PRIORITY_CLASSES
 
 # Tokens of one answer plus all their log-probabilities. Prompts, choices, tokens, and log-probabilities have limits of
@@ -67,21 +67,12 @@ def prepared(
     priority_class: str,
     traceparent: str,
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
-    """Return the request with encoded bad words, and the engine requests.
-
-    Raises:
-        InvalidRequest: If a field does not fit the model.
-        NotServed: If answers in the chat format of the model cannot be read.
-    """
-    if request.is_chat and (name := unread_format(model.encoder.template_source)):
-        raise NotServed(
-            f"Chats with this model are not supported: no parser reads its {name} format. Use /v1/completions."
-        )
+    """Return the request with encoded bad words, and the engine requests; raise InvalidRequest."""
     request = with_defaults(_bound(request, model), model.defaults)
     token_ids = encode_prompts(model, limits, request)
     request = structs.replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
     planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
-    if request.must_think and not model.parses_reasoning:
+    if request.must_think and model.reasoning is None:
         raise InvalidRequest(
             "thinking: no reasoning parser is configured for this model; remove it or use disabled.",
             param="thinking",
@@ -108,20 +99,36 @@ def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> Co
 
 
 def _bound(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
-    """Check the grammars, then combine them with tool calls where the answer may be either.
+    """Check the grammars, then combine them with tool calls and with the model's message format.
 
     The check comes first so that errors name the client's fields.
     """
     for asked in request.grammars:
         check_asked(asked)
+    if request.is_chat and request.grammars and model.calls.name == HARMONY:
+        return _with_grammar(request, _harmony_grammar(request, model), request.grammars[0].param)
     if not request.may_answer_or_call:
         return request
     assert request.answer_grammar is not None and request.tools is not None
-    family = call_family(model.tool_call_parser, model.encoder.template_source)
-    both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, model.encoder.special_id)
-    bound = structs.replace(request, grammar=AskedGrammar(both, "tools"))
+    family, special_id = model.calls.in_grammar, model.encoder.special_id
+    both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, special_id)
+    return _with_grammar(request, both, "tools")
+
+
+def _with_grammar(request: CompletionRequest, grammar: Grammar, param: str) -> CompletionRequest:
+    bound = structs.replace(request, grammar=AskedGrammar(grammar, param))
     check_asked(bound.grammar)
     return bound
+
+
+def _harmony_grammar(request: CompletionRequest, model: ServedModel) -> Grammar:
+    tools = request.tools
+    if tools is None:
+        return in_channels(request.grammars[0].grammar, {}, model.encoder.special_id)
+    schemas = tools.schemas
+    named = {tools.name: schemas[tools.name]} if tools.mode == "named" else schemas
+    answer = request.answer_grammar if tools.mode == "auto" else None
+    return in_channels(None if answer is None else answer.grammar, named, model.encoder.special_id)
 
 
 def check_asked(asked: AskedGrammar | None) -> None:
@@ -187,7 +194,7 @@ def _check_text(encoder: PromptEncoder, limits: ModelLimits | None, param: str, 
 
 
 def _template_options(request: CompletionRequest, model: ServedModel) -> TemplateOptions:
-    if model.parses_reasoning or not request.reasons_only_if_parsed:
+    if model.reasoning is not None or not request.reasons_only_if_parsed:
         return request.template
     kwargs = {**request.template["template_kwargs"], "enable_thinking": False}
     return TemplateOptions(**{**request.template, "template_kwargs": kwargs})

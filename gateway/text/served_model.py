@@ -21,6 +21,7 @@ from msgspec import Meta
 from tokenizers import Tokenizer
 
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.parsers.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from gateway.text.tokenization import PromptEncoder
 from shared.grammars import check_grammar
 from shared.messages import Grammar, GrammarKind
@@ -118,9 +119,19 @@ class ServedModel:
     fingerprint: str  # digest of the files read here and of the release
     tokenizer_info: dict[str, Any]
     defaults: dict[str, Any]  # sampling defaults by field name
-    parses_reasoning: bool = False  # whether a reasoning parser is configured
     tool_call_parser: str = "auto"  # value of --tool-call-parser
+    reasoning_parser: str = "auto"  # value of --reasoning-parser
     loaded_from: tuple[Path, int, str] | None = None  # directory, context length, --generation-config
+
+    @property
+    def calls(self) -> CallFormat:
+        """How the model writes tool calls."""
+        return call_format(self.tool_call_parser, self.encoder.template_source)
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the model writes reasoning; None if reasoning is not parsed."""
+        return reasoning_format(self.reasoning_parser, self.encoder.template_source)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the source and the options; each process loads the files once."""

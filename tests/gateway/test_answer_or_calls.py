@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from gateway.pipeline.call_grammar import answer_or_calls
 from gateway.pipeline.request import CompletionRequest
 from gateway.text.parsers.message import MessageParser, whole_calls
-from gateway.text.parsers.tool_calls import TOOL_CALL_PARSERS, answer_or_calls_parser
+from gateway.text.parsers.tool_calls import GRAMMAR_FAMILIES, answer_or_calls_parser
 from gateway.text.tokenization import PromptEncoder
 from shared.grammars import check_grammar, guidance_text, parser_limits
 from shared.messages import FinishReason, Grammar, GrammarKind, TokenEvent
@@ -126,7 +126,7 @@ def is_of_both(text: str, family: str, *, is_parallel: bool, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
-@pytest.mark.parametrize("family", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("family", GRAMMAR_FAMILIES)
 @pytest.mark.parametrize("model", ["roomy_model_dir", "marked_model_dir"])
 def test_any_text_of_the_grammar_is_parsed_as_what_it_is(
     family: str, model: str, is_parallel: bool, request: pytest.FixtureRequest

@@ -141,7 +141,7 @@ async def test_thinking_without_reasoning_parser_is_refused(start_gateway: Any, 
 async def test_adaptive_thinking_without_parser_is_disabled(start_gateway: Any, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "roomy", max_model_len=4096)
     (model / "chat_template.jinja").write_text("{{ enable_thinking }}")
-    for parser, expected in (("", "False"), ("qwen3", "True")):
+    for parser, expected in (("none", "False"), ("qwen3", "True")):
         gateway = await start_gateway(model=model, reasoning_parser=parser)
         assert await ask(gateway, "Hm.", thinking={"type": "adaptive"}) == ([text_block("Hm.")], "end_turn")
         encoder = gateway.service.require_model().encoder

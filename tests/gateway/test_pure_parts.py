@@ -170,7 +170,10 @@ def test_settings_are_parsed() -> None:
         ((), "Set exactly one of --model and --models-file"),
         (("--model", "/m", "--models-file", "FILE"), "Set exactly one of --model and --models-file"),
         (("--models-file", "FILE", "--served-model-name", "a"), "--served-model-name: expected no value"),
-        (("--models-file", "FILE"), "tool_call_parser: expected one of auto, hermes, llama3_json, mistral; got 'x'"),
+        (
+            ("--models-file", "FILE"),
+            "tool_call_parser: expected one of auto, hermes, llama3_json, mistral, qwen3_coder",
+        ),
     ],
 )
 def test_unservable_models_are_refused(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
@@ -186,7 +189,7 @@ def test_models_file_entry_inherits_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_text(
         '[[models]]\nmodel = "/m/first"\n'
-        '[[models]]\nmodel = "/m/x"\nnames = ["second"]\nmax_model_len = 8\nreasoning_parser = ""\n'
+        '[[models]]\nmodel = "/m/x"\nnames = ["second"]\nmax_model_len = 8\nreasoning_parser = "none"\n'
         'tool_call_parser = "mistral"\ngeneration_config = "auto"\n'
     )
     settings = GatewaySettings(
@@ -202,7 +205,7 @@ def test_models_file_entry_inherits_the_flags(tmp_path: Path) -> None:
             tool_call_parser="hermes", generation_config="vllm",
         ),
         ModelOptions(
-            names=("second",), directory=Path("/m/x"), max_model_len=8, reasoning_parser="",
+            names=("second",), directory=Path("/m/x"), max_model_len=8, reasoning_parser="none",
             tool_call_parser="mistral", generation_config="auto",
         ),
     )  # fmt: skip

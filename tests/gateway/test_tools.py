@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -12,12 +13,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from gateway.apis.chat.schema import parse_chat
 from gateway.errors import InvalidRequest
 from gateway.http.json_body import decode_body
-from gateway.model_service import model_options
-from gateway.pipeline.choice_progress import reads_special_mark
+from gateway.pipeline.message_parsers import needs_special_tokens
 from gateway.pipeline.request import CompletionRequest
-from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.parsers.tool_calls import TOOL_CALL_PARSERS
+from gateway.text.parsers.formats import call_format
 from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.grammars import check_grammar
@@ -313,13 +312,10 @@ async def test_option_sets_the_parser_family(start_gateway: Any, roomy_model_dir
     [("{{ '[TOOL_CALLS]' }}", "mistral"), ("{{ '<|python_tag|>' }}", "llama3_json"), ("", "hermes")],
 )
 def test_template_implies_the_parser_family(source: str, family: str) -> None:
-    class Encoder:
-        template_source = source
-
-        def has_special(self, text: str) -> bool:
-            return text == TOOL_CALL_PARSERS[family][1]
-
-    (settings,) = model_options(GatewaySettings(model=Path("unused")))
-    assert reads_special_mark(settings, Encoder(), parse())
-    assert not reads_special_mark(settings, Encoder(), parse(tool_choice="required"))
-    assert not reads_special_mark(settings, Encoder(), parse(tools=[]))
+    calls = call_format("auto", source)
+    encoder = SimpleNamespace(has_special=lambda text: text in calls.special_tokens)
+    model: Any = SimpleNamespace(encoder=encoder, calls=calls, reasoning=None)
+    assert calls.name == family
+    assert needs_special_tokens(model, parse())
+    assert not needs_special_tokens(model, parse(tool_choice="required"))
+    assert not needs_special_tokens(model, parse(tools=[]))

@@ -17,7 +17,6 @@ import msgspec
 
 from gateway.text.parsers.json_scanner import CallScanner, Scan
 from gateway.text.parsers.parts import Arguments, CallBegins, Parser, Part, StepParser
-from gateway.text.parsers.tool_calls import TOOL_CALL_PARSERS, MarkedCalls
 
 _WHITE_SPACE = " \t\r\n"
 _BEFORE_FIRST = _WHITE_SPACE + "["
@@ -144,16 +143,3 @@ class BareCalls(StepParser):
     def _in_other_text(self) -> Iterator[Part]:
         text, self._buffer = self._buffer, ""
         yield from self._marked.push(text)
-
-
-def calls_of_offered(family: str, functions: Collection[str]) -> Parser:
-    """Return the parser of a family that also accepts bare calls.
-
-    Args:
-        family: A value of --tool-call-parser.
-        functions: Names of the tools in the request.
-    """
-    make, mark = TOOL_CALL_PARSERS[family]
-    if family == "llama3_json":
-        return BareCalls(functions, MarkedCalls(mark), are_taught=True)
-    return BareCalls(functions, make())

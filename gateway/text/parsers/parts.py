@@ -5,7 +5,7 @@ the text was cut, so streamed and complete answers are equal. Text that looked l
 only tags and white space around them are dropped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -68,15 +68,36 @@ class StepParser:
         while self._buffer and not self._waits:
             yield from self._step()
 
-    def _text_before(self, tag: str) -> tuple[str, bool]:
-        """Consume the text before `tag`, and the tag if it is there; a possible start of the tag stays buffered."""
-        before, found, after = self._buffer.partition(tag)
-        if found:
-            self._buffer = after
-            return before, True
-        certain = len(self._buffer) - held_length(self._buffer, tag)
-        before, self._buffer, self._waits = self._buffer[:certain], self._buffer[certain:], True
-        return before, False
+    def _text_before(self, tags: Sequence[str]) -> tuple[str, str]:
+        """Consume the text before the first of `tags`, and that tag. Return both; the tag is "" if none is there.
+
+        A possible start of a tag stays buffered.
+        """
+        place, tag = first_tag(self._buffer, tags)
+        certain = place if tag else len(self._buffer) - max(held_length(self._buffer, one) for one in tags)
+        before, self._buffer = self._buffer[:certain], self._buffer[certain + len(tag) :]
+        self._waits = not tag
+        return before, tag
+
+    def _tag_here(self, tags: Sequence[str]) -> str:
+        """Consume and return the tag of `tags` with which the buffer begins, or return "".
+
+        If the buffer is a proper prefix of a tag, the parser waits for more text.
+        """
+        found = max((tag for tag in tags if self._buffer.startswith(tag)), key=len, default="")
+        if not found:
+            self._waits = any(tag.startswith(self._buffer) for tag in tags)
+        self._buffer = self._buffer[len(found) :]
+        return found
+
+
+def first_tag(text: str, tags: Sequence[str]) -> tuple[int, str]:
+    """Return the place of the first tag in `text` and the tag, the longest if several begin there; (0, "") if none."""
+    found = [(place, -len(tag), tag) for tag in tags if (place := text.find(tag)) >= 0]
+    if not found:
+        return 0, ""
+    place, _, tag = min(found)
+    return place, tag
 
 
 def held_length(text: str, tag: str) -> int:

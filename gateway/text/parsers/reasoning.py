@@ -1,21 +1,24 @@
-"""Parsers for reasoning between <think> and </think>. Pure.
+"""Parsers for reasoning between two tags at the start of an answer. Pure.
 
-    qwen3         text between the tags, if the answer starts with <think>
-    deepseek_r1   everything up to </think>; the prompt already ends with <think>, and the model may repeat it
+    qwen3, glm45   <think> ... </think>
+    mistral        [THINK] ... [/THINK]
+    gemma4         <|channel>thought ... <channel|>
 
-The tags and the white space after them are dropped.
+A rendered prompt may already end with the first tag: then the answer begins inside the reasoning, and the model may
+repeat the tag. The tags and the white space after them are dropped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from gateway.text.parsers.parts import Content, Part, Reasoning, ReasoningParser, StepParser
+from gateway.text.parsers.parts import Content, Part, Reasoning, StepParser
 
-_BEGIN, _END = "<think>", "</think>"
+THINK, MISTRAL, GEMMA4 = ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>")
 
 
 class ThinkTags(StepParser):
-    def __init__(self, *, begins_thinking: bool) -> None:
+    def __init__(self, tags: tuple[str, str], *, begins_thinking: bool) -> None:
         super().__init__(self._at_start)
+        self._begin, self._end = tags
         self._begins_thinking = begins_thinking
         self.has_thought = begins_thinking
 
@@ -29,10 +32,10 @@ class ThinkTags(StepParser):
 
     def _at_start(self) -> Iterator[Part]:
         begun = self._buffer.lstrip()
-        if begun.startswith(_BEGIN):
+        if begun.startswith(self._begin):
             self.has_thought = True
-            self._buffer, self._step = begun[len(_BEGIN) :], self._before_reasoning
-        elif _BEGIN.startswith(begun):
+            self._buffer, self._step = begun[len(self._begin) :], self._before_reasoning
+        elif self._begin.startswith(begun):
             self._waits = True
         else:
             self._step = self._before_reasoning if self._begins_thinking else self._in_content
@@ -45,9 +48,9 @@ class ThinkTags(StepParser):
         yield from ()
 
     def _thinking(self) -> Iterator[Part]:
-        before, is_end = self._text_before(_END)
+        before, end = self._text_before((self._end,))
         yield Reasoning(before)
-        if is_end:
+        if end:
             self._step = self._before_content
 
     def _before_content(self) -> Iterator[Part]:
@@ -61,8 +64,6 @@ class ThinkTags(StepParser):
         self._buffer = ""
 
 
-# value of --reasoning-parser -> factory
-REASONING_PARSERS: dict[str, Callable[[], ReasoningParser]] = {
-    "qwen3": lambda: ThinkTags(begins_thinking=False),
-    "deepseek_r1": lambda: ThinkTags(begins_thinking=True),
-}
+def think_tags(tags: tuple[str, str], prompt_end: str) -> ThinkTags:
+    """Return a parser that begins inside the reasoning if the rendered prompt ends with the first tag."""
+    return ThinkTags(tags, begins_thinking=prompt_end.rstrip().endswith(tags[0]))

@@ -68,9 +68,9 @@ class MarkedCalls(StepParser):
         yield Content(self._since_mark + raw + self._buffer)
 
     def _in_text(self) -> Iterator[Part]:
-        before, is_marked = self._text_before(self._mark)
+        before, mark = self._text_before((self._mark,))
         yield Content(before)
-        if is_marked:
+        if mark:
             self._since_mark, self._is_call, self._step = self._mark, False, self._before_call
 
     def _before_call(self) -> Iterator[Part]:
@@ -179,23 +179,8 @@ def listed() -> Parser:
     return MarkedCalls("\x00", begins_marked=True)  # no marker: JSON cannot contain this character
 
 
-def call_family(parser: str, template_source: str) -> str:
-    """Return the tool-call format to use.
-
-    Args:
-        parser: The value of --tool-call-parser, "auto" or a format.
-        template_source: The chat template. Templates of Mistral and Llama 3 contain their markers; all others are
-            taken as hermes.
-    """
-    if parser != "auto":
-        return parser
-    if "[TOOL_CALLS]" in template_source:
-        return "mistral"
-    return "llama3_json" if "<|python_tag|>" in template_source else "hermes"
-
-
-# value of --tool-call-parser -> (factory, marker that may be a special token)
-TOOL_CALL_PARSERS: dict[str, tuple[Callable[[], Parser], str]] = {
+# family -> (factory, marker before calls); call_grammar.py has a grammar for each
+GRAMMAR_FAMILIES: dict[str, tuple[Callable[[], Parser], str]] = {
     "hermes": (hermes, "<tool_call>"),
     "llama3_json": (llama3_json, "<|python_tag|>"),
     "mistral": (mistral, "[TOOL_CALLS]"),
@@ -259,9 +244,9 @@ def answer_or_calls_parser(family: str, names: Sequence[str]) -> Parser:
     """Return the parser for an answer whose grammar allows calls.
 
     Args:
-        family: A value of --tool-call-parser.
+        family: A key of GRAMMAR_FAMILIES.
         names: Names of the functions that can be called.
     """
-    make, mark = TOOL_CALL_PARSERS[family]
+    make, mark = GRAMMAR_FAMILIES[family]
     bare = [f'{{"name":"{name}","parameters":' for name in names] if family == "llama3_json" else []
     return AnswerOrCalls(make(), [mark, *bare])

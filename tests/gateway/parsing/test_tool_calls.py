@@ -7,14 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.text.parsers.bare_calls import calls_of_offered
+from gateway.text.parsers.formats import CALL_FORMATS, REASONING_FORMATS
 from gateway.text.parsers.message import MessageDelta, MessageParser, ToolCallDelta, whole_calls
 from gateway.text.parsers.parts import Content, Parser, ReasoningParser
-from gateway.text.parsers.reasoning import REASONING_PARSERS
 from gateway.text.parsers.tool_calls import NamedCall, hermes, listed, llama3_json, mistral
 from tests.idle_seconds import idle_seconds
 
 Read = tuple[str, str, list[tuple[str | None, str]]]  # content, reasoning, (name, arguments) of each call
+
+
+def offered(family: str, functions: Sequence[str]) -> Parser:
+    return CALL_FORMATS[family].parser({name: {} for name in functions})
+
 
 MAKERS: dict[str, Callable[[], tuple[ReasoningParser | None, Parser | None]]] = {
     "hermes": lambda: (None, hermes()),
@@ -22,13 +26,13 @@ MAKERS: dict[str, Callable[[], tuple[ReasoningParser | None, Parser | None]]] = 
     "mistral": lambda: (None, mistral()),
     "listed": lambda: (None, listed()),
     "named": lambda: (None, NamedCall("f")),
-    "qwen3": lambda: (REASONING_PARSERS["qwen3"](), None),
-    "deepseek_r1": lambda: (REASONING_PARSERS["deepseek_r1"](), None),
-    "offered": lambda: (None, calls_of_offered("hermes", ("f", "get_f", "fa"))),
-    "offered llama3_json": lambda: (None, calls_of_offered("llama3_json", ("f",))),
-    "offered mistral": lambda: (None, calls_of_offered("mistral", ("f",))),
-    "qwen3 and offered": lambda: (REASONING_PARSERS["qwen3"](), calls_of_offered("hermes", ("f",))),
-    "qwen3 and hermes": lambda: (REASONING_PARSERS["qwen3"](), hermes()),
+    "qwen3": lambda: (REASONING_FORMATS["qwen3"].parser(""), None),
+    "deepseek_r1": lambda: (REASONING_FORMATS["deepseek_r1"].parser(""), None),
+    "offered": lambda: (None, offered("hermes", ("f", "get_f", "fa"))),
+    "offered llama3_json": lambda: (None, offered("llama3_json", ("f",))),
+    "offered mistral": lambda: (None, offered("mistral", ("f",))),
+    "qwen3 and offered": lambda: (REASONING_FORMATS["qwen3"].parser(""), offered("hermes", ("f",))),
+    "qwen3 and hermes": lambda: (REASONING_FORMATS["qwen3"].parser(""), hermes()),
 }
 
 
@@ -211,7 +215,7 @@ def test_text_without_a_call_is_unchanged_content(name: str, text: str) -> None:
 @pytest.mark.timeout(600)  # eleven cases of up to a second: not for `make quick`
 def test_parse_time_is_linear_for_hostile_text(text: str) -> None:
     """Allow 2 s for 0.2 s of work on an idle core. Rereading or copying every piece would take minutes."""
-    parser, parts = calls_of_offered("hermes", ["f"]), list[Any]()
+    parser, parts = offered("hermes", ["f"]), list[Any]()
 
     def parse() -> None:
         for start in range(0, len(text), 4):
