@@ -12,7 +12,7 @@ from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
 IN_GROUPS = ("int8", "as-stored")  # 4- and 8-bit weights with a scale per group of inputs, on a CPU
-QUANTIZATIONS = ("auto", "none", "fp8", *IN_GROUPS)
+QUANTIZATIONS = ("auto", "none", "fp8", "mxfp4", *IN_GROUPS)
 MODEL_IMPLS = ("auto", "native", "transformers")
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 
@@ -54,8 +54,8 @@ class ExecutionSettings:
         "auto",
         choices=QUANTIZATIONS,
         help="weights of linear layers; auto: the checkpoint's, or as-stored for GGUF on a CPU with C++ "
-        "kernels; none: 16 bits; fp8: quantized at load; int8: quantized at load (cpu); as-stored: GGUF blocks Q4_0, "
-        "Q4_1 and Q8_0 (cpu)",
+        "kernels; none: 16 bits; fp8: quantized at load; mxfp4: the checkpoint must have it; int8: quantized at load "
+        "(cpu); as-stored: GGUF blocks Q4_0, Q4_1 and Q8_0 (cpu)",
     )
     max_model_len: int | None = setting(
         None, parse=parse_count, help="maximum of prompt and output, in tokens; default: the model's"

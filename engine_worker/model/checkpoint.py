@@ -9,15 +9,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from engine_worker.model.checkpoint_tensors import checkpoint_tensors, fp8_modules
+from engine_worker.model.checkpoint_tensors import checkpoint_forms
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.part import Shape
 from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE
 from shared.model_files import ModelFilesError, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-FLOATS = ("F32", "F16", "BF16")
-FP8 = ("F8_E4M3",)
 _MAX_NAMES = 4  # names listed in an error
 
 # Computed (inv_freq) or tied (lm_head) tensors of older exporters, and scales of an fp8 KV cache, which only such a
@@ -87,19 +85,17 @@ def check_checkpoint(spec: ModelSpec, found: dict[str, StoredTensor]) -> None:
     Raises:
         ModelFilesError: For the first kind of difference, with names.
     """
-    wanted = checkpoint_tensors(spec)
-    fp8, format_name = {f"{module}.weight" for module in fp8_modules(spec)}, spec.quantization.name
+    wanted, format_name = checkpoint_forms(spec), spec.quantization.name
     for name, tensor in found.items():
-        if name in fp8 and tensor.dtype not in FP8:
-            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; {format_name} requires {FP8[0]}")
-        if name in wanted and name not in fp8 and tensor.dtype not in FLOATS:
-            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; supported: {', '.join(FLOATS)}")
+        if name in wanted and tensor.dtype not in (dtypes := wanted[name].dtypes):
+            needed = f"supported: {', '.join(dtypes)}" if len(dtypes) > 1 else f"{format_name} requires {dtypes[0]}"
+            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; {needed}")
     if missing := [name for name in wanted if name not in found]:
         requirement = f" in {format_name}" if format_name else ""
         raise ModelFilesError(f"the safetensors files have no {_some(missing)}, required by config.json{requirement}")
-    for name, shape in wanted.items():
-        if not is_shape(found[name].shape, shape, is_scale=name.endswith((WEIGHT_SCALE, INPUT_SCALE))):
-            raise ModelFilesError(f"{name} has shape {found[name].shape}; config.json requires {shape}")
+    for name, form in wanted.items():
+        if not is_shape(found[name].shape, form.shape, is_scale=name.endswith((WEIGHT_SCALE, INPUT_SCALE))):
+            raise ModelFilesError(f"{name} has shape {found[name].shape}; config.json requires {form.shape}")
     if surplus := sorted(name for name in found.keys() - wanted.keys() if not is_ignored(name)):
         raise ModelFilesError(f"the network of config.json does not use {_some(surplus)}")
 

@@ -1,6 +1,6 @@
 """Names and shapes of the tensors that a network reads from its checkpoint, in layer order.
 
-An fp8 linear layer has its scales beside its weight (weight_format.py).
+A quantized linear layer has the tensors of its scheme (weight_format.py).
 """
 
 import math
@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.part import Role, Shape, TensorSpec
-from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE, Fp8Scheme
-
-_SCALE_BYTES = 4  # float32
+from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE, Scheme, TensorForm
 
 
 def network_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
@@ -26,26 +24,34 @@ def network_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
         yield TensorSpec(names.head, embedding, Role.HEAD)
 
 
+def checkpoint_forms(spec: ModelSpec) -> dict[str, TensorForm]:
+    """Return all tensors with their shapes and accepted dtypes."""
+    found: dict[str, TensorForm] = {}
+    for tensor in network_tensors(spec):
+        scheme = _stored_scheme(spec, tensor)
+        if scheme is None:
+            found[tensor.name] = TensorForm(tensor.shape)
+        else:
+            found |= {_module(tensor) + suffix: form for suffix, form in scheme.tensors(tensor.shape).items()}
+    return found
+
+
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Return all tensors with their shapes."""
-    return {tensor.name: tensor.shape for tensor in network_tensors(spec)} | _scales(spec)
+    return {name: form.shape for name, form in checkpoint_forms(spec).items()}
 
 
 def scale_names(spec: ModelSpec) -> list[str]:
-    """Return the names of all fp8 scales."""
-    return list(_scales(spec))
-
-
-def fp8_modules(spec: ModelSpec) -> dict[str, Fp8Scheme]:
-    """Return the linear layers that are fp8 in the checkpoint, by module name."""
-    return {_module(tensor): scheme for tensor, scheme in _fp8_weights(spec)}
+    """Return the names of all float scales."""
+    suffixes = (f".{WEIGHT_SCALE}", f".{INPUT_SCALE}")
+    return [name for name in checkpoint_forms(spec) if name.endswith(suffixes)]
 
 
 def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Return the size of all weights on a device that supports fp8.
+    """Return the size of all weights on a device that multiplies quantized weights as they are stored.
 
     The output head stays in 16 or 32 bits whatever the checkpoint has. `itemsize` is the size of an element that is not
-    fp8.
+    quantized.
     """
     total, stored = spec.num_parameters() * itemsize, spec.quantization
     if stored.is_dequantized:
@@ -53,25 +59,12 @@ def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
     for tensor in network_tensors(spec):
         is_layer = tensor.product not in {None, Role.HEAD}
         if is_layer and (scheme := stored.scheme_of(_module(tensor))) is not None:
-            total -= math.prod(tensor.shape) * (itemsize - 1)
-            total += math.prod(scheme.scale_shape(*tensor.shape)) * _SCALE_BYTES
+            total += scheme.num_bytes(tensor.shape) - math.prod(tensor.shape) * itemsize
     return total
 
 
-def _scales(spec: ModelSpec) -> dict[str, Shape]:
-    scales: dict[str, Shape] = {}
-    for tensor, scheme in _fp8_weights(spec):
-        scales[f"{_module(tensor)}.{WEIGHT_SCALE}"] = scheme.scale_shape(*tensor.shape)
-        if scheme.has_input_scale:
-            scales[f"{_module(tensor)}.{INPUT_SCALE}"] = ()
-    return scales
-
-
-def _fp8_weights(spec: ModelSpec) -> Iterator[tuple[TensorSpec, Fp8Scheme]]:
-    for tensor in network_tensors(spec):
-        scheme = spec.quantization.stored_scheme(_module(tensor)) if tensor.product is not None else None
-        if scheme is not None:
-            yield tensor, scheme
+def _stored_scheme(spec: ModelSpec, tensor: TensorSpec) -> Scheme | None:
+    return spec.quantization.stored_scheme(_module(tensor)) if tensor.product is not None else None
 
 
 def _module(tensor: TensorSpec) -> str:

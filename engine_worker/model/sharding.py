@@ -6,9 +6,9 @@ A layer's parts say how ranks share them (specs/). The head is split by tokens; 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.checkpoint_tensors import network_tensors
+from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.part import Part, Range
-from engine_worker.model.weight_format import BLOCK, WEIGHT_SCALE, ScalePer, WeightFormat
 
 # The head rows of a rank are a multiple of this, so that rows of float32 logits are aligned for the library's fast
 # kernels.
@@ -19,12 +19,13 @@ def valid_tensor_parallel_sizes(spec: ModelSpec) -> list[int]:
     """Return the sizes that divide heads and MLP width and, with block scales, keep blocks whole."""
     layers = set(spec.layers)
     sizes = [size for size in range(1, spec.num_heads + 1) if all(layer.fits(size) for layer in layers)]
-    if not _has_blocks(spec):
+    if not _granules(spec):
         return sizes
     head = spec.quantization.stored_scheme(spec.names.head.removesuffix(".weight"))
-    if head is not None and head.per is ScalePer.BLOCK and not spec.tie_word_embeddings:
+    if head is not None and head.granule[0] > 1 and not spec.tie_word_embeddings:
         return [1]  # the head is split by other numbers than blocks
-    return [size for size in sizes if size == 1 or all(_keeps_blocks(spec, layer, size) for layer in layers)]
+    first = {layer: spec.layers.index(layer) for layer in layers}
+    return [size for size in sizes if size == 1 or all(_keeps_granules(spec, index, size) for index in first.values())]
 
 
 def check_tensor_parallel_size(spec: ModelSpec, size: int) -> None:
@@ -37,7 +38,7 @@ def check_tensor_parallel_size(spec: ModelSpec, size: int) -> None:
     if size in valid:
         return
     facts = ", ".join(dict.fromkeys(layer.sizes for layer in spec.layers))
-    facts += f", scales per block of {BLOCK}" if _has_blocks(spec) else ""
+    facts += "".join(f", scales per block of {rows} x {columns}" for rows, columns in set(_granules(spec)))
     raise ValueError(f"--tensor-parallel-size may be {_listed(valid)}, not {size}: the model has {facts}")
 
 
@@ -82,34 +83,39 @@ def tensor_parts(spec: ModelSpec, rank: int, size: int) -> dict[str, Part]:
         parts |= {prefix + name: part for name, part in layer.parts(spec.names, spec.hidden_size, rank, size)}
     if not spec.tie_word_embeddings:
         parts[spec.names.head] = Part(0, (_head_rows(spec.vocab_size, rank, size),))
-    return parts | dict(_scale_parts(parts, spec.quantization))
+    return parts | dict(_parts_of_schemes(spec, parts))
 
 
-def _scale_parts(parts: Mapping[str, Part], stored: WeightFormat) -> Iterator[tuple[str, Part]]:
-    """Yield the parts of scales; scales that belong to no part of a weight are replicated."""
-    for name, part in parts.items():
-        module = name.removesuffix(".weight")
-        scheme = stored.stored_scheme(module) if name.endswith(".weight") else None
-        if scheme is None:
-            continue
-        if scheme.per is ScalePer.ROW and part.dim == 0:
-            yield f"{module}.{WEIGHT_SCALE}", part
-        if scheme.per is ScalePer.BLOCK:
-            blocks = tuple((start // BLOCK, -(-end // BLOCK)) for start, end in part.ranges)
-            yield f"{module}.{WEIGHT_SCALE}", Part(part.dim, blocks)
+def _parts_of_schemes(spec: ModelSpec, parts: Mapping[str, Part]) -> Iterator[tuple[str, Part]]:
+    """Yield the parts of the tensors of quantized weights."""
+    for tensor in network_tensors(spec):
+        module = tensor.name.removesuffix(".weight")
+        scheme = spec.quantization.stored_scheme(module) if tensor.product is not None else None
+        if scheme is not None and tensor.name in parts:
+            found = scheme.parts(parts[tensor.name])
+            yield from ((module + suffix, part) for suffix, part in found.items())
 
 
-def _has_blocks(spec: ModelSpec) -> bool:
-    return any(group.scheme.per is ScalePer.BLOCK for group in spec.quantization.groups)
+def _granules(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Return the rows and columns that no rank may cut, of schemes that have such."""
+    return [group.scheme.granule for group in spec.quantization.groups if group.scheme.granule != (1, 1)]
 
 
-def _keeps_blocks(spec: ModelSpec, layer: LayerSpec, size: int) -> bool:
-    """Return whether each rank's part of each linear layer starts at a block, and so does each range in it."""
-    ranks = (layer.parts(spec.names, spec.hidden_size, rank, size) for rank in range(size))
-    parts = [part for rank in ranks for _, part in rank]
-    starts = [start for part in parts for start, _ in part.ranges]
-    inner = [end - start for part in parts for start, end in part.ranges[:-1]]
-    return not any(edge % BLOCK for edge in (*starts, *inner))
+def _keeps_granules(spec: ModelSpec, index: int, size: int) -> bool:
+    """Return whether each rank's part of each linear layer of a layer starts at a granule, and each range in it."""
+    prefix, layer = spec.names.layer.format(index=index), spec.layers[index]
+    units: dict[tuple[str, int], int] = {}  # by name and dimension
+    for tensor in layer.tensors(spec.names, spec.hidden_size):
+        scheme = spec.quantization.stored_scheme(prefix + tensor.name.removesuffix(".weight"))
+        if scheme is not None and tensor.product is not None:
+            rows = len(tensor.shape) - 2
+            units |= dict(zip(((tensor.name, rows), (tensor.name, rows + 1)), scheme.granule, strict=True))
+    for rank in range(size):
+        for name, part in layer.parts(spec.names, spec.hidden_size, rank, size):
+            edges = [start for start, _ in part.ranges] + [end - start for start, end in part.ranges[:-1]]
+            if any(edge % units.get((name, part.dim), 1) for edge in edges):
+                return False
+    return True
 
 
 def _head_rows(vocab_size: int, rank: int, size: int) -> Range:

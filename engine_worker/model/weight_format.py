@@ -1,18 +1,36 @@
-"""How the weights of linear layers are stored, as frozen values: which are fp8, and where their scales are.
+"""How the weights of linear layers are stored, as frozen values: the schemes, and which modules have them.
 
 A format is read from a checkpoint by quantization_config/, or chosen by `--quantization`.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
+from engine_worker.model.specs.part import Part, Shape
+
 # Suffixes of the tensors beside a layer's `weight`; checkpoint.py maps other names to them.
 WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 
 BLOCK = 128  # rows and columns per scale
+_SCALE_BYTES = 4  # float32
+
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_GROUP = 32  # columns per scale
+
+FLOATS = ("F32", "F16", "BF16")  # safetensors' notation
+FP8, BYTES = ("F8_E4M3",), ("U8",)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """The shape of a stored tensor and its accepted dtypes, in safetensors' notation."""
+
+    shape: Shape
+    dtypes: tuple[str, ...] = FLOATS
 
 
 class ScalePer(StrEnum):
@@ -30,6 +48,32 @@ class Fp8Scheme:
     per: ScalePer
     has_input_scale: bool = False  # activations have one static scale
 
+    @property
+    def granule(self) -> tuple[int, int]:
+        """Rows and columns that a rank must not cut."""
+        return (BLOCK, BLOCK) if self.per is ScalePer.BLOCK else (1, 1)
+
+    def tensors(self, shape: Shape) -> dict[str, TensorForm]:
+        """Return the tensors of a weight [rows, columns], by what is added to the module's name."""
+        rows, columns = shape
+        found = {".weight": TensorForm(shape, FP8), f".{WEIGHT_SCALE}": TensorForm(self.scale_shape(rows, columns))}
+        return found | ({f".{INPUT_SCALE}": TensorForm(())} if self.has_input_scale else {})
+
+    def parts(self, part: Part) -> dict[str, Part]:
+        """Return the parts of these tensors for a part of the weight; a tensor that is not listed is replicated."""
+        found = {".weight": part}
+        if self.per is ScalePer.ROW and part.dim == 0:
+            found[f".{WEIGHT_SCALE}"] = part
+        if self.per is ScalePer.BLOCK:
+            blocks = tuple((start // BLOCK, -(-end // BLOCK)) for start, end in part.ranges)
+            found[f".{WEIGHT_SCALE}"] = Part(part.dim, blocks)
+        return found
+
+    def num_bytes(self, shape: Shape) -> int:
+        """Return the size of a weight [rows, columns] on a device that multiplies it as stored."""
+        rows, columns = shape
+        return rows * columns + math.prod(self.scale_shape(rows, columns)) * _SCALE_BYTES
+
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the shape of the scales of a weight, or of a rank's part of it."""
         if self.per is ScalePer.TENSOR:
@@ -38,10 +82,42 @@ class Fp8Scheme:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mxfp4Scheme:
+    """The stacked weights of experts in MXFP4: e2m1 values, two per byte, with an e8m0 scale per 32 columns.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0.
+    """
+
+    granule: tuple[int, int] = (1, MXFP4_GROUP)
+
+    def tensors(self, shape: Shape) -> dict[str, TensorForm]:
+        """Return the tensors of a weight [experts, rows, columns]; see Fp8Scheme."""
+        groups = (*shape[:-1], -(-shape[-1] // MXFP4_GROUP))
+        return {
+            MXFP4_BLOCKS: TensorForm((*groups, MXFP4_GROUP // 2), BYTES),
+            MXFP4_SCALES: TensorForm(groups, BYTES),
+        }
+
+    def parts(self, part: Part) -> dict[str, Part]:
+        """Return the parts of these tensors; see Fp8Scheme."""
+        is_columns = part.dim == 2
+        ranges = tuple((start // MXFP4_GROUP, end // MXFP4_GROUP) for start, end in part.ranges)
+        found = Part(part.dim, ranges) if is_columns else part
+        return {MXFP4_BLOCKS: found, MXFP4_SCALES: found}
+
+    def num_bytes(self, shape: Shape) -> int:
+        """Return the size of a weight [experts, rows, columns]."""
+        return math.prod(shape) // 2 + math.prod(shape) // MXFP4_GROUP
+
+
+Scheme = Fp8Scheme | Mxfp4Scheme
+
+
+@dataclass(frozen=True, kw_only=True)
 class FormatGroup:
     """Modules stored alike; patterns are regular expressions for whole module names."""
 
-    scheme: Fp8Scheme
+    scheme: Scheme
     modules: tuple[str, ...] = (".*",)
 
     def has(self, module: str) -> bool:
@@ -60,14 +136,19 @@ class WeightFormat:
     in_groups: bool = False  # 4 and 8 bits with scales per group of 32 inputs, on a CPU
     blocks: Path | None = None  # file of stored blocks; None: quantized while loading
 
-    def scheme_of(self, module: str) -> Fp8Scheme | None:
+    @property
+    def scheme_kind(self) -> type[Scheme] | None:
+        """The type of all schemes; None: none. A format has one."""
+        return type(self.groups[0].scheme) if self.groups else None
+
+    def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear layer by its module name; None: 16 or 32 bits."""
         if _matches(self.ignored, module):
             return None
         return next((group.scheme for group in self.groups if group.has(module)), None)
 
-    def stored_scheme(self, module: str) -> Fp8Scheme | None:
-        """Return the scheme of the checkpoint's tensors, which are not fp8 if weights are quantized online."""
+    def stored_scheme(self, module: str) -> Scheme | None:
+        """Return the scheme of the checkpoint's tensors; None if weights are quantized online."""
         return None if self.is_online else self.scheme_of(module)
 
 
@@ -108,6 +189,11 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
         )
     if quantization == "as-stored":
         return replace(AS_STORED, blocks=blocks)
+    if quantization == "mxfp4" and stored.scheme_kind is not Mxfp4Scheme:
+        raise ValueError(
+            f"--quantization mxfp4: the checkpoint has {stored.name or 'no quantized'} weights; use auto, or a "
+            "checkpoint in MXFP4"
+        )
     if quantization == "int8" and stored.groups:
         raise ValueError(f"--quantization int8: the checkpoint is {stored.name}; use auto or none")
     if quantization == "int8":

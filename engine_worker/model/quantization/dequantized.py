@@ -50,7 +50,7 @@ class DequantizedWeights:
     ) -> Tensor:
         module = name.removesuffix(".weight")
         scheme = self._format.scheme_of(module) if len(shape) == 2 and module != name else None
-        if scheme is None or dtype is not None:
+        if not isinstance(scheme, Fp8Scheme) or dtype is not None:
             return self._source.get(name, shape, part, dtype)
         assert part is None, "wrap the source of parts; parts of dequantized weights are not supported"
         if self._format.is_online:

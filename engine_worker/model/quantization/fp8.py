@@ -88,7 +88,7 @@ class Fp8Method:
         return (_why_dense(spec, schemes) or None) if schemes else "config.json excludes it"
 
     def _schemes(self, spec: LinearSpec) -> list[Fp8Scheme]:
-        return [scheme for name in spec.names if (scheme := self._format.scheme_of(name)) is not None]
+        return [found for name in spec.names if isinstance(found := self._format.scheme_of(name), Fp8Scheme)]
 
     def _read(self, spec: LinearSpec, source: WeightSource) -> tuple[Tensor, Tensor]:
         if self._format.is_online:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine_worker.model.quantization_config import compressed_tensors, fine_grained, modelopt
+from engine_worker.model.quantization_config import compressed_tensors, fine_grained, modelopt, mxfp4
 from engine_worker.model.weight_format import DENSE, WeightFormat
 
 READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "compressed-tensors": compressed_tensors.weight_format,
     "fp8": fine_grained.weight_format,
     "modelopt": modelopt.weight_format,
+    "mxfp4": mxfp4.weight_format,
 }
 
 
@@ -25,8 +26,8 @@ def weight_format(config: Mapping[str, Any]) -> WeightFormat:
     method = written.get("quant_method") if isinstance(written, dict) else written
     if not isinstance(method, str) or method not in READERS:
         raise ValueError(
-            f"config.json: quantization_config ({method!r}) is not supported; supported: fp8 of {', '.join(READERS)}, "
-            "and unquantized weights"
+            f"config.json: quantization_config ({method!r}) is not supported; supported: {', '.join(READERS)}, and "
+            "unquantized weights"
         )
     return READERS[method](written)
 
@@ -41,5 +42,5 @@ def refuse_quantized(config: Mapping[str, Any], quantization: str) -> None:
     if config.get("quantization_config"):
         weight_format(config)  # an unsupported format gets its own error first
         raise ValueError(f"config.json: quantization_config is not supported with this model: {why}")
-    if quantization in {"fp8", "int8", "as-stored"}:
+    if quantization in {"fp8", "int8", "as-stored", "mxfp4"}:
         raise ValueError(f"--quantization {quantization}: {why}")

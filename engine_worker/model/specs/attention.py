@@ -50,7 +50,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScale:
-    """Factor of rotated queries: 1 + beta * ln(1 + floor(position / original_max_position_embeddings)), as Llama 4."""
+    """Factor of rotated queries: 1 + beta * ln(1 + floor(position / original_max_position_embeddings))."""
 
     beta: float
     original_max_position_embeddings: int

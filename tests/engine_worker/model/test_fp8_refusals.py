@@ -26,7 +26,7 @@ def int4(**weights: Any) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another method": ({"quant_method": "awq", "bits": 4}, "('awq') is not supported; supported: fp8 of compressed"),
+    "another method": ({"quant_method": "awq", "bits": 4}, "('awq') is not supported; supported: compressed-tensors"),
     "no method": ({"bits": 4}, "quantization_config (None) is not supported"),
     "a method that is no word": ({"quant_method": ["fp8"]}, "(['fp8']) is not supported"),
     "int4": (int4(), COMPRESSED + "weights of 4 bits (int)"),
