@@ -29,7 +29,7 @@ from gateway.pipeline.message_parsers import message_parsers, needs_special_toke
 from gateway.pipeline.reading import Reading, Sink, nothing_plain
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import UsageCount
-from gateway.store.inference_client import ResponseStream
+from gateway.store.inference_client import Inbox
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.parsers.message import MessageParser
 from gateway.text.served_model import ServedModel
@@ -55,7 +55,7 @@ class Generation:
         service: ModelService,
         model: ServedModel,
         request: CompletionRequest,
-        streams: Sequence[ResponseStream],
+        streams: Sequence[Inbox],
         arrived_at: float,
         metrics: ModelMetrics,
         ended_at: int = 0,
@@ -202,7 +202,7 @@ class _RequestProgress:
 
     def __init__(
         self,
-        stream: ResponseStream,
+        stream: Inbox,
         choices: Sequence[ChoiceProgress],
         best_of: BestOf | None,
         parsers: Mapping[int, MessageParser],

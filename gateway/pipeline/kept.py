@@ -17,7 +17,7 @@ from gateway.model_service import ModelService
 from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.retention import AnswerRecord, Retention, attached_terms, decode_record
-from gateway.store.inference_client import RequestGone, ResponseStream, StoreUnavailable
+from gateway.store.inference_client import Inbox, RequestGone, StoreUnavailable
 from gateway.store.request_archive import StoredRequest
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
 from shared.new_requests import RetentionTerms
@@ -98,7 +98,7 @@ class KeptAnswer:
             self.record.name,
         )
 
-    async def attach(self) -> list[ResponseStream]:
+    async def attach(self) -> list[Inbox]:
         """Return its streams, each read from the first token.
 
         Raises:
@@ -112,7 +112,7 @@ class KeptAnswer:
         except RequestGone as error:
             raise (AnswerChanged() if self.is_repeat else _not_found()) from error
 
-    def check_unchanged(self, streams: Sequence[ResponseStream]) -> None:
+    def check_unchanged(self, streams: Sequence[Inbox]) -> None:
         """Raise AnswerChanged if a part of a repeated answer has ended since it was found: it may have been dropped."""
         parts = zip(self.parts, streams, strict=True)
         if self.is_repeat and any(part.terminal is None and stream.had_ended for part, stream in parts):

@@ -36,10 +36,10 @@ from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import Body, ReplyHeader, ResponseFormat
 from gateway.pipeline.retention import listed_names
 from gateway.store.inference_client import (
+    Inbox,
     NeedsNewerWorker,
     QueueFull,
     QueueShareFull,
-    ResponseStream,
     RetentionTerms,
     ShareFull,
     StoreUnavailable,
@@ -119,7 +119,7 @@ class AnswerSubmission:
         metrics = self._service.unrecorded if self._context.for_batch else self._service.metrics
         self._follow(await self._accepted(), metrics)
 
-    async def _accepted(self) -> list[ResponseStream]:
+    async def _accepted(self) -> list[Inbox]:
         """Submit all requests, or none. Raises Unavailable, RateLimited, or NameTaken."""
         rejected, share = self._service.metrics.rejected, self._service.share_of(self._context.account)
         try:
@@ -136,7 +136,7 @@ class AnswerSubmission:
             rejected.labels(reason).inc()
             raise unavailable(reason) from error
 
-    def _follow(self, streams: Sequence[ResponseStream], metrics: ModelMetrics, ended_at: int = 0) -> None:
+    def _follow(self, streams: Sequence[Inbox], metrics: ModelMetrics, ended_at: int = 0) -> None:
         """Prepare to read the answer. A worker may already have begun."""
         try:
             arrived_at = self._context.arrived_at

@@ -15,7 +15,7 @@ from dataclasses import replace
 from redis.exceptions import RedisError
 
 from gateway.fleet import Fleet
-from gateway.store.response_stream import ResponseStream
+from gateway.store.inbox import Inbox
 from gateway.store.store_calls import NeedsNewerWorker, QueueFull, QueueShareFull, ShareFull, StoreUnavailable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
 from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
@@ -83,7 +83,7 @@ class Acceptance:
         if num_waiting_tokens and num_waiting_tokens + num_new > self._max_queued_tokens:
             raise QueueFull(f"{num_waiting_tokens} prompt tokens are waiting; at most {self._max_queued_tokens}")
 
-    async def accept(self, streams: Sequence[ResponseStream], share: Share | None) -> None:
+    async def accept(self, streams: Sequence[Inbox], share: Share | None) -> None:
         """Store and queue the requests of one answer.
 
         Raises:
@@ -103,7 +103,7 @@ class Acceptance:
             assert share is not None and share.max_bytes is not None
             raise ShareFull(share.max_bytes)
 
-    async def _repeated(self, streams: Sequence[ResponseStream], share: Share | None) -> AcceptStatus:
+    async def _repeated(self, streams: Sequence[Inbox], share: Share | None) -> AcceptStatus:
         requests = [
             NewRequest.of(stream.request, terms=stream.terms, reserved_bytes=reserved_bytes(stream.request))
             for stream in streams
@@ -133,12 +133,12 @@ class Acceptance:
         fails = any(self._fleet.an_old_worker_fails(new.needs, new.context_tokens) for new in requests)
         return NEWER if fails else ""
 
-    async def attach(self, stream: ResponseStream, *, again: bool = False) -> AttachStatus:
+    async def attach(self, stream: Inbox, *, again: bool = False) -> AttachStatus:
         """Subscribe this gateway to a kept request; `again` if it was subscribed before."""
         assert stream.terms is not None
         return await self._scripts.attach(stream.request_id, stream.terms.holder, self._gateway_id, again=again)
 
-    async def take_back(self, stream: ResponseStream) -> bool:
+    async def take_back(self, stream: Inbox) -> bool:
         """Withdraw a request, and return whether that was done.
 
         A request that has ended or that other clients may read is left as it is.
@@ -147,7 +147,7 @@ class Acceptance:
             return False
         return await self._scripts.cancel(stream.request_id, stream.request.priority_class)
 
-    async def forget(self, stream: ResponseStream) -> None:
+    async def forget(self, stream: Inbox) -> None:
         """Delete a request that a worker ended without running it, so that it can be accepted again."""
         keys = self._scripts.keys
         await self._scripts.redis.unlink(keys.request(stream.request_id), keys.journal(stream.request_id))
@@ -155,10 +155,10 @@ class Acceptance:
     def can_serve(self, request: GenerationRequest) -> bool:
         return self._fleet.can_serve(needs_of(request))
 
-    async def restore(self, stream: ResponseStream) -> None:
+    async def restore(self, stream: Inbox) -> None:
         """Accept a request again that the store lost, with its tokens so far and regardless of the queue's cap.
 
-        The caller must have set the stream aside (StreamTable.set_aside). The client's name is not restored.
+        The caller must have suspended the stream (StreamTable.suspend). The client's name is not restored.
         """
         terms = replace(stream.terms, name="", fingerprint="") if stream.terms else None
         new = NewRequest.of(stream.request, journal=b"".join(map(encode, stream.frames)), terms=terms)
@@ -170,7 +170,7 @@ class Acceptance:
         )
         await self.publish_mark(stream)
 
-    async def publish_mark(self, stream: ResponseStream) -> None:
+    async def publish_mark(self, stream: Inbox) -> None:
         """Publish a message without events to this gateway; it arrives after everything of the previous epoch."""
         mark = EventBatch(PROTOCOL_VERSION, self._gateway_id, stream.epoch, [])
         await self._scripts.redis.publish(self._scripts.keys.gateway_channel(self._gateway_id), encode(mark))

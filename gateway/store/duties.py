@@ -13,7 +13,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from gateway.store.response_stream import ResponseStream, cancelled_event
+from gateway.store.inbox import Inbox, StreamState, cancelled_event
 from gateway.store.stream_table import StreamTable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
 from shared.fleet_clock import FleetClock
@@ -51,20 +51,20 @@ class Withdrawals:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, stream: ResponseStream, terminal: TerminalEvent | None = None) -> None:
+    def add(self, stream: Inbox, terminal: TerminalEvent | None = None) -> None:
         """Add a stream whose reader released it; the request ends with `terminal` if it has no other holder."""
         holder = stream.terms.holder if stream.terms else ""
         terminal = terminal or cancelled_event(stream)
         self._open[stream.request_id, holder] = stream.request.priority_class, terminal
         self._wake.set()
 
-    def add_all(self, streams: Iterable[ResponseStream]) -> None:
+    def add_all(self, streams: Iterable[Inbox]) -> None:
         for stream in streams:
             self.add(stream)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Add a request that ends for all its holders."""
-        self._open[request.request_id, ""] = request.priority_class, cancelled_event(ResponseStream(request))
+        self._open[request.request_id, ""] = request.priority_class, cancelled_event(Inbox(request))
 
     async def send(self) -> None:
         """Send what is open. Store errors are not raised: the next call sends the rest.
@@ -91,10 +91,10 @@ class HeldAnswers:
     def __init__(self, scripts: RedisScripts, clock: Callable[[], float] = time.monotonic) -> None:
         self._scripts = scripts
         self._clock = clock
-        self._open: list[Sequence[ResponseStream]] = []
+        self._open: list[Sequence[Inbox]] = []
         self._prolonged_at = 0.0
 
-    def add(self, parts: Sequence[ResponseStream]) -> None:
+    def add(self, parts: Sequence[Inbox]) -> None:
         """Add one answer's parts; ignored if it has ended, or if nothing of it can expire before its end."""
         terms = parts[0].terms
         if terms is not None and (terms.name or len(parts) > 1) and not all(part.had_ended for part in parts):
@@ -119,7 +119,7 @@ class HeldAnswers:
         if is_due:
             self._prolonged_at = now
 
-    async def _prolong(self, parts: Sequence[ResponseStream], *, is_over: bool) -> None:
+    async def _prolong(self, parts: Sequence[Inbox], *, is_over: bool) -> None:
         terms = parts[0].terms
         assert terms is not None
         name_seconds = RETAINED_SECONDS if is_over else terms.name_seconds
@@ -166,26 +166,26 @@ class OverdueRequests:
             if is_ended or await self._is_gone(stream):
                 self._streams.end(stream, event)
             else:
-                stream.has_begun = stream.is_behind = True  # or has ended: recovery reads its journal
+                stream.need_journal()  # a worker has it, or it has ended
 
     def _message_of(self, code: ErrorCode, request: GenerationRequest) -> str:
         if code is ErrorCode.QUEUE_TIMEOUT and not self._can_serve(needs_of(request)):
             return NEEDS_NEWER_MESSAGE
         return _MESSAGES[code]
 
-    def _code_of(self, stream: ResponseStream) -> ErrorCode | None:
+    def _code_of(self, stream: Inbox) -> ErrorCode | None:
         request, now = stream.request, self._clock.now()
-        if not stream.is_accepted:
+        if stream.state is StreamState.PENDING:
             return None
         if request.deadline is not None and now >= request.deadline:
             return ErrorCode.DEADLINE_EXCEEDED
         if request.queue_deadline is None or now < request.queue_deadline:
             return None
-        if stream.has_begun and stream.num_tokens:
+        if stream.num_tokens:
             return None  # without a token it is checked again, because its worker may die or requeue it
         return ErrorCode.QUEUE_TIMEOUT
 
-    async def _is_gone(self, stream: ResponseStream) -> bool:
+    async def _is_gone(self, stream: Inbox) -> bool:
         """Return whether the store has no such request: a CANCEL's reply was lost, or the store lost the request.
 
         A request with tokens is not ended for a queue timeout.

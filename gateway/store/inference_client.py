@@ -16,11 +16,11 @@ from collections.abc import Callable
 from gateway.fleet import Fleet, WorkerStatus
 from gateway.store.acceptance import Acceptance
 from gateway.store.duties import HeldAnswers, OverdueRequests, Withdrawals
+from gateway.store.inbox import Inbox, cancelled_event
 from gateway.store.kv_watch import KVWatch
 from gateway.store.listening import Listening
 from gateway.store.recovery import QUIET_SECONDS, Recovery
 from gateway.store.request_archive import RequestArchive
-from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.store_calls import (
     InferenceError,
     NeedsNewerWorker,
@@ -43,6 +43,7 @@ from shared.redis_scripts import NameTaken, RedisScripts
 from shared.tasks import cancel_and_wait
 
 __all__ = [
+    "Inbox",
     "InferenceClient",
     "InferenceError",
     "NameTaken",
@@ -51,7 +52,6 @@ __all__ = [
     "QueueShareFull",
     "QueueStats",
     "RequestGone",
-    "ResponseStream",
     "RetentionTerms",
     "Share",
     "ShareFull",

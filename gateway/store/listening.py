@@ -12,6 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from gateway.fleet import Fleet
+from gateway.store.inbox import StreamState
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.messages import FormatError, StreamEvent, decode_event_batch, decode_heartbeat
 from shared.redis_client import RedisConnections
@@ -54,7 +55,7 @@ class Listening:
             self._turn_ends_at = time.perf_counter() + self._seconds_left
             if message is GAP:
                 self._counts.num_gaps += 1
-                self._streams.mark_behind(self._streams)
+                self._streams.need_journals(self._streams)
             elif isinstance(message, Message):
                 await self.handle_message(message)
                 await self._let_others()  # queued messages do not wait for the socket, so get() may not yield
@@ -85,7 +86,7 @@ class Listening:
     def _mark_lost(self, message: Message) -> None:
         """Mark all streams, because a lost message may have had tokens of any of them."""
         if message.channel != self._heartbeat_channel:
-            self._streams.mark_behind(self._streams)
+            self._streams.need_journals(self._streams)
 
     async def _deliver(self, events: Iterable[StreamEvent]) -> None:
         """Deliver request by request, while its data is in the CPU caches.
@@ -96,7 +97,7 @@ class Listening:
         for request_id, of_one in groupby(events, _request_id):
             its_events = list(of_one)
             for stream in self._streams.of(request_id):
-                if stream.is_set_aside:
+                if stream.state is StreamState.SUSPENDED:
                     continue
                 stream.last_event_at = now
                 try:

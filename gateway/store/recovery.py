@@ -2,7 +2,7 @@
 
 A stream's journal is read after a gap, after each (re)subscription, and after 2 s without events. A request whose hash
 is gone from the store, although it was not cancelled, is accepted again with the tokens already sent. Events of the
-previous attempt may still arrive, so the stream is set aside until a mark published after them has arrived.
+previous attempt may still arrive, so the stream is suspended until a marker published after them has arrived.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 
 from gateway.store.acceptance import Acceptance
 from gateway.store.duties import Withdrawals
+from gateway.store.inbox import Inbox, StreamState
 from gateway.store.request_archive import STORED_END, RequestArchive, is_missing
-from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import RequestGone, StoreCalls
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of, was_refused_as_unreadable
@@ -55,6 +55,7 @@ class Recovery:
         self._counts = counts
         self._quiet_seconds = quiet_seconds
         self._clock = clock
+        self._replaying: set[Inbox] = set()  # their journals were read and are being decoded
 
     async def run(self, wake: asyncio.Event, duties: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """At every wake or tick, run `duties`, then recover streams. Runs as an owner task.
@@ -76,7 +77,7 @@ class Recovery:
                 logger.warning("recovery: store error: %s", error)
                 await asyncio.sleep(backoff.next_delay())
 
-    async def attach(self, streams: Sequence[ResponseStream]) -> None:
+    async def attach(self, streams: Sequence[Inbox]) -> None:
         """Continue the streams of a kept answer from their journals, or end them at once (`had_ended`).
 
         Raises:
@@ -85,8 +86,10 @@ class Recovery:
             RedisError, OSError: If the store fails.
         """
         for stream in streams:
-            if await self._attach(stream):
-                self._streams.mark_behind([stream])
+            is_open = await self._attach(stream)
+            stream.accept()
+            if is_open:
+                self._streams.need_journals([stream])
                 continue
             stream.had_ended = True
             ((stored, journal),) = await self._archive.read([stream.request_id], STORED_END)
@@ -94,7 +97,7 @@ class Recovery:
                 raise RequestGone(stream.request_id)
             await self._replay(stream, stream.epoch, stored, journal)
 
-    async def _attach(self, stream: ResponseStream, *, again: bool = False) -> bool:
+    async def _attach(self, stream: Inbox, *, again: bool = False) -> bool:
         status = await self._acceptance.attach(stream, again=again)
         if status is AttachStatus.QUEUED_AGAIN:
             self._counts.num_restored_requests += 1
@@ -105,11 +108,7 @@ class Recovery:
 
     async def _catch_up(self) -> None:
         quiet_since = self._clock() - self._quiet_seconds
-        due = [
-            stream
-            for stream in self._streams
-            if stream.is_accepted and not stream.lags and (stream.is_behind or stream.last_event_at <= quiet_since)
-        ]
+        due = [stream for stream in self._streams if self._is_due(stream)]
         for stream in due:
             if stream.terms and stream.last_event_at <= quiet_since:
                 with self._only(stream):
@@ -117,7 +116,22 @@ class Recovery:
         for start in range(0, len(due), BATCH_REQUESTS):
             await self._read_journals(due[start : start + BATCH_REQUESTS])
 
-    async def _read_journals(self, streams: list[ResponseStream]) -> None:
+    def _is_due(self, stream: Inbox) -> bool:
+        """Return whether to read its journal now."""
+        match stream.state:
+            case StreamState.PENDING | StreamState.PAUSED | StreamState.ENDED:
+                return False
+            case StreamState.NEEDS_JOURNAL:
+                return True
+            case StreamState.DIVERGED:
+                return stream not in self._replaying  # two repairs at once would withdraw the repaired request
+            case StreamState.SUSPENDED:  # the marker is in flight, or the call that sends it got no reply
+                quiet_seconds = min(self._quiet_seconds, TICK_SECONDS)
+            case StreamState.QUEUED | StreamState.LIVE:
+                quiet_seconds = self._quiet_seconds
+        return stream.last_event_at <= self._clock() - quiet_seconds
+
+    async def _read_journals(self, streams: list[Inbox]) -> None:
         self._counts.num_journal_reads += len(streams)
         epochs = [stream.epoch for stream in streams]
         replies = await self._archive.read([stream.request_id for stream in streams], STORED_END)
@@ -125,23 +139,24 @@ class Recovery:
             with self._only(stream):
                 await self._take_journal(stream, epoch, stored, journal)
 
-    async def _take_journal(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
+    async def _take_journal(self, stream: Inbox, epoch: int, stored: Any, journal: Any) -> None:
         for reply in (stored, journal):
             if isinstance(reply, RedisError) and is_transient(reply):
                 raise reply
         stream.last_event_at = self._clock()
         if stream.epoch != epoch:
-            return  # the journal was replaced; the stream is still marked
+            return  # the journal was replaced
         if is_missing(stored):
             await self._restore(stream)
             return
-        stream.is_behind = False
+        stream.begin_replay()
+        self._replaying.add(stream)
         self._calls.own(self._replay_alone(stream, epoch, stored, journal))  # a long journal must not delay others
-        if stream.is_set_aside:
-            await self._acceptance.publish_mark(stream)  # the previous mark was lost, or is still in flight
+        if stream.state is StreamState.SUSPENDED:
+            await self._acceptance.publish_mark(stream)  # the previous marker was lost, or is still in flight
 
     @contextmanager
-    def _only(self, stream: ResponseStream) -> Iterator[None]:
+    def _only(self, stream: Inbox) -> Iterator[None]:
         """End and count only this stream on an error that a retry cannot fix."""
         try:
             yield
@@ -152,11 +167,14 @@ class Recovery:
             logger.exception("request %s: failed", stream.request_id)
             self._streams.fail(stream)
 
-    async def _replay_alone(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
-        with self._only(stream):
-            await self._replay(stream, epoch, stored, journal)
+    async def _replay_alone(self, stream: Inbox, epoch: int, stored: Any, journal: Any) -> None:
+        try:
+            with self._only(stream):
+                await self._replay(stream, epoch, stored, journal)
+        finally:
+            self._replaying.discard(stream)
 
-    async def _replay(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
+    async def _replay(self, stream: Inbox, epoch: int, stored: Any, journal: Any) -> None:
         try:
             answer = await self._archive.decoded(stream.request, stored, journal, stream.num_known)
             if stream.epoch != epoch:
@@ -164,18 +182,18 @@ class Recovery:
             if needs_of(stream.request) and was_refused_as_unreadable(answer[1]):
                 await self._submit_to_newer(stream)
                 return
-            is_behind = stream.is_behind  # from events that arrived while decoding
-            stream.offer_journal(*answer)
-            stream.is_behind |= is_behind
-            if stream.has_diverged:
+            has_hole = stream.state is StreamState.NEEDS_JOURNAL  # from events that arrived while decoding
+            if not stream.add_journal(*answer):
                 await self._mend(stream)
+            elif has_hole:
+                stream.need_journal()
         except FormatError as error:
             logger.error("request %s: journal unreadable: %s", stream.request_id, error)
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))
             self._withdrawals.add(stream)
         self._streams.settle(stream)
 
-    async def _restore(self, stream: ResponseStream) -> None:
+    async def _restore(self, stream: Inbox) -> None:
         """Accept the request again; if it had ended, it has expired, and its reader gets an error."""
         if stream not in self._streams:
             return  # cancelled or ended by now
@@ -187,13 +205,12 @@ class Recovery:
         self._counts.num_restored_requests += 1
         logger.warning("request %s: lost by the store; accepted again", stream.request_id)
 
-    async def _mend(self, stream: ResponseStream) -> None:
+    async def _mend(self, stream: Inbox) -> None:
         """Repair a diverged stream: the store lost the end of its journal, and a worker generated other tokens.
 
         The request is withdrawn and accepted again with the tokens that its reader has. If it has ended, or others read
         it, the stored answer stays and only this reader gets an error.
         """
-        stream.is_behind = True  # until this is done, because a reply may be lost
         was_taken_back = await self._acceptance.take_back(stream)
         self._counts.num_torn_streams += 1
         if was_taken_back:
@@ -201,9 +218,9 @@ class Recovery:
         else:
             self._streams.end(stream, ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, DIVERGED_MESSAGE))
 
-    async def _submit_to_newer(self, stream: ResponseStream) -> None:
+    async def _submit_to_newer(self, stream: Inbox) -> None:
         """Accept the request again for newer workers: a worker without its capabilities had claimed it."""
-        stream.is_behind = True  # until this is done, because a reply may be lost
+        stream.need_journal()  # until this is done, because a reply may be lost
         if self._acceptance.can_serve(stream.request):
             await self._acceptance.forget(stream)
             await self._accept_anew(stream)
@@ -211,8 +228,10 @@ class Recovery:
             event = ErrorEvent(stream.request_id, ErrorCode.QUEUE_TIMEOUT, NEEDS_NEWER_MESSAGE)
             self._streams.end(stream, event)
 
-    async def _accept_anew(self, stream: ResponseStream) -> None:
-        self._streams.set_aside(stream)
+    async def _accept_anew(self, stream: Inbox) -> None:
+        if stream not in self._streams:
+            return  # cancelled or ended by now
+        self._streams.suspend(stream)
         await self._acceptance.restore(stream)
         if stream not in self._streams:
             self._withdrawals.add(stream)  # released while the call ran

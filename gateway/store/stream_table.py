@@ -1,4 +1,4 @@
-"""The open ResponseStreams of a gateway by request id: several if clients attached to the same request.
+"""The open Inboxes of a gateway by request id: several if clients attached to the same request.
 
 Submission opens streams, listening and recovery add events, and all three end them here. `wake` signals to recovery
 that a stream misses something.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gateway.store.response_stream import ResponseStream
+from gateway.store.inbox import Inbox, StreamState
 from shared.messages import ErrorCode, ErrorEvent, TerminalEvent
 
 FAILED_MESSAGE = "the gateway could not process the answer"
@@ -30,21 +30,22 @@ class DeliveryCounts:
 class StreamTable:
     def __init__(self, wake: asyncio.Event) -> None:
         self.num_waiting_tokens = 0  # of prompts without a token yet; a running sum, because each request reads it
-        self._by_request_id: dict[str, tuple[ResponseStream, ...]] = {}
+        self._by_request_id: dict[str, tuple[Inbox, ...]] = {}
         self._num_repeated_tokens = 0  # of removed streams
         self._wake = wake
         self._num_epochs = 0
-        self._set_aside: dict[int, ResponseStream] = {}  # by epoch
-        self.on_failed: Callable[[ResponseStream], None] = lambda stream: None  # withdraws it
+        self._waiting: set[Inbox] = set()  # no token has come yet
+        self._suspended: dict[int, Inbox] = {}  # by epoch
+        self.on_failed: Callable[[Inbox], None] = lambda stream: None  # withdraws it
 
     def __len__(self) -> int:
         return sum(map(len, self._by_request_id.values()))
 
-    def __iter__(self) -> Iterator[ResponseStream]:
+    def __iter__(self) -> Iterator[Inbox]:
         """Iterate over a snapshot, because streams may be added or removed meanwhile."""
         return iter([stream for streams in self._by_request_id.values() for stream in streams])
 
-    def __contains__(self, stream: ResponseStream) -> bool:
+    def __contains__(self, stream: Inbox) -> bool:
         return any(open_stream is stream for open_stream in self.of(stream.request_id))
 
     @property
@@ -52,17 +53,17 @@ class StreamTable:
         """Number of tokens that came more than once, of all streams so far."""
         return self._num_repeated_tokens + sum(stream.num_repeated_tokens for stream in self)
 
-    def of(self, request_id: str) -> tuple[ResponseStream, ...]:
+    def of(self, request_id: str) -> tuple[Inbox, ...]:
         return self._by_request_id.get(request_id, ())
 
-    def add(self, stream: ResponseStream) -> None:
+    def add(self, stream: Inbox) -> None:
         self._by_request_id[stream.request_id] = (*self.of(stream.request_id), stream)
         stream.on_caught_up = self._wake.set
-        stream.waits = not stream.num_tokens
-        if stream.waits:
+        if not stream.num_tokens:
+            self._waiting.add(stream)
             self.num_waiting_tokens += len(stream.request.prompt_token_ids)
 
-    def discard(self, *streams: ResponseStream) -> None:
+    def discard(self, *streams: Inbox) -> None:
         for stream in streams:
             if stream in self:
                 self._num_repeated_tokens += stream.num_repeated_tokens
@@ -72,55 +73,56 @@ class StreamTable:
                 self._by_request_id[stream.request_id] = left
             else:
                 self._by_request_id.pop(stream.request_id, None)
-            self._set_aside.pop(stream.epoch, None)
+            self._suspended.pop(stream.epoch, None)
 
-    def end(self, stream: ResponseStream, terminal: TerminalEvent) -> None:
+    def end(self, stream: Inbox, terminal: TerminalEvent) -> None:
         """End a stream for its reader only; the store is not changed."""
         stream.end(terminal)
         self.discard(stream)
 
-    def fail(self, stream: ResponseStream) -> None:
+    def fail(self, stream: Inbox) -> None:
         """End a stream with an error, here and in the store, because its handler raised."""
         with suppress(Exception):  # the reader's on_ready() may be what failed
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, FAILED_MESSAGE))
         self.discard(stream)
         self.on_failed(stream)
 
-    def settle(self, stream: ResponseStream) -> None:
+    def settle(self, stream: Inbox) -> None:
         """Update the table after events were added: the stream may have begun or ended, or miss earlier events."""
-        if stream.waits and stream.num_tokens:
+        if stream in self._waiting and stream.num_tokens:
             self._begin(stream)
+        if stream.state is StreamState.LIVE:  # nearly always
+            return
         if stream.has_ended:
             self.discard(stream)
-        elif stream.is_behind:
+        elif stream.state is StreamState.NEEDS_JOURNAL or stream.state is StreamState.DIVERGED:
             self._wake.set()
 
-    def _begin(self, stream: ResponseStream) -> None:
+    def _begin(self, stream: Inbox) -> None:
         """Remove its prompt from the waiting tokens."""
-        if stream.waits:
-            stream.waits = False
+        if stream in self._waiting:
+            self._waiting.remove(stream)
             self.num_waiting_tokens -= len(stream.request.prompt_token_ids)
 
-    def set_aside(self, stream: ResponseStream) -> None:
+    def suspend(self, stream: Inbox) -> None:
         """Start a new epoch: a new journal that begins with the current tokens.
 
-        Published events still in flight may be of the old journal. Until the mark of the new epoch arrives, the stream
-        takes tokens only from the new journal.
+        Published events still in flight may be of the old journal. Until the marker of the new epoch arrives, tokens
+        are taken only from the new journal.
         """
-        self._set_aside.pop(stream.epoch, None)
+        self._suspended.pop(stream.epoch, None)
         self._num_epochs += 1
-        self._set_aside[self._num_epochs] = stream
-        stream.epoch, stream.is_set_aside = self._num_epochs, True
-        stream.has_diverged, stream.is_behind = False, True
+        self._suspended[self._num_epochs] = stream
+        stream.suspend(self._num_epochs)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Handle the mark of an epoch: everything published earlier has arrived, so new events are of this epoch."""
-        if stream := self._set_aside.pop(epoch, None):
-            stream.is_set_aside = False
-            self.mark_behind([stream])
+        """Handle the marker of an epoch: everything published earlier has arrived, so new events are of this epoch."""
+        if stream := self._suspended.pop(epoch, None):
+            stream.resume()
+            self._wake.set()
 
-    def mark_behind(self, streams: Iterable[ResponseStream]) -> None:
+    def need_journals(self, streams: Iterable[Inbox]) -> None:
         """Have recovery read the journals of these streams."""
         for stream in streams:
-            stream.is_behind = True
+            stream.need_journal()
         self._wake.set()

@@ -19,8 +19,8 @@ from redis.exceptions import RedisError
 
 from gateway.store.acceptance import Acceptance
 from gateway.store.duties import HeldAnswers, Withdrawals
+from gateway.store.inbox import Inbox, cancelled_event
 from gateway.store.recovery import Recovery
-from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.store_calls import InferenceError, Refused, StoreCalls, StoreUnavailable
 from gateway.store.stream_table import StreamTable
 from shared.messages import FinishReason, GenerationRequest
@@ -50,7 +50,7 @@ class Submission:
         self._calls = calls
         self._clock = clock
 
-    async def submit(self, request: GenerationRequest, *, terms: RetentionTerms | None = None) -> ResponseStream:
+    async def submit(self, request: GenerationRequest, *, terms: RetentionTerms | None = None) -> Inbox:
         """Submit one request; see submit_all()."""
         (stream,) = await self.submit_all([request], [terms] if terms else [])
         return stream
@@ -60,7 +60,7 @@ class Submission:
         requests: Sequence[GenerationRequest],
         terms_of_each: Sequence[RetentionTerms] = (),
         share: Share | None = None,
-    ) -> list[ResponseStream]:
+    ) -> list[Inbox]:
         """Store the requests of one answer, all or none. Safe to cancel: the requests are then withdrawn.
 
         Args:
@@ -81,7 +81,7 @@ class Submission:
 
     async def attach_all(
         self, requests: Sequence[GenerationRequest], terms_of_each: Sequence[RetentionTerms]
-    ) -> list[ResponseStream]:
+    ) -> list[Inbox]:
         """Read the requests of a kept answer, each from its first token. Safe to cancel.
 
         A stream whose request had already ended in the store has `had_ended`.
@@ -98,9 +98,7 @@ class Submission:
         await self._opened(streams, self._recovery.attach(streams))
         return streams
 
-    async def release(
-        self, stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
-    ) -> None:
+    async def release(self, stream: Inbox, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0) -> None:
         """Release a request that has not ended; it ends unless it has another holder.
 
         Store errors are not raised: the call is repeated until the store answers.
@@ -123,13 +121,13 @@ class Submission:
             self._streams.end(stream, cancelled_event(stream))
         await self._calls.finish(self._withdrawals.send())
 
-    def _open(self, request: GenerationRequest, terms: RetentionTerms | None) -> ResponseStream:
-        stream = ResponseStream(request, terms)
+    def _open(self, request: GenerationRequest, terms: RetentionTerms | None) -> Inbox:
+        stream = Inbox(request, terms)
         stream.last_event_at = self._clock()
         self._streams.add(stream)
         return stream
 
-    async def _opened(self, streams: Sequence[ResponseStream], call: Coroutine[Any, Any, _Result]) -> None:
+    async def _opened(self, streams: Sequence[Inbox], call: Coroutine[Any, Any, _Result]) -> None:
         """Wait for `call`; if it fails or is cancelled, close the streams here and in the store."""
         task = self._calls.own(call)
         try:
@@ -147,6 +145,6 @@ class Submission:
         finally:
             del task  # breaks a cycle between its error and this frame, which would keep the request alive
         for stream in streams:
-            stream.is_accepted = True
+            stream.accept()
         if streams[0].terms is not None:
             self._held.add(streams)

@@ -6,7 +6,7 @@
 Algorithm: deficit round robin over measured time. Each round gives a key one time slice; overrun is subtracted from its
 next slices. Between two rounds the loop handles sockets and store messages, so a key waits at most one round of the
 other keys. A key that is alone gets all the time. Only callbacks are queued, one per answer: tokens stay where they
-arrived, and overflow stays in the journal (gateway/store/response_stream.py).
+arrived, and overflow stays in the journal (gateway/store/inbox.py).
 """
 
 import asyncio

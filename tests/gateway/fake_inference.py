@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from gateway.fleet import ready_workers
+from gateway.store.inbox import MAX_READ_TOKENS
 from gateway.store.inference_client import QueueStats, RetentionTerms, Share, WorkerStatus
-from gateway.store.response_stream import MAX_READ_TOKENS
 from gateway.store.store_probe import QueueLoad, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.work.owner_tasks import OwnerTasks
@@ -68,7 +68,7 @@ class FakeStream:
         self.on_ready()
 
     def read_whole(self) -> TokenEvent | None:
-        """Return a single waiting plain token event, like ResponseStream.read_whole()."""
+        """Return a single waiting plain token event, like Inbox.read_whole()."""
         event = self._events[0] if len(self._events) == 1 else None
         if not isinstance(event, TokenEvent) or event.choice or not 0 < len(event.token_ids) <= MAX_READ_TOKENS:
             return None

@@ -171,7 +171,7 @@ class TestOneOfMany:
         self, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
-        monkeypatch.setattr(bad, "offer_journal", broken)
+        monkeypatch.setattr(bad, "add_journal", broken)
         end = await anext(bad)
         assert isinstance(end, ErrorEvent) and end.code is ErrorCode.REQUEST_FAILED
         assert not good.has_ended and client.counts.num_message_errors == 1

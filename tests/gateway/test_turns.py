@@ -17,7 +17,7 @@ from gateway.http.json_body import decode_body
 from gateway.pipeline import delivery
 from gateway.pipeline.answer_extras import ENTRIES_OF_PIECE, TOKENS_OF_STEP, PromptEcho
 from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.store.response_stream import MAX_READ_SCORES, MAX_READ_TOKENS, ResponseStream
+from gateway.store.inbox import MAX_READ_SCORES, MAX_READ_TOKENS, Inbox
 from gateway.text.served_model import ServedModel
 from shared.messages import (
     FinishEvent,
@@ -220,13 +220,13 @@ async def test_logprobs_of_a_long_prompt_arrive_in_pieces(gateway: Gateway, tiny
 @pytest.mark.parametrize(("has_scores", "max_tokens_per_event"), [(False, MAX_READ_TOKENS), (True, MAX_READ_SCORES)])
 def test_event_has_a_maximum_of_tokens(has_scores: bool, max_tokens_per_event: int) -> None:
     sampling = SamplingParams(max_tokens=5000, seed=0, n=2, logprobs=0 if has_scores else None)
-    stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling))
+    stream = Inbox(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling))
     num_tokens = 2 * max_tokens_per_event + 1
     tokens = list(range(num_tokens))
     scores = {index: encoded_logprobs(TokenLogprobs(-float(index), (), ())) for index in tokens} if has_scores else {}
     choices = [StoredChoice(list(tokens), FinishReason.STOP, dict(scores)) for _ in range(2)]
     usage = Usage(prompt_tokens=1, completion_tokens=2 * num_tokens)
-    stream.offer_journal(choices, FinishEvent("a", FinishReason.STOP, usage))
+    stream.add_journal(choices, FinishEvent("a", FinishReason.STOP, usage))
     read: dict[int, list[int]] = {0: [], 1: []}
     while not isinstance(event := stream.read(), FinishEvent):
         assert isinstance(event, TokenEvent) and 0 < len(event.token_ids) <= max_tokens_per_event

@@ -23,7 +23,8 @@ from engine_worker.transport.claims import Claims
 from engine_worker.transport.reaper import Reaper
 from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import TokenPublisher
-from gateway.store.inference_client import InferenceClient, ResponseStream, StoreUnavailable
+from gateway.store.inbox import StreamState
+from gateway.store.inference_client import Inbox, InferenceClient, StoreUnavailable
 from shared.messages import (
     ErrorEvent,
     FinishEvent,
@@ -161,9 +162,9 @@ class LossyClient(InferenceClient):
             await self._handle(message)
 
 
-class GapBlindStream(ResponseStream):
-    def _take(self, index: int, start: int, *rest: Any) -> None:
-        super()._take(index, min(start, len(self._choices[index].tokens)), *rest)
+class GapBlindInbox(Inbox):
+    def _take(self, choice: Any, start: int, *rest: Any) -> bool:
+        return super()._take(choice, min(start, len(choice.tokens)), *rest)
 
 
 class ForgetfulRequestStream(RequestStream):
@@ -339,7 +340,7 @@ class World:
             await asyncio.sleep(self.random.random() * self.faults.cut_off_seconds)
             await self._go_on(3)
             client = self.random.choice(self.gateways)
-            accepted = [stream.request for stream in client.streams if stream.is_accepted]
+            accepted = [stream.request for stream in client.streams if stream.state is not StreamState.PENDING]
             candidates = [request for request in accepted if self.cut_offs[request.request_id] < MAX_CUT_OFFS]
             if not candidates:
                 continue
@@ -350,7 +351,7 @@ class World:
                 await self.scripts.cancel(request.request_id, request.priority_class, gone_gateway_id=gateway_id)
             channel = self.keys.gateway_channel(gateway_id)
             await self.connections.commands.publish(channel, CUT_OFF + request.request_id.encode())
-            client.streams.mark_behind(client.streams.of(request.request_id))
+            client.streams.need_journals(client.streams.of(request.request_id))
 
     async def reap_zombies(self) -> None:
         """Run the product's reaper without heartbeats; bring_disasters() decides which workers die."""
@@ -386,9 +387,9 @@ class World:
             priority_class=self.random.choice(["interactive", "batch"]),
         )
 
-    async def _read(self, client: InferenceClient, stream: ResponseStream) -> None:
+    async def _read(self, client: InferenceClient, stream: Inbox) -> None:
         if self.faults.ignores_gaps:
-            stream.__class__ = GapBlindStream
+            stream.__class__ = GapBlindInbox
         request_id = stream.request_id
         cancel_at = self.random.randrange(20) if self.random.random() < 0.1 else None
         if cancel_at is None and self.random.random() < 0.1:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gateway.store.inbox import Inbox, StreamState
 from shared.fleet_clock import FleetClock
 from shared.messages import ErrorCode, ErrorEvent
 from tests.builders import make_request
@@ -12,6 +13,11 @@ from tests.engine_worker.worker_harness import FOREVER_STEPS
 from tests.integration.conftest import COMPLETIONS, World, nothing_is_left
 
 BODY = {"prompt": "Hi", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+
+
+def has_worker(stream: Inbox) -> bool:
+    """Return whether the store told this gateway that a worker has the request."""
+    return stream.state in (StreamState.NEEDS_JOURNAL, StreamState.LIVE)
 
 
 async def occupy(world: World) -> asyncio.Task[Any]:
@@ -48,7 +54,7 @@ async def test_queue_timeout_does_not_end_started_request(world: World) -> None:
     begun = asyncio.create_task(world.gateways[0].post(COMPLETIONS, {**BODY, "queue_timeout_seconds": 3.0}))
     while not world.worker.gate.batches:
         await asyncio.sleep(0.005)
-    while not any(stream.has_begun for stream in world.gateways[0].client.streams):  # checked after the timeout
+    while not any(has_worker(stream) for stream in world.gateways[0].client.streams):  # checked after the timeout
         await asyncio.sleep(0.01)
     world.worker.gate.allow(FOREVER_STEPS)
     assert (await begun)[0] == 200

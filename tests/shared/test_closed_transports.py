@@ -13,8 +13,8 @@ from redis.exceptions import ConnectionError
 
 from engine_worker.transport.incarnation import register
 from engine_worker.transport.reaper import Reaper
+from gateway.store.inbox import Inbox
 from gateway.store.inference_client import InferenceClient, StoreUnavailable
-from gateway.store.response_stream import ResponseStream
 from gateway.work.owner_tasks import OwnerTasks
 from shared import redis_client, store_errors
 from shared.messages import FinishEvent, FinishReason, TokenEvent, Usage
@@ -71,7 +71,7 @@ async def answer(url: str, keys: RedisKeys) -> None:
         await asyncio.sleep(0)  # lets the transports report their close to the loop
 
 
-async def submitted(client: InferenceClient) -> ResponseStream:
+async def submitted(client: InferenceClient) -> Inbox:
     while True:
         try:
             return await client.submission.submit(make_request(3))

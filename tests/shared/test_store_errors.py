@@ -8,7 +8,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.reaper import Reaper
-from gateway.store.inference_client import InferenceClient, ResponseStream, StoreUnavailable
+from gateway.store.inference_client import Inbox, InferenceClient, StoreUnavailable
 from gateway.work.owner_tasks import OwnerTasks
 from shared import redis_client, store_errors
 from shared.fleet_clock import FleetClock
@@ -358,7 +358,7 @@ async def test_cancel_is_retried_unless_refused(parts: Parts, arm: Arm, proxy: R
     assert proxy.num_faults == 1 and not parts.owners.failed.is_set()
 
 
-async def is_stored(parts: Parts, stream: ResponseStream) -> bool:
+async def is_stored(parts: Parts, stream: Inbox) -> bool:
     return bool(await parts.scripts.redis.exists(parts.keys.request(stream.request_id)))
 
 

@@ -15,7 +15,7 @@ from gateway.apis.chat.format import ChatFormat
 from gateway.apis.completions.format import CompletionFormat
 from gateway.pipeline.choice_progress import ChoiceUpdate
 from gateway.pipeline.response_format import ChoiceResult, ReplyHeader, UsageCount
-from gateway.store.response_stream import MAX_READ_SCORES
+from gateway.store.inbox import MAX_READ_SCORES
 from gateway.text import logprobs
 from gateway.text.logprobs import LogprobEntry
 from gateway.text.long_json import PIECE_BYTES, LongArray, json_pieces

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.store.inference_client import InferenceClient, ResponseStream
+from gateway.store.inference_client import Inbox, InferenceClient
 from shared.messages import (
     FinishEvent,
     FinishReason,
@@ -102,7 +102,7 @@ async def num_waiting(scripts: RedisScripts) -> int:
     return len((await scripts.take(WORKER, Demand(99))).entries)
 
 
-async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
+async def rest(stream: Inbox) -> tuple[list[int], Any]:
     """Return all further tokens and the end."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         events = [event async for event in stream]
@@ -112,13 +112,13 @@ async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
     return [token_id for token_ids in tokens_of_each for token_id in token_ids], end
 
 
-async def start(client: InferenceClient, worker: HandPlayedWorker, request_id: str = "a") -> ResponseStream:
+async def start(client: InferenceClient, worker: HandPlayedWorker, request_id: str = "a") -> Inbox:
     stream = await client.submission.submit(make_request(request_id))
     assert await worker.claim() == [request_id]
     return stream
 
 
-async def rest_until(stream: ResponseStream, num_tokens: int) -> list[int]:
+async def rest_until(stream: Inbox, num_tokens: int) -> list[int]:
     token_ids: list[int] = []
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(token_ids) < num_tokens:

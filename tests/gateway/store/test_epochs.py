@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.store.inference_client import InferenceClient, ResponseStream
+from gateway.store.inbox import StreamState
+from gateway.store.inference_client import Inbox, InferenceClient
 from shared.messages import (
     PROTOCOL_VERSION,
     EventBatch,
@@ -62,7 +63,7 @@ def wire(client: InferenceClient, connections: RedisConnections, keys: RedisKeys
     return Wire(client, connections, keys)
 
 
-async def check_continues_as_the_journal(worker: HandPlayedWorker, stream: ResponseStream) -> None:
+async def check_continues_as_the_journal(worker: HandPlayedWorker, stream: Inbox) -> None:
     """Continue after the first token; the message with the second one is lost."""
     while not await worker.claim():
         await asyncio.sleep(0)
@@ -73,16 +74,14 @@ async def check_continues_as_the_journal(worker: HandPlayedWorker, stream: Respo
     assert await rest(stream) == ([66, 77], end)
 
 
-async def restoring(
-    client: InferenceClient, flaky: FlakyScripts, wire: Wire, worker: Any
-) -> tuple[ResponseStream, Held]:
+async def restoring(client: InferenceClient, flaky: FlakyScripts, wire: Wire, worker: Any) -> tuple[Inbox, Held]:
     """Lose a request after its first token and accept it again; the reply to the acceptance waits."""
     stream = await start(client, worker)
     await worker.emit("a", 0, 5)
     assert await rest_until(stream, 1) == [5]
     held = flaky.hold("accept")
     await wire.lose("a")
-    client.streams.mark_behind([stream])
+    client.streams.need_journals([stream])
     await held.is_applied.wait()
     return stream, held
 
@@ -125,7 +124,7 @@ async def test_lost_acceptance_reply_or_mark_is_repeated(client, flaky, worker, 
     connections.commands.publish = lose
     held.goes_on.set()
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while stream.is_set_aside:
+        while stream.state is StreamState.SUSPENDED:
             await asyncio.sleep(0)
     await check_continues_as_the_journal(worker, stream)
 
@@ -145,11 +144,11 @@ async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, w
         return await decoded(*arguments)
 
     client.archive.decoded = slowly
-    client.streams.mark_behind([stream])
+    client.streams.need_journals([stream])
     await is_read.wait()
     held = flaky.hold("accept")
     await wire.lose("a")
-    client.streams.mark_behind([stream])
+    client.streams.need_journals([stream])
     await held.is_applied.wait()
     goes_on.set()
     await wire.drain()

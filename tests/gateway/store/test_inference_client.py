@@ -5,8 +5,8 @@ import asyncio
 import msgpack
 import pytest
 
+from gateway.store.inbox import StreamState, cancelled_event
 from gateway.store.inference_client import InferenceClient, QueueFull, QueueShareFull, Share, StoreUnavailable
-from gateway.store.response_stream import cancelled_event
 from shared.messages import (
     PROTOCOL_VERSION,
     ErrorCode,
@@ -404,7 +404,7 @@ class TestQueueTimeout:
         stream = await client.submission.submit(make_request(queue_deadline=await client.probe.fleet_seconds() + 0.3))
         await worker.claim()
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not stream.has_begun:
+            while stream.state is StreamState.QUEUED:
                 await asyncio.sleep(0.01)
         await reap_worker(scripts, WORKER, ReapMode.DRAIN)
         assert (await rest(stream))[1].code is ErrorCode.QUEUE_TIMEOUT

@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from gateway.store.response_stream import ResponseStream, cancelled_event
+from gateway.store.inbox import Inbox, cancelled_event
 from gateway.store.stream_table import StreamTable
 from shared.messages import TokenEvent
 from tests.gateway.store.conftest import make_request
@@ -16,9 +16,9 @@ def test_waiting_token_count_follows_every_stream_change() -> None:
         streams = list(table)
         match chance.choice(["add", "attach", "token", "discard", "end"]) if streams else "add":
             case "add":
-                table.add(ResponseStream(make_request(f"request-{number}")))
+                table.add(Inbox(make_request(f"request-{number}")))
             case "attach":
-                table.add(ResponseStream(chance.choice(streams).request))
+                table.add(Inbox(chance.choice(streams).request))
             case "token":
                 stream = chance.choice(streams)
                 stream.add_event(TokenEvent(stream.request_id, stream.num_tokens, [5]))

@@ -1,8 +1,8 @@
 """The events of one request, in order: each token index of each choice once, then exactly one terminal event.
 
-Pure bookkeeping between the tasks that add events, from pub/sub or the journal, and one reader. It keeps every token
-(4 bytes each, at most max_tokens per choice): a slow reader costs nothing more, and a store that lost its memory can
-get the beginning of the answer back. Log-probabilities stay encoded and take a hundred times as much. Once read, they
+Pure bookkeeping between the tasks that add events, from pub/sub or the journal, and one reader. Every token is kept (4
+bytes each, at most max_tokens per choice): a slow reader costs nothing more, and a store that lost its memory can get
+the beginning of the answer back. Log-probabilities stay encoded and take a hundred times as much. Once read, they
 are kept only if other clients may read them; a reader that lags by MAX_UNREAD_SCORES of them gets the rest from the
 journal after it has caught up.
 """
@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Protocol
 
 from shared.messages import (
@@ -37,6 +38,35 @@ MAX_READ_TOKENS = 64
 MAX_READ_SCORES = 16
 
 
+class StreamState(Enum):
+    PENDING = "pending"  # ACCEPT has not replied
+    QUEUED = "queued"  # stored; no worker known
+    LIVE = "live"  # events arrive in order
+    NEEDS_JOURNAL = "needs_journal"  # a hole is known
+    PAUSED = "paused"  # the reader is too slow: nothing is taken until it has read everything
+    DIVERGED = "diverged"  # regenerated tokens differ from sent tokens: only the journal decides
+    SUSPENDED = "suspended"  # accepted again: published events may be of the previous epoch until its marker arrives
+    ENDED = "ended"
+
+
+_S = StreamState
+TRANSITIONS: Mapping[StreamState, frozenset[StreamState]] = {
+    # An event proves that the store has the request, so a pending stream may skip QUEUED.
+    _S.PENDING: frozenset({_S.QUEUED, _S.LIVE, _S.ENDED}),
+    _S.QUEUED: frozenset({_S.LIVE, _S.NEEDS_JOURNAL, _S.SUSPENDED, _S.ENDED}),
+    _S.LIVE: frozenset({_S.NEEDS_JOURNAL, _S.PAUSED, _S.DIVERGED, _S.SUSPENDED, _S.ENDED}),
+    _S.NEEDS_JOURNAL: frozenset({_S.LIVE, _S.PAUSED, _S.DIVERGED, _S.SUSPENDED, _S.ENDED}),
+    _S.PAUSED: frozenset({_S.LIVE, _S.NEEDS_JOURNAL, _S.DIVERGED, _S.SUSPENDED, _S.ENDED}),
+    _S.DIVERGED: frozenset({_S.LIVE, _S.SUSPENDED, _S.ENDED}),
+    _S.SUSPENDED: frozenset({_S.NEEDS_JOURNAL, _S.ENDED}),
+    _S.ENDED: frozenset(),
+}
+
+
+class IllegalTransition(Exception):
+    """A stream cannot go from its state to the requested one."""
+
+
 class _ChoiceTokens:
     """The tokens of one choice, and how many of them the reader has."""
 
@@ -54,7 +84,7 @@ class _ChoiceTokens:
     def num_unread(self) -> int:
         return len(self.tokens) - self._num_read
 
-    def takes_whole(self, event: TokenEvent) -> bool:
+    def passes(self, event: TokenEvent) -> bool:
         """Take an event that continues directly after the read tokens, as nearly all do; return False if it does not.
 
         Such an event is passed to the reader unchanged.
@@ -62,7 +92,7 @@ class _ChoiceTokens:
         token_ids = event.token_ids
         if self.is_queued or event.index != len(self.tokens) or not 0 < len(token_ids) <= MAX_READ_TOKENS:
             return False
-        if event.finish_reason is not None or event.choice != self.index:
+        if event.finish_reason is not None:
             return False
         if event.logprobs and (self._keeps_logprobs or not len(event.logprobs) == len(token_ids) <= MAX_READ_SCORES):
             return False
@@ -70,7 +100,7 @@ class _ChoiceTokens:
         self._next, self.is_queued = event, True
         return True
 
-    def take(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
+    def extend(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
         """Append tokens; return whether there is anything new to read."""
         if self._next is not None:
             if self._next.logprobs:
@@ -86,19 +116,15 @@ class _ChoiceTokens:
         """Keep log-probabilities by index until they are read, as copies that do not keep their message alive."""
         self.logprobs.update({index: encoded.copy() for index, encoded in logprobs.items()})
 
-    def read_plain(self) -> TokenEvent | None:
-        """Return everything unread if it is one event of plain tokens; else read nothing and return None."""
-        return None if self._next is None or self._next.logprobs else self._read_whole()
-
-    def _read_whole(self) -> TokenEvent | None:
-        if (event := self._next) is not None:
-            self._num_read = len(self.tokens)
-            self._next, self.is_queued = None, False
-        return event
+    def peek(self) -> TokenEvent | None:
+        """Return everything unread if it came in one event."""
+        return self._next
 
     def read(self, request_id: str) -> TokenEvent:
         """Return the unread tokens, at most one event's; `is_queued` stays set if more remain."""
-        if (event := self._read_whole()) is not None:
+        if (event := self._next) is not None:
+            self._num_read = len(self.tokens)
+            self._next, self.is_queued = None, False
             return event
         start = self._num_read
         end = self._num_read = min(len(self.tokens), start + (MAX_READ_SCORES if self.logprobs else MAX_READ_TOKENS))
@@ -126,34 +152,30 @@ class _ChoiceTokens:
         return known if known and len(known) == end - start else None
 
 
-class ResponseStream(AsyncIterator[StreamEvent]):
-    """The events of one request. It has many members because listening, recovery, and the reader share its state."""
+class Inbox(AsyncIterator[StreamEvent]):
+    """Orders the events of one request. No text and no Redis.
+
+    Listening and recovery add events, and one reader reads them. Each change of state is checked against TRANSITIONS.
+    """
 
     def __init__(self, request: GenerationRequest, terms: RetentionTerms | None = None) -> None:
         self.request = request
         self.terms = terms  # if other clients can attach to the request
-        self.is_accepted = False
+        self.state = StreamState.PENDING
         self.had_ended = False  # the request had ended in the store before this reader attached
-        self.waits = False  # no token has come yet; set by StreamTable
-        self.has_begun = False  # a worker has it; set by OverdueRequests
-        self.is_behind = False  # a token or the end is missing: the journal must be read
-        self.lags = False  # the reader does: nothing more is taken until it has caught up
-        self.has_diverged = False  # other tokens came for indexes that the reader has: only the journal decides
-        self.on_caught_up: Callable[[], None] = _ignore  # the lagging reader has caught up; must not raise
+        self.on_ready: Callable[[], None] = _ignore  # something can be read; must not raise
+        self.on_caught_up: Callable[[], None] = _ignore  # a paused reader has read everything; must not raise
         self.last_event_at = 0.0  # monotonic seconds; set by the tasks that add events
-        self.epoch = 0  # of its journal, which starts again when the request is accepted again; set by StreamTable
-        self.is_set_aside = False  # published events may be of the previous epoch; set by StreamTable
+        self.epoch = 0  # of its journal, which starts again when the request is accepted again
         self.num_repeated_tokens = 0
         self.prompt_logprobs: dict[int, EncodedLogprobs] = {}  # by prompt index; complete before the first token
-        num_choices = request.sampling.n
-        self._choices = [_ChoiceTokens(index, keeps_logprobs=terms is not None) for index in range(num_choices)]
+        self._choices = [
+            _ChoiceTokens(index, keeps_logprobs=terms is not None) for index in range(request.sampling.n)
+        ]  # fmt: skip
         self._unread: deque[_ChoiceTokens] = deque()
-        self._terminal: TerminalEvent | None = None
-        self._is_exhausted = False
+        self._terminal: TerminalEvent | None = None  # until it is read
         scores = request.sampling.prompt_logprobs is not None
         self._num_prompt_scores = len(request.prompt_token_ids) - 1 if scores else 0
-        self._only = self._choices[0] if num_choices == 1 and not scores else None
-        self.on_ready: Callable[[], None] = _ignore  # something can be read; must not raise
 
     @property
     def request_id(self) -> str:
@@ -178,61 +200,91 @@ class ResponseStream(AsyncIterator[StreamEvent]):
 
     @property
     def has_ended(self) -> bool:
-        return self._terminal is not None
+        return self.state is StreamState.ENDED
+
+    def accept(self) -> None:
+        """Record that the store has the request."""
+        if self.state is StreamState.PENDING:
+            self._become(StreamState.QUEUED)
 
     def add_event(self, event: StreamEvent) -> None:
         """Add an event from pub/sub: in order, repeated, or after a gap.
 
         The caller calls the listener, once for all events that came together.
         """
-        if self._terminal is not None or self.lags or self.has_diverged:
+        if self.state is not StreamState.LIVE and not self._takes_events():
             return
-        if isinstance(event, TokenEvent):
-            if self._only is not None and self._only.takes_whole(event):
-                self._unread.append(self._only)
-                return
-            if event.prompt_logprobs:
-                self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
-            if self._num_prompt_scores and event.token_ids and len(self.prompt_logprobs) < self._num_prompt_scores:
-                self.is_behind = True
-                return
-            choice = self._choices[event.choice] if event.choice < len(self._choices) else None
-            if choice is not None and choice.takes_whole(event):
-                self._unread.append(choice)
-                return
-            logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else None
-            self._take(event.choice, event.index, event.token_ids, event.finish_reason, logprobs)
-        elif self._is_complete(event):
-            self._terminal = event
+        if not isinstance(event, TokenEvent):
+            if self._is_complete(event):
+                self._become(StreamState.ENDED)
+                self._terminal = event
+            else:
+                self._become(StreamState.NEEDS_JOURNAL)
+            return
+        if event.prompt_logprobs:
+            self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
+        if self._num_prompt_scores and event.token_ids and len(self.prompt_logprobs) < self._num_prompt_scores:
+            self._become(StreamState.NEEDS_JOURNAL)
+            return
+        if event.choice >= len(self._choices):
+            return  # no such choice
+        choice = self._choices[event.choice]
+        if choice.passes(event):
+            self._unread.append(choice)
         else:
-            self.is_behind = True
+            logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else None
+            self._take(choice, event.index, event.token_ids, event.finish_reason, logprobs)
 
-    def offer_journal(self, choices: Sequence[StoredChoice], terminal: TerminalEvent | None) -> None:
+    def add_journal(self, choices: Sequence[StoredChoice], terminal: TerminalEvent | None) -> bool:
         """Add the journal from its beginning, and the stored end, which must have been read before the journal.
 
-        If its tokens differ from those that the reader has, nothing is taken and the stream is marked as diverged.
+        Returns:
+            False if its tokens differ from those that the reader has; then nothing is taken.
         """
-        if self.has_ended:
-            return
-        self.has_diverged = self._differs(choices, terminal)
-        if self.has_diverged:
-            return
+        if self.state is StreamState.ENDED:
+            return True
+        if self._differs(choices, terminal):
+            if self.state is not StreamState.SUSPENDED:
+                self._become(StreamState.DIVERGED)
+            return False
         for choice in choices:
             self.prompt_logprobs |= choice.prompt_logprobs
-        while True:
-            self.is_behind = self.lags = False
-            for index, choice in enumerate(choices):
-                self._take(index, 0, choice.token_ids, choice.finish_reason, choice.logprobs)
-            if not self.lags:
-                break
+        while not self._take_journal(choices):
             self.on_ready()
-            if self.lags:
-                return
+            if self.state is not StreamState.NEEDS_JOURNAL:
+                return True  # the reader has not caught up, or the epoch has not begun
         if terminal is not None:
+            self._become(StreamState.ENDED)
             self._terminal = terminal
         self.on_ready()
+        return True
+
+    def need_journal(self) -> None:
+        """Record that an event may be missing. States that already lead to a reading of the journal stay."""
+        if self.state is StreamState.LIVE or self.state is StreamState.QUEUED:
+            self._become(StreamState.NEEDS_JOURNAL)
+
+    def begin_replay(self) -> None:
+        """Record that the journal was read: a hole found from now on needs it again."""
+        if self.state is StreamState.NEEDS_JOURNAL:
+            self._become(StreamState.LIVE)
+
+    def suspend(self, epoch: int) -> None:
+        """Take tokens only from the new journal, which begins with the current tokens, until its marker arrives."""
+        if self.state is not StreamState.SUSPENDED:
+            self._become(StreamState.SUSPENDED)
+        self.epoch = epoch
+
+    def resume(self) -> None:
+        """Take events again: everything published before the epoch has arrived."""
+        self._become(StreamState.NEEDS_JOURNAL)
 
     def end(self, terminal: TerminalEvent) -> None:
+        """End the stream, unless its reader has the end already."""
+        if self.state is not StreamState.ENDED:
+            self._become(StreamState.ENDED)
+        elif self._terminal is None:
+            return
         self._terminal = terminal
         self.on_ready()
 
@@ -243,62 +295,89 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             event = choice.read(self.request.request_id)
             if choice.is_queued:
                 self._unread.append(choice)
-            if self.lags and not self._unread:
-                self.lags, self.is_behind = False, True
+            elif self.state is StreamState.PAUSED and not self._unread:
+                self._become(StreamState.NEEDS_JOURNAL)
                 self.on_caught_up()
             return event
-        if self._is_exhausted or self._terminal is None:
-            return None
-        self._is_exhausted = True
-        return self._terminal
+        terminal, self._terminal = self._terminal, None
+        return terminal
 
     def read_whole(self) -> TokenEvent | None:
         """Return everything unread if it is one event of plain tokens, as nearly always; else None: use read()."""
         unread = self._unread
-        if len(unread) != 1 or self._terminal is not None or self.lags:
+        if len(unread) != 1 or self._terminal is not None or self.state is StreamState.PAUSED:
             return None
-        event = unread[0].read_plain()
-        if event is not None:
-            unread.clear()
+        event = unread[0].peek()
+        if event is None or event.logprobs:
+            return None
+        unread.pop().read(self.request_id)
         return event
 
     async def __anext__(self) -> StreamEvent:
         while (event := self.read()) is None:
-            if self._is_exhausted:
+            if self.state is StreamState.ENDED:
                 raise StopAsyncIteration
             await wait_for_events([self])
         return event
 
+    def _become(self, state: StreamState) -> None:
+        if state is self.state:
+            return
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"request {self.request_id}: {self.state.value} to {state.value}")
+        self.state = state
+
+    def _takes_events(self) -> bool:
+        """Return whether events are taken in this state; the first one shows that a worker has the request."""
+        if self.state is StreamState.PENDING or self.state is StreamState.QUEUED:
+            self._become(StreamState.LIVE)
+        return self.state is StreamState.LIVE or self.state is StreamState.NEEDS_JOURNAL
+
+    def _take_journal(self, choices: Sequence[StoredChoice]) -> bool:
+        """Take what is new in a journal; return False if the reader must read before the rest can be taken."""
+        if self.state in (StreamState.NEEDS_JOURNAL, StreamState.PAUSED, StreamState.DIVERGED):
+            self._become(StreamState.LIVE)
+        taken = [
+            self._take(choice, 0, stored.token_ids, stored.finish_reason, stored.logprobs)
+            for choice, stored in zip(self._choices, choices, strict=False)
+        ]
+        return all(taken)
+
     def _take(
         self,
-        index: int,
+        choice: _ChoiceTokens,
         start: int,
         token_ids: Sequence[int],
         finish_reason: FinishReason | None,
         logprobs: Mapping[int, EncodedLogprobs] | None,
-    ) -> None:
-        if index >= len(self._choices):
-            return  # no such choice
-        choice = self._choices[index]
+    ) -> bool:
+        """Take the tokens of a choice that are new; return False if more log-probabilities wait than may."""
         if start > len(choice.tokens):
-            self.is_behind = True
-            return
+            self._become(StreamState.NEEDS_JOURNAL)
+            return True
         if start < len(choice.tokens):
             num_known = min(len(choice.tokens) - start, len(token_ids))
             if choice.tokens[start : start + num_known] != array("i", token_ids[:num_known]):
-                self.has_diverged = self.is_behind = True
-                return
+                self._become(StreamState.DIVERGED)
+                return True
             self.num_repeated_tokens += num_known
             token_ids = token_ids[num_known:]
+        has_room = True
         if logprobs:
             start, room = len(choice.tokens), MAX_UNREAD_SCORES - choice.num_unread
             if len(token_ids) > room:
-                token_ids, finish_reason, self.lags = token_ids[:room], None, True
+                token_ids, finish_reason, has_room = token_ids[:room], None, False
             new = range(start, start + len(token_ids))
             choice.keep_logprobs({index: logprobs[index] for index in new if index in logprobs})
-        if choice.take(token_ids, finish_reason) and not choice.is_queued:
-            choice.is_queued = True
-            self._unread.append(choice)
+        if choice.extend(token_ids, finish_reason):
+            if not choice.is_queued:
+                choice.is_queued = True
+                self._unread.append(choice)
+            if self.state is StreamState.PENDING or self.state is StreamState.QUEUED:
+                self._become(StreamState.LIVE)
+        if not has_room and self.state is not StreamState.SUSPENDED:
+            self._become(StreamState.PAUSED)
+        return has_room
 
     def _differs(self, choices: Sequence[StoredChoice], terminal: TerminalEvent | None) -> bool:
         """Return whether a journal has other tokens than the reader; one that is only shorter may still grow."""
@@ -313,7 +392,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
 
     def _is_complete(self, terminal: TerminalEvent) -> bool:
         """Return whether all tokens before the end have come; an error has no count, so the journal must be read."""
-        if self.is_behind or isinstance(terminal, ErrorEvent):
+        if self.state is StreamState.NEEDS_JOURNAL or isinstance(terminal, ErrorEvent):
             return False
         has_all_scores = len(self.prompt_logprobs) >= self._num_prompt_scores
         return has_all_scores and terminal.usage.completion_tokens == self.num_tokens
@@ -348,9 +427,7 @@ def _scores_from_the_start(by_index: Mapping[int, EncodedLogprobs]) -> PromptLog
     return PromptLogprobs(1, tokens) if tokens else None
 
 
-def cancelled_event(
-    stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
-) -> FinishEvent:
+def cancelled_event(stream: Inbox, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0) -> FinishEvent:
     """Return the end that the reader sees when this gateway withdraws the request; `ended_at` is in Unix seconds."""
     usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=stream.num_tokens)
     return FinishEvent(stream.request_id, reason, usage, ended_at)
