@@ -4,14 +4,13 @@ As in vLLM, a completion has them in each choice; a chat has those of its prompt
 token has no log-probability. With max_tokens 0 the engine computes one token, which is dropped here.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from msgspec import structs
 
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import Backlog, ChoiceDelta, Stage, Write
 from gateway.pipeline.request import CompletionRequest
 from gateway.text.logprobs import LogprobEntry, prompt_logprobs
 from gateway.text.long_json import LongArray
@@ -25,13 +24,22 @@ TOKENS_OF_STEP = 128  # that are read between two looks at whose turn it is: a m
 
 
 class PromptEcho:
-    """Puts each choice's prompt before it, with log-probabilities if the answer has them."""
+    """A stage that puts each choice's prompt before it, with log-probabilities if the answer has them."""
 
     def __init__(
-        self, encoder: PromptEncoder, request: CompletionRequest, prompts_token_ids: Sequence[list[int]]
+        self,
+        encoder: PromptEncoder,
+        request: CompletionRequest,
+        prompts_token_ids: Sequence[list[int]],
+        scores: Sequence[Scores],
+        backlog: Backlog,
     ) -> None:
+        """Create the stage; `scores` per prompt must be complete before its first delta."""
+        self.next: Write = Stage().write
         self._encoder = encoder
         self._prompts = prompts_token_ids
+        self._scores = scores
+        self._backlog = backlog
         is_cut = request.fields.truncate_prompt_tokens is not None
         # By number of the prompt; those that came as ids are read when they are sent.
         self._texts = {
@@ -41,62 +49,41 @@ class PromptEcho:
         self._drop_answers = request.max_tokens == 0
         self._begun: set[int] = set()
         self._spellings = encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
-        self._pending = deque[Iterator[list[ChoiceUpdate]]]()
 
-    def take(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> None:
-        """Add updates for ready(); `scores` per prompt must be complete before its first update."""
-        for update in updates:
-            self._pending.append(self._pieces(update, scores[update.index // self._num_choices]))
+    def write(self, delta: ChoiceDelta, out: bytearray) -> None:
+        """Pass on the delta later, in pieces, because a prompt may be long."""
+        self._backlog.append((self._pieces(delta), self.next))
 
-    def ready(self) -> Iterator[list[ChoiceUpdate]]:
-        """Yield updates, empty while a long prompt is decoded; if the caller stops early, the next call continues."""
-        while self._pending:
-            if (updates := next(self._pending[0], None)) is None:
-                self._pending.popleft()
-            else:
-                yield updates
-
-    @property
-    def is_done(self) -> bool:
-        return not self._pending
-
-    def _pieces(self, update: ChoiceUpdate, scores: Scores) -> Iterator[list[ChoiceUpdate]]:
-        """Yield the pieces of an update. A choice's first piece has its prompt's text; long prompts have several."""
-        number = update.index // self._num_choices
+    def _pieces(self, delta: ChoiceDelta) -> Iterator[ChoiceDelta | None]:
+        """Yield the pieces of a delta, None while a long prompt is decoded. A choice's first piece has its prompt."""
+        number = delta.index // self._num_choices
         if self._drop_answers:
-            reason = None if update.reason is None else FinishReason.LENGTH
-            update = structs.replace(update, text="", logprobs=(), token_ids=(), reason=reason)
+            reason = None if delta.reason is None else FinishReason.LENGTH
+            delta = structs.replace(delta, text="", logprobs=(), token_ids=(), reason=reason)
         yield from self._read(number)
         text = self._texts[number]
-        moved = tuple(structs.replace(entry, text_offset=entry.text_offset + len(text)) for entry in update.logprobs)
-        if update.index in self._begun:
-            yield [structs.replace(update, logprobs=moved)]
+        moved = tuple(structs.replace(entry, text_offset=entry.text_offset + len(text)) for entry in delta.logprobs)
+        if delta.index in self._begun:
+            yield structs.replace(delta, logprobs=moved)
             return
-        self._begun.add(update.index)
-        tokens = self._prompts[number]
+        self._begun.add(delta.index)
+        tokens, scores = self._prompts[number], self._scores[number]
         entries = prompt_entries(self._encoder, self._spellings, tokens, scores) if scores else iter(())
         own = tuple(islice(entries, ENTRIES_OF_PIECE))
         while following := tuple(islice(entries, ENTRIES_OF_PIECE)):
-            yield [ChoiceUpdate(update.index, text, None, own)]
+            yield ChoiceDelta(delta.index, text, None, own)
             text, own = "", following
-        yield [structs.replace(update, text=text + update.text, logprobs=(*own, *moved))]
+        yield structs.replace(delta, text=text + delta.text, logprobs=(*own, *moved))
 
-    def _read(self, number: int) -> Iterator[list[ChoiceUpdate]]:
-        """Decode a prompt once for all its choices, yielding empty lists to allow interruptions."""
+    def _read(self, number: int) -> Iterator[None]:
+        """Decode a prompt once for all its choices, with a yield after each step."""
         if number in self._texts:
             return
         pieces: list[str] = []
         for step in _steps(self._encoder, self._prompts[number]):
             pieces += step
-            yield []
+            yield
         self._texts[number] = "".join(pieces)
-
-
-def prompt_echo(
-    encoder: PromptEncoder, request: CompletionRequest, prompts_token_ids: Sequence[list[int]]
-) -> PromptEcho | None:
-    """None: the request does not ask for it."""
-    return PromptEcho(encoder, request, prompts_token_ids) if request.echo else None
 
 
 def _steps(encoder: PromptEncoder, token_ids: Sequence[int]) -> Iterator[Iterable[str]]:
@@ -163,11 +150,11 @@ class AnswerExtras:
         """Fields of the first chunk of each choice as a whole."""
         return {} if self._prompt_in_choice else self._of_prompt(0)
 
-    def of_chunk(self, update: ChoiceUpdate, *, is_first: bool) -> Fields:
+    def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Fields:
         """Fields of the choice in a chunk; `is_first`: it has text or tokens for the first time."""
-        fields = self._of_tokens(update.token_ids)
+        fields = self._of_tokens(delta.token_ids)
         if is_first and self._prompt_in_choice:
-            fields |= self._of_prompt(update.index // self._num_choices)
+            fields |= self._of_prompt(delta.index // self._num_choices)
         return fields
 
     def _of_tokens(self, token_ids: Sequence[int]) -> Fields:

@@ -5,20 +5,18 @@ one, and an end without a token is merged into the chunk of the last token. That
 be the last one.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from msgspec import structs
 
-from gateway.errors import GatewayError
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import ChoiceDelta, Stage
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import UsageCount
 
 
 class Counted(Protocol):
-    """The part of Generation used here."""
+    """The part of Answer used here."""
 
     @property
     def usage(self) -> UsageCount: ...
@@ -27,14 +25,13 @@ class Counted(Protocol):
 
 
 class ContinuousUsage:
+    """Counts the tokens of one stream."""
+
     def __init__(self, request: CompletionRequest, counted: Counted) -> None:
-        """Count the tokens of one stream."""
         # Samples that best_of drops are not sent, but they are counted, all when the last one has ended.
         self._counts_sent = not request.choices.is_best_of
         self._counted = counted
         self._num_sent = 0
-        self._failure: GatewayError | None = None
-        self._last: dict[int, ChoiceUpdate] = {}  # of each choice, until it is known whether its end came with it
 
     @property
     def so_far(self) -> UsageCount:
@@ -42,56 +39,48 @@ class ContinuousUsage:
         usage = self._counted.usage
         return replace(usage, completion_tokens=self._num_sent) if self._counts_sent else usage
 
-    def with_tokens_of(self, update: ChoiceUpdate) -> UsageCount:
-        self._num_sent += len(update.token_ids)
+    def with_tokens_of(self, delta: ChoiceDelta) -> UsageCount:
+        self._num_sent += len(delta.token_ids)
         return self.so_far
 
-    def with_ends(self, ready: Iterable[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
-        """Join the last update of each choice with its end.
 
-        An error of `ready` is raised after the updates before it. A caller that stops early continues with the next
-        `ready`.
-        """
-        try:
-            for updates in ready if self._failure is None else ():
-                if sent := [known for update in updates for known in self._after(update)]:
-                    yield sent
-        except GatewayError as error:
-            self._failure = error  # kept, because a caller may stop before it is raised
-        yield from self._rest()
-        if self._failure is not None:
-            raise self._failure
+class EndJoiner(Stage):
+    """Joins the last delta of each choice with its end."""
 
-    def _after(self, update: ChoiceUpdate) -> Iterator[ChoiceUpdate]:
-        before = self._last.pop(update.index, None)
-        if before is not None and (update.reason is None or update.token_ids):
-            yield before
+    holds_back = True
+
+    def __init__(self, counted: Counted, output: Stage) -> None:
+        self._counted = counted
+        self._output = output
+        self._last: dict[int, ChoiceDelta] = {}  # of each choice, until it is known whether its end came with it
+
+    def write(self, delta: ChoiceDelta, out: bytearray) -> None:
+        """Pass on the delta before this one, and this one if it ends its choice."""
+        before = self._last.pop(delta.index, None)
+        if before is not None and (delta.reason is None or delta.token_ids):
+            self._output.write(before, out)
             before = None
-        if update.reason is None:
-            self._last[update.index] = update
+        if delta.reason is None:
+            self._last[delta.index] = delta
         else:
-            yield update if before is None else _joined(before, update)
+            self._output.write(delta if before is None else _joined(before, delta), out)
 
-    def _rest(self) -> Iterator[Sequence[ChoiceUpdate]]:
-        """But those that wait for their end, unless there will be none."""
-        waits = {index for index in self._last if self._failure is None and self._counted.has_all_tokens(index)}
-        rest = [update for index, update in self._last.items() if index not in waits]
-        self._last = {index: self._last[index] for index in waits}
-        if rest:
-            yield rest
+    def flush(self, out: bytearray, *, is_last: bool = False) -> None:
+        """Pass on what is held, but not what waits for its end, unless there will be none."""
+        held, self._last = self._last, {}
+        for index, delta in held.items():
+            if is_last or not self._counted.has_all_tokens(index):
+                self._output.write(delta, out)
+            else:
+                self._last[index] = delta
 
 
-def _joined(update: ChoiceUpdate, end: ChoiceUpdate) -> ChoiceUpdate:
+def _joined(delta: ChoiceDelta, end: ChoiceDelta) -> ChoiceDelta:
     return structs.replace(
         end,
-        text=update.text + end.text,
-        logprobs=(*update.logprobs, *end.logprobs),
-        token_ids=update.token_ids,
-        reasoning=update.reasoning + end.reasoning,
-        tool_calls=(*update.tool_calls, *end.tool_calls),
+        text=delta.text + end.text,
+        logprobs=(*delta.logprobs, *end.logprobs),
+        token_ids=delta.token_ids,
+        reasoning=delta.reasoning + end.reasoning,
+        tool_calls=(*delta.tool_calls, *end.tool_calls),
     )
-
-
-def continuous_usage(request: CompletionRequest, counted: Counted) -> ContinuousUsage | None:
-    """None: the request does not ask for it."""
-    return ContinuousUsage(request, counted) if request.continuous_usage else None

@@ -1,4 +1,4 @@
-"""Select the parsers of a chat's answer by the model's formats and the request.
+"""Select the parsers of a chat's answer by the model's formats and the request; ParserStage applies one.
 
 A forced call is parsed as its grammar writes it; other calls as the model's family does. Reasoning is parsed unless a
 grammar leaves no room for it.
@@ -8,6 +8,9 @@ import hashlib
 from collections.abc import Mapping
 from functools import partial
 
+from msgspec import structs
+
+from gateway.pipeline.choice_writer import ChoiceDelta, Write
 from gateway.pipeline.request import CompletionRequest
 from gateway.text.parsers.formats import HARMONY, REASONING_FORMATS, CallFormat, ReasoningFormat
 from gateway.text.parsers.harmony import Harmony
@@ -17,6 +20,27 @@ from gateway.text.parsers.tool_calls import NamedCall, answer_or_calls_parser, l
 from gateway.text.served_model import ServedModel
 
 _PROMPT_END_TOKENS = 32  # enough for the header of harmony, and for white space after an open tag
+
+
+class ParserStage:
+    """Divides the text of one choice into content, reasoning, and calls."""
+
+    def __init__(self, parser: MessageParser, output: Write) -> None:
+        self._parser = parser
+        self._output = output
+
+    def write(self, delta: ChoiceDelta, out: bytearray) -> None:
+        """Pass on the delta with what the parser found in its text."""
+        is_last = delta.reason is not None
+        found = self._parser.push(delta.text, num_tokens=len(delta.token_ids), is_last=is_last)
+        parsed = structs.replace(
+            delta,
+            text=found.content,
+            reasoning=found.reasoning,
+            tool_calls=found.tool_calls,
+            called_tools=is_last and self._parser.num_calls > 0,
+        )
+        self._output(parsed, out)
 
 
 def message_parsers(

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from gateway.errors import GatewayError
 from gateway.http.sse import DONE, KEEP_ALIVE, error_event, event
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import ChoiceDelta
 from gateway.text.logprobs import LogprobEntry
 from gateway.text.long_json import GrownForm, json_pieces
 from gateway.text.parsers.message import ToolCallDelta
@@ -93,7 +93,7 @@ class ChoiceResult:
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of the choice beyond OpenAI's
     reasoning: str = ""
     tool_calls: Sequence[ToolCallDelta] = ()  # whole ones
-    updates: Sequence[ChoiceUpdate] = ()  # all of the above as it came, but for what the format took of it
+    updates: Sequence[ChoiceDelta] = ()  # all of the above as it came, but for what the format took of it
 
 
 class ResponseFormat:
@@ -117,14 +117,14 @@ class ResponseFormat:
         """Return what a choice begins with."""
         return b""
 
-    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+    def text(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         raise NotImplementedError
 
-    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
+    def delta(self, update: ChoiceDelta, usage: UsageCount | None = None) -> bytes:
         """Return reasoning and tool calls of a choice that is parsed."""
         return b""
 
-    def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+    def finish(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         """Return the end of a choice. It has text only if every chunk has its usage; `extra` belongs to the end."""
         return b""
 
@@ -139,7 +139,7 @@ class ResponseFormat:
         """Return the events that end a stream with an error."""
         raise NotImplementedError
 
-    def collect(self, update: ChoiceUpdate) -> ChoiceUpdate:
+    def collect(self, update: ChoiceDelta) -> ChoiceDelta:
         """Take an update of an answer that is not streamed; return what body() still needs of it.
 
         Log-probabilities are encoded here, in the key's time slices, so that body() only joins them.
@@ -189,13 +189,13 @@ class ChunkFormat(ResponseFormat):
         """Return the field that holds text in a choice's last chunk."""
         raise NotImplementedError
 
-    def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+    def finish(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         shown = self.logprobs(update.logprobs) if update.logprobs else None
         end = {"logprobs": shown, "finish_reason": update.finish_name}
         choice = {"index": update.index, **self.last_content(update.text), **end}
         return self._chunk([{**choice, **(extra or {})}], None if usage is None else usage.as_object())
 
-    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+    def text(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         prefix = self._text_prefixes.get(update.index)
         if prefix is None:
             prefix = self._chunk_head + f',"choices":[{{"index":{update.index},{self.before_text}'.encode()
@@ -210,7 +210,7 @@ class ChunkFormat(ResponseFormat):
         counted = self._no_usage if usage is None else b',"usage":' + _encode(usage.as_object())
         return prefix + json_text(update.text) + after + b"]" + counted + b"}\n\n"
 
-    def collect(self, update: ChoiceUpdate) -> ChoiceUpdate:
+    def collect(self, update: ChoiceDelta) -> ChoiceDelta:
         index, logprobs = update.index, update.logprobs
         if logprobs:
             self._waiting.setdefault(index, []).extend(logprobs)

@@ -26,12 +26,12 @@ from gateway.http.event_stream import EventStream
 from gateway.http.kept_bodies import BuiltBody, SharedBody
 from gateway.metrics import ModelMetrics
 from gateway.model_service import ModelService
+from gateway.pipeline.answer import Answer
 from gateway.pipeline.answer_extras import AnswerExtras
 from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.context import RequestContext, context_of
-from gateway.pipeline.delivery import Reply, collect_reply, stream_reply
-from gateway.pipeline.generation import Generation
 from gateway.pipeline.kept import KeptAnswer
+from gateway.pipeline.reply import Delivery
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import Body, ReplyHeader, ResponseFormat
 from gateway.pipeline.retention import listed_names
@@ -92,7 +92,7 @@ class AnswerSubmission:
             self._headers |= {"Content-Location": f"/v1/requests/{self.answer_id}"}
             num_choices = len(completion.prompts) * completion.n
             self._numbers = EventNumbers(num_choices, context.headers.get(LAST_EVENT_ID, ""))
-        self._generation: Generation | None = None  # once the store has it
+        self._answer: Answer | None = None  # once the store has it
         self._charge: TokenCharge | None = None  # if its key has a limit of tokens
 
     @property
@@ -140,9 +140,7 @@ class AnswerSubmission:
         """Prepare to read the answer. A worker may already have begun."""
         try:
             arrived_at = self._context.arrived_at
-            self._generation = Generation(
-                self._service, self._model, self._completion, streams, arrived_at, metrics, ended_at
-            )
+            self._answer = Answer(self._service, self._model, self._completion, streams, arrived_at, metrics, ended_at)
         except Exception:
             for stream in streams:  # nobody will read them
                 self._service.background.start(self._service.client.submission.release(stream))
@@ -156,14 +154,14 @@ class AnswerSubmission:
         return web.Response(body=body, content_type="application/json", headers=self._headers)
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
-        reply = self._reply()
-        headers = {**self._headers, **reply.response_format.stream_headers}
-        stream = EventStream(http, headers, self._context.state.watch, reply.response_format.keep_alive)
-        return await stream_reply(stream, reply)
+        delivery = self._delivery()
+        response_format = delivery.response_format
+        headers = {**self._headers, **response_format.stream_headers}
+        return await delivery.stream(EventStream(http, headers, self._context.state.watch, response_format.keep_alive))
 
     async def collect(self) -> Body:
         """Return the complete body. Raises the error that the answer ended with."""
-        return await collect_reply(self._reply())
+        return await self._delivery().collect()
 
     def release(self, *, is_withdrawn: bool = False) -> None:
         """Release it: a kept answer continues for detach_seconds unless `is_withdrawn`; others are withdrawn now."""
@@ -174,8 +172,8 @@ class AnswerSubmission:
         await self._service.client.archive.forget([request.request_id for request in self._requests], name)
 
     def _leave(self, grace_seconds: float | None, then: Callable[[], None]) -> None:
-        if self._generation is not None:
-            self._generation.leave(grace_seconds, then)
+        if self._answer is not None:
+            self._answer.leave(grace_seconds, then)
         else:
             then()
 
@@ -184,7 +182,7 @@ class AnswerSubmission:
             self._charge.settle()
 
     def _num_used_tokens(self) -> int:
-        return self._generation.usage.all_tokens if self._generation is not None else 0
+        return self._answer.usage.all_tokens if self._answer is not None else 0
 
     def _max_output_tokens(self) -> int:
         """Return the tokens to reserve for all choices."""
@@ -212,14 +210,14 @@ class AnswerSubmission:
             )
         )
 
-    def _reply(self) -> Reply:
-        assert self._generation is not None, "submit"
+    def _delivery(self) -> Delivery:
+        assert self._answer is not None, "submit"
         response_format, prompts = self._format(), [request.prompt_token_ids for request in self._requests]
         in_choice = response_format.prompt_in_choice
-        return Reply(
+        return Delivery(
             work=self._context.work,
             completion=self._completion,
-            generation=self._generation,
+            answer=self._answer,
             response_format=response_format,
             extras=AnswerExtras(self._completion, self._model.encoder, prompts, prompt_in_choice=in_choice),
             include_usage=self._include_usage,

@@ -116,10 +116,6 @@ class _ChoiceTokens:
         """Keep log-probabilities by index until they are read, as copies that do not keep their message alive."""
         self.logprobs.update({index: encoded.copy() for index, encoded in logprobs.items()})
 
-    def peek(self) -> TokenEvent | None:
-        """Return everything unread if it came in one event."""
-        return self._next
-
     def read(self, request_id: str) -> TokenEvent:
         """Return the unread tokens, at most one event's; `is_queued` stays set if more remain."""
         if (event := self._next) is not None:
@@ -301,17 +297,6 @@ class Inbox(AsyncIterator[StreamEvent]):
             return event
         terminal, self._terminal = self._terminal, None
         return terminal
-
-    def read_whole(self) -> TokenEvent | None:
-        """Return everything unread if it is one event of plain tokens, as nearly always; else None: use read()."""
-        unread = self._unread
-        if len(unread) != 1 or self._terminal is not None or self.state is StreamState.PAUSED:
-            return None
-        event = unread[0].peek()
-        if event is None or event.logprobs:
-            return None
-        unread.pop().read(self.request_id)
-        return event
 
     async def __anext__(self) -> StreamEvent:
         while (event := self.read()) is None:

@@ -182,7 +182,8 @@ class Recovery:
             if needs_of(stream.request) and was_refused_as_unreadable(answer[1]):
                 await self._submit_to_newer(stream)
                 return
-            has_hole = stream.state is StreamState.NEEDS_JOURNAL  # from events that arrived while decoding
+            # From events that arrived while decoding.
+            has_hole = stream.state is StreamState.NEEDS_JOURNAL or stream.state is StreamState.DIVERGED
             if not stream.add_journal(*answer):
                 await self._mend(stream)
             elif has_hole:

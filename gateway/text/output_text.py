@@ -182,16 +182,11 @@ class OutputText:
         self._terminal_token_ids = terminal_token_ids
         self._min_tokens = min_tokens
         self._include_stop_token = include_stop_token
-        self._held_terminal: int | None = None
+        self.held_terminal: int | None = None  # a last token that may not have ended this sequence
         self.num_tokens = 0  # consumed, including the one that completed a stop string
         self.token_start = 0  # offset of the last token in the text, in characters, held-back text included
         self.stopped = False
         self._num_characters = 0
-
-    @property
-    def holds_terminal(self) -> bool:
-        """Whether the last token is an end-of-sequence token that may not have ended this sequence."""
-        return self._held_terminal is not None
 
     @property
     def stop_string(self) -> str | None:
@@ -202,27 +197,20 @@ class OutputText:
         """Return whether the token that ended the sequence is part of the text."""
         return reason is not FinishReason.STOP or self._include_stop_token
 
-    def push_plain(self, token_id: int) -> str | None:
-        """Push a token that can neither end the text nor be held back; return None without consuming any other."""
-        if self._has_stops or self._held_terminal is not None or token_id in self._terminal_token_ids:
-            return None
-        self.num_tokens += 1
-        self.token_start = self._num_characters
-        text = self._detokenizer.push(token_id)
-        self._num_characters += len(text)
-        return text
-
     def push(self, token_id: int) -> str:
         """Consume a token and return text that became certain; after a stop string nothing is consumed."""
-        released = "" if self._held_terminal is None else self._release_terminal()
+        released = "" if self.held_terminal is None else self._release_terminal()
         if self.stopped:
             return released
         self.num_tokens += 1
         self.token_start = self._num_characters
         if token_id in self._terminal_token_ids:
-            self._held_terminal = token_id
+            self.held_terminal = token_id
             return released
-        text = self._text_of(token_id)
+        text = self._detokenizer.push(token_id)
+        self._num_characters += len(text)
+        if self._has_stops:
+            text = self._through_stops(text)
         return released + text if released else text
 
     def finish(self, reason: FinishReason) -> str:
@@ -240,13 +228,12 @@ class OutputText:
 
     def _release_terminal(self) -> str:
         """Return the text of the held token, which did not end the sequence or is shown."""
-        held, self._held_terminal = self._held_terminal, None
-        return "" if held is None else self._text_of(held)
-
-    def _text_of(self, token_id: int) -> str:
-        text = self._detokenizer.push(token_id)
+        held, self.held_terminal = self.held_terminal, None
+        if held is None:
+            return ""
+        text = self._detokenizer.push(held)
         self._num_characters += len(text)
-        return self._through_stops(text) if self._has_stops else text
+        return self._through_stops(text)
 
     def _through_stops(self, text: str) -> str:
         # Within min_tokens a stop string may not even begin.

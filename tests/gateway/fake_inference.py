@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from gateway.fleet import ready_workers
-from gateway.store.inbox import MAX_READ_TOKENS
 from gateway.store.inference_client import QueueStats, RetentionTerms, Share, WorkerStatus
 from gateway.store.store_probe import QueueLoad, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
@@ -66,16 +65,6 @@ class FakeStream:
             self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
         self._events.append(event)
         self.on_ready()
-
-    def read_whole(self) -> TokenEvent | None:
-        """Return a single waiting plain token event, like Inbox.read_whole()."""
-        event = self._events[0] if len(self._events) == 1 else None
-        if not isinstance(event, TokenEvent) or event.choice or not 0 < len(event.token_ids) <= MAX_READ_TOKENS:
-            return None
-        if event.logprobs or event.finish_reason is not None:
-            return None
-        self._events.clear()
-        return event
 
     def read(self) -> StreamEvent | None:
         return self._events.popleft() if self._events else None

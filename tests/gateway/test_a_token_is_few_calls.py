@@ -41,8 +41,8 @@ def gateway_calls(work: Callable[[], None]) -> int:
     [
         ("/v1/completions", {"prompt": "hi"}, 16),
         ("/v1/chat/completions", {"messages": MESSAGES}, 16),
-        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}, 21),
-        ("/v1/responses", {"input": "hi", "store": False}, 21),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}, 16),
+        ("/v1/responses", {"input": "hi", "store": False}, 16),
     ],
 )
 async def test_plain_token_costs_few_calls(

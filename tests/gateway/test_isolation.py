@@ -58,7 +58,7 @@ async def test_queued_request_is_withdrawn_if_its_response_fails(
     def fail(*_: object) -> None:
         raise RuntimeError("/srv/secret")
 
-    monkeypatch.setattr("gateway.pipeline.generation.message_parsers", fail)
+    monkeypatch.setattr("gateway.pipeline.answer.message_parsers", fail)
     async with gateway.session.post("/v1/completions", json=BODY) as response:
         assert response.status == 500 and b"secret" not in await response.read()
     (request,) = gateway.engine.requests

@@ -1,15 +1,12 @@
 """The event loop is shared by key in time slices. Pieces of work are counted, and only work moves the clock."""
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.pipeline.reading import Reading, Sink
-from gateway.work.loop_scheduler import ROUND_SECONDS, SLICE_SECONDS, KeyScheduler, LoopScheduler
-from shared.messages import FinishReason
+from gateway.pipeline.answer import WRITE_BYTES, AnswerLoop
+from gateway.work.loop_scheduler import ROUND_SECONDS, SLICE_SECONDS, LoopScheduler
 
 PIECE_SECONDS = SLICE_SECONDS / 4
 MAX_PIECES_PER_SLICE = 5  # pieces: the last may begin before the slice ends, because sums of quarters are inexact
@@ -124,110 +121,114 @@ async def test_round_is_bounded_for_any_number_of_keys() -> None:
 
 
 class Tokens:
-    """The part of a Generation that is read: a number of updates that are ready."""
+    """The part of an Answer that AnswerLoop uses: tokens that are ready, each as long as one write."""
 
-    def __init__(self, scheduler: KeyScheduler, num_tokens: int) -> None:
-        self.scheduler = scheduler
-        self.waiting = deque([ChoiceUpdate(0, "x", None)] * (num_tokens - 1))
-        self.waiting.append(ChoiceUpdate(0, "", FinishReason.STOP))
+    def __init__(self, loop: CountedLoop, key: str, num_tokens: int) -> None:
+        self.scheduler = loop.scheduler.of(key)
+        self.num_left = num_tokens
         self.listener: Callable[[], None] | None = None
+        self._loop = loop
 
     @property
     def is_over(self) -> bool:
-        return not self.waiting
+        return not self.num_left
 
     def listen(self, listener: Callable[[], None]) -> None:
         self.listener = listener
 
-    def read_plain(self) -> Sequence[ChoiceUpdate] | None:
-        return None
+    def write_ready(self, out: bytearray) -> Iterator[int]:
+        while self.num_left:
+            self.num_left -= 1
+            self._loop.now += PIECE_SECONDS
+            out += bytes(WRITE_BYTES)
+            yield 1
 
-    def ready(self) -> Iterator[Sequence[ChoiceUpdate]]:
-        while self.waiting:
-            yield [self.waiting.popleft()]
 
+class Taker:
+    """An output that logs each write, and does not keep up with one of them until it may go on."""
 
-class Taker(Sink):
-    def __init__(self, loop: CountedLoop, key: str, refuses: int = 0) -> None:
+    def __init__(self, loop: CountedLoop, name: str, refuses: int = 0) -> None:
         self._loop = loop
-        self._key = key
+        self._name = name
         self._refuses = refuses
         self._num_taken = 0
         self.may_go_on = asyncio.Event()
 
-    def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
-        self._loop.now += PIECE_SECONDS
-        self._loop.log.append(self._key)
+    def push(self, data: bytes) -> bool:
+        self._loop.log.append(self._name)
         self._num_taken += 1
         return self._num_taken != self._refuses
 
-    async def caught_up(self) -> None:
+    async def drain(self) -> None:
         await self.may_go_on.wait()
 
 
 async def test_first_token_beside_100000_waits_for_a_few_slices() -> None:
     loop = CountedLoop()
-    many = [Tokens(loop.scheduler.of("hostile"), 1_000) for _ in range(100)]
-    readings = [asyncio.create_task(Reading(tokens, Taker(loop, "hostile")).to_end()) for tokens in many]
+    many = [Tokens(loop, "hostile", 1_000) for _ in range(100)]
+    answers = [asyncio.create_task(AnswerLoop(tokens, Taker(loop, "hostile")).to_end()) for tokens in many]
     await asyncio.sleep(0)
     before = len(loop.log)
-    await asyncio.create_task(Reading(Tokens(loop.scheduler.of("polite"), 1), Taker(loop, "polite")).to_end())
+    await asyncio.create_task(AnswerLoop(Tokens(loop, "polite", 1), Taker(loop, "polite")).to_end())
     assert loop.log[before:].index("polite") <= 2 * MAX_PIECES_PER_SLICE
-    assert sum(len(tokens.waiting) for tokens in many) > 99_000
-    await asyncio.gather(*readings)
+    assert sum(tokens.num_left for tokens in many) > 99_000
+    await asyncio.gather(*answers)
     assert loop.log.count("hostile") == 100_000, "no token is lost"
 
 
 async def test_slow_reader_delays_only_its_own_answer() -> None:
-    """It gets no slices until it has caught up, and its unread updates stay where they are."""
+    """It gets no slices until it has caught up, and its unread tokens stay where they are."""
     loop = CountedLoop()
-    slow, quick = Tokens(loop.scheduler.of("a"), 100), Tokens(loop.scheduler.of("a"), 100)
+    slow, quick = Tokens(loop, "a", 100), Tokens(loop, "a", 100)
     taker = Taker(loop, "slow", refuses=3)
-    reading = asyncio.create_task(Reading(slow, taker).to_end())
-    await Reading(quick, Taker(loop, "quick")).to_end()
-    assert loop.log.count("slow") == 3 and len(slow.waiting) == 97
+    answer = asyncio.create_task(AnswerLoop(slow, taker).to_end())
+    await AnswerLoop(quick, Taker(loop, "quick")).to_end()
+    assert loop.log.count("slow") == 3 and slow.num_left == 97
     assert slow.listener is not None
     slow.listener()
     await asyncio.sleep(0)
     assert loop.log.count("slow") == 3
     taker.may_go_on.set()
-    await reading
+    await answer
     assert loop.log.count("slow") == 100
 
 
 class OneByOne(Tokens):
-    """Plain tokens; each one arrives when the previous one was read."""
+    """Short tokens; each one arrives when the previous one was read."""
 
-    def read_plain(self) -> Sequence[ChoiceUpdate] | None:
-        return [self.waiting.popleft()] if len(self.waiting) > 1 else None
+    def write_ready(self, out: bytearray) -> Iterator[int]:
+        self.num_left -= 1
+        out += b"x"
+        yield 1
 
 
-async def test_slow_reader_is_awaited_between_plain_tokens() -> None:
+async def test_slow_reader_is_awaited_between_short_tokens() -> None:
     loop = CountedLoop()
-    slow = OneByOne(loop.scheduler.of("a"), 100)
+    slow = OneByOne(loop, "a", 100)
     taker = Taker(loop, "slow", refuses=1)
-    reading = asyncio.create_task(Reading(slow, taker).to_end())
+    answer = asyncio.create_task(AnswerLoop(slow, taker).to_end())
     await asyncio.sleep(0)
     assert slow.listener is not None
     for _ in range(5):
         slow.listener()
     assert loop.log == ["slow"], "it read one token and has not caught up"
     taker.may_go_on.set()
-    while not reading.done():
+    while not answer.done():
         slow.listener()
         await asyncio.sleep(0)
     assert loop.log == ["slow"] * 100
 
 
 async def test_exception_is_raised_where_the_answer_is_read() -> None:
-    class Failing(Sink):
-        def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
+    class Failing(Tokens):
+        def write_ready(self, out: bytearray) -> Iterator[int]:
+            yield 1
             raise ValueError("no such text")
 
     loop = CountedLoop()
     Work(loop, "a", 100).begin()  # so that it is read in a later slice
     with pytest.raises(ValueError, match="no such text"):
-        await Reading(Tokens(loop.scheduler.of("a"), 10), Failing()).to_end()
+        await AnswerLoop(Failing(loop, "a", 10)).to_end()
     other = Work(loop, "a", 100)
     other.begin()
     await loop.run(lambda: other.num_left > 0)
@@ -236,12 +237,12 @@ async def test_exception_is_raised_where_the_answer_is_read() -> None:
 async def test_abandoned_answer_gets_no_slices() -> None:
     loop = CountedLoop()
     Work(loop, "a", 8).begin()
-    tokens = Tokens(loop.scheduler.of("a"), 1_000)
-    reading = asyncio.create_task(Reading(tokens, Taker(loop, "gone")).to_end())
+    tokens = Tokens(loop, "a", 1_000)
+    answer = asyncio.create_task(AnswerLoop(tokens, Taker(loop, "gone")).to_end())
     await asyncio.sleep(0)
-    num_waiting = len(tokens.waiting)
-    reading.cancel()
-    await asyncio.wait([reading])
+    num_left = tokens.num_left
+    answer.cancel()
+    await asyncio.wait([answer])
     for _ in range(5):
         await asyncio.sleep(0)
-    assert num_waiting - len(tokens.waiting) <= MAX_PIECES_PER_SLICE
+    assert num_left - tokens.num_left <= MAX_PIECES_PER_SLICE

@@ -20,7 +20,7 @@ from gateway.fleet import (
 )
 from gateway.http.json_body import decode_body
 from gateway.model_service import ModelOptions, model_options
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import ChoiceDelta
 from gateway.pipeline.plan import Tenant, plan_requests
 from gateway.pipeline.response_format import ReplyHeader, UsageCount, json_text
 from gateway.settings import GatewaySettings
@@ -106,11 +106,11 @@ def test_json_text_is_one_line_for_every_reader(text: str) -> None:
 @pytest.mark.parametrize("usage_in_chunks", [False, True])
 def test_chunk_from_the_template_equals_the_encoded_object(usage_in_chunks: bool) -> None:
     chunks = ChatFormat(ReplyHeader(response_id="1", model='a "model"', created=1, usage_in_chunks=usage_in_chunks))
-    data = json.loads(chunks.text(ChoiceUpdate(3, "x\n", None)).removeprefix(b"data: "))
+    data = json.loads(chunks.text(ChoiceDelta(3, "x\n", None)).removeprefix(b"data: "))
     expected = json.loads(chunks.first(3).removeprefix(b"data: "))
     expected["choices"][0]["delta"] = {"content": "x\n"}
     assert data == expected and ("usage" in data) is usage_in_chunks
-    counted = json.loads(chunks.text(ChoiceUpdate(0, "x", None), UsageCount(1, 2, 1)).removeprefix(b"data: "))
+    counted = json.loads(chunks.text(ChoiceDelta(0, "x", None), UsageCount(1, 2, 1)).removeprefix(b"data: "))
     assert counted["usage"] == {
         "prompt_tokens": 1,
         "completion_tokens": 2,

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import threading
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ import pytest
 from gateway.apis.completions.schema import parse_completion
 from gateway.apis.responses.items import OutputItems
 from gateway.http.json_body import decode_body
-from gateway.pipeline import delivery
+from gateway.pipeline import reply as pipeline_reply
 from gateway.pipeline.answer_extras import ENTRIES_OF_PIECE, TOKENS_OF_STEP, PromptEcho
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import Backlog, ChoiceDelta
 from gateway.store.inbox import MAX_READ_SCORES, MAX_READ_TOKENS, Inbox
 from gateway.text.served_model import ServedModel
 from shared.messages import (
@@ -80,25 +81,25 @@ async def test_ready_answer_is_written_in_time_slices(
 
 async def test_collected_tokens_are_freed_in_pieces(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     """Freed at once after a disconnect, 16,000 tokens with 20 logprobs each stop the loop for 70 ms."""
-    all_collected: list[delivery._Collected] = []
+    all_collected: list[pipeline_reply.Collector] = []
 
-    class Seen(delivery._Collected):
+    class Seen(pipeline_reply.Collector):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             all_collected.append(self)
 
-    monkeypatch.setattr(delivery, "_Collected", Seen)
-    monkeypatch.setattr(delivery, "_FREED_TOKENS", 10)
+    monkeypatch.setattr(pipeline_reply, "Collector", Seen)
+    monkeypatch.setattr(pipeline_reply, "_FREED_TOKENS", 10)
     gateway.engine.script = lambda request: [TokenEvent(request.request_id, 0, [5] * NUM_TOKENS)]  # and no end
     asked = asyncio.create_task(gateway.session.post("/v1/completions", json=BODY))
-    while not all_collected or len(all_collected[0].updates[0]) < NUM_TOKENS:
+    while not all_collected or len(all_collected[0].deltas[0]) < NUM_TOKENS:
         await asyncio.sleep(0.001)
     asked.cancel()
     sizes = [NUM_TOKENS]
     async with asyncio.timeout(PATIENCE_SECONDS):
         while sizes[-1]:
             await asyncio.sleep(0)
-            sizes.append(len(all_collected[0].updates[0]))
+            sizes.append(len(all_collected[0].deltas[0]))
     assert max(before - after for before, after in itertools.pairwise(sizes)) == 10
 
 
@@ -107,7 +108,7 @@ async def test_written_prompt_logprobs_are_freed_in_pieces(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     """Freed at once, those of 32 prompts of 8,000 tokens stop the loop for 8 ms."""
-    monkeypatch.setattr(delivery, "_FREED_SCORES", 10)
+    monkeypatch.setattr(pipeline_reply, "_FREED_SCORES", 10)
     gateway.engine.script = None
     asked = asyncio.create_task(gateway.session.post("/v1/completions", json={"prompt": [5] * 201, **fields}))
     stream = await gateway.engine.next_stream()
@@ -125,9 +126,9 @@ async def test_written_prompt_logprobs_are_freed_in_pieces(
 
 def test_prompt_logprobs_of_a_kept_stream_are_not_freed() -> None:
     """The client has left, but the answer is stored, and is complete once all of them have arrived."""
-    generation = SimpleNamespace(is_over=False, prompt_scores=[{1: scored(5)}])
-    delivery._let_go(SimpleNamespace(generation=generation))  # type: ignore[arg-type]
-    assert len(generation.prompt_scores[0]) == 1
+    answer = SimpleNamespace(is_over=False, prompt_scores=[{1: scored(5)}], write_to=lambda _stage: None)
+    pipeline_reply.Delivery._let_go(SimpleNamespace(answer=answer))  # type: ignore[arg-type]
+    assert len(answer.prompt_scores[0]) == 1
 
 
 @pytest.mark.parametrize("counts", [{}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}])
@@ -152,13 +153,13 @@ async def test_long_bodies_are_built_on_a_thread_and_never_refused(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    make = delivery._body_of
+    make = pipeline_reply.Delivery._body_of
 
     def watched(*arguments: Any) -> bytes | bytearray:
         threads.append(threading.get_ident())
         return make(*arguments)
 
-    monkeypatch.setattr("gateway.pipeline.delivery._body_of", watched)
+    monkeypatch.setattr(pipeline_reply.Delivery, "_body_of", watched)
     monkeypatch.setattr("gateway.work.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
     for num_tokens in (10, 2000):
         gateway.engine.script = says([5] * num_tokens)
@@ -192,13 +193,13 @@ async def test_long_prompt_of_ids_is_read_in_pieces(gateway: Gateway, tiny_model
     encoder = tiny_model.encoder
     prompt = [5 + place % 90 for place in range(4 * TOKENS_OF_STEP + 1)]
     request = parse_completion(decode_body(json.dumps({"prompt": prompt, "echo": True, "n": 2}).encode()))
-    echo = PromptEcho(encoder, request, [prompt])
-    echo.take([ChoiceUpdate(0, "!", None), ChoiceUpdate(1, "?", None)], [{}])
-    batches = list(echo.ready())
+    backlog: Backlog = deque()
+    echo = PromptEcho(encoder, request, [prompt], [{}], backlog)
+    for delta in (ChoiceDelta(0, "!", None), ChoiceDelta(1, "?", None)):
+        echo.write(delta, bytearray())
+    pieces = [piece for deltas, _ in backlog for piece in deltas]
     text = encoder.decode(prompt, skip_special_tokens=False)
-    assert [len(updates) for updates in batches] == [0] * 6 + [1, 1]
-    assert [update.text for updates in batches for update in updates] == [text + "!", text + "?"]
-    assert echo.is_done
+    assert [piece and piece.text for piece in pieces] == [None] * 6 + [text + "!", text + "?"]
 
 
 async def test_logprobs_of_a_long_prompt_arrive_in_pieces(gateway: Gateway, tiny_model: ServedModel) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from gateway.apis.anthropic.blocks import CALL_ID_PREFIX
 from gateway.errors import ContextLengthExceeded, GatewayError
 from gateway.http.sse import named_event
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import ChoiceDelta
 from gateway.pipeline.response_format import (
     NOTHING,
     ChoiceResult,
@@ -61,26 +61,26 @@ class Piece:
 class MessageBlocks:
     def __init__(self, *, shows_reasoning: bool) -> None:
         self._shows_reasoning = shows_reasoning
-        self._open: str | None = None
+        self.open_kind: str | None = None
 
     def pieces(self, reasoning: str, tool_calls: Sequence[ToolCallDelta], text: str) -> Iterator[Piece]:
         if reasoning and self._shows_reasoning:
-            yield self._piece("thinking", reasoning)
+            yield self.piece("thinking", reasoning)
         for call in tool_calls:
-            yield self._piece("tool_use", call.arguments, call)
+            yield self.piece("tool_use", call.arguments, call)
         if text:
-            yield self._piece("text", text)
+            yield self.piece("text", text)
 
     def ending(self) -> Iterator[Piece]:
         """Yield an empty block if the message has none: a message has at least one."""
-        if self._open is None:
-            yield self._piece("text", "")
+        if self.open_kind is None:
+            yield self.piece("text", "")
 
-    def _piece(
+    def piece(
         self, kind: Literal["text", "thinking", "tool_use"], text: str, call: ToolCallDelta | None = None
     ) -> Piece:
-        begins = kind != self._open or (call is not None and call.id is not None)
-        self._open = kind
+        begins = kind != self.open_kind or (call is not None and call.id is not None)
+        self.open_kind = kind
         return Piece(kind, text, begins, call)
 
 
@@ -134,13 +134,16 @@ class AnthropicFormat(ResponseFormat):
         message = {**self._head, "content": [], **self._stop, "usage": counted}
         return named_event("message_start", {"type": "message_start", "message": message})
 
-    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
-        return self._events(self._blocks.pieces("", (), update.text))
+    def text(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        if not update.text:
+            return b""
+        start = b"" if self._blocks.open_kind == "text" else self._block_start(self._blocks.piece("text", ""))
+        return start + _TEXT_DELTA % (self._num_begun - 1, json_text(update.text))
 
-    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
+    def delta(self, update: ChoiceDelta, usage: UsageCount | None = None) -> bytes:
         return self._events(self._blocks.pieces(update.reasoning, update.tool_calls, ""))
 
-    def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+    def finish(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         self._stop = _stop(update.finish_name, update.stop_string)
         return self._events(self._blocks.ending()) + self._block_stop()
 
@@ -175,8 +178,6 @@ class AnthropicFormat(ResponseFormat):
         return before + named_event("content_block_start", start)
 
     def _block_delta(self, piece: Piece) -> bytes:
-        if piece.kind == "text":
-            return _TEXT_DELTA % (self._num_begun - 1, json_text(piece.text))
         delta = {"type": "content_block_delta", "index": self._num_begun - 1, "delta": piece.delta()}
         return named_event("content_block_delta", delta)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import ChoiceDelta
 from gateway.pipeline.response_format import NOTHING, Body, ChoiceResult, ChunkFormat, UsageCount
 from gateway.text.logprobs import chat_logprobs
 from gateway.text.parsers.message import ToolCallDelta
@@ -21,7 +21,7 @@ class ChatFormat(ChunkFormat):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice], None if usage is None else usage.as_object(), extra)
 
-    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
+    def delta(self, update: ChoiceDelta, usage: UsageCount | None = None) -> bytes:
         delta = _reasoning(update.reasoning)
         if update.tool_calls:
             delta |= {"tool_calls": [_tool_call_delta(call) for call in update.tool_calls]}

@@ -20,7 +20,7 @@ from gateway.apis.responses.schema import USER_ITEMS
 from gateway.apis.responses.tools import namespaced_names
 from gateway.errors import GatewayError
 from gateway.http.sse import error_event, event
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import ChoiceDelta
 from gateway.pipeline.response_format import (
     NOTHING,
     Body,
@@ -63,14 +63,14 @@ class ResponsesFormat(ResponseFormat):
         created = self._writer.event("response.created", response=response)
         return created + self._writer.event("response.in_progress", response=response)
 
-    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+    def text(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         return self._output.say(update.text, update.logprobs)
 
-    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
+    def delta(self, update: ChoiceDelta, usage: UsageCount | None = None) -> bytes:
         events = self._output.reason(update.reasoning) if update.reasoning else b""
         return events + b"".join(map(self._output.call, update.tool_calls))
 
-    def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+    def finish(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         self._output.say("", update.logprobs)
         self._is_cut = update.reason is FinishReason.LENGTH
         return b""
@@ -93,7 +93,7 @@ class ResponsesFormat(ResponseFormat):
         status = "cancelled" if error.code == _CANCELLED else "failed"
         return self._writer.event("response.failed", response=self._failed(status, error))
 
-    def collect(self, update: ChoiceUpdate) -> ChoiceUpdate:
+    def collect(self, update: ChoiceDelta) -> ChoiceDelta:
         """As a stream of it would be written."""
         self.delta(update)
         self.text(update)
@@ -158,7 +158,7 @@ class CompactionFormat(ResponseFormat):
         self._summary: list[str] = []
         self._usage = UsageCount()
 
-    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+    def text(self, update: ChoiceDelta, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         self._summary.append(update.text)
         return b""
 

@@ -35,21 +35,18 @@ class EventWriter:
         self._next_number = 0
 
     def event(self, kind: str, **content: Any) -> bytes:
-        data = lines_of({"type": kind, **content, "sequence_number": self._number()})
+        number, self._next_number = self._next_number, self._next_number + 1
+        data = lines_of({"type": kind, **content, "sequence_number": number})
         return b"".join((b"event: ", kind.encode(), b"\ndata: ", data, b"\n\n"))
 
     def delta(self, head: bytes, text: str) -> bytes:
         """`head`: of delta_head(), and further fields. The rest of the object is not encoded again for every token."""
-        return b'%b"sequence_number":%d,"delta":%b}\n\n' % (head, self._number(), json_text(text))
+        number, self._next_number = self._next_number, self._next_number + 1
+        return b'%b"sequence_number":%d,"delta":%b}\n\n' % (head, number, json_text(text))
 
     @staticmethod
     def delta_head(kind: str, **content: Any) -> bytes:
         return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **content})[:-1] + b","
-
-    def _number(self) -> int:
-        number = self._next_number
-        self._next_number += 1
-        return number
 
 
 class _OpenItem:
@@ -86,13 +83,18 @@ class OutputItems:
 
     def say(self, text: str, logprobs: Sequence[LogprobEntry] = ()) -> bytes:
         """Log-probabilities without a text are those of the next one, unless the model thinks or calls."""
-        if not text and self._open is not None and self._open.kind != MESSAGE:
+        opened = self._open
+        if not text and opened is not None and opened.kind != MESSAGE:
             return b""
         self._held_logprobs += logprobs
         if not text:
             return b""
-        opened, events = self._texts(MESSAGE)
-        return events + self._grow(opened, text)
+        events = b""
+        if opened is None or opened.kind != MESSAGE:
+            opened, events = self._texts(MESSAGE)
+        opened.pieces.append(text)
+        head = self._scored_head(opened) if self._held_logprobs else opened.delta_head + _NO_LOGPROBS
+        return events + self._writer.delta(head, text)
 
     def say_nothing(self) -> bytes:
         """Open an empty message if the answer has no item."""
@@ -120,7 +122,9 @@ class OutputItems:
         opened = self._open
         if opened is None:
             return b""
-        events = self._grow(opened, "") if opened.kind == MESSAGE and self._held_logprobs else b""
+        events = b""
+        if opened.kind == MESSAGE and self._held_logprobs:
+            events = self._writer.delta(self._scored_head(opened), "")
         events += self._whole_text(opened)
         opened.item["status"] = status
         self._open = None
@@ -151,16 +155,13 @@ class OutputItems:
         self._open = opened
         return opened, closed + added
 
-    def _grow(self, message: _OpenItem, text: str) -> bytes:
-        message.pieces.append(text)
-        if not self._held_logprobs:
-            return self._writer.delta(message.delta_head + _NO_LOGPROBS, text)
+    def _scored_head(self, message: _OpenItem) -> bytes:
+        """Return the head of a delta with the held log-probabilities, which are added to the message."""
         logprobs, self._held_logprobs = self._held_logprobs, []
         encoded = _encode(event_logprobs(logprobs))
-        if logprobs:
-            message.scores_of_events.extend(encoded)
-            message.scores.extend(_encode(chat_logprobs(logprobs)["content"]))
-        return self._writer.delta(b'%b"logprobs":%b,' % (message.delta_head, one_line(encoded)), text)
+        message.scores_of_events.extend(encoded)
+        message.scores.extend(_encode(chat_logprobs(logprobs)["content"]))
+        return b'%b"logprobs":%b,' % (message.delta_head, one_line(encoded))
 
     def _whole_text(self, opened: _OpenItem) -> bytes:
         text, done = "".join(opened.pieces), f"response.{opened.text_kind}.done"

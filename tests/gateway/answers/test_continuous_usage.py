@@ -1,22 +1,11 @@
-"""Sequence ends are joined with the preceding tokens.
-
-Each update and each failure is delivered once, even if a reader stops early.
-"""
-
-import json
-from collections.abc import Callable, Iterator
+"""Sequence ends are joined with the preceding tokens; each delta is passed on once."""
 
 import pytest
 
-from gateway.apis.completions.schema import parse_completion
-from gateway.errors import GatewayError, GenerationFailed
-from gateway.http.json_body import decode_body
-from gateway.pipeline.choice_progress import ChoiceUpdate
-from gateway.pipeline.continuous_usage import ContinuousUsage
+from gateway.pipeline.choice_writer import ChoiceDelta, Stage
+from gateway.pipeline.continuous_usage import EndJoiner
 from gateway.pipeline.response_format import UsageCount
 from shared.messages import FinishReason
-
-Ready = Callable[[], Iterator[list[ChoiceUpdate]]]
 
 
 class Counted:
@@ -29,72 +18,70 @@ class Counted:
         return index in self._ended
 
 
-def usage_of(*ended: int) -> ContinuousUsage:
-    body = {"prompt": "hi", "stream": True, "n": 2}
-    return ContinuousUsage(parse_completion(decode_body(json.dumps(body).encode())), Counted(set(ended)))
+class Delivered(Stage):
+    """(index, text, whether it is the end) of each delta."""
+
+    def __init__(self) -> None:
+        self.deltas: list[tuple[int, str, bool]] = []
+
+    def write(self, delta: ChoiceDelta, out: bytearray) -> None:
+        self.deltas.append((delta.index, delta.text, delta.reason is not None))
+
+    def of(self, index: int) -> list[tuple[int, str, bool]]:
+        return [delta for delta in self.deltas if delta[0] == index]
 
 
-def token(index: int, text: str) -> ChoiceUpdate:
-    return ChoiceUpdate(index, text, None, token_ids=(1,))
+def joiner(*ended: int) -> tuple[EndJoiner, Delivered]:
+    """Return a joiner for choices of which the indices `ended` have all their tokens."""
+    delivered = Delivered()
+    return EndJoiner(Counted(set(ended)), delivered), delivered
 
 
-def end(index: int, *token_ids: int) -> ChoiceUpdate:
-    return ChoiceUpdate(index, "", FinishReason.LENGTH, token_ids=token_ids)
+def token(index: int, text: str) -> ChoiceDelta:
+    return ChoiceDelta(index, text, None, token_ids=(1,))
 
 
-def source(*batches: list[ChoiceUpdate], error: GatewayError | None = None) -> Ready:
-    """Yield each batch once, as a generation does."""
-    left = list(batches)
-
-    def ready() -> Iterator[list[ChoiceUpdate]]:
-        nonlocal error
-        while left:
-            yield left.pop(0)
-        if error is not None:
-            raised, error = error, None
-            raise raised
-
-    return ready
+def end(index: int, *token_ids: int) -> ChoiceDelta:
+    return ChoiceDelta(index, "", FinishReason.LENGTH, token_ids=token_ids)
 
 
-def read_with_interruptions(usage: ContinuousUsage, ready: Ready, num_read: int) -> list[tuple[int, str, bool]]:
-    """Read `num_read` batches at a time, close the reader, and continue with a new one until nothing is left."""
-    delivered = []
-    while True:
-        turn = usage.with_ends(ready())
-        updates = [updates for _, updates in zip(range(num_read), turn, strict=False)]
-        turn.close()  # type: ignore[attr-defined]
-        delivered += [(update.index, update.text, update.reason is not None) for some in updates for update in some]
-        if not updates:
-            return delivered
+DELTAS = (token(0, "a"), token(1, "x"), token(0, "b"), end(1), token(0, "c"), end(0))
 
 
-BATCHES = ([token(0, "a"), token(1, "x")], [token(0, "b")], [end(1)], [token(0, "c")], [end(0)])
-
-
-@pytest.mark.parametrize("num_read", [1, 2, 99])
-def test_updates_are_delivered_once_and_end_with_their_tokens(num_read: int) -> None:
-    delivered = read_with_interruptions(usage_of(0, 1), source(*BATCHES), num_read)
-    assert [entry for entry in delivered if entry[0] == 0] == [(0, "a", False), (0, "b", False), (0, "c", True)]
-    assert [entry for entry in delivered if entry[0] == 1] == [(1, "x", True)]
+@pytest.mark.parametrize("flush_after", [1, 2, 99])
+def test_deltas_are_passed_on_once_and_end_with_their_tokens(flush_after: int) -> None:
+    ends, delivered = joiner(0, 1)
+    for number, delta in enumerate(DELTAS, 1):
+        ends.write(delta, bytearray())
+        if number % flush_after == 0:
+            ends.flush(bytearray())
+    ends.flush(bytearray())
+    assert delivered.of(0) == [(0, "a", False), (0, "b", False), (0, "c", True)]
+    assert delivered.of(1) == [(1, "x", True)]
 
 
 def test_token_that_may_be_the_last_waits_for_its_end() -> None:
-    usage = usage_of(1)
-    assert read_with_interruptions(usage, source([token(0, "a"), token(1, "x")]), 99) == [(0, "a", False)]
-    assert read_with_interruptions(usage, source([end(1)], [end(0)]), 99) == [(1, "x", True), (0, "", True)]
-    assert read_with_interruptions(usage_of(0), source([token(0, "a")], [end(0, 2)]), 99) == [
-        (0, "a", False),
-        (0, "", True),
-    ]
+    ends, delivered = joiner(1)
+    for delta in (token(0, "a"), token(1, "x")):
+        ends.write(delta, bytearray())
+    ends.flush(bytearray())
+    assert delivered.deltas == [(0, "a", False)]
+    for delta in (end(1), end(0)):
+        ends.write(delta, bytearray())
+    assert delivered.deltas[1:] == [(1, "x", True), (0, "", True)]
 
 
-@pytest.mark.parametrize("num_read", [1, 2])
-def test_failure_is_raised_after_waiting_updates_and_again(num_read: int) -> None:
-    usage, error = usage_of(0, 1), GenerationFailed("It broke.")
-    ready = source([token(0, "a"), token(1, "x")], error=error)
-    first = next(usage.with_ends(ready()))
-    assert [update.text for update in first] == ["a", "x"]
-    for _ in range(num_read):
-        with pytest.raises(GenerationFailed):
-            list(usage.with_ends(ready()))
+def test_end_with_a_token_is_not_joined() -> None:
+    ends, delivered = joiner(0)
+    for delta in (token(0, "a"), end(0, 2)):
+        ends.write(delta, bytearray())
+    assert delivered.deltas == [(0, "a", False), (0, "", True)]
+
+
+def test_last_flush_passes_on_what_waits() -> None:
+    ends, delivered = joiner(0, 1)
+    for delta in (token(0, "a"), token(1, "x")):
+        ends.write(delta, bytearray())
+    ends.flush(bytearray(), is_last=True)
+    ends.flush(bytearray(), is_last=True)
+    assert delivered.deltas == [(0, "a", False), (1, "x", False)]

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.apis.chat.format import ChatFormat
 from gateway.apis.completions.format import CompletionFormat
-from gateway.pipeline.choice_progress import ChoiceUpdate
+from gateway.pipeline.choice_writer import ChoiceDelta
 from gateway.pipeline.response_format import ChoiceResult, ReplyHeader, UsageCount
 from gateway.store.inbox import MAX_READ_SCORES
 from gateway.text import logprobs
@@ -78,8 +78,8 @@ def test_logprobs_in_pieces_equal_logprobs_at_once(
     written = form(ReplyHeader(response_id="id", model="model", created=1))
     for start in range(0, len(entries), num_at_once):
         group = tuple(entries[start : start + num_at_once])
-        left = written.collect(ChoiceUpdate(0, "x", None, group, (70,)))
-        assert left == ChoiceUpdate(0, "x", None, (), (70,))
+        left = written.collect(ChoiceDelta(0, "x", None, group, (70,)))
+        assert left == ChoiceDelta(0, "x", None, (), (70,))
     results = [ChoiceResult(0, "x", "stop", has_logprobs=True), ChoiceResult(1, "y", "stop", has_logprobs=True)]
     body = bytes(written.body([*results, ChoiceResult(2, "z", "stop")], UsageCount(1, 2), {"more": None}))
     choices = json.loads(body)["choices"]

@@ -74,17 +74,16 @@ async def test_read_joins_events_since_the_last_read():
     assert await everything(stream) == []
 
 
-async def test_plain_token_event_is_read_whole_if_it_waits_alone() -> None:
+async def test_event_that_waits_alone_is_read_unchanged() -> None:
     stream = Inbox(REQUEST)
-    assert stream.read_whole() is None
+    assert stream.read() is None
     event = token(0, 5, 6)
     stream.add_event(event)
-    assert stream.read_whole() is event and stream.read_whole() is None and stream.read() is None
+    assert stream.read() is event and stream.read() is None
     batches: list[list[StreamEvent]] = [[token(2, 7), token(3, 8)], [scored(4, 9)], [token(5, 10), finish(6)]]
     for batch in batches:
         for other in batch:
             stream.add_event(other)
-        assert stream.read_whole() is None, "only read() returns it"
         assert stream.read() is not None
     assert stream.read() == finish(6)
 
@@ -92,7 +91,7 @@ async def test_plain_token_event_is_read_whole_if_it_waits_alone() -> None:
 async def test_event_of_an_unrequested_choice_is_ignored() -> None:
     stream = Inbox(REQUEST)
     stream.add_event(TokenEvent("a", 0, [5], choice=1))
-    assert stream.read_whole() is None and stream.read() is None and not stream.num_tokens
+    assert stream.read() is None and not stream.num_tokens
 
 
 def scored(index: int, *token_ids: int) -> TokenEvent:
@@ -168,7 +167,6 @@ async def test_logprobs_read_one_by_one_or_late_are_complete(
         stream, found = Inbox(REQUEST, terms), list[TokenEvent]()
         for number, event in enumerate(events):
             stream.add_event(event)
-            assert stream.read_whole() is None, "events with logprobs are not plain"
             while number >= num_late and isinstance(event_read := stream.read(), TokenEvent):
                 found.append(event_read)
         stream.add_event(finish(stream.num_tokens))

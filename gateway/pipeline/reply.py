@@ -1,0 +1,218 @@
+"""Writes an answer to its client: deltas of its choices as events of a stream, or collected into one body."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+from msgspec import structs
+
+from gateway.errors import GatewayError, InternalError
+from gateway.http.event_numbers import EventNumbers
+from gateway.http.event_stream import EventStream
+from gateway.pipeline.answer import Answer, AnswerLoop
+from gateway.pipeline.answer_extras import AnswerExtras
+from gateway.pipeline.choice_writer import ChoiceDelta, Stage
+from gateway.pipeline.continuous_usage import ContinuousUsage, EndJoiner
+from gateway.pipeline.request import CompletionRequest
+from gateway.pipeline.response_format import NOTHING, Body, ChoiceResult, Extra, ResponseFormat, UsageCount
+from gateway.text.parsers.message import whole_calls
+from shared.messages import EncodedLogprobs, FinishReason
+
+logger = logging.getLogger("gateway")
+_Result = TypeVar("_Result")
+
+_FREED_SCORES = 1024  # at one time: 256,000 of a long request take 8 ms
+_FREED_TOKENS = 256  # at one time: 1 ms at most, each with 20 log-probabilities
+_BYTES_OF_VALUE = 8  # of a body, to tell how long it takes to make it: 1 us a token
+
+
+class Work(Protocol):
+    """RequestContext.work()."""
+
+    async def __call__(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool) -> _Result: ...
+
+
+class ChunkWriter(Stage):
+    """The format stage of a stream: deltas become its events."""
+
+    def __init__(
+        self,
+        response_format: ResponseFormat,
+        extras: AnswerExtras,
+        counts: ContinuousUsage | None = None,
+        numbers: EventNumbers | None = None,
+    ) -> None:
+        self._format = response_format
+        self._extras = extras or None
+        self._counts = counts
+        self._numbers = numbers
+        self._begun: set[int] = set()  # choices
+
+    def begin(self) -> bytes:
+        event = self._format.begin()
+        return event if self._numbers is None else self._numbers.of_choice(0, event)
+
+    def write(self, delta: ChoiceDelta, out: bytearray) -> None:
+        """Append the events of a delta, with the first ones of its choice before them."""
+        counts, extras = self._counts, self._extras
+        events, is_first = b"", delta.index not in self._begun
+        if is_first:
+            self._begun.add(delta.index)
+            so_far = None if counts is None else counts.so_far
+            events = self._format.first(delta.index, NOTHING if extras is None else extras.of_first_chunk(), so_far)
+        usage = None if counts is None else counts.with_tokens_of(delta)
+        extra = None if extras is None else extras.of_chunk(delta, is_first=is_first)
+        has_calls = bool(delta.reasoning or delta.tool_calls)
+        if has_calls:
+            events += self._format.delta(delta, usage)
+        if delta.reason is not None:
+            events += self._ended(delta, usage, extra)
+        elif not has_calls or delta.text or delta.logprobs or extras is not None:
+            events += self._format.text(delta, usage, extra)
+        out += events if self._numbers is None else self._numbers.of_choice(delta.index, events)
+
+    def _ended(self, delta: ChoiceDelta, usage: UsageCount | None, extra: Extra) -> bytes:
+        if self._counts is None and delta.text:
+            text = self._format.text(delta, usage, extra)
+            return text + self._format.finish(structs.replace(delta, text="", logprobs=()))
+        return self._format.finish(delta, usage, extra)
+
+    def last(self, usage: UsageCount | None) -> bytes:
+        """Return the events after the last choice; with `usage` one of them shows it."""
+        closing = self._format.closing()
+        used = b"" if usage is None else self._format.usage(usage)
+        if self._numbers is None:
+            return closing + used + self._format.done
+        numbers = self._numbers
+        return numbers.of_choice(0, closing) + numbers.of_usage(used) + numbers.of_end(self._format.done)
+
+    def error(self, error: GatewayError) -> bytes:
+        event = self._format.error(error)
+        return event if self._numbers is None else self._numbers.of_end(event)
+
+
+class Collector(Stage):
+    """Collects deltas by choice, after the format has taken its part of them."""
+
+    def __init__(self, num_choices: int, collect: Callable[[ChoiceDelta], ChoiceDelta]) -> None:
+        self.deltas: list[list[ChoiceDelta]] = [[] for _ in range(num_choices)]
+        self._collect = collect
+
+    def write(self, delta: ChoiceDelta, out: bytearray) -> None:
+        """Keep the delta; nothing is sent before the body is complete."""
+        self.deltas[delta.index].append(self._collect(delta))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """An answer that was accepted, and how it is written: stream() or collect(), once."""
+
+    work: Work
+    completion: CompletionRequest
+    answer: Answer
+    response_format: ResponseFormat
+    extras: AnswerExtras
+    include_usage: bool
+    numbers: EventNumbers | None = None  # of a kept answer's stream
+
+    async def stream(self, stream: EventStream) -> web.StreamResponse:
+        """Stream the answer: sends the 200, and any later error as an event of the stream."""
+        answer = self.answer
+        counts = ContinuousUsage(self.completion, answer) if self.completion.continuous_usage else None
+        chunks = ChunkWriter(self.response_format, self.extras, counts, self.numbers)
+        # What is numbered may not depend on what came together, so its ends stay apart.
+        answer.write_to(chunks if counts is None or self.numbers is not None else EndJoiner(answer, chunks))
+        await stream.open()
+        try:
+            if beginning := chunks.begin():
+                await stream.write(beginning)
+            try:
+                await AnswerLoop(answer, stream).to_end()
+                last = partial(chunks.last, answer.usage if self.include_usage else None)
+                num_bytes = self._num_bytes if self.response_format.repeats_all else 0
+                ending = await self.work(num_bytes, last, may_refuse=False)
+            except GatewayError as error:
+                ending = chunks.error(error)
+            except ConnectionError:
+                raise  # the client has gone
+            except Exception:  # in this answer's text, grammar, or format: only this answer ends
+                logger.exception("answer: failed")
+                ending = chunks.error(InternalError())
+            await stream.end(ending)
+        finally:
+            stream.close()
+            self._let_go()
+        return stream.response
+
+    async def collect(self) -> Body:
+        """Return the complete body; a long one is assembled outside the event loop."""
+        answer = self.answer
+        collector = Collector(len(self.completion.prompts) * self.completion.n, self.response_format.collect)
+        answer.write_to(collector)
+        try:
+            await AnswerLoop(answer).to_end()
+            await answer.scheduler.run(self.extras.write_scores(answer.prompt_scores))
+            work = partial(self._body_of, collector.deltas, answer.usage)
+            return await self.work(self._num_bytes, work, may_refuse=False)
+        finally:
+            self._let_go(collector.deltas)
+
+    @property
+    def _num_bytes(self) -> int:
+        num_values = self.answer.usage.completion_tokens * (1 if self.completion.num_logprobs is None else 20)
+        num_values += sum(map(len, self.answer.prompt_scores)) * 20 * self.completion.n
+        return num_values * _BYTES_OF_VALUE
+
+    def _body_of(self, collected: list[list[ChoiceDelta]], usage: UsageCount) -> Body:
+        return self.response_format.body(self._results(collected), usage, self.extras.of_answer())
+
+    def _results(self, collected: list[list[ChoiceDelta]]) -> Iterator[ChoiceResult]:
+        """Yield one choice after the other; each is freed before the next is made."""
+        for index in range(len(collected)):
+            parts, collected[index] = collected[index], []
+            reason = next((part.finish_name for part in reversed(parts) if part.reason), FinishReason.STOP.value)
+            try:
+                yield ChoiceResult(
+                    index,
+                    "".join(part.text for part in parts),
+                    reason,
+                    self.completion.num_logprobs is not None,
+                    parts[-1].stop_string if parts else None,
+                    self.extras.of_choice(index, [token_id for part in parts for token_id in part.token_ids]),
+                    "".join(part.reasoning for part in parts),
+                    whole_calls(call for part in parts for call in part.tool_calls),
+                    parts,
+                )
+            finally:
+                for _ in _cleared(parts):
+                    pass
+
+    def _let_go(self, collected: Sequence[list[ChoiceDelta]] = ()) -> None:
+        """Free the memory of an answer that was sent or failed; one that goes on writes to nobody."""
+        answer = self.answer
+        answer.write_to(Stage())  # its stages may refer to it
+        scores = answer.prompt_scores if answer.is_over else []  # a stream that goes on counts them
+        if any(collected) or any(scores):
+            answer.service.background.start(_free(collected, scores))
+
+
+async def _free(collected: Iterable[list[ChoiceDelta]], scores: Iterable[dict[int, EncodedLogprobs]]) -> None:
+    for parts in collected:
+        for _ in _cleared(parts):
+            await asyncio.sleep(0)
+    for of_prompt in scores:
+        while of_prompt:
+            for _ in range(min(len(of_prompt), _FREED_SCORES)):
+                of_prompt.popitem()
+            await asyncio.sleep(0)
+
+
+def _cleared(values: list[Any]) -> Iterator[None]:
+    """Free in pieces: 16,000 tokens at once stop the event loop for milliseconds, in any thread."""
+    while values:
+        del values[-_FREED_TOKENS:]
+        yield
