@@ -89,7 +89,8 @@ class Subscription:
         await self._pubsub.subscribe(*self._channels)
 
     async def _ping_when_due(self) -> None:
-        if self._clock() < self._next_ping:
+        # What has arrived makes a ping unnecessary; if it is a close, a write on the connection would fail.
+        if self._clock() < self._next_ping or await self._pubsub.connection.can_read():
             return
         if self._unanswered_pings >= MAX_UNANSWERED_PINGS:
             raise ConnectionError(f"{self._unanswered_pings} pings without an answer")

@@ -54,7 +54,7 @@ class RespProxy:
         store_reader, store_writer = await asyncio.open_unix_connection(self.socket_path)
         replies = asyncio.create_task(_pass_on(store_reader, writer))
         try:
-            await self._serve(reader, writer, store_writer)
+            await self._serve(reader, store_writer)
         except ConnectionError:
             pass
         finally:
@@ -63,9 +63,7 @@ class RespProxy:
             for end in (writer, store_writer):
                 end.transport.abort()
 
-    async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, store_writer: asyncio.StreamWriter
-    ) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, store_writer: asyncio.StreamWriter) -> None:
         commands = hiredis.Reader()
         while data := await reader.read(65536):
             commands.feed(data)
@@ -73,10 +71,9 @@ class RespProxy:
                 fault = self._fault_of(self._name_of(command))
                 if fault == CLOSE:
                     return
-                if fault:
-                    writer.write(f"-{fault}\r\n".encode())
-                else:
-                    store_writer.write(hiredis.pack_command(tuple(command)))
+                if fault:  # the store replies, so that the replies keep their order
+                    command = ["EVAL", "return redis.error_reply(ARGV[1])", 0, fault]
+                store_writer.write(hiredis.pack_command(tuple(command)))
 
     def _name_of(self, command: list[bytes]) -> str:
         if command[0] == b"EVALSHA":

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from redis.asyncio import UnixDomainSocketConnection
 from redis.exceptions import ConnectionError
 
 from engine_worker.transport.incarnation import register
@@ -16,7 +17,7 @@ from engine_worker.transport.reaper import Reaper
 from gateway.store.inbox import Inbox
 from gateway.store.inference_client import InferenceClient, StoreUnavailable
 from gateway.work.owner_tasks import OwnerTasks
-from shared import redis_client, store_errors
+from shared import command_connection, redis_client, store_errors
 from shared.messages import FinishEvent, FinishReason, TokenEvent, Usage
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
@@ -35,11 +36,13 @@ class Closing:
         self.num_writes = 0
         self._at = at
 
-    async def before_write(self, connection: Any) -> None:
+    def before_write(self, transport: asyncio.BaseTransport | None) -> bool:
+        """Return whether the transport was closed."""
         self.num_writes += 1
-        if self.num_writes == self._at and connection.is_connected:
-            connection._writer.transport.abort()
-            await asyncio.sleep(0.001)  # lets the loop run once, so that the transport drops its socket
+        if self.num_writes != self._at or transport is None:
+            return False
+        transport.abort()  # type: ignore[attr-defined]
+        return True
 
 
 async def answer(url: str, keys: RedisKeys) -> None:
@@ -86,16 +89,23 @@ def test_request_survives_connection_closed_before_any_write(
     monkeypatch.setattr(store_errors, "MIN_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr("gateway.store.recovery.TICK_SECONDS", 0.02)
     monkeypatch.setattr("engine_worker.transport.request_stream.BLOCK_SECONDS", 0.02)
-    plain_send = redis_client._TcpConnection.send_packed_command
+    connection_class = redis_client._CONNECTION_CLASSES[UnixDomainSocketConnection]
+    send_of_redis_py, send_of_commands = connection_class.send_packed_command, command_connection._Pipeline.send
 
     def run(number: int) -> int:
         closing = Closing(number)
 
         async def send(connection: Any, *arguments: Any, **options: Any) -> None:
-            await closing.before_write(connection)
-            await plain_send(connection, *arguments, **options)
+            if closing.before_write(connection._writer and connection._writer.transport):
+                await asyncio.sleep(0.001)  # lets the loop run once, so that the transport drops its socket
+            await send_of_redis_py(connection, *arguments, **options)
 
-        monkeypatch.setattr(redis_client._UnixConnection, "send_packed_command", send)
+        def send_command(pipeline: Any, words: Any) -> Any:
+            closing.before_write(pipeline._transport)
+            return send_of_commands(pipeline, words)
+
+        monkeypatch.setattr(connection_class, "send_packed_command", send)
+        monkeypatch.setattr(command_connection._Pipeline, "send", send_command)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(answer(valkey.url, RedisKeys(f"model-{number}")))
         return closing.num_writes
@@ -107,7 +117,7 @@ def test_request_survives_connection_closed_before_any_write(
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
-@pytest.mark.parametrize("client", ["commands", "blocking"])
+@pytest.mark.parametrize("client", ["subscriber", "blocking"])
 def test_write_on_closed_transport_raises_connection_error(
     valkey: Valkey, new_loop: Callable[[], asyncio.AbstractEventLoop], client: str
 ) -> None:
