@@ -4,10 +4,14 @@ The import contracts are in pyproject.toml.
 """
 
 import ast
+import importlib
+import inspect
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -203,6 +207,61 @@ def dangers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 MAX_FUNCTION_LINES = 50
 MAX_COMPLEXITY_EXEMPTIONS = 15  # kernels with many arguments
+
+
+@pytest.mark.parametrize("package", ["gateway", "shared"])
+def test_subclasses_use_no_private_state_of_libraries(package: str) -> None:
+    """SLF001 does not see it, because a subclass says `self`."""
+    for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
+        importlib.import_module(module.name)
+    found = {cls.__qualname__: shared for cls in subclasses(object) if (shared := private_of_libraries(cls, package))}
+    assert found == {}
+
+
+def test_private_state_of_a_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_library.py").write_text(
+        "class Base:\n    def __init__(self): self._a, self.b = 1, 2\n    def _c(self): ..."
+    )
+    own = "from a_library import Base\nclass {}(Base):\n    def get(self): return {}\n"
+    (tmp_path / "own_code.py").write_text(
+        own.format("A", "self._a") + own.format("B", "self.b") + own.format("C", "self._c()")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(folder))
+    own_code = importlib.import_module("own_code")
+    assert [private_of_libraries(getattr(own_code, name), "own_code") for name in "ABC"] == [{"_a"}, set(), {"_c"}]
+
+
+def subclasses(cls: type) -> Iterator[type]:
+    for child in type.__subclasses__(cls):
+        yield child
+        yield from subclasses(child)
+
+
+def private_of_libraries(cls: type, package: str) -> set[str]:
+    """Return the names with one underscore that a class of our package uses and a base from site-packages defines."""
+    if str(cls.__module__).partition(".")[0] != package:
+        return set()
+    bases = [
+        base for base in cls.__mro__ if "site-packages" in (getattr(sys.modules[base.__module__], "__file__", "") or "")
+    ]
+    return private_names(cls) & {name for base in bases for name in private_names(base) | vars(base).keys()}
+
+
+@cache
+def private_names(cls: type) -> frozenset[str]:
+    """Return the names with one underscore of `self`'s attributes and of the methods in a class's source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):  # made by a decorator or in C
+        return frozenset()
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            names.add(node.attr)
+    return frozenset(name for name in names if name.startswith("_") and not name.startswith("__"))
 
 
 def test_functions_outside_kernels_are_short() -> None:

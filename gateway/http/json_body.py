@@ -135,11 +135,20 @@ class JsonBody:
 
     __slots__ = ("_data", "_given", "names", "num_bytes")
 
-    def __init__(self, given: dict[str, Any], num_bytes: int, data: bytes = b"") -> None:
-        """Create a body; `data` are the original bytes if `given` is unchanged."""
+    def __init__(
+        self, given: dict[str, Any] | None, num_bytes: int, data: bytes = b"", names: frozenset[str] = frozenset()
+    ) -> None:
+        """Create a body.
+
+        Args:
+            given: The fields; None: those of `data`, whose names are `names`.
+            num_bytes: Length of the body.
+            data: The original bytes if `given` is unchanged.
+            names: Only without `given`.
+        """
         self.num_bytes = num_bytes
-        self.names = frozenset(given)
-        self._given: dict[str, Any] | None = given
+        self.names = names if given is None else frozenset(given)
+        self._given = given
         self._data = data
 
     @property
@@ -153,13 +162,9 @@ class JsonBody:
         return typed_fields(self.given, kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_as_it_came, (self._data, self.names)) if self._data else (JsonBody, (self._given, self.num_bytes))
-
-
-def _as_it_came(data: bytes, names: frozenset[str]) -> JsonBody:
-    body = JsonBody({}, len(data), data)
-    body._given, body.names = None, names
-    return body
+        if self._data:
+            return JsonBody, (None, self.num_bytes, self._data, self.names)
+        return JsonBody, (self._given, self.num_bytes)
 
 
 def decode_body(data: bytes, *, ids: str = "") -> JsonBody:
