@@ -235,15 +235,16 @@ def test_private_state_of_a_library_is_found(tmp_path: Path, monkeypatch: pytest
 
 
 def subclasses(cls: type) -> Iterator[type]:
+    child: type
     for child in type.__subclasses__(cls):
         yield child
         yield from subclasses(child)
 
 
-def private_of_libraries(cls: type, package: str) -> set[str]:
+def private_of_libraries(cls: type, package: str) -> frozenset[str]:
     """Return the names with one underscore that a class of our package uses and a base from site-packages defines."""
     if str(cls.__module__).partition(".")[0] != package:
-        return set()
+        return frozenset()
     bases = [
         base for base in cls.__mro__ if "site-packages" in (getattr(sys.modules[base.__module__], "__file__", "") or "")
     ]

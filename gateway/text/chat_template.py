@@ -46,9 +46,9 @@ class TemplateLimit(jinja2.TemplateRuntimeError):
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**"))
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        return _Ticking().visit(tree)  # type: ignore[no-any-return]
+    def compile(self, source: str | nodes.Template, *arguments: Any, **options: Any) -> Any:
+        tree = self.parse(source) if isinstance(source, str) else source
+        return super().compile(_Ticking().visit(tree), *arguments, **options)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_size(operator, left, right)
