@@ -80,7 +80,7 @@ def _chat(fleet: OwnFleet, num_tokens: int) -> None:
         "ignore_eos": True,
     }
     url, headers = f"{fleet.url}/v1/chat/completions", {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as reply:
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=300) as reply:
         reply.read()
 
 

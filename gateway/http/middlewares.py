@@ -156,7 +156,7 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     operation = operation_of(request)
     if operation is None or not operation.is_admitted:
         return await handler(request)
-    with request.app[STATE].open_requests.admit(operation.described_path, request[ACCOUNT]):
+    with request.app[STATE].open_requests.admit(route_name(request), request[ACCOUNT]):
         return await handler(request)
 
 
