@@ -98,12 +98,28 @@ class Experts(Protocol):
         """Return [T, H] for x [T, H]: the weighted sum of each token's experts, or this rank's part of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """The weights of a router.
+
+    Attributes:
+        weight: [E, H].
+        bias: [E], added to the logits, or None.
+        correction_bias: [E], added to the scores for the choice, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    correction_bias: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsLoad:
     """What the experts of a layer are loaded from.
 
     Attributes:
         spec: The experts; with several ranks, this rank's own.
+        router: The weights of the router, which is never quantized.
         names: Names relative to `prefix`.
         prefix: Prefix of the layer's names.
         hidden: H.
@@ -111,6 +127,7 @@ class ExpertsLoad:
     """
 
     spec: ExpertsSpec
+    router: RouterWeights
     names: ExpertNames
     prefix: str
     hidden: int
@@ -132,7 +149,7 @@ class ExpertsLoad:
 
 class LinearMethod(Protocol):
     def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
-        """Load the experts of a layer, and their router.
+        """Load the experts of a layer.
 
         Raises:
             ValueError: If a tensor is missing or has another shape.

@@ -70,9 +70,10 @@ class Fp8Scheme:
         return found
 
     def num_bytes(self, shape: Shape) -> int:
-        """Return the size of a weight [rows, columns] on a device that multiplies it as stored."""
-        rows, columns = shape
-        return rows * columns + math.prod(self.scale_shape(rows, columns)) * _SCALE_BYTES
+        """Return the size of a weight [rows, columns], or [experts, rows, columns], as a device multiplies it."""
+        *experts, rows, columns = shape
+        num_scales = math.prod(experts) * math.prod(self.scale_shape(rows, columns))
+        return math.prod(shape) + num_scales * _SCALE_BYTES
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the shape of the scales of a weight, or of a rank's part of it."""

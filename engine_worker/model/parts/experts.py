@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import Experts, ExpertsLoad, Input, Scaling
+from engine_worker.model.linear import Experts, ExpertsLoad, Input, RouterWeights, Scaling
 from engine_worker.model.parts.gated_mlp import GatedMlp, load_gated_mlp
 from engine_worker.model.parts.source import LayerSource
-from engine_worker.model.specs.experts import ExpertsSpec, shared_names
+from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, shared_names
 from engine_worker.model.tensor_parallel import SINGLE
 
 
@@ -47,7 +47,14 @@ def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:
         ValueError: If a tensor is missing or has another shape.
     """
     names, hidden = source.names, source.norm.size
-    load = ExpertsLoad(spec=spec, names=names.experts, prefix=source.prefix, hidden=hidden, has_down_bias=spec.bias)
+    load = ExpertsLoad(
+        spec=spec,
+        router=_router(spec.router, source),
+        names=names.experts,
+        prefix=source.prefix,
+        hidden=hidden,
+        has_down_bias=spec.bias,
+    )
     experts = source.method.experts(load, source.weights)
     shared = gate = None
     if spec.shared is not None:
@@ -55,3 +62,14 @@ def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:
     if spec.shared_gate:
         gate = source.weights.get(f"{source.prefix}{names.experts.shared_gate}.weight", (1, hidden))
     return MixtureOfExperts(experts, shared, gate, source.reduce if source.is_summed else SINGLE.all_reduce)
+
+
+def _router(spec: RouterSpec, source: LayerSource) -> RouterWeights:
+    weights, shape, names = source.weights, (spec.num_experts,), source.names.experts
+    name, correction = source.prefix + names.router, source.prefix + names.correction_bias
+    return RouterWeights(
+        weights.get(f"{name}.weight", (*shape, source.norm.size)),
+        weights.get(f"{name}.bias", shape) if spec.bias else None,
+        # float32, because choices near a tie depend on it.
+        weights.get(correction, shape, dtype=torch.float32) if spec.correction_bias else None,
+    )

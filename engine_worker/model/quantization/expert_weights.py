@@ -1,7 +1,6 @@
-"""Tensors of experts: single experts out of stacked tensors, and the router."""
+"""The tensors of single experts, out of stacked tensors."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,38 +8,6 @@ from torch import Tensor
 from engine_worker.model.linear import ExpertsLoad
 from engine_worker.model.specs.part import Part
 from engine_worker.model.weights import WeightSource
-
-
-@dataclass(frozen=True, slots=True)
-class RouterWeights:
-    """The weights of a router.
-
-    Attributes:
-        weight: [E, H].
-        bias: [E], added to the logits, or None.
-        correction_bias: [E], added to the scores for the choice, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    correction_bias: Tensor | None
-
-
-def load_router(load: ExpertsLoad, source: WeightSource) -> RouterWeights:
-    """Load the router.
-
-    Raises:
-        ValueError: If a tensor is missing or has another shape.
-    """
-    router, name = load.spec.router, load.prefix + load.names.router
-    shape = (router.num_experts,)
-    # float32, because choices of experts near a tie depend on it.
-    correction = load.prefix + load.names.correction_bias
-    return RouterWeights(
-        source.get(f"{name}.weight", (*shape, load.hidden)),
-        source.get(f"{name}.bias", shape) if router.bias else None,
-        source.get(correction, shape, dtype=torch.float32) if router.correction_bias else None,
-    )
 
 
 def expert_source(load: ExpertsLoad, source: WeightSource) -> WeightSource:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import ExpertsLoad, Linear, LinearMethod
+from engine_worker.model.linear import ExpertsLoad, Linear, LinearMethod, RouterWeights
 from engine_worker.model.quantization.dense_cpu import cpu_kernel
-from engine_worker.model.quantization.expert_weights import RouterWeights, expert_source, load_router
+from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
 from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
 from engine_worker.model.weights import WeightSource
@@ -26,12 +26,12 @@ def load_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) 
     Raises:
         ValueError: If a tensor is missing or has another shape.
     """
-    router, weights = load_router(load, source), expert_source(load, source)
+    weights = expert_source(load, source)
     experts = []
     for expert in load.spec.experts:
         gate_up, down = load.linears(expert)
         experts.append((method.load(gate_up, weights), method.load(down, weights)))
-    return LoopedExperts(load.spec, router, experts)
+    return LoopedExperts(load.spec, load.router, experts)
 
 
 class LoopedExperts:

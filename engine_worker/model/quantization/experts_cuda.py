@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.linear import ExpertsLoad, LinearSpec
-from engine_worker.model.quantization.expert_weights import expert_source, load_router
+from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GateSpec
@@ -29,9 +29,9 @@ class CudaExperts:
     def __init__(
         self, load: ExpertsLoad, source: WeightSource, read: Callable[[list[LinearSpec], WeightSource], ExpertWeight]
     ) -> None:
-        """Load the router and all experts; `read` makes one weight of the linear layers of all experts."""
+        """Load all experts; `read` makes one weight of the linear layers of all experts."""
         spec, weights = load.spec, expert_source(load, source)
-        self._router = load_router(load, source)
+        self._router = load.router
         self._values, self._gate = _router_values(spec), _gate_values(spec.gate)
         self._owned = None if spec.owned is None else spec.experts
         linears = [load.linears(expert) for expert in spec.experts]
