@@ -211,7 +211,7 @@ def copy_as_experts(dense: Path, directory: Path, num_experts: int, top_k: int) 
             continue
         layer, module = name.split(".mlp.")
         tensors |= {f"{layer}.mlp.experts.{expert}.{module}": tensor.clone() for expert in range(num_experts)}
-        tensors[f"{layer}.mlp.gate.weight"] = random(num_experts, TINY["hidden_size"])
+        tensors[f"{layer}.mlp.gate.weight"] = random(num_experts, int(TINY["hidden_size"]))
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((dense / "config.json").read_text())
     experts = {"num_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": True}
