@@ -8,11 +8,12 @@ addition to the weight that it is made from.
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from engine_worker.model.checkpoint_tensors import checkpoint_tensors
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors, network_tensors
 from engine_worker.model.spec import ModelSpec
-from engine_worker.model.specs.part import Shape
+from engine_worker.model.specs.part import Role, Shape
 
 GROUP, OUTPUTS = 32, 16  # inputs per scale, outputs per block
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # ggml-common.h
@@ -41,12 +42,9 @@ def stored_types(blocks: Path) -> Mapping[str, str]:
 
 def _linear_layers(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield the parts of each linear layer, and the number of halves of its outputs."""
-    names = spec.names
-    modules = ((names.qkv, 1), ((names.out,), 1), (names.gate_up, 2), ((names.down,), 1))
-    for index in range(len(spec.layers)):
-        prefix = names.layer.format(index=index)
-        for parts, halves in modules:
-            yield tuple(f"{prefix}{name}.weight" for name in parts), halves
+    weights = (tensor for tensor in network_tensors(spec) if tensor.product not in {None, Role.HEAD})
+    for product, parts in groupby(weights, lambda tensor: tensor.product):
+        yield tuple(tensor.name for tensor in parts), 2 if product is Role.GATE_UP else 1
 
 
 def _in_groups(names: Sequence[str], halves: int, tensors: Mapping[str, Shape], types: Mapping[str, str]) -> int:
@@ -55,6 +53,7 @@ def _in_groups(names: Sequence[str], halves: int, tensors: Mapping[str, Shape], 
     if len(found) > 1 or not found <= _BLOCK_BYTES.keys():
         return 0
     (block,) = (_BLOCK_BYTES[one] for one in found)
-    rows = sum(tensors[name][0] for name in names)
+    *experts, _, inputs = tensors[names[0]]
+    rows = sum(tensors[name][-2] for name in names)
     padded = halves * -(-rows // (halves * OUTPUTS)) * OUTPUTS
-    return padded * -(-tensors[names[0]][1] // GROUP) * block
+    return math.prod(experts) * padded * -(-inputs // GROUP) * block
