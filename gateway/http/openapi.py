@@ -111,18 +111,6 @@ class Operation:
         return _PATH_PARAMETER.sub(r"{\1}", self.path)
 
 
-def answering(
-    path: str, handler: Callable[[Any], Awaitable[Any]], summary: str, *, body: Any, answer: Any,
-    media: tuple[str, ...] = (EVENTS,),
-) -> Operation:  # fmt: skip
-    """Return a POST operation that a model answers, as a body or as events (pipeline/submit.py)."""
-    return Operation(
-        "POST", path, handler, summary,
-        body=body, answer=answer, media=media, errors=INFERENCE_ERRORS, parameters=KEEPING_PARAMETERS,
-        generates=True, is_admitted=True,
-    )  # fmt: skip
-
-
 def describe(operations: Iterable[Operation]) -> dict[str, Any]:
     """Return the document of `GET /openapi.json`."""
     operations = list(operations)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -16,6 +16,7 @@ from gateway.http.body import received_body
 from gateway.http.headers import NAME_HEADER
 from gateway.http.json_body import JsonBody
 from gateway.http.long_body import write_long
+from gateway.http.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
 from gateway.model_service import ModelService, ReadModel, find_model
 from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.context import RequestContext, context_of
@@ -29,6 +30,17 @@ from gateway.store.inference_client import NameTaken, StoreUnavailable
 from shared.messages import GenerationRequest
 
 MAX_ATTEMPTS = 8  # at what a name stands for: each but the first because another request changed it meanwhile
+
+
+def generating(
+    path: str, kind: AnswerKind, summary: str, *, body: Any, shape: Any, media: tuple[str, ...] = (EVENTS,)
+) -> Operation:
+    """Return the POST operation that answers with `kind`, as a body of a `shape` or as a stream."""
+    return Operation(
+        "POST", path, partial(answer, kind=kind), summary,
+        body=body, answer=shape, media=media, errors=INFERENCE_ERRORS, parameters=KEEPING_PARAMETERS,
+        generates=True, is_admitted=True,
+    )  # fmt: skip
 
 
 async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:

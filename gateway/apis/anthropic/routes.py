@@ -10,15 +10,11 @@ from gateway.apis.anthropic.schema import MessagesBody, PromptFields, parse_coun
 from gateway.apis.anthropic.shapes import AnthropicMessageBody, TokenCountBody
 from gateway.http.body import received_body
 from gateway.http.json_body import decode_body
-from gateway.http.openapi import INFERENCE_ERRORS, Operation, answering
+from gateway.http.openapi import INFERENCE_ERRORS, Operation
 from gateway.pipeline.api import Api
 from gateway.pipeline.context import context_of
 from gateway.pipeline.request import CompletionRequest
-from gateway.pipeline.submit import answer, num_prompt_tokens
-
-
-async def create_message(request: web.Request) -> web.StreamResponse:
-    return await answer(request, MESSAGE)
+from gateway.pipeline.submit import generating, num_prompt_tokens
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -34,12 +30,12 @@ def _count_of(body: bytes) -> CompletionRequest:
 
 API = Api(
     operations=(
-        answering(
+        generating(
             "/v1/messages",
-            create_message,
+            MESSAGE,
             "Create a message (Anthropic's API); with `stream`, as events",
             body=MessagesBody,
-            answer=AnthropicMessageBody,
+            shape=AnthropicMessageBody,
         ),
         Operation(
             "POST",

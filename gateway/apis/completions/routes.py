@@ -8,14 +8,10 @@ from gateway.apis.completions.kinds import COMPLETION
 from gateway.apis.completions.schema import CompletionBody
 from gateway.apis.completions.shapes import TextCompletionBody
 from gateway.errors import NotServed
-from gateway.http.openapi import Operation, answering
+from gateway.http.openapi import Operation
 from gateway.http.shapes import ErrorBody
 from gateway.pipeline.api import Api
-from gateway.pipeline.submit import answer
-
-
-async def create_completion(request: web.Request) -> web.StreamResponse:
-    return await answer(request, COMPLETION)
+from gateway.pipeline.submit import generating
 
 
 async def refuse(request: web.Request) -> NoReturn:
@@ -27,12 +23,12 @@ async def refuse(request: web.Request) -> NoReturn:
 
 API = Api(
     operations=(
-        answering(
+        generating(
             "/v1/completions",
-            create_completion,
+            COMPLETION,
             "Complete texts or token ids; with `stream`, as events",
             body=CompletionBody,
-            answer=TextCompletionBody,
+            shape=TextCompletionBody,
         ),
         Operation(
             "POST",

@@ -25,23 +25,19 @@ from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, Reques
 from gateway.fleet import unavailable
 from gateway.http.body import received_body
 from gateway.http.kept_bodies import BuiltBody
-from gateway.http.openapi import EVENTS, INFERENCE_ERRORS, Operation, Parameter, answering
+from gateway.http.openapi import EVENTS, INFERENCE_ERRORS, Operation, Parameter
 from gateway.http.query_fields import query_choice, query_flag, query_number
 from gateway.pipeline.api import Api
 from gateway.pipeline.context import context_of
 from gateway.pipeline.kept import KeptAnswer
 from gateway.pipeline.submission import show_again, stream_again
-from gateway.pipeline.submit import answer, num_prompt_tokens
+from gateway.pipeline.submit import generating, num_prompt_tokens
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"
 _MAX_NUMBER = 10**8
 _MAX_ITEMS = 100
 _ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
-
-
-async def create_response(http: web.Request) -> web.StreamResponse:
-    return await answer(http, RESPONSE)
 
 
 async def show_response(http: web.Request) -> web.StreamResponse:
@@ -101,10 +97,6 @@ async def count_input_tokens(http: web.Request) -> web.Response:
         return web.json_response({"object": "response.input_tokens", "input_tokens": await context.read(None, count)})
 
 
-async def compact_conversation(http: web.Request) -> web.StreamResponse:
-    return await answer(http, COMPACTION)
-
-
 async def _find(http: web.Request) -> KeptAnswer:
     return await find_response(context_of(http), http.match_info["id"], "id")
 
@@ -122,12 +114,12 @@ async def _shown(http: web.Request, kept: KeptAnswer) -> web.Response:
 
 API = Api(
     operations=(
-        answering(
+        generating(
             "/v1/responses",
-            create_response,
+            RESPONSE,
             "Create a response; with `stream`, as events; with `background`, without waiting for it",
             body=ResponsesBody,
-            answer=ResponseBody,
+            shape=ResponseBody,
         ),
         Operation(
             "GET",
@@ -183,12 +175,12 @@ API = Api(
             answer=InputTokensBody,
             errors=INFERENCE_ERRORS,
         ),
-        answering(
+        generating(
             "/v1/responses/compact",
-            compact_conversation,
+            COMPACTION,
             "Compact a conversation to the user's items and one summary item, to use as input again",
             body=CompactionBody,
-            answer=CompactedBody,
+            shape=CompactedBody,
             media=(),
         ),
     ),
