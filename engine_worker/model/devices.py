@@ -21,6 +21,11 @@ from kernels.scaled import Scaled
 logger = logging.getLogger("worker")
 
 FP8_CAPABILITY = (8, 9)  # first with e4m3 matrix products (CUDA programming guide, tensor core data types)
+# kind of weights: first and last compute capability with kernels, and their names
+_CAPABILITIES = {
+    "fp8": (FP8_CAPABILITY, (99, 9), "sm_89 (Ada, Hopper)"),
+    "mxfp4": ((9, 0), (9, 0), "sm_90 (Hopper)"),  # kernels/moe/list_product.py is for wgmma
+}
 
 
 class DeviceStep(Protocol):
@@ -73,26 +78,26 @@ def check_quantization(quantization: str, device_type: str) -> None:
         raise ValueError(f"--quantization {quantization} needs --device cpu; on {device_type} use auto, none or fp8")
 
 
-def check_weight_format(name: str, device: torch.device, dtype: torch.dtype) -> None:
+def check_weight_format(name: str, kind: str, device: torch.device, dtype: torch.dtype) -> None:
     """Check a weight format against the device and the model's dtype; initializes CUDA.
 
     Raises:
-        ValueError: If the device does not support the format `name`, or not with `dtype`.
+        ValueError: If the device does not support the format `name` of `kind`, or not with `dtype`.
     """
-    if not name or device.type != "cuda":
+    if not kind or device.type != "cuda":
         return
     if dtype != torch.bfloat16:
         dtype_name = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"weights: {name}; fp8 linear layers on cuda need --dtype bfloat16, and the model is {dtype_name}; "
-            "--quantization none dequantizes an fp8 checkpoint to any dtype"
+            f"weights: {name}; {kind} linear layers on cuda need --dtype bfloat16, and the model is {dtype_name}; "
+            f"--quantization none dequantizes an {kind} checkpoint to any dtype"
         )
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FP8_CAPABILITY:
+    capability, (first, last, needed) = torch.cuda.get_device_capability(device), _CAPABILITIES[kind]
+    if not first <= capability <= last:
         gpu, (major, minor) = torch.cuda.get_device_name(device), capability
         raise ValueError(
-            f"weights: {name}; {gpu} (sm_{major}{minor}) does not support fp8, which needs sm_89 (Ada, Hopper). "
-            "Use --quantization none to dequantize an fp8 checkpoint to 16 bits"
+            f"weights: {name}; {gpu} (sm_{major}{minor}) does not support {kind}, which needs {needed}. "
+            f"Use --quantization none to dequantize an {kind} checkpoint to 16 bits"
         )
 
 

@@ -49,6 +49,11 @@ class NativeBlueprint:
         stored = self.shape.quantization
         return "" if stored.is_dequantized else stored.name
 
+    @property
+    def weight_kind(self) -> str:
+        stored = self.shape.quantization
+        return "" if stored.is_dequantized else stored.kind
+
     def build(
         self,
         weights: "WeightSource",
@@ -91,7 +96,7 @@ def blueprint_from_directory(directory: Path, wanted: str = "auto", quantization
     Args:
         directory: The model directory.
         wanted: auto, native or transformers.
-        quantization: auto, none, fp8, int8 or as-stored.
+        quantization: auto, none, fp8, mxfp4, int8 or as-stored.
 
     Raises:
         ValueError: If config.json has something that is not supported.

@@ -28,7 +28,7 @@ def check_files(
         model_impl: auto, native or transformers.
         load_format: auto or dummy; dummy needs no weights.
         tensor_parallel_size: Number of ranks.
-        quantization: auto, none, fp8, int8 or as-stored.
+        quantization: auto, none, fp8, mxfp4, int8 or as-stored.
 
     Raises:
         ValueError: If config.json has something that is not supported. ModelFilesError, a subclass: if files are wrong.

@@ -64,6 +64,10 @@ class Blueprint(Protocol):
         """The name of the linear layers' quantization format, or an empty string."""
 
     @property
+    def weight_kind(self) -> str:
+        """`fp8` or `mxfp4`, how linear layers are multiplied, or an empty string."""
+
+    @property
     def refused_options(self) -> dict[str, str]:
         """Worker options that this implementation does not support, with the reason."""
 

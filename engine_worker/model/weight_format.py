@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from engine_worker.model.specs.part import Part, Shape
 
@@ -45,6 +46,7 @@ class ScalePer(StrEnum):
 class Fp8Scheme:
     """An fp8 weight: e4m3 * scale."""
 
+    kind: ClassVar[str] = "fp8"
     per: ScalePer
     has_input_scale: bool = False  # activations have one static scale
 
@@ -89,7 +91,8 @@ class Mxfp4Scheme:
     Source: OCP Microscaling Formats (MX) Specification 1.0.
     """
 
-    granule: tuple[int, int] = (1, MXFP4_GROUP)
+    kind: ClassVar[str] = "mxfp4"
+    granule: ClassVar[tuple[int, int]] = (1, MXFP4_GROUP)
 
     def tensors(self, shape: Shape) -> dict[str, TensorForm]:
         """Return the tensors of a weight [experts, rows, columns]; see Fp8Scheme."""
@@ -138,9 +141,9 @@ class WeightFormat:
     blocks: Path | None = None  # file of stored blocks; None: quantized while loading
 
     @property
-    def scheme_kind(self) -> type[Scheme] | None:
-        """The type of all schemes; None: none. A format has one."""
-        return type(self.groups[0].scheme) if self.groups else None
+    def kind(self) -> str:
+        """`fp8` or `mxfp4`, the kind of all schemes, or an empty string."""
+        return self.groups[0].scheme.kind if self.groups else ""
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear layer by its module name; None: 16 or 32 bits."""
@@ -190,7 +193,7 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
         )
     if quantization == "as-stored":
         return replace(AS_STORED, blocks=blocks)
-    if quantization == "mxfp4" and stored.scheme_kind is not Mxfp4Scheme:
+    if quantization == "mxfp4" and stored.kind != "mxfp4":
         raise ValueError(
             f"--quantization mxfp4: the checkpoint has {stored.name or 'no quantized'} weights; use auto, or a "
             "checkpoint in MXFP4"

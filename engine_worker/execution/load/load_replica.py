@@ -114,7 +114,7 @@ def _with_dtypes(settings: ExecutionSettings, saved: str, device: torch.device) 
 def _quantization(plan: LoadPlan) -> str:
     if plan.settings.quantization in IN_GROUPS:
         return plan.settings.quantization
-    return "fp8" if plan.blueprint.weight_format else "none"
+    return plan.blueprint.weight_kind or "none"
 
 
 def prepare_process(settings: ExecutionSettings) -> None:
@@ -144,7 +144,7 @@ def load_replica(
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     report("load", 0.0, "weights")
-    check_weight_format(plan.blueprint.weight_format, device, plan.dtype)
+    check_weight_format(plan.blueprint.weight_format, plan.blueprint.weight_kind, device, plan.dtype)
     kv_dtype = _kv_dtype(plan)
     check_same_model(settings.model, settings.load_format, ranks)
     weights = _weights(plan, report)

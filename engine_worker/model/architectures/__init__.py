@@ -21,6 +21,7 @@ MODULES = {
     "glm": "glm4",
     "glm4": "glm4",
     "glm4_moe": "glm4_moe",
+    "gpt_oss": "gpt_oss",
     "granite": "granite",
     "granitemoe": "granitemoe",
     "granite_swa": "granite_swa",

@@ -15,6 +15,10 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
         device_type: `cpu` or `cuda`.
         is_deterministic: Rows must have the same bits in any batch.
     """
+    if stored.kind == "mxfp4":
+        from engine_worker.model.quantization import mxfp4  # noqa: PLC0415 - only such models need it
+
+        return mxfp4.method(stored, device_type)
     if stored.groups:
         from engine_worker.model.quantization import fp8  # noqa: PLC0415 - only fp8 models need it
 

@@ -59,6 +59,7 @@ class TransformersBlueprint:
     implementation: str = "transformers"
     is_capturable: bool = False  # some models read values on the host
     weight_format: str = ""
+    weight_kind: str = ""
     refused_options: dict[str, str] = field(
         default_factory=lambda: {
             "deterministic": "transformers' operators may give other bits in other batches; "

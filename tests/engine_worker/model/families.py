@@ -30,7 +30,7 @@ def write_family(directory: Path, case: Case) -> Path:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
         elif name.endswith(".sinks"):
             parameter.data.normal_(0.0, 2.0, generator=generator)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "_bias")):
             parameter.data.normal_(0.0, 0.3, generator=generator)
         elif name.endswith((".gate.weight", "router.weight")):
             spread_experts(parameter.data)

@@ -115,6 +115,11 @@ NATIVE = {
     "glm4_moe, one group": Case("glm4_moe", {
         "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
         "norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 2}),
+    "gpt_oss": Case("gpt_oss", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40,
+                                "sliding_window": 19, "rope_parameters": {**YARN, "truncate": False}}),
+    "gpt_oss, a short window, a low limit": Case("gpt_oss", {
+        "num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size": 24, "sliding_window": 5,
+        "layer_types": TWO_TYPES, "swiglu_limit": 1.5, "attention_bias": False}),
 }  # fmt: skip
 
 # Their config has no num_key_value_heads.

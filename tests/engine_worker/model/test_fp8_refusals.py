@@ -166,11 +166,15 @@ def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
     with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) does not support fp8, which needs sm_89"):
-        check_weight_format("compressed-tensors fp8", gpu, bf16)
-    check_weight_format("", gpu, bf16)
-    check_weight_format("compressed-tensors fp8", torch.device("cpu"), bf16)
+        check_weight_format("compressed-tensors fp8", "fp8", gpu, bf16)
+    check_weight_format("", "", gpu, bf16)
+    check_weight_format("compressed-tensors fp8", "fp8", torch.device("cpu"), bf16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    check_weight_format("compressed-tensors fp8", gpu, bf16)
+    check_weight_format("compressed-tensors fp8", "fp8", gpu, bf16)
+    with pytest.raises(ValueError, match=r"does not support mxfp4, which needs sm_90 \(Hopper\)"):
+        check_weight_format("mxfp4", "mxfp4", gpu, bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_weight_format("mxfp4", "mxfp4", gpu, bf16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -180,9 +184,9 @@ def test_fp8_with_another_dtype_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(
         ValueError, match=rf"fp8 linear layers on cuda need --dtype bfloat16, and the model is {dtype_name}"
     ):
-        check_weight_format("modelopt FP8", torch.device("cuda", 0), dtype)
-    check_weight_format("modelopt FP8", torch.device("cpu"), dtype)
-    check_weight_format("", torch.device("cuda", 0), dtype)
+        check_weight_format("modelopt FP8", "fp8", torch.device("cuda", 0), dtype)
+    check_weight_format("modelopt FP8", "fp8", torch.device("cpu"), dtype)
+    check_weight_format("", "", torch.device("cuda", 0), dtype)
 
 
 def test_transformers_backend_refuses_fp8(model: Fp8Model, tmp_path: Path) -> None:

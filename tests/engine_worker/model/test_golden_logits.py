@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 3,
                  "topk_group": 2, "routed_scaling_factor": 1.7},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7,
+                "rope_parameters": {**YARN, "truncate": False}},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                 "logits_scaling": 0.5},
     "granite_swa": {"sliding_window": 7, "num_hidden_layers": 4, "residual_multiplier": 0.4},

@@ -106,7 +106,8 @@ CHANGES = {
     "attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "use_bias": True, "num_experts": 5,
     "num_local_experts": 5, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
 }  # fmt: skip
-REPLICATED = ("norm.weight", "layernorm.weight", "embed_tokens.weight", "gate.weight", "router.layer.weight")
+REPLICATED = ("norm.weight", "layernorm.weight", "embed_tokens.weight", "gate.weight", "router.weight",
+              "router.layer.weight")  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 12])

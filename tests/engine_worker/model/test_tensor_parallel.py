@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "glm": {"attention_bias": True},
     "glm4": {},
     "glm4_moe": {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                 "logits_scaling": 0.5},
     "granite_swa": {"attention_multiplier": 0.2, "sliding_window": 6,
