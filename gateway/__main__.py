@@ -78,7 +78,12 @@ async def serve(settings: GatewaySettings) -> int:
     """Serve until a signal or a failure. Return the exit status."""
     try:
         models = model_options(settings)
-        access = Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
+        access = Access(
+            settings.api_key,
+            settings.api_keys_file,
+            allowed_hosts=settings.allowed_hosts,
+            open_routes=settings.open_routes,
+        )
         check_address(settings.host, access, allow_unauthenticated=settings.allow_unauthenticated)
         tracing = open_tracing(settings.otlp_traces_endpoint, "pagestream-gateway")
     except (ApiKeysError, SettingsError, TracingUnavailable) as error:

@@ -94,7 +94,12 @@ def create_app(
         OSError: If --files-dir cannot be used.
     """
     metrics = metrics or GatewayMetrics(vllm_names=settings.vllm_metric_names)
-    access = access or Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
+    access = access or Access(
+        settings.api_key,
+        settings.api_keys_file,
+        allowed_hosts=settings.allowed_hosts,
+        open_routes=settings.open_routes,
+    )
     app = web.Application(
         middlewares=[
             leave_unread(),

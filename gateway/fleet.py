@@ -278,6 +278,10 @@ class OpenRequests:
             if not self._places.num_held:
                 self._idle.set()
 
+    @property
+    def num_open(self) -> int:
+        return self._places.num_held
+
     async def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until no request is open. Return False on timeout."""
         try:

@@ -18,6 +18,8 @@ REASONING_PARSERS = (
 )  # fmt: skip
 NO_WORKER = ("wait", "refuse")
 MIN_BYTES_IN_FLIGHT = 4 * 2**20
+# Routes that --open-routes may name: scrapes and the probes of other engines, which send no key.
+OPENABLE_ROUTES = ("/health", "/load", "/metrics", "/ping", "/ready", "/version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,9 @@ class GatewaySettings:
     ui: bool = setting(True, help="serve the web page at /: playground and live map of KV blocks")
     allowed_hosts: tuple[str, ...] = setting(
         (), help="additional Host names to accept while no API key is set, separated by commas"
+    )
+    open_routes: tuple[str, ...] = setting(
+        (), help=f"routes that need no API key, separated by commas, of {', '.join(OPENABLE_ROUTES)}"
     )
     allow_unauthenticated: bool = setting(False, help="allow a non-loopback --host without API keys")
 
@@ -150,6 +155,8 @@ class GatewaySettings:
             ("--max-batch-concurrency", self.max_batch_concurrency),
         ):
             _require(count is None or count >= 1, flag, "at least 1", count)
+        for route in self.open_routes:
+            _require(route in OPENABLE_ROUTES, "--open-routes", f"routes of {', '.join(OPENABLE_ROUTES)}", route)
         _require(
             self.max_bytes_in_flight >= MIN_BYTES_IN_FLIGHT,
             "--max-bytes-in-flight", f"at least {MIN_BYTES_IN_FLIGHT}, the size of two bodies of maximum size",

@@ -18,6 +18,7 @@ MAX_GATEWAYS = 32
 GATEWAY_FLAGS = frozenset(
     {
         "--max-num-queued-reqs",
+        "--open-routes",
         "--max-num-streams",
         "--max-bytes-in-flight",
         "--sse-keep-alive-seconds",

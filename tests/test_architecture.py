@@ -39,7 +39,7 @@ SERVE_OPTIONS = """
 """
 GATEWAY_OPTIONS = """
     model served_model_name models_file redis_url host port reuse_port own_port api_key api_keys_file ui
-    allowed_hosts allow_unauthenticated
+    allowed_hosts open_routes allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams max_bytes_in_flight
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
     max_num_queued_tokens default_timeout_seconds default_queue_timeout_seconds no_worker no_worker_wait_seconds

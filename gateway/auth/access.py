@@ -1,8 +1,9 @@
 """Access to the gateway's routes: checks the API key of a request and returns the account that is charged.
 
-With keys, every route except OPEN_ROUTES needs one, unknown URLs too. The file of keys is reloaded when it changes; if
-it cannot be read, the old keys stay valid. Without keys the gateway listens only on loopback (check_address), and these
-headers, which browsers send and programs do not, keep out pages of other sites, including DNS rebinding:
+With keys, every route except OPEN_ROUTES and those of --open-routes needs one, unknown URLs too. The file of keys is
+reloaded when it changes; if it cannot be read, the old keys stay valid. Without keys the gateway listens only on
+loopback (check_address), and these headers, which browsers send and programs do not, keep out pages of other sites,
+including DNS rebinding:
 
     Sec-Fetch-Site   the site of the requesting page; browsers send it since 2023, and no script can set it
     Origin           the same from older browsers, on all requests except plain GETs
@@ -97,6 +98,7 @@ class Access:
         clock: Callable[[], float] = time.monotonic,
         *,
         allowed_hosts: Iterable[str] = (),
+        open_routes: Iterable[str] = (),
     ) -> None:
         """Read the keys.
 
@@ -105,10 +107,12 @@ class Access:
             keys_file: The file of --api-keys-file.
             clock: For rate limits, in seconds.
             allowed_hosts: Additional Host names that are allowed without keys.
+            open_routes: Routes that need no key, besides OPEN_ROUTES.
 
         Raises:
             ApiKeysError: If the keys cannot be used.
         """
+        self._open_routes = frozenset(open_routes)
         self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
         self._fixed = [single_key(api_key)] if api_key else []
         self._keys_file = keys_file
@@ -123,13 +127,20 @@ class Access:
     def needs_key(self) -> bool:
         return bool(self._fixed) or self._keys_file is not None
 
-    def admit(self, method: str, headers: Mapping[str, str]) -> Account:
+    def admit(self, method: str, headers: Mapping[str, str], route: str = "") -> Account:
         """Return the account that a request is charged to.
+
+        Args:
+            method: Its method.
+            headers: Its headers.
+            route: Its route, or "" for an unknown URL.
 
         Raises:
             Unauthenticated: If it has no valid key.
             Forbidden: If there are no keys, and it comes from another site or names a public host.
         """
+        if self.needs_key and route in self._open_routes:
+            return self._anonymous
         if self.needs_key:  # pages of other sites do not have it
             return self.account(headers)
         check_host(headers, self._allowed_hosts)
@@ -211,7 +222,7 @@ def authenticate(access: Access) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None or resource.canonical not in OPEN_ROUTES:
-            request[ACCOUNT] = access.admit(request.method, request.headers)
+            request[ACCOUNT] = access.admit(request.method, request.headers, resource.canonical if resource else "")
         return await handler(request)
 
     return middleware

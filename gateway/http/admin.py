@@ -2,7 +2,8 @@
 
 /livez    the event loop runs. Worker and store failures do not change it, because a restart would not fix them
 /readyz   the store takes a write, and a model takes requests because a worker is ready or expected: send traffic here
-/ready    a worker of some model is ready, with phase and progress; /health is its status alone, as in vLLM.
+/ready    a worker of some model is ready, with phase and progress; /health is its status alone, as in vLLM,
+          and so is /ping, as in SageMaker.
           Both take ?model=NAME, because with several models some may be ready and others not
 """
 
@@ -18,7 +19,7 @@ from gateway.errors import ModelNotFound
 from gateway.fleet import Readiness, overall
 from gateway.http.openapi import MODEL_PARAMETER, STATIC, TEXT, Operation, Parameter, describe
 from gateway.http.routing import OPERATIONS as ALL_OPERATIONS
-from gateway.http.shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
+from gateway.http.shapes import LoadBody, ReadinessBody, StateBody, StoreReadinessBody, VersionBody
 from gateway.http.state import STATE, GatewayState
 from gateway.model_service import ModelService
 from gateway.store.inference_client import StoreUnavailable
@@ -31,6 +32,11 @@ _FOR_OPERATORS = "operators need it when a key has no budget left"
 
 async def health(request: web.Request) -> web.Response:
     return web.Response(status=200 if overall(_asked(request)).is_ready else 503)
+
+
+async def load(request: web.Request) -> web.Response:
+    """Show the number of open requests, as vLLM does; load balancers read it."""
+    return web.json_response({"server_load": request.app[STATE].open_requests.num_open})
 
 
 async def livez(request: web.Request) -> web.Response:
@@ -134,6 +140,19 @@ OPERATIONS = (
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),
         uncharged=_FOR_OPERATORS,
+    ),
+    Operation(
+        "GET",
+        "/ping",
+        health,
+        "Readiness as a status code, under SageMaker's name",
+        other_statuses=(503,),
+        errors=(ModelNotFound,),
+        parameters=(MODEL_PARAMETER,),
+        uncharged=_FOR_OPERATORS,
+    ),
+    Operation(
+        "GET", "/load", load, "Number of open requests at this gateway", answer=LoadBody, uncharged=_FOR_OPERATORS
     ),
     Operation(
         "GET",

@@ -25,6 +25,10 @@ class StateBody(msgspec.Struct, kw_only=True):
     state: str
 
 
+class LoadBody(msgspec.Struct, kw_only=True):
+    server_load: int
+
+
 class ReadinessBody(StateBody, kw_only=True):
     phase: str
     progress: float

@@ -92,7 +92,12 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
             engine, *others = engines or (FakeInferenceClient(),)
             clients = dict(zip(options, (engine, *others), strict=True))
             metrics = GatewayMetrics(CollectorRegistry(), vllm_names=settings.vllm_metric_names)
-            access = Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
+            access = Access(
+                settings.api_key,
+                settings.api_keys_file,
+                allowed_hosts=settings.allowed_hosts,
+                open_routes=settings.open_routes,
+            )
             app = create_app(settings, clients, APIS, metrics, access, processes=processes)  # type: ignore[arg-type]
             runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
             await runner.setup()

@@ -67,6 +67,12 @@ async def test_health_and_livez_answer(gateway: Gateway) -> None:
     assert await get(gateway, "/livez") == (200, {"state": "alive"})
 
 
+async def test_ping_and_load_answer_as_in_vllm(gateway: Gateway) -> None:
+    async with gateway.session.get("/ping") as response:
+        assert (response.status, await response.read()) == (200, b"")
+    assert await get(gateway, "/load") == (200, {"server_load": 0})
+
+
 async def test_readyz_requires_a_writable_store(gateway: Gateway) -> None:
     status, body = await get(gateway, "/readyz")
     assert (status, body) == (

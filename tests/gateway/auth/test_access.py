@@ -14,7 +14,9 @@ from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, digest_of, read
 from gateway.auth.rate_limits import CHARGE_SECONDS, Account, TokenBucket
 from gateway.errors import RateLimited, Unauthenticated
 from gateway.pipeline.submission import OPEN_OUTPUT_TOKENS
+from gateway.settings import OPENABLE_ROUTES, GatewaySettings
 from shared.redis_keys import PRIORITY_CLASSES
+from shared.settings import SettingsError
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
 
@@ -278,6 +280,17 @@ class TestRoutes:
             seen.add(path)
             assert is_open == (path in OPEN_ROUTES), f"{method} {path}"
         assert seen > OPEN_ROUTES
+
+    async def test_opened_routes_require_no_key(self, start_gateway: Callable[..., Any]) -> None:
+        opened = ("/health", "/metrics")
+        gateway: Gateway = await start_gateway(api_key=KEY, open_routes=opened)
+        for path in OPENABLE_ROUTES:
+            async with gateway.session.get(path) as response:
+                assert response.status == (200 if path in opened else 401), path
+        async with gateway.session.get("/v1/models") as response:
+            assert response.status == 401
+        with pytest.raises(SettingsError, match="--open-routes: expected routes of /health"):
+            GatewaySettings(model=Path("m"), open_routes=("/v1/models",))
 
     @pytest.mark.parametrize("headers", [
         {}, bearer(""), bearer(KEY + "x"), {"Authorization": f"Basic {KEY}"}, {"Authorization": KEY},
