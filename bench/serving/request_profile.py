@@ -62,13 +62,18 @@ async def _run(options: argparse.Namespace, phase_file: Path) -> None:
     launcher = ["bench.serving.profiled", str(phase_file)]
     async with own_fleet(options.model, flags, worker=worker, launcher=launcher) as fleet:
         _chat(fleet, SHORT_TOKENS)  # what is loaded on first use
-        phase_file.write_bytes(bytes((IDLE,)))
+        _enter(phase_file, IDLE)
         await asyncio.sleep(IDLE_SECONDS)
         for phase, num_tokens in ((SHORT, SHORT_TOKENS), (LONG, LONG_TOKENS)):
-            phase_file.write_bytes(bytes((phase,)))
+            _enter(phase_file, phase)
             _chat(fleet, num_tokens)
             await asyncio.sleep(0.2)  # what follows the last byte
-        phase_file.write_bytes(bytes((STOPPING,)))
+        _enter(phase_file, STOPPING)
+
+
+def _enter(phase_file: Path, phase: int) -> None:
+    with phase_file.open("r+b") as file:  # truncating a mapped file would kill its readers
+        file.write(bytes((phase,)))
 
 
 def _chat(fleet: OwnFleet, num_tokens: int) -> None:
