@@ -2,20 +2,22 @@
 
     python -m bench.serving.profiled PHASE_FILE MODULE ARGUMENT...
 
-The first byte of PHASE_FILE is the phase, which another process changes. At its end the process writes its counts
+The first byte of PHASE_FILE is the phase, which another process changes. In LAST_PHASE the process writes its counts
 beside it: PHASE_FILE-MODULE.json, a list of [phase, file, function, calls].
 """
 
 import json
 import mmap
 import runpy
-import signal
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import CodeType, FrameType
 
+LAST_PHASE = 255
+POLL_SECONDS = 0.05
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("gateway", "engine_worker", "shared", "kernels")
 
@@ -29,7 +31,12 @@ def main(argv: list[str]) -> None:
             if event == "call":
                 counts[phase[0], frame.f_code] += 1
 
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # for a module without a handler
+        def write_in_last_phase() -> None:  # not at the exit, because the worker ends by os._exit
+            while phase[0] != LAST_PHASE:
+                time.sleep(POLL_SECONDS)
+            Path(f"{phase_file}-{module}.json").write_text(json.dumps(_rows(counts)))
+
+        threading.Thread(target=write_in_last_phase, daemon=True).start()
         sys.argv = [module, *arguments]
         threading.setprofile(on_event)
         sys.setprofile(on_event)
@@ -37,7 +44,6 @@ def main(argv: list[str]) -> None:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         finally:
             sys.setprofile(None)
-            Path(f"{phase_file}-{module}.json").write_text(json.dumps(list(_rows(counts))))
 
 
 def _rows(counts: Counter[tuple[int, CodeType]]) -> list[tuple[int, str, str, int]]:

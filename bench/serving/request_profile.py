@@ -11,13 +11,14 @@ import asyncio
 import json
 import tempfile
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.serving.own_fleet import MODEL, OwnFleet, own_fleet
+from bench.serving.profiled import LAST_PHASE
 
-STARTING, IDLE, SHORT, LONG, STOPPING = range(5)
+STARTING, IDLE, SHORT, LONG = range(4)
 IDLE_SECONDS = 6.0  # longer than each period of the idle work
 SHORT_TOKENS, LONG_TOKENS = 8, 72
 SCRIPTED, REAL = "bench.serving.scripted_worker", "engine_worker"
@@ -68,7 +69,8 @@ async def _run(options: argparse.Namespace, phase_file: Path) -> None:
             _enter(phase_file, phase)
             _chat(fleet, num_tokens)
             await asyncio.sleep(0.2)  # what follows the last byte
-        _enter(phase_file, STOPPING)
+        _enter(phase_file, LAST_PHASE)
+        await asyncio.sleep(1.0)  # the processes write their counts
 
 
 def _enter(phase_file: Path, phase: int) -> None:
@@ -90,7 +92,7 @@ def _chat(fleet: OwnFleet, num_tokens: int) -> None:
 
 
 def _profile(path: Path) -> Profile:
-    calls: dict[int, Counter[Function]] = {phase: Counter() for phase in range(5)}
+    calls: defaultdict[int, Counter[Function]] = defaultdict(Counter)
     for phase, file, function, num_calls in json.loads(path.read_text()):
         calls[phase][file, function] += num_calls
     functions = set(calls[SHORT]) - set(calls[IDLE])
