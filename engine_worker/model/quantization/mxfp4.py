@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_worker.model.linear import Experts, ExpertsLoad, Head, Input, Linear, LinearMethod, LinearSpec, Scaling
 from engine_worker.model.quantization import dense
-from engine_worker.model.quantization.expert_weights import StackedExperts, load_router
+from engine_worker.model.quantization.expert_weights import StackedExperts
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.specs.part import Part, Role
@@ -140,7 +140,7 @@ class Mxfp4Linear:
 def _on_cpu(load: ExpertsLoad, source: WeightSource) -> Experts:
     from engine_worker.model.quantization.experts_cpu import LoopedExperts  # noqa: PLC0415 - CPU only
 
-    router, single = load_router(load, source), StackedExperts(load, source)
+    single = StackedExperts(load, source)
     linears = [load.linears(expert) for expert in load.spec.experts]
     weights = [_stacked(load, source, role) for role in (Role.GATE_UP, Role.DOWN)]
     experts: list[tuple[Linear, Linear]] = []
@@ -151,7 +151,7 @@ def _on_cpu(load: ExpertsLoad, source: WeightSource) -> Experts:
             for (blocks, scales), bias in zip(weights, biases, strict=True)
         )
         experts.append((gate_up, down))
-    return LoopedExperts(load.spec, router, experts)
+    return LoopedExperts(load.spec, load.router, experts)
 
 
 def _packed(load: ExpertsLoad, source: WeightSource, role: Role) -> Mxfp4Experts:
