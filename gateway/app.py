@@ -1,15 +1,15 @@
 """create_app(): builds the gateway's aiohttp application. Parts start and stop in cleanup_ctx; nothing is global."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.apis.files import batches, files
+from gateway.apis.files.directory import FILES, FilesDirectory
 from gateway.auth.access import Access, authenticate
-from gateway.batches.driver.selection import BATCHES, BatchService
 from gateway.http import admin, kv, page
 from gateway.http.descriptors import watch_descriptors
 from gateway.http.dialect import DIALECTS
@@ -22,11 +22,10 @@ from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions
 from gateway.pipeline.answer_kind import KINDS
 from gateway.pipeline.api import Api
-from gateway.routes import batches, files
+from gateway.process import inference_clients, owner_task
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.work.work_process import WorkProcesses
-from shared.tasks import cancel_and_wait
 from shared.tracing import Tracing
 
 
@@ -117,44 +116,16 @@ def create_app(
     app[DIALECTS] = tuple(api.dialect for api in apis if api.dialect is not None)
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
-    has_files = settings.files_dir is not None
-    if has_files:
-        app[BATCHES] = BatchService(settings, app[STATE], access)
-    serve_operations(app, operations_of(apis, has_page=settings.ui, has_files=has_files))
+    serve_operations(app, operations_of(apis, has_page=settings.ui, has_files=settings.files_dir is not None))
     state = app[STATE]
-    runs = [_run("load_models", state.load_models, may_return=lambda: True), _run("stream_watch", state.watch.run)]
-    runs.append(_run("key_watch", access.watch, may_return=lambda: not access.has_file))
-    runs.append(_run("descriptor_watch", watch_descriptors))
-    if has_files:
-        is_draining = lambda: state.open_requests.draining  # noqa: E731
-        runs.append(_run("batches", app[BATCHES].run, app[BATCHES].close, may_return=is_draining))
-    app.cleanup_ctx.extend([_inference_clients, *runs])
+    runs = [
+        owner_task("load_models", state.load_models, may_return=lambda: True),
+        owner_task("stream_watch", state.watch.run),
+        owner_task("key_watch", access.watch, may_return=lambda: not access.has_file),
+        owner_task("descriptor_watch", watch_descriptors),
+    ]
+    if settings.files_dir is not None:
+        directory = app[FILES] = FilesDirectory(settings, metrics)
+        runs.append(owner_task("files_upkeep", directory.run, directory.close))
+    app.cleanup_ctx.extend([inference_clients, *runs])
     return app
-
-
-async def _inference_clients(app: web.Application) -> AsyncIterator[None]:
-    state = app[STATE]
-    for service in state.models:
-        await service.client.start(state.owners)
-    yield
-    await state.background.finish()
-    state.close()
-    await asyncio.gather(*(service.client.close() for service in state.models))
-
-
-def _run(
-    name: str,
-    work: Callable[[], Coroutine[Any, Any, None]],
-    then: Callable[[], object] = lambda: None,
-    *,
-    may_return: Callable[[], bool] = lambda: False,
-) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Return a cleanup context that runs a task as long as the application, and calls `then` after it."""
-
-    async def run(app: web.Application) -> AsyncIterator[None]:
-        task = app[STATE].owners.start(name, work(), may_return=may_return)
-        yield
-        await cancel_and_wait([task])
-        then()
-
-    return run

@@ -146,14 +146,11 @@ class GatewayMetrics(_Metrics):
         self.write_stalls = self._counter(
             "gateway_write_stalls_total", "Clients disconnected because they read nothing for --write-stall-seconds"
         )
-        self.batches = self._gauge("gateway_batches", "Batches that this gateway runs")
-        self.batch_lines = self._counter("gateway_batch_lines_total", "Batch lines that got a result", ("result",))
+        self.open_batches = self._gauge("gateway_open_batches", "Batches of all API keys that have not ended")
         self.files_bytes = self._gauge(
             "gateway_files_bytes", "Bytes of files and batches, including the space reserved for their results"
         )
         self.files_limit = self._gauge("gateway_files_limit_bytes", "Limit of those bytes, of all API keys together")
-        for result in ("answered", "failed", "cancelled"):
-            self.batch_lines.labels(result)  # starts the series at 0, so that rate() includes the first increment
         self.owner_task_up = self._gauge(
             "owner_task_up", "1 while a long-running task runs; 0 after its failure, which ends the process", ("task",)
         )

@@ -2,6 +2,7 @@
 
     start   store -> gateways (so that /ready reports the progress) -> models -> workers -> the first READY -> banner
     watch   a dead child is restarted; the requests of a dead worker are requeued before its successor starts
+    batches their driver starts with the first batch; without it everything else continues
     stop    gateways (open streams end) -> workers -> store, on Ctrl-C, SIGTERM, or if a child cannot be kept alive
 
 Only the order is here: process_supervisor.py runs children, embedded_store.py the store, served_models.py the models.
@@ -43,10 +44,13 @@ from shared.messages import WorkerHeartbeat, WorkerPhase
 from shared.model_files import ModelFilesError
 from shared.model_identity import ModelDiffers, files_identity
 from shared.models_file import models_text
+from shared.open_batches import has_open_batch
 from shared.settings import SettingsError
+from shared.ticks import next_tick
 
 STOP_MARGIN_SECONDS = 5.0  # beyond the children's own drain time: closing connections, ending threads
 GATEWAY_POLL_SECONDS, READY_POLL_SECONDS = 0.1, 0.02
+BATCH_POLL_SECONDS = 1.0
 HTTP_OK = 200
 PROBES_A_GATEWAY = 6  # e^-6: a gateway is missed once in 400 starts
 _GATEWAY_RANK, _WORKER_RANK = 0, 1
@@ -132,6 +136,7 @@ class _AllInOne:
                 await self._start(models, links, commands)
                 await self.supervisor.while_all_live(self._until_ready())
                 address = base_url(settings.host, settings.port)
+                self.supervisor.watch(self._drive_batches(commands), name="watch for batches")
                 self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at))
                 await self.supervisor.while_all_live(asyncio.Event().wait())
 
@@ -247,6 +252,22 @@ class _AllInOne:
         await model.source.prepare(report)
         self.console.end("model")
         link.stop_announcing()
+
+    async def _drive_batches(self, commands: ChildCommands) -> None:
+        """Start the batch driver once a batch has not ended: a new one, or one that a former `serve` left."""
+        while not await asyncio.to_thread(has_open_batch, commands.files_dir):
+            await next_tick(BATCH_POLL_SECONDS)
+
+        async def after_death(_life: int, how: str) -> None:
+            self.console.print(f"  batches   died ({how})")
+
+        def command(_life: int) -> ChildCommand:
+            child.is_ready = True  # nothing waits for it
+            return commands.batches()
+
+        child = SupervisedChild("batches", command, self._on_line, after_death, policy=RestartPolicy(may_give_up=False))
+        self.supervisor.start(child, stop_rank=_GATEWAY_RANK)
+        await asyncio.Event().wait()
 
     def _gateway(self, number: int, commands: ChildCommands) -> SupervisedChild:
         name = "gateway" if self.settings.num_gateways == 1 else f"gateway-{number}"

@@ -1,4 +1,4 @@
-"""The command lines and environments of the gateways and workers that `pagestream serve` runs."""
+"""The command lines and environments of the gateways, workers, and batch driver that `pagestream serve` runs."""
 
 import os
 import sys
@@ -62,7 +62,7 @@ class ChildCommands:
         self._url = url
         self._models = models
         self._models_file = models_file
-        self._files_dir = settings.files_dir or state_directory() / "files" / files_folder(models)
+        self.files_dir = settings.files_dir or state_directory() / "files" / files_folder(models)
         self._common = ["--drain-seconds", str(settings.drain_seconds), "--log-format", settings.log_format]
         if settings.otlp_traces_endpoint:
             self._common += ["--otlp-traces-endpoint", settings.otlp_traces_endpoint]
@@ -76,13 +76,20 @@ class ChildCommands:
         address = ["--host", settings.host, "--port", str(settings.port)]
         if settings.num_gateways > 1:
             address += ["--reuse-port", "--own-port", "0"]  # a scrape of the shared port reaches any gateway
+        return self._command(name, "gateway", self._of_a_gateway(*address))
+
+    def batches(self) -> ChildCommand:
+        """Return the command of the batch driver, which submits requests as a gateway with the same flags."""
+        return self._command("batches", "gateway.batches.driver", self._of_a_gateway("--metrics-port", "0"))
+
+    def _of_a_gateway(self, *address: str) -> list[str]:
         if self._models_file is not None:
-            models = ["--models-file", str(self._models_file), *_max_model_len(settings.max_model_len)]
+            models = ["--models-file", str(self._models_file)]
         else:
             (model,) = self._models
-            models = [*_model(model, model.names), *_max_model_len(settings.max_model_len)]
-        files = ["--files-dir", str(self._files_dir)]
-        return self._command(name, "gateway", [*models, *self._common, *address, *files, *self._flags.gateway])
+            models = _model(model, model.names)
+        models += _max_model_len(self._settings.max_model_len)
+        return [*models, *self._common, *address, "--files-dir", str(self.files_dir), *self._flags.gateway]
 
     def worker(self, model: ServedModel, number: int, base_id: str) -> ChildCommand:
         """Return the command of a worker. `number` counts the workers of all models."""

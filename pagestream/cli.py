@@ -1,6 +1,6 @@
 """The command `pagestream`: select a command and pass on its arguments. Imports nothing heavy, so --help is fast.
 
-`gateway`, `worker`, `chat`, `run-batch`, `estimate`, and `bench` are separate programs, which replace this process.
+The commands of MODULES, and `bench`, are separate programs, which replace this process.
 """
 
 import argparse
@@ -21,18 +21,21 @@ from shared.version import VERSION
 MODULES = {
     "gateway": "gateway",
     "worker": "engine_worker",
+    "batches": "gateway.batches.driver",
     "chat": "pagestream.chat",
     "run-batch": "pagestream.run_batch",
     "estimate": "engine_worker.estimate",
 }
-EXTRAS = {"gateway": "gateway", "worker": "engine", "run-batch": "gateway"}  # extras that each requires
+# The extra that each requires.
+EXTRAS = {"gateway": "gateway", "worker": "engine", "batches": "gateway", "run-batch": "gateway"}
 CLONE = Path(__file__).parents[1]  # root of the repository, if this is a clone
 _KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # the names that gateway/auth/api_keys.py allows
-CONFIGURED = ("serve", "gateway", "worker")
+CONFIGURED = ("serve", "gateway", "worker", "batches")
 _COMMANDS = """commands:
   serve [MODEL]   store, gateway and workers on this machine; MODEL: directory, .gguf file, ORG/NAME or `demo` (default)
   gateway         the HTTP gateway
   worker          one engine worker
+  batches         run the batches of --files-dir; takes the options of the gateway
   chat            talk to a running server in the terminal
   run-batch       send a file of requests to a running server, at batch priority
   bench           measure an OpenAI-compatible server, or the engine (in a clone only)
@@ -42,7 +45,7 @@ _COMMANDS = """commands:
   queue           end the waiting requests of a model: clear MODEL
   top [URL]       show the KV blocks of a running server, live
   doctor          check this machine: Python, packages, torch, driver, Triton compiler, store, clock, port, model, disk
-  config show     show every setting of serve, gateway and worker with its value and origin
+  config show     show every setting of serve, gateway, worker and batches with its value and origin
 
 `pagestream COMMAND --help` shows a command's options."""
 

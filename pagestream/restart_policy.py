@@ -13,6 +13,7 @@ MAX_DEATHS = 5
 WINDOW_SECONDS = 60.0
 FIRST_DELAY_SECONDS = 0.5
 MAX_DELAY_SECONDS = 8.0
+PATIENT_DELAY_SECONDS = 30.0  # where a policy that may not give up would do so
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,15 @@ class GiveUp:
 
 @dataclass(slots=True)
 class RestartPolicy:
+    may_give_up: bool = True  # False for a child without which the others continue
     _deaths_at: deque[float] = field(default_factory=deque)
     _last_failed_start: int | None = None  # exit status of the last run if it ended before it was ready
 
     def after_death(self, now_seconds: float, *, exit_status: int, was_ready: bool) -> Restart | GiveUp:
+        answer = self._after_death(now_seconds, exit_status, was_ready)
+        return Restart(PATIENT_DELAY_SECONDS) if isinstance(answer, GiveUp) and not self.may_give_up else answer
+
+    def _after_death(self, now_seconds: float, exit_status: int, was_ready: bool) -> Restart | GiveUp:
         self._deaths_at.append(now_seconds)
         while now_seconds - self._deaths_at[0] > WINDOW_SECONDS:
             self._deaths_at.popleft()

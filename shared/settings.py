@@ -121,6 +121,7 @@ def load_settings(
     environ: Mapping[str, str],
     *,
     prog: str = "pagestream",
+    tables: Sequence[str] = (),
     unknown: list[str] | None = None,
 ) -> Loaded[_Settings]:
     """Load the settings of a program. `--show-config [text|json]` prints every value with its origin and exits.
@@ -129,7 +130,8 @@ def load_settings(
         cls: A settings class.
         argv: Command-line arguments.
         environ: Environment variables.
-        prog: Name of the program; its last word names the table of the file.
+        prog: Name of the program; its last word names its table of the file.
+        tables: Further tables of the file that apply; its own has precedence.
         unknown: Receives unknown arguments, for another program; without it they are an error.
 
     Raises:
@@ -143,7 +145,8 @@ def load_settings(
     given = vars(namespace)
     config_name = given.pop("config", None) or environ.get(ENVIRONMENT_PREFIX + "CONFIG")
     config_path = Path(config_name) if config_name else None
-    file_values = _read_file(cls, config_path, prog.rsplit(maxsplit=1)[-1]) if config_path else {}
+    tables = (*tables, prog.rsplit(maxsplit=1)[-1])
+    file_values = _read_file(cls, config_path, tables) if config_path else {}
     show = given.pop("show_config", None)
 
     values: dict[str, Any] = {}
@@ -176,11 +179,12 @@ def settings_or_exit(
     environ: Mapping[str, str],
     *,
     prog: str,
+    tables: Sequence[str] = (),
     unknown: list[str] | None = None,
 ) -> Loaded[_Settings]:
     """Load settings for a `main`. A SettingsError becomes one line on stderr and exit status 2."""
     try:
-        return load_settings(cls, argv, environ, prog=prog, unknown=unknown)
+        return load_settings(cls, argv, environ, prog=prog, tables=tables, unknown=unknown)
     except SettingsError as error:
         sys.stderr.write(f"{prog}: error: {error}\n")
         raise SystemExit(2) from error
@@ -315,17 +319,18 @@ def _parse_quantity(text: str, *, binary_suffix: bool) -> int:
     return round(float(number) * scale)
 
 
-def _read_file(cls: type[_SettingsClass], path: Path, section: str) -> dict[str, Any]:
+def _read_file(cls: type[_SettingsClass], path: Path, tables: Sequence[str]) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # tomllib's and UTF-8's errors are ValueErrors
         raise SettingsError(f"--config {path}: {error}") from error
     common = {key: value for key, value in content.items() if not isinstance(value, dict)}
-    values = {key.replace("-", "_"): value for key, value in {**common, **content.get(section, {})}.items()}
+    given = [common, *(content.get(table, {}) for table in tables)]
+    values = {key.replace("-", "_"): value for part in given for key, value in part.items()}
     unknown = sorted(values.keys() - {field.name for field in options(cls)})
     if unknown:
         raise SettingsError(
-            f"--config {path}: {section} has no setting {', '.join(unknown)}; "
+            f"--config {path}: {tables[-1]} has no setting {', '.join(unknown)}; "
             "put settings of one program into the table with its name"
         )
     return values

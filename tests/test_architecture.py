@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from engine_worker.settings import WorkerSettings
+from gateway.batches.driver.settings import DriverSettings
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import GATEWAY_FLAGS, SET_BY_SERVE, ServeSettings
 from shared.settings import options
@@ -49,6 +50,7 @@ GATEWAY_OPTIONS = """
     files_dir max_file_bytes max_files_bytes max_files_bytes_per_key files_retention_seconds max_batch_concurrency
     exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
 """
+BATCHES_OPTIONS = GATEWAY_OPTIONS + "metrics_host metrics_port"
 WORKER_OPTIONS = """
     model device dtype model_impl load_format quantization max_model_len tensor_parallel_size rendezvous_endpoint
     num_threads kv_cache_dtype block_size
@@ -91,6 +93,8 @@ def test_import_contracts_hold() -> None:
         ("engine_worker/execution/sampling/sampler.py", "import engine_worker.kv.sequence", "is the only link"),
         ("gateway/apis/models/routes.py", "import gateway.apis.chat.schema", "An API imports no other API"),
         ("gateway/pipeline/kept.py", "import gateway.apis.registry", "The pipeline names no API"),
+        ("gateway/batches/storage/disk.py", "import gateway.errors", "files and batches imports only shared"),
+        ("gateway/http/admin.py", "import gateway.batches.driver.driver", "Nothing else imports the batch driver"),
         ("kernels/rms_norm.py", "import shared.messages", "kernels is torch and triton only"),
     ],
 )
@@ -108,7 +112,12 @@ def test_forbidden_import_breaks_its_contract(tmp_path: Path, file: str, line: s
 
 @pytest.mark.parametrize(
     ("settings", "names"),
-    [(ServeSettings, SERVE_OPTIONS), (GatewaySettings, GATEWAY_OPTIONS), (WorkerSettings, WORKER_OPTIONS)],
+    [
+        (ServeSettings, SERVE_OPTIONS),
+        (GatewaySettings, GATEWAY_OPTIONS),
+        (DriverSettings, BATCHES_OPTIONS),
+        (WorkerSettings, WORKER_OPTIONS),
+    ],
 )
 def test_options_match_the_list(settings: type, names: str) -> None:
     assert [field.name for field in options(settings)] == names.split()

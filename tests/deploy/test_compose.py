@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from engine_worker.settings import WorkerSettings
+from gateway.batches.driver.settings import DriverSettings
 from gateway.settings import GatewaySettings
 from shared.settings import options
 
@@ -19,7 +20,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE_TEXT)["services"]
 STATEFUL_SET = ROOT / "deploy" / "kustomize" / "base" / "redis.yaml"
-SETTINGS = {"gateway": GatewaySettings, "engine_worker": WorkerSettings}
+SETTINGS = {"gateway": DriverSettings, "engine_worker": WorkerSettings}  # the image `gateway` has both programs
 
 
 def built_services() -> list[str]:
@@ -91,6 +92,16 @@ def test_image_is_not_root_and_has_a_health_check(target: str) -> None:
     assert named <= options_of(target), named - options_of(target)
 
 
+@pytest.mark.parametrize("suffix", ["", "_gpu"])
+def test_batch_driver_shares_the_gateway_files_and_model(suffix: str) -> None:
+    gateway, batches = SERVICES[f"gateway{suffix}"], SERVICES[f"batches{suffix}"]
+    assert batches["environment"].items() <= gateway["environment"].items()
+    assert batches["environment"]["PAGESTREAM_FILES_DIR"].startswith("/var/lib/pagestream/")
+    assert (batches["volumes"], batches["image"]) == (gateway["volumes"], gateway["image"])
+    assert f"batches{suffix}" in gateway["depends_on"]  # so that `up gateway` starts it
+    assert batches["command"] == ["python", "-m", "gateway.batches.driver"]
+
+
 def test_gpu_worker_reserves_one_gpu_per_rank() -> None:
     service = SERVICES["engine_worker_gpu"]
     (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
@@ -158,7 +169,7 @@ def test_programs_have_redis_accounts() -> None:
     for name in built_services():
         url = SERVICES[name]["environment"]["PAGESTREAM_REDIS_URL"]
         (user,) = re.findall(r"redis://(\w+)@redis:6379", url)
-        assert user == ("gateway" if name.startswith("gateway") else "worker")
+        assert user == ("gateway" if SERVICES[name]["build"]["target"] == "gateway" else "worker")
         assert user in users
 
 
@@ -201,7 +212,8 @@ def test_prometheus_scrapes_existing_services() -> None:
     for job in config["scrape_configs"]:
         lookup = job["dns_sd_configs"][0]
         assert set(lookup["names"]) <= SERVICES.keys()
-        assert f"EXPOSE {lookup['port']}" in stage(job["job_name"])
+        for name in lookup["names"]:
+            assert f"EXPOSE {lookup['port']}" in stage(SERVICES[name]["build"]["target"])
     for file in config["rule_files"]:
         assert (ROOT / "monitoring/prometheus" / file).is_file()
 

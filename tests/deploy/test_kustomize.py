@@ -13,12 +13,14 @@ import yaml
 from engine_worker import remote_follower
 from engine_worker.settings import WorkerSettings
 from gateway.auth.access import OPEN_ROUTES
+from gateway.batches.driver.settings import DriverSettings
 from gateway.settings import GatewaySettings
 from shared.settings import load_settings, options
 
 ROOT = Path(__file__).parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
-OVERLAYS = ("cpu", "gpu", "keda", "monitoring", "tensor-parallel", "leader-worker-set")
+OVERLAYS = ("cpu", "gpu", "files", "keda", "monitoring", "tensor-parallel", "leader-worker-set")
+PROGRAMS = ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml", "components/files/batches.yaml")
 NAME = "app.kubernetes.io/name"  # pod label
 # Kubernetes has no schema of these kinds.
 CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule", "LeaderWorkerSet"}
@@ -26,10 +28,13 @@ CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule", "LeaderWorkerSet
 
 @pytest.fixture(scope="module", params=OVERLAYS)
 def built(request: pytest.FixtureRequest) -> str:
+    return kustomized(KUSTOMIZE / "overlays" / request.param)
+
+
+def kustomized(path: Path) -> str:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, whose kustomize builds the overlays, is not on this machine")
-    command = ["kubectl", "kustomize", str(KUSTOMIZE / "overlays" / request.param)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(["kubectl", "kustomize", path], check=True, capture_output=True, text=True).stdout
 
 
 def test_kubernetes_objects_are_valid(built: str, tmp_path: Path) -> None:
@@ -73,6 +78,33 @@ def test_updates_and_drains_stop_one_worker_at_a_time(built: str) -> None:
         elif item["metadata"]["name"] == "pagestream-engine-worker" and "nvidia.com/gpu" in str(item):
             # A surge would need more GPUs than the pool has.
             assert item["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_component_files_gives_gateway_and_driver_one_volume(tmp_path: Path, overlay: str) -> None:
+    shutil.copytree(KUSTOMIZE, tmp_path / "kustomize")
+    path = tmp_path / "kustomize" / "overlays" / overlay
+    with (path / "kustomization.yaml").open("a") as file:
+        file.write("components: [../../components/files]\n")
+    objects = list(yaml.safe_load_all(kustomized(path)))
+    (claim,) = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    pods = {
+        item["metadata"]["name"]: item["spec"]["template"]["spec"] for item in objects if item["kind"] == "Deployment"
+    }
+    shared = []
+    for name in ("pagestream-gateway", "pagestream-batches"):
+        (container,) = pods[name]["containers"]
+        env = {entry["name"]: entry.get("value") for entry in container["env"]}
+        claims = sorted(
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in pods[name]["volumes"]
+            if "persistentVolumeClaim" in volume
+        )
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        shared.append((env["PAGESTREAM_FILES_DIR"], claims, mounts, container["image"], pods[name]["securityContext"]))
+    assert shared[0] == shared[1]
+    assert "pagestream-files" in shared[0][1]
 
 
 def test_group_has_one_gpu_per_rank(built: str) -> None:
@@ -122,6 +154,7 @@ def templates_of_groups(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("path", "settings"),
     [("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings),
+     ("components/files/batches.yaml", DriverSettings),
      ("overlays/gpu/engine-worker-gpu.yaml", WorkerSettings),
      ("overlays/tensor-parallel/engine-worker-group.yaml", WorkerSettings),
      ("overlays/leader-worker-set/groups.yaml", WorkerSettings)],
@@ -141,7 +174,7 @@ def test_common_options_exist_in_both_programs() -> None:
 
 
 def test_probes_use_open_routes_and_pods_are_hardened() -> None:
-    for path in ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml"):
+    for path in PROGRAMS:
         for container in containers(documents(path)):
             probes = [container[kind] for kind in container if kind.endswith("Probe")]
             assert probes
@@ -155,7 +188,11 @@ def test_probes_use_open_routes_and_pods_are_hardened() -> None:
 def test_pods_have_redis_accounts() -> None:
     lines = (KUSTOMIZE / "base" / "users.acl").read_text().splitlines()
     users = {line.split()[1] for line in lines}
-    for path, user in (("base/gateway.yaml", "gateway"), ("base/engine-worker.yaml", "worker")):
+    for path, user in (
+        ("base/gateway.yaml", "gateway"),
+        ("base/engine-worker.yaml", "worker"),
+        ("components/files/batches.yaml", "gateway"),
+    ):
         (container,) = containers(documents(path))
         env = {entry["name"]: entry.get("value") for entry in container["env"]}
         assert env["PAGESTREAM_REDIS_URL"] == f"redis://{user}@pagestream-redis:6379/0"
@@ -165,7 +202,7 @@ def test_pods_have_redis_accounts() -> None:
 
 
 def test_pods_have_no_root_and_no_cluster_token() -> None:
-    for path in ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml"):
+    for path in PROGRAMS:
         for item in documents(path):
             if item["kind"] in ("Deployment", "StatefulSet"):
                 spec = item["spec"]["template"]["spec"]

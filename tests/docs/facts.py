@@ -16,15 +16,15 @@ from engine_worker.settings import WorkerSettings
 from gateway import errors
 from gateway.apis.registry import APIS
 from gateway.app import operations_of
-from gateway.settings import GatewaySettings
+from gateway.batches.driver.settings import DriverSettings
 from pagestream import cli
 from pagestream.serve_settings import ServeSettings
 from shared.redis_keys import INTERACTIVE, RedisKeys
 from shared.settings import options
-from tests.docs.pages import gateway_metrics, model_metrics, worker_metrics
+from tests.docs.pages import batch_metrics, gateway_metrics, model_metrics, worker_metrics
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
+SETTINGS = {"serve": ServeSettings, "batches": DriverSettings, "worker": WorkerSettings}  # batches has the gateway's
 # Flags that are no settings: common to the three programs (shared/settings.py) or to every parser.
 COMMON_FLAGS = {"--config", "--show-config", "--help", "--version"}
 
@@ -119,7 +119,7 @@ def benchmarks() -> frozenset[str]:
 @cache
 def metrics() -> frozenset[str]:
     """Return metric names as they are exposed; histograms by their base name."""
-    tables = worker_metrics() + gateway_metrics() + model_metrics()
+    tables = worker_metrics() + gateway_metrics() + model_metrics() + batch_metrics()
     return frozenset(re.findall(r"`(pagestream_\w+)`", tables))
 
 

@@ -20,6 +20,8 @@ from engine_worker.model.architectures import MODULES
 from engine_worker.settings import WorkerSettings
 from gateway.apis.registry import APIS
 from gateway.app import operations_of
+from gateway.batches.driver.metrics import DriverMetrics
+from gateway.batches.driver.settings import DriverSettings
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import ServeSettings
@@ -30,7 +32,12 @@ from tests.gateway.fake_inference import FakeInferenceClient
 from tests.monitoring.loaded_worker import LoadedWorker
 
 DOCS = Path(__file__).parents[2] / "docs"
-PROGRAMS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
+PROGRAMS: dict[str, tuple[Field[Any], ...]] = {
+    "serve": options(ServeSettings),
+    "gateway": options(GatewaySettings),
+    "worker": options(WorkerSettings),
+    "batches": options(DriverSettings)[len(options(GatewaySettings)) :],  # beside those of the gateway
+}
 _BOUND = ("worker", "model")  # every worker metric has these labels
 
 
@@ -41,6 +48,7 @@ def pages() -> dict[str, dict[str, str]]:
             "worker": worker_metrics(),
             "gateway": gateway_metrics(),
             "models": model_metrics(),
+            "batches": batch_metrics(),
             "vllm": vllm_names(),
         },
         "reference/configuration.md": {program: settings(program) for program in PROGRAMS},
@@ -83,6 +91,12 @@ def gateway_metrics() -> str:
     return _metrics(GatewayMetrics(CollectorRegistry()).registry)
 
 
+def batch_metrics() -> str:
+    registry = CollectorRegistry()
+    DriverMetrics(registry)
+    return _metrics(registry)
+
+
 def model_metrics() -> str:
     registry = ModelMetrics(CollectorRegistry()).registry
     registry.register(DeliveryCollector(FakeInferenceClient()))
@@ -94,9 +108,7 @@ def vllm_names() -> str:
 
 
 def settings(program: str) -> str:
-    rows = (
-        (f"`{_flag(field)}`", _default(field), _escaped(field.metadata["help"])) for field in options(PROGRAMS[program])
-    )
+    rows = ((f"`{_flag(field)}`", _default(field), _escaped(field.metadata["help"])) for field in PROGRAMS[program])
     return _table(("flag", "default", "what"), rows)
 
 
@@ -125,7 +137,7 @@ def _labels(family: Metric) -> str:
 
 _DECLARED = {
     metric._name.removeprefix("pagestream_"): set(metric._labelnames)
-    for kind in (GatewayMetrics, ModelMetrics)
+    for kind in (GatewayMetrics, ModelMetrics, DriverMetrics)
     for metric in vars(kind(CollectorRegistry())).values()
     if hasattr(metric, "_labelnames")
 }

@@ -26,6 +26,11 @@ def start_workers(fleet: Fleet, common: Iterable[str], *names: str) -> None:
         fleet.start(name, WORKER, *common, "--worker-id", name, *WORKER_FLAGS, PYTHONPATH=".")
 
 
+def start_driver(fleet: Fleet, name: str, *flags: str) -> None:
+    """Start a batch driver; `flags` are those of its gateways."""
+    fleet.start(name, "-m", "gateway.batches.driver", *flags, "--metrics-port", "0")
+
+
 def prompt_of(number: int) -> list[int]:
     return [3 + number % 300, 3 + number // 300, 7]
 

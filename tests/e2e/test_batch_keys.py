@@ -1,4 +1,4 @@
-"""/v1/batches while the gateway is killed, restarted without its key file, and then with it: nothing is lost."""
+"""/v1/batches while gateway and driver are killed, restarted without keys, and then with them: nothing is lost."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 from gateway.auth.api_keys import digest_of
 from tests.conftest import Valkey
-from tests.e2e.batch_load import WORKER, begun, check_results
+from tests.e2e.batch_load import WORKER, begun, check_results, start_driver
 from tests.e2e.fleet import Fleet, running_fleet
 from tests.tiny_model import write_tiny_model
 
@@ -30,13 +30,13 @@ def fleet(valkey: Valkey, tmp_path: Path) -> Iterator[Fleet]:
 
 
 async def restart(fleet: Fleet, valkey: Valkey, tmp_path: Path, *flags: str) -> None:
-    if "gateway" in fleet.processes:
-        fleet.processes["gateway"].kill()
-        fleet.processes["gateway"].wait()
-    fleet.start(
-        "gateway", "-m", "gateway", "--model", str(tmp_path / "tiny"), "--served-model-name", "tiny",
-        "--redis-url", valkey.url, "--files-dir", str(tmp_path / "files"), "--port", str(fleet.port), *flags,
-    )  # fmt: skip
+    for name in {"gateway", "driver"} & fleet.processes.keys():
+        fleet.processes[name].kill()
+        fleet.processes[name].wait()
+    common = ["--model", str(tmp_path / "tiny"), "--served-model-name", "tiny", "--redis-url", valkey.url]
+    common += ["--files-dir", str(tmp_path / "files"), *flags]
+    fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
+    start_driver(fleet, "driver", *common)
     async with client(fleet) as anybody:
         while True:
             assert not fleet.has_lost_one(), fleet.all_logs()
@@ -60,7 +60,7 @@ async def test_restart_without_keys_loses_no_batch_line(fleet: Fleet, valkey: Va
     while not written.exists() or written.read_bytes().count(b"\n") < 20:
         await asyncio.sleep(0.01)  # polls a file of another process
     await restart(fleet, valkey, tmp_path)
-    async with client(fleet) as anybody:  # another batch has ended, so this gateway has read all batches
+    async with client(fleet) as anybody:  # another batch has ended, so this driver has read all batches
         own = await begun(anybody, 5)
         while own.status != "completed":
             own = await anybody.batches.retrieve(own.id)

@@ -1,4 +1,4 @@
-"""/v1/batches: 600 lines beside chats, while the gateway that drives them and a worker are killed."""
+"""/v1/batches: 600 lines beside chats, while the driver that runs them and a worker are killed."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving.free_port import free_port
 from tests.conftest import Valkey
-from tests.e2e.batch_load import NUM_LINES, begun, chats, check_results, client_at, start_workers
+from tests.e2e.batch_load import NUM_LINES, begun, chats, check_results, client_at, start_driver, start_workers
 from tests.e2e.fleet import Api, Fleet, connected, running_fleet
 from tests.tiny_model import write_tiny_model
 
@@ -16,42 +15,38 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def other_port() -> int:
-    return free_port()
-
-
-@pytest.fixture
-def fleet(valkey: Valkey, tmp_path: Path, other_port: int) -> Iterator[Fleet]:
+def fleet(valkey: Valkey, tmp_path: Path) -> Iterator[Fleet]:
     model = write_tiny_model(tmp_path / "tiny")
     with running_fleet(tmp_path / "logs") as fleet:
         common = ["--model", str(model), "--served-model-name", "tiny", "--redis-url", valkey.url]
         files = ["--files-dir", str(tmp_path / "files")]
         fleet.start("gateway", "-m", "gateway", *common, *files, "--port", str(fleet.port))
-        fleet.start("other", "-m", "gateway", *common, *files, "--port", str(other_port))
+        start_driver(fleet, "first", *common, *files)
         start_workers(fleet, common, "w0", "w1")
         yield fleet
 
 
 @pytest.fixture
 async def api(fleet: Fleet) -> AsyncIterator[Api]:
-    """Return the gateway that survives."""
     async with connected(f"http://127.0.0.1:{fleet.port}", "tiny") as api:
         await api.wait_until_ready(fleet, num_workers=2)
         yield api
 
 
-async def test_killed_gateway_and_worker_leave_one_result_per_line(
-    api: Api, fleet: Fleet, other_port: int, tmp_path: Path
+async def test_killed_driver_and_worker_leave_one_result_per_line(
+    api: Api, fleet: Fleet, valkey: Valkey, tmp_path: Path
 ) -> None:
+    common = ["--model", str(tmp_path / "tiny"), "--served-model-name", "tiny", "--redis-url", valkey.url]
     async with chats(api), client_at(fleet.port) as client:
-        async with client_at(other_port) as at_the_other:
-            batch = await begun(at_the_other)
+        batch = await begun(client)
         written = tmp_path / "files" / "batches" / batch.id / "output.jsonl"
-        for name, num_results in (("other", NUM_LINES // 3), ("w0", 2 * NUM_LINES // 3)):
+        for name, num_results in (("first", NUM_LINES // 3), ("w0", 2 * NUM_LINES // 3)):
             while not written.exists() or written.read_bytes().count(b"\n") < num_results:
                 assert (await client.batches.retrieve(batch.id)).status in ("validating", "in_progress")
                 await asyncio.sleep(0.02)  # polls a file of another process
             fleet.processes[name].kill()
+            if name == "first":
+                start_driver(fleet, "second", *common, "--files-dir", str(tmp_path / "files"))
         while batch.status != "completed":
             assert batch.status in ("validating", "in_progress", "finalizing"), fleet.all_logs()
             await asyncio.sleep(0.05)  # polls as a client does

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 
@@ -109,8 +110,12 @@ class Serve:
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def programs(self, module: str) -> list[psutil.Process]:
+        """Return the children of `serve` that run `python -m MODULE`."""
+        return [child for child in psutil.Process(self.process.pid).children() if module in child.cmdline()]
+
     def workers(self) -> list[psutil.Process]:
-        return [child for child in self.family() if "engine_worker" in child.cmdline()]
+        return self.programs("engine_worker")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -237,6 +242,46 @@ def test_killed_store_keeps_accepted_requests(serve: Serve) -> None:
     expected = undisturbed(serve)
     (store,) = [child for child in serve.family() if "valkey" in child.name()]
     assert "".join(story_with(serve, store.kill)) == expected
+
+
+NUM_BATCH_LINES = 32
+
+
+def batch_lines() -> bytes:
+    body = {"model": MODEL, "messages": PARIS, "max_tokens": 8, "temperature": 0}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    return b"\n".join(json.dumps({"custom_id": str(number), **line}).encode() for number in range(NUM_BATCH_LINES))
+
+
+def test_killed_batch_driver_ends_no_chat(serve: Serve) -> None:
+    expected = undisturbed(serve)
+    (gateway,) = serve.programs("gateway")
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{serve.port}/v1", api_key="none") as client:
+        uploaded = client.files.create(file=("in.jsonl", batch_lines()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        while batch.request_counts is None or not batch.request_counts.completed:
+            assert batch.status in ("validating", "in_progress")
+            time.sleep(0.05)  # polls as a client does
+            batch = client.batches.retrieve(batch.id)
+        (driver,) = serve.programs("gateway.batches.driver")
+
+        def kill_driver() -> None:
+            assert client.batches.retrieve(batch.id).status == "in_progress"
+            driver.kill()
+
+        assert "".join(story_with(serve, kill_driver)) == expected
+        assert serve.programs("gateway") == [gateway]
+        serve.wait_for_line("batches   died (signal 9)")
+        while batch.status != "completed":
+            assert batch.status in ("in_progress", "finalizing")
+            time.sleep(0.05)  # polls as a client does
+            batch = client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None and batch.error_file_id is None
+        results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(int(result["custom_id"]) for result in results) == list(range(NUM_BATCH_LINES))
+    assert {result["response"]["status_code"] for result in results} == {200}
 
 
 def test_killed_supervisor_leaves_no_orphan_and_restarts(started: list[Serve], serve: Serve) -> None:

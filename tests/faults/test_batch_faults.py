@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.batch_load import WORKER_FLAGS, begun, check_results, client_at
+from tests.e2e.batch_load import WORKER_FLAGS, begun, check_results, client_at, start_driver
 from tests.faults.site import Site, running_site
 from tests.tiny_model import write_tiny_model
 
@@ -23,6 +23,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     async with running_site(
         tmp_path, model, name="tiny", num_workers=1, worker_flags=flags, gateway_flags=files
     ) as site:
+        common = ["--model", str(model), "--served-model-name", "tiny", "--redis-url", site.store.url]
+        start_driver(site.fleet, "d0", *common, *files)
         yield site
 
 

@@ -12,14 +12,16 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from gateway.__main__ import new_event_loop
 from gateway.apis.registry import APIS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access
+from gateway.batches.driver import driver
+from gateway.batches.driver.app import create_app as create_driver_app
 from gateway.http.routing import OPERATIONS, UNKNOWN_ROUTE
 from gateway.http.state import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelService, model_options
+from gateway.process import new_event_loop
 from gateway.settings import GatewaySettings
 from gateway.text.served_model import ServedModel, load_served_model
 from gateway.work.work_process import WorkProcesses
@@ -45,8 +47,28 @@ def tiny_model(tiny_model_dir: Path) -> ServedModel:
     return load_served_model(tiny_model_dir)
 
 
+class Driver:
+    """A running batch driver, without its port."""
+
+    def __init__(self, runner: web.AppRunner) -> None:
+        self.state = runner.app[STATE]
+        self._runner = runner
+        self._is_running = True
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.state.metrics.registry.get_sample_value(name, labels)
+
+    async def stop(self) -> None:
+        """End it as SIGTERM does."""
+        if self._is_running:
+            self._is_running = False
+            await self._runner.cleanup()
+
+
 class Gateway:
-    """A running gateway, its fake engine, and a client."""
+    """A running gateway, its fake engine, a client, and with a directory of files a batch driver."""
+
+    driver: Driver
 
     def __init__(
         self,
@@ -78,8 +100,17 @@ class Gateway:
         return next((value for value in values if value is not None), None)
 
 
+async def start_driver(settings: GatewaySettings, clients: Any) -> Driver:
+    access = Access(settings.api_key, settings.api_keys_file)
+    app = create_driver_app(settings, clients, GatewayMetrics(CollectorRegistry()), access)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    return Driver(runner)
+
+
 @pytest.fixture
-async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
+async def start_gateway(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Any]]:
+    monkeypatch.setattr(driver, "POLL_SECONDS", 0.05)  # between two looks for batches
     async with AsyncExitStack() as stack:
 
         async def start(
@@ -106,6 +137,9 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
             host, port = runner.addresses[0][:2]
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{host}:{port}"))
             gateway = Gateway(app, engine, session, port, access)
+            if settings.files_dir is not None:
+                gateway.driver = await start_driver(settings, clients)
+                stack.push_async_callback(gateway.driver.stop)
             if wait:
                 await gateway.state.models_loaded.wait()
             return gateway

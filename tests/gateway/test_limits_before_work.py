@@ -38,7 +38,7 @@ def work(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     for name, target in {
         "read": "gateway.http.body._read",
-        "upload": "gateway.routes.files.receive_upload",
+        "upload": "gateway.apis.files.files.receive_upload",
         "decode": "gateway.http.json_body.msgspec.json.decode",
         "pool": "gateway.work.fair_pool.FairPool.run",
         "store": "tests.gateway.fake_inference.FakeInferenceClient.stored",

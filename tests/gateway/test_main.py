@@ -12,15 +12,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from aiohttp import web
 
 from bench.serving.free_port import free_port
-from gateway.__main__ import _listen, new_event_loop
-from gateway.settings import GatewaySettings
+from gateway.process import Address, listen, new_event_loop
 from tests.patience import PATIENCE_SECONDS
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -87,6 +84,27 @@ def test_gateways_share_a_port_and_have_one_of_their_own(start: Start, tmp_path:
     assert second.poll() is None
 
 
+DRIVER = ("-m", "gateway.batches.driver")
+
+
+def test_batch_driver_listens_without_store_and_model(start: Start, tmp_path: Path) -> None:
+    config, port = tmp_path / "config.toml", free_port()
+    config.write_text(f'[gateway]\nfiles_dir = "{tmp_path / "files"}"\nport = 1\n[batches]\nmetrics_port = {port}\n')
+    process = start("--model", str(tmp_path / "later"), "--config", str(config), program=DRIVER)
+    assert get(port, "/livez")[0] == 200
+    assert get(port, "/readyz")[0] == 503
+    assert b"\npagestream_gateway_batches 0.0\n" in get(port, "/metrics")[1]
+    assert get(port, "/v1/models")[0] == 404
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_batch_driver_without_directory_ends_the_start(start: Start, tmp_path: Path) -> None:
+    process = start("--model", str(tmp_path), program=DRIVER)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 2 and "--files-dir: a value is required" in errors
+
+
 def test_unservable_model_ends_the_start(start: Start, tiny_model_dir: Path) -> None:
     process = start("--model", str(tiny_model_dir), "--port", "0", "--max-model-len", "1M")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
@@ -127,8 +145,7 @@ async def test_burst_of_connections_waits_for_the_loop() -> None:
     """1,000 clients connect while the event loop is busy; aiohttp's default backlog takes 128 of them."""
     runner = web.AppRunner(web.Application())
     await runner.setup()
-    listen = SimpleNamespace(host="127.0.0.1", port=0, reuse_port=False, own_port=None)
-    await _listen(runner, cast(GatewaySettings, listen), "m")
+    await listen(runner, Address("127.0.0.1", 0), "m")
     with contextlib.ExitStack() as stack:
         for _ in range(1000):
             stack.enter_context(socket.create_connection(runner.addresses[0][:2], timeout=0.5))

@@ -33,7 +33,7 @@ OWNERS = {
     "load_models": "gateway.model_service:ModelService.load",
     "stream_watch": "gateway.http.event_stream:StreamWatch.run",
     "key_watch": "gateway.auth.access:Access.watch",
-    "batches": "gateway.batches.driver.selection:BatchService.run",
+    "files_upkeep": "gateway.apis.files.directory:FilesDirectory.run",
     "settle": "gateway.http.state:GatewayState.keep_reader_ready",
 }
 # A separate program: the gateway, with one of its coroutines replaced by one that fails.

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 from engine_worker.settings import WorkerSettings
 from gateway.apis.registry import APIS
 from gateway.app import RUNNER_OPTIONS, create_app
+from gateway.batches.driver.metrics import DriverMetrics
+from gateway.batches.driver.settings import DriverSettings
 from gateway.http.state import STATE, GatewayState
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.model_service import model_options
@@ -31,7 +33,7 @@ from tests.monitoring.loaded_worker import LoadedWorker
 
 MAX_MODEL_LEN = 4096  # tool definitions take a few hundred tokens
 KEY = "sk-golden-0123456789abcdef"
-PROGRAMS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
+PROGRAMS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings, "batches": DriverSettings}
 _UNSTEADY_HEADERS = frozenset(("date", "content-length"))  # the lengths of ids and times vary
 _REFUSALS = {"queue_full": QueueFull("full"), "store_unavailable": StoreUnavailable("gone")}
 _ANSWER_ID = re.compile(r'"id": ?"[a-z]+[-_]([0-9a-f]{32})"')
@@ -107,6 +109,7 @@ def _metrics() -> str:
         "model at the gateway": model.registry,
         "vLLM names at the gateway": vllm,
         "worker": LoadedWorker().metrics.registry,
+        "batch driver": _driver_registry(),
     }
     lines = []
     for name, registry in registries.items():
@@ -117,6 +120,12 @@ def _metrics() -> str:
             lines.append(f"{family.name} {family.type} ({', '.join(names)}): {family.documentation}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _driver_registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    DriverMetrics(registry)
+    return registry
 
 
 def _configuration(program: str) -> str:

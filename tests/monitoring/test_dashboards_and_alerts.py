@@ -10,6 +10,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from gateway.batches.driver.metrics import DriverMetrics
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from monitoring.build_dashboards import DASHBOARDS, build
 from tests.gateway.fake_inference import FakeInferenceClient
@@ -31,6 +32,7 @@ def series_of(registry: CollectorRegistry) -> Iterator[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def exported() -> dict[str, str]:
     gateway = GatewayMetrics(CollectorRegistry()).registry
+    DriverMetrics(gateway)
     ModelMetrics(gateway)
     gateway.register(DeliveryCollector(FakeInferenceClient()))
     return dict([*series_of(LoadedWorker().metrics.registry), *series_of(gateway)])

@@ -16,6 +16,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.serving.free_port import free_port
+from gateway.batches.driver.metrics import DriverMetrics
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from monitoring.build_dashboards import DASHBOARDS
 from tests.conftest import Valkey
@@ -45,6 +46,7 @@ EMPTY_BY_NATURE = {
     "PagestreamDeadLetters": "no request kills its worker",
     "PagestreamStoreNearlyFull": "the test's store has no limit",
     "PagestreamWorkerFlapping": "the worker lives once",
+    "PagestreamBatchesNotDriven": "no batch is open",
 }
 
 
@@ -184,8 +186,9 @@ def _selected(expression: str) -> str:
 
 
 def _gateway() -> GatewayMetrics:
-    """Return metrics of two models, whose families are merged."""
+    """Return metrics of two models, whose families are merged, and of a batch driver."""
     gateway = GatewayMetrics(CollectorRegistry())
+    DriverMetrics(gateway.registry)
     for name in ("a", "b"):
         metrics = gateway.of_model(name)
         metrics.registry.register(DeliveryCollector(FakeInferenceClient()))

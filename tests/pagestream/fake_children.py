@@ -1,4 +1,4 @@
-"""A fake gateway and a fake worker, and `pagestream serve` run with them: python fake_children.py ARGS.
+"""A fake gateway, worker, and batch driver, and `pagestream serve` run with them: python fake_children.py ARGS.
 
 The gateway answers /ready; the worker sends READY heartbeats. `--fake-worker-exit N` ends the worker with status N at
 once; with `--fake-worker-stays yes` it ignores SIGTERM.
@@ -43,6 +43,11 @@ def gateway(options: argparse.Namespace) -> None:
     server.serve_forever()
 
 
+def batches(options: argparse.Namespace) -> None:
+    print("fake batch driver", flush=True)
+    signal.pause()
+
+
 def worker(options: argparse.Namespace) -> None:
     print(f"fake worker {options.worker_id}", flush=True)
     if options.fake_worker_exit is not None:
@@ -60,7 +65,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    programs = {"fake-gateway": gateway, "fake-engine_worker": worker}
+    programs = {"fake-gateway": gateway, "fake-engine_worker": worker, "fake-gateway.batches.driver": batches}
     if sys.argv[1] not in programs:
         child_commands._python = fake_command
         return cli.main(sys.argv[1:])

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from bench.serving.free_port import free_port
+from gateway.batches.storage.quota import Quota
+from gateway.batches.storage.storage import Storage
 from shared.models_file import read_models
 from tests.patience import PATIENCE_SECONDS
 
@@ -33,10 +35,12 @@ class Serve:
             (model / name).touch()
         (directory / "models.toml").write_text(models_file.replace("{model}", str(model)))
         models = ["--models-file", str(directory / "models.toml")] if models_file else [str(model)]
+        self.files_dir = directory / "files"
         self.port = free_port()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
         environ |= {"XDG_STATE_HOME": str(directory / "state"), "XDG_CACHE_HOME": str(directory / "cache")}
         argv = [sys.executable, str(FAKE), "serve", *models, "--port", str(self.port), *arguments]
+        argv += ["--files-dir", str(self.files_dir)]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
         self.lines: list[str] = []
 
@@ -163,6 +167,38 @@ def test_gateway_killed_repeatedly_is_not_called_unstartable(serve: Callable[...
         assert one.answers()
         one.read_until("answered")  # the supervisor has received an answer from it
     assert one.process.poll() is None
+
+
+def add_open_batch(files_dir: Path) -> None:
+    storage = Storage(files_dir, Quota(2**20), 3600)
+    (files_dir / "in").write_bytes(b"{}")
+    storage.batches.create("", "/v1/completions", "file-" + "0" * 32, files_dir / "in", "24h", None)
+    storage.close()
+
+
+def test_batch_driver_starts_with_the_first_batch(serve: Callable[..., Serve]) -> None:
+    one = serve()
+    one.read_until("Ready after")
+    assert len(one.children()) == 3
+    add_open_batch(one.files_dir)
+    one.read_until("fake batch driver")
+    words = one.child("fake-gateway.batches.driver").cmdline()
+    assert words[words.index("--files-dir") + 1] == str(one.files_dir)
+
+
+def test_dying_batch_driver_ends_no_other_child(serve: Callable[..., Serve]) -> None:
+    one = serve()
+    add_open_batch(one.files_dir)
+    one.read_until("fake batch driver")
+    for _ in range(4):
+        one.child("fake-gateway.batches.driver").kill()
+        one.read_until("batches   died (signal 9)")
+        one.read_until("fake batch driver")
+    one.child("fake-gateway.batches.driver").kill()  # a fifth exit within a minute would end `serve` for other children
+    one.read_until("batches   died (signal 9)")
+    assert one.answers() and one.process.poll() is None
+    one.process.terminate()
+    assert one.process.wait(PATIENCE_SECONDS) == 0
 
 
 TWO_MODELS = """

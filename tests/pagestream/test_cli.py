@@ -71,7 +71,7 @@ def test_config_show_prints_values_and_origins_of_all_programs(
     monkeypatch.setenv("PAGESTREAM_PORT", "9001")
     assert cli.main(["config", "show", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert list(shown) == ["serve", "gateway", "worker"]
+    assert list(shown) == ["serve", "gateway", "worker", "batches"]
     assert shown["serve"]["port"] == shown["gateway"]["port"] == {"value": "9001", "origin": "env PAGESTREAM_PORT"}
     assert shown["worker"]["block_size"] == {"value": "16", "origin": "default"}
 

@@ -1,6 +1,13 @@
 """When a child is restarted, after what delay, and when it is given up."""
 
-from pagestream.restart_policy import GiveUp, Restart, RestartPolicy, describe_exit
+from pagestream.restart_policy import (
+    CANNOT_START,
+    PATIENT_DELAY_SECONDS,
+    GiveUp,
+    Restart,
+    RestartPolicy,
+    describe_exit,
+)
 
 
 def test_single_exit_restarts_at_once() -> None:
@@ -57,3 +64,11 @@ def test_exit_status_cannot_start_gives_up_at_once() -> None:
 def test_exit_status_is_described() -> None:
     assert describe_exit(-9) == "signal 9"
     assert describe_exit(3) == "exit status 3"
+
+
+def test_policy_that_may_not_give_up_restarts_late() -> None:
+    policy = RestartPolicy(may_give_up=False)
+    assert policy.after_death(0.0, exit_status=CANNOT_START, was_ready=False) == Restart(PATIENT_DELAY_SECONDS)
+    for now in range(1, 4):
+        assert policy.after_death(float(now), exit_status=-9, was_ready=True) != Restart(PATIENT_DELAY_SECONDS)
+    assert policy.after_death(4.0, exit_status=-9, was_ready=True) == Restart(PATIENT_DELAY_SECONDS)

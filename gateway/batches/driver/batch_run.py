@@ -1,4 +1,4 @@
-"""The life of one batch, from validation to its result files. Runs only in the gateway that holds the batch's lock.
+"""The life of one batch, from validation to its result files. Runs only in the driver that holds the batch's lock.
 
     validating    every line is read; a malformed line ends the batch as `failed`
     in_progress   lines are answered, a bounded number at a time; each result is appended as it arrives
@@ -21,10 +21,11 @@ from gateway.batches.driver.fair_slots import Room
 from gateway.batches.driver.line_answers import Later, LineAnswers
 from gateway.batches.driver.lines import BatchLine, LineChecks, LineReader
 from gateway.batches.driver.results import BatchResults
-from gateway.batches.storage.batch_store import BatchFolder, Storage
+from gateway.batches.storage.batch_store import BatchFolder
 from gateway.batches.storage.disk import Lease, to_the_end
+from gateway.batches.storage.quota import StorageFull
 from gateway.batches.storage.records import BatchProblem, BatchProgress, Resume, unix_seconds
-from gateway.errors import FilesFull
+from gateway.batches.storage.storage import Storage
 from shared.tasks import cancel_and_wait
 
 logger = logging.getLogger("gateway")
@@ -41,7 +42,7 @@ _FULL_MESSAGE = "No disk space for the result. Delete files and send the line ag
 _GATEWAY_STOPPED_MESSAGE = f"The gateway stopped {MAX_CRASHES} times while it ran this batch. It is not retried."
 
 
-class BatchDriver:
+class BatchRun:
     def __init__(
         self,
         folder: BatchFolder,
@@ -53,7 +54,7 @@ class BatchDriver:
         max_lines_in_flight: int,
         count_result: Callable[[str], None],
     ) -> None:
-        """Create a driver.
+        """Create the run.
 
         Args:
             folder: The batch.
@@ -128,7 +129,7 @@ class BatchDriver:
         if not checks.problems:
             try:
                 await to_the_end(self._batches.reserve, self._folder, checks.failure_bytes)
-            except FilesFull as error:
+            except StorageFull as error:
                 checks.problems.append(BatchProblem(code=error.code, message=error.message))
         return checks
 
@@ -211,7 +212,7 @@ class BatchDriver:
         try:
             await results.make_room(line, result)
             results.add(line, result)
-        except FilesFull:
+        except StorageFull:
             self._is_full = True
             results.add_failure(line, FULL, _FULL_MESSAGE)
         if result.forget is not None:  # the result is on disk: free its space in the store

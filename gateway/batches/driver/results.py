@@ -12,8 +12,8 @@ from gateway.batches.driver.line_answers import LineResult
 from gateway.batches.driver.lines import BatchLine, failure_bytes
 from gateway.batches.storage.batch_store import BatchFolder
 from gateway.batches.storage.disk import to_the_end
+from gateway.batches.storage.quota import StorageFull
 from gateway.batches.storage.records import BatchProgress, Resume
-from gateway.errors import FilesFull
 from shared.result_file import ResultFile
 
 STEP_BYTES = 2**20  # reserved at a time
@@ -29,7 +29,7 @@ class BatchResults:
         Args:
             folder: The batch.
             progress: Its state, whose counts are updated.
-            reserve: Reserves a total number of bytes for results or raises FilesFull; blocking.
+            reserve: Reserves a total number of bytes for results or raises StorageFull; blocking.
             count_result: Called with the kind of each new result.
         """
         self._folder = folder
@@ -62,14 +62,14 @@ class BatchResults:
         return line.number in self._done
 
     async def make_room(self, line: BatchLine, result: LineResult) -> None:
-        """Reserve space for a result before add(); raise FilesFull."""
+        """Reserve space for a result before add(); raise StorageFull."""
         num_bytes = len(result.body) + failure_bytes(line.custom_id)
         async with self._reserving:
             needed = self._output.num_bytes + self._errors.num_bytes + num_bytes
             if needed > self._reserved_bytes:
                 try:
                     await self._take(needed + STEP_BYTES)
-                except FilesFull:
+                except StorageFull:
                     await self._take(needed)  # the exact size may still fit
 
     async def _take(self, num_bytes: int) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.batches.storage.catalog import Catalog, Entry, OpenBatch, Quota
+from gateway.batches.storage.catalog import Catalog, Entry, OpenBatch
 from gateway.batches.storage.disk import ENTRY_BYTES, Lease, make_private, sync_directory, try_lock, write_whole
-from gateway.batches.storage.file_store import FileStore
+from gateway.batches.storage.quota import StorageFull
 from gateway.batches.storage.records import (
     BatchBody,
     BatchProgress,
@@ -31,14 +31,12 @@ from gateway.batches.storage.records import (
     new_batch_id,
     new_file_id,
 )
-from gateway.errors import FilesFull
 
 _ENDED_BYTES = 4 * ENTRY_BYTES
 MAX_BATCHES_PER_KEY = 10_000  # each keeps a folder of small files until it is deleted or expires
 
 _record_decoder = msgspec.json.Decoder(BatchRecord)
 _progress_decoder = msgspec.json.Decoder(BatchProgress)
-SWEPT = 1000  # files and batches deleted per sweep
 
 
 class BatchFolder:
@@ -112,7 +110,7 @@ class BatchStore:
 
         Raises:
             FileNotFoundError: If the input was deleted meanwhile.
-            FilesFull: If the quota or the number of batches is exhausted.
+            StorageFull: If the quota or the number of batches is exhausted.
             OSError: If the disk fails.
         """
         record = BatchRecord(
@@ -134,7 +132,7 @@ class BatchStore:
             entry = _open_entry(folder)
             if not self._catalog.begin(entry, max_of_kind=MAX_BATCHES_PER_KEY):
                 message = f"This key has {MAX_BATCHES_PER_KEY} batches, the maximum. Delete ended batches."
-                raise FilesFull(message, code="too_many_batches")
+                raise StorageFull(message, code="too_many_batches")
             write_whole(folder.path / "batch.json", msgspec.json.encode(record))
         except BaseException:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -144,7 +142,7 @@ class BatchStore:
         return folder
 
     def reserve(self, folder: BatchFolder, result_bytes: int) -> None:
-        """Reserve space for `result_bytes` of results in total; raise FilesFull or OSError."""
+        """Reserve space for `result_bytes` of results in total; raise StorageFull or OSError."""
         self._catalog.raise_to(folder.record.id, _open_bytes(folder) + result_bytes)
 
     def release(self, folder: BatchFolder) -> None:
@@ -240,34 +238,3 @@ def _entry(folder: BatchFolder, num_bytes: int, *, expires_at: int | None, is_op
         expires_at=expires_at,
         is_open=is_open,
     )
-
-
-class Storage:
-    """A directory of files and batches with its catalog, and the upkeep of both. Blocking."""
-
-    def __init__(self, directory: Path, quota: Quota, retention_seconds: int) -> None:
-        """Open the directory; raise OSError."""
-        make_private(directory)
-        self.retention_seconds = retention_seconds
-        self._catalog = Catalog(directory / "catalog.sqlite", quota)
-        self.files = FileStore(directory, self._catalog, retention_seconds)
-        self.batches = BatchStore(directory, self._catalog, retention_seconds)
-        self.files.prepare()
-        self.batches.prepare()
-        self._reconcile()
-
-    def used_bytes(self) -> int:
-        return self._catalog.used_bytes()
-
-    def tidy(self) -> None:
-        """Reconcile the catalog with the directory, and delete what has expired or was abandoned; raise OSError."""
-        self._reconcile()
-        self.files.sweep(SWEPT)
-        self.batches.sweep(SWEPT)
-
-    def close(self) -> None:
-        self._catalog.close()
-
-    def _reconcile(self) -> None:
-        self.files.reconcile()
-        self.batches.reconcile()

@@ -14,41 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gateway.errors import FilesFull
+from gateway.batches.storage.quota import Quota
+from shared.open_batches import COUNT_OPEN
 
 BUSY_SECONDS = 60.0  # longest transaction of another gateway: the first index of many files
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """Disk quota of all files and batches.
-
-    Without `max_bytes_per_key`, a key may hold as many bytes as it leaves free: one key alone gets half, two get a
-    third each. A new key therefore always finds space.
-    """
-
-    max_bytes: int
-    max_bytes_per_key: int | None = None
-
-    def check(self, owner: str, more: int, used: int, used_by_owner: int) -> None:
-        """Raise FilesFull unless `owner` may take `more` bytes.
-
-        Without API keys there is one owner, "", who may take everything.
-        """
-        free = self.max_bytes - used - more
-        if free < 0:
-            raise FilesFull(
-                f"No space for {more} bytes: files and batches use {used} of {self.max_bytes} bytes. "
-                "Delete files, or retry after others have expired."
-            )
-        limit = self.max_bytes_per_key
-        if limit is None:
-            limit = free + used_by_owner + more if not owner else max(free, 0)
-        if used_by_owner + more > limit:
-            raise FilesFull(
-                f"No space for {more} bytes: files and batches of this key use {used_by_owner} bytes, of at most "
-                f"{limit} now. Delete files or ended batches."
-            )
 
 
 Kind = Literal["part", "file", "batch"]
@@ -117,7 +86,7 @@ class Catalog:
         """Add an entry if there is space; return False if its owner has `max_of_kind` entries already.
 
         Raises:
-            FilesFull: If the quota is exhausted.
+            StorageFull: If the quota is exhausted.
         """
         with self._transaction() as connection:
             if max_of_kind is not None:
@@ -132,7 +101,7 @@ class Catalog:
         """Raise the reservation of an entry to at least `num_bytes`.
 
         Raises:
-            FilesFull: If the quota is exhausted.
+            StorageFull: If the quota is exhausted.
             FileNotFoundError: If the entry is gone.
         """
         with self._transaction() as connection:
@@ -203,6 +172,9 @@ class Catalog:
             per_owner,
         )
         return [OpenBatch(row[0], row[1], row[2], bool(row[3])) for row in rows]
+
+    def num_open_batches(self) -> int:
+        return int(self._select(COUNT_OPEN)[0][0])
 
     def set_cancelling(self, batch_id: str) -> None:
         with self._transaction() as connection:

@@ -15,8 +15,8 @@ import msgspec
 
 from gateway.batches.storage.catalog import Catalog, Entry
 from gateway.batches.storage.disk import ENTRY_BYTES, make_private, sync_directory, try_lock, write_whole
+from gateway.batches.storage.quota import StorageFull
 from gateway.batches.storage.records import FileRecord, Purpose, is_file_id, new_file_id
-from gateway.errors import FilesFull
 
 ORPHAN_SECONDS = 60.0  # an unlocked part of this age was abandoned
 _decoder = msgspec.json.Decoder(FileRecord)
@@ -34,7 +34,7 @@ class Part:
         self._descriptor: int | None = None
 
     def open(self, num_bytes: int) -> None:
-        """Create the file and reserve `num_bytes`; raise FilesFull or OSError."""
+        """Create the file and reserve `num_bytes`; raise StorageFull or OSError."""
         self._descriptor = try_lock(self.path)
         assert self._descriptor is not None, "the name is random"
         self._catalog.begin(
@@ -46,13 +46,13 @@ class Part:
         self._num_reserved = num_bytes
 
     def write(self, data: bytes, *, more: int) -> None:
-        """Append data; if the reservation is used up, reserve `more` bytes. Raise FilesFull or OSError."""
+        """Append data; if the reservation is used up, reserve `more` bytes. Raise StorageFull or OSError."""
         assert self._descriptor is not None
         needed = self.num_bytes + len(data)
         if needed > self._num_reserved:
             try:
                 self._reserve(needed + more)
-            except FilesFull:
+            except StorageFull:
                 self._reserve(needed)  # the exact size may still fit
         rest = memoryview(data)
         while rest:

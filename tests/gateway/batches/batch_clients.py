@@ -10,9 +10,10 @@ import openai
 from openai.types import Batch
 
 from gateway.auth.api_keys import digest_of
-from gateway.batches.storage.batch_store import BatchFolder, Storage
-from gateway.batches.storage.catalog import Quota
+from gateway.batches.storage.batch_store import BatchFolder
+from gateway.batches.storage.quota import Quota
 from gateway.batches.storage.records import BatchRecord
+from gateway.batches.storage.storage import Storage
 from tests.gateway.conftest import Gateway
 
 RETENTION_SECONDS = 30 * 24 * 3600

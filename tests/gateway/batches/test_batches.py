@@ -9,10 +9,9 @@ import aiohttp
 import openai
 import pytest
 
+from gateway.apis.files.batches import CreateBatchBody
 from gateway.batches.driver import lines as batch_lines
 from gateway.batches.driver.line_answers import KIND_OF_ENDPOINT
-from gateway.batches.driver.selection import POLL_SECONDS, QUIET_POLL_SECONDS
-from gateway.routes.batches import CreateBatchBody
 from tests.gateway.batches.batch_clients import (
     ENDPOINT,
     KEYS,
@@ -27,7 +26,6 @@ from tests.gateway.batches.batch_clients import (
 )
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, finish, says
-from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -182,7 +180,7 @@ async def test_cancelled_batch_withdraws_requests_in_flight(start_gateway: Calla
         errors = await results(client, batch.error_file_id)
         assert set(errors) == set("bcdefgh") and {e["error"]["code"] for e in errors.values()} == {"batch_cancelled"}
         for result, num_lines in (("answered", 1), ("failed", 0), ("cancelled", 7)):
-            assert gateway.metric("pagestream_gateway_batch_lines_total", result=result) == num_lines
+            assert gateway.driver.metric("pagestream_gateway_batch_lines_total", result=result) == num_lines
         assert sorted(gateway.engine.cancelled) == sorted(stream.request.request_id for stream in streams[1:])
         assert (await client.batches.cancel(batch.id)).status == "cancelled"  # a second cancel has the same result
 
@@ -205,40 +203,10 @@ async def test_another_gateway_continues_after_the_last_result(
         stream.send(finish(stream.request, 0))
         await first.engine.next_stream()  # `b` is in flight, because only one gateway drives the batch
         assert second.engine.requests == []
-        first.state.open_requests.draining = True  # and so it releases the batch
+        await first.driver.stop()  # and so it releases the batch
         batch = await ended(client, batch)
         assert set(await results(client, batch.output_file_id)) == set("abc")
         assert len(second.engine.requests) == 2 and first.engine.cancelled == []
-
-
-async def test_directory_without_open_batches_is_polled_less_often(
-    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-
-    def until_tick(seconds: float) -> float:
-        pauses.append(seconds)
-        return 0.01
-
-    async def looks(number: int) -> None:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while len(pauses) < number:
-                await asyncio.sleep(0.01)
-
-    monkeypatch.setattr("gateway.batches.driver.selection.until_tick", until_tick)
-    gateway = await start_gateway(files_dir=tmp_path)
-    async with client_of(gateway) as client:
-        await looks(3)
-        assert set(pauses) == {QUIET_POLL_SECONDS}
-        batch = await begun(client, jsonl(line("a")))
-        await gateway.engine.next_stream()
-        pauses.clear()
-        await looks(3)
-        assert set(pauses) == {POLL_SECONDS}
-        await ended(client, await client.batches.cancel(batch.id))
-        pauses.clear()
-        await looks(3)
-        assert set(pauses[1:]) == {QUIET_POLL_SECONDS}
 
 
 async def test_batch_lines_wait_while_no_worker_can_answer(

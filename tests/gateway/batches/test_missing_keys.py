@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from gateway.batches.driver.selection import WITHDRAWN_SECONDS
+from gateway.batches.driver.driver import WITHDRAWN_SECONDS
 from gateway.batches.storage.records import BatchProgress
 from tests.gateway.batches.batch_clients import (
     KEYS,
@@ -73,7 +73,7 @@ async def test_gateways_without_keys_cancel_no_batches(start_gateway: Callable[.
     async with client_of(first, KEYS["team-a"]) as client:
         batch = await begun(client, jsonl(*map(line, "ab")))
         await first.engine.next_stream()
-        first.state.open_requests.draining = True
+        await first.driver.stop()
     await wait_until_released(kept, batch.id)
     without: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=kept)
     async with client_of(without) as keyless:

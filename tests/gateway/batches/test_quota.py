@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.batches.storage.catalog import Catalog, Entry, Quota
-from gateway.errors import FilesFull
+from gateway.batches.storage.catalog import Catalog, Entry
+from gateway.batches.storage.quota import Quota, StorageFull
 
 
 def taken(quota: Quota, owner: str, used: dict[str, int]) -> int:
@@ -15,7 +15,7 @@ def taken(quota: Quota, owner: str, used: dict[str, int]) -> int:
     while True:
         try:
             quota.check(owner, 1, sum(used.values()), used.get(owner, 0))
-        except FilesFull:
+        except StorageFull:
             return used.get(owner, 0) - before
         used[owner] = used.get(owner, 0) + 1
 
@@ -43,7 +43,7 @@ def test_several_gateways_never_exceed_the_quota(tmp_path: Path) -> None:
     def take(number: int) -> bool:
         try:
             return catalogs[number % 3].begin(entry(str(number), "", 30))
-        except FilesFull:
+        except StorageFull:
             return False
 
     with ThreadPoolExecutor(12) as threads:
@@ -61,7 +61,7 @@ def test_sums_follow_every_change(tmp_path: Path) -> None:
     catalog.raise_to("x", 20)
     catalog.raise_to("x", 5)  # it may keep more than it may take now
     assert catalog.used_bytes() == 20
-    with pytest.raises(FilesFull):
+    with pytest.raises(StorageFull):
         catalog.raise_to("x", 51)
     catalog.replace([entry("x", "a", 7), entry("y", "b", 3)])
     assert catalog.used_bytes() == 10

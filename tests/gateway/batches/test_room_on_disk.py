@@ -16,8 +16,8 @@ import aiohttp
 import openai
 import pytest
 
-from gateway.batches import uploads
-from gateway.batches.driver import selection
+from gateway.apis.files import uploads
+from gateway.batches.driver import driver
 from gateway.batches.storage import batch_store, file_store
 from gateway.batches.storage.disk import ENTRY_BYTES
 from tests.gateway.batches.batch_clients import (
@@ -404,9 +404,9 @@ async def test_service_opens_few_of_many_waiting_batches(start_gateway: Callable
     """Each second, open some of the thousands that wait for their owner, not all."""
     kept, storage = tmp_path / "kept", storage_of(tmp_path / "kept")
     (tmp_path / "in").write_bytes(jsonl(line("a")))
-    for _ in range(3 * selection.LOOKAHEAD):
+    for _ in range(3 * driver.LOOKAHEAD):
         storage.batches.create("a" * 64, ENDPOINT, "file-" + "0" * 32, tmp_path / "in", "24h", None)
-    assert len(storage.batches.open_batches(selection.LOOKAHEAD)) == selection.LOOKAHEAD
+    assert len(storage.batches.open_batches(driver.LOOKAHEAD)) == driver.LOOKAHEAD
     gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=kept)
     async with client_of(gateway) as client:
         assert (await ended(client, await begun(client, jsonl(line("a"))))).status == "completed"

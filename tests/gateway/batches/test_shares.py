@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.batches.driver.selection import MAX_DRIVEN
+from gateway.batches.driver.driver import MAX_DRIVEN
 from tests.gateway.batches.batch_clients import KEYS, begun, client_of, ended, jsonl, line, results, write_keys
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, finish, says
@@ -34,7 +34,7 @@ async def test_batches_of_a_key_in_debt_hold_no_slot(
     async with client_of(gateways[0], KEYS["team-a"]) as spent, client_of(gateways[0], KEYS["team-b"]) as other:
         slow = [await begun(spent, jsonl(*map(line, "abc"))) for _ in range(MAX_DRIVEN * num_gateways)]
         for gateway in gateways:
-            while gateway.metric("pagestream_gateway_batches"):
+            while gateway.driver.metric("pagestream_gateway_batches"):
                 await asyncio.sleep(0.02)  # until all batches are released
         batch = await ended(other, await begun(other, jsonl(*map(line, "xy"))))
         assert set(await results(other, batch.output_file_id)) == {"x", "y"}
@@ -56,7 +56,7 @@ async def test_long_batches_yield_and_resume(
         long = [await begun(busy, jsonl(*map(line, "abcdefghijkl"))) for _ in range(MAX_DRIVEN * num_gateways)]
         held = [[await gateway.engine.next_stream() for _ in range(7)] for gateway in gateways]
         for gateway in gateways:
-            while gateway.metric("pagestream_gateway_batches") != MAX_DRIVEN:
+            while gateway.driver.metric("pagestream_gateway_batches") != MAX_DRIVEN:
                 await asyncio.sleep(0.02)
         batch = await begun(other, jsonl(*map(line, "xy")))
         for _ in "xy":
@@ -90,7 +90,7 @@ async def test_resumed_batch_reads_only_later_results(start_gateway: Callable[..
     async with client_of(gateway, KEYS["team-a"]) as client:
         batch = await begun(client, jsonl(*(line(f"line-{number}") for number in range(20))))
         folder = tmp_path / "kept" / "batches" / batch.id
-        while gateway.metric("pagestream_gateway_batches") or not (folder / "output.jsonl").exists():
+        while gateway.driver.metric("pagestream_gateway_batches") or not (folder / "output.jsonl").exists():
             await asyncio.sleep(0.02)
         progress = json.loads((folder / "progress.json").read_text())
         resume, num_results = progress["resume"], progress["completed"]

@@ -79,7 +79,7 @@ async def test_clean_end_or_steady_run_counts_no_crash(
         lock = tmp_path / "batches" / batch.id / "lock"
         while lock.read_bytes() != b"%08d" % 0:  # a steady run
             await asyncio.sleep(0.02)
-    gateway.state.open_requests.draining = True
+    await gateway.driver.stop()
     folder = folder_of(tmp_path, batch.id)
     for _ in range(MAX_CRASHES + 1):  # gateways that release the batch
         while (lease := folder.try_lock()) is None:

@@ -13,8 +13,9 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from gateway.apis.files.directory import FILES
+from gateway.apis.files.files import PAGING_PARAMETERS, as_json, checked_expiry, find_file, storage_errors
 from gateway.auth.access import ACCOUNT
-from gateway.batches.driver.selection import BATCHES
 from gateway.batches.storage.batch_store import BatchFolder
 from gateway.batches.storage.disk import to_the_end
 from gateway.batches.storage.records import BatchBody, BatchListBody, DeletedBody, Metadata
@@ -26,7 +27,6 @@ from gateway.http.query_fields import page_of, page_query
 from gateway.pipeline.context import context_of
 from gateway.pipeline.request import check_other_fields
 from gateway.pipeline.submission import ignored_header
-from gateway.routes.files import PAGING_PARAMETERS, as_json, checked_expiry, disk_full_as_error, find_file
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):
@@ -46,34 +46,33 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {}
 
 
 async def create_batch(http: web.Request) -> web.Response:
-    service, owner = http.app[BATCHES], http[ACCOUNT].owner_key_hash
+    directory, owner = http.app[FILES], http[ACCOUNT].owner_key_hash
     async with received_body(http) as data:
         body = await context_of(http).read(len(data), partial(decode_body, data))
     fields = body.typed(CreateBatchBody)
     ignored = check_other_fields(CreateBatchBody, body.given, _UNSUPPORTED)
-    record = await find_file(service, fields.input_file_id, owner)
+    record = await find_file(directory, fields.input_file_id, owner)
     if record is None or record.purpose != "batch":
         raise _no_input()
     expires_seconds = None
     if (after := fields.output_expires_after) is not None:
         param = "output_expires_after.seconds"
-        expires_seconds = checked_expiry(after.seconds, service.storage.retention_seconds, param, after.seconds)
-    path = service.storage.files.content_path(record.id)
+        expires_seconds = checked_expiry(after.seconds, directory.storage.retention_seconds, param, after.seconds)
+    path = directory.storage.files.content_path(record.id)
     try:
-        with disk_full_as_error():
+        with storage_errors():
             folder = await to_the_end(
-                service.storage.batches.create,
+                directory.storage.batches.create,
                 owner, fields.endpoint, record.id, path, fields.completion_window, fields.metadata, expires_seconds,
             )  # fmt: skip
     except FileNotFoundError as error:
         raise _no_input() from error
-    service.wake()
     return await _shown(folder, ignored_header(ignored))
 
 
 async def list_batches(http: web.Request) -> web.Response:
     query = page_query(http.query, default=20, max_limit=100)
-    batches, owner = http.app[BATCHES].storage.batches, http[ACCOUNT].owner_key_hash
+    batches, owner = http.app[FILES].storage.batches, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
         found = batches.page(owner, limit=query.limit + 1, after=query.after)
@@ -92,7 +91,7 @@ async def cancel_batch(http: web.Request) -> web.Response:
     status = (await asyncio.to_thread(folder.read_progress)).status
     if status in ("failed", "completed"):
         raise BatchEnded(f"A batch that is {status} cannot be cancelled.")
-    await to_the_end(http.app[BATCHES].storage.batches.cancel, folder)
+    await to_the_end(http.app[FILES].storage.batches.cancel, folder)
     return await _shown(folder)
 
 
@@ -102,13 +101,13 @@ async def delete_batch(http: web.Request) -> web.Response:
     progress = await asyncio.to_thread(folder.read_progress)
     if not progress.has_ended:
         raise BatchNotEnded("A batch that has not ended cannot be deleted. Cancel it first.")
-    await to_the_end(http.app[BATCHES].storage.batches.delete, folder.record.id)
+    await to_the_end(http.app[FILES].storage.batches.delete, folder.record.id)
     return as_json(DeletedBody(id=folder.record.id, object="batch"))
 
 
 async def _find(http: web.Request) -> BatchFolder:
     batch_id, owner = http.match_info["id"], http[ACCOUNT].owner_key_hash
-    folder = await asyncio.to_thread(http.app[BATCHES].storage.batches.find, batch_id, owner)
+    folder = await asyncio.to_thread(http.app[FILES].storage.batches.find, batch_id, owner)
     if folder is None:
         raise BatchNotFound("This API key has no such batch.", param="id")
     return folder

@@ -16,11 +16,12 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from gateway.apis.files.directory import FILES, FilesDirectory
+from gateway.apis.files.uploads import MULTIPART, receive_upload
 from gateway.auth.access import ACCOUNT
-from gateway.batches.driver.selection import BATCHES, BatchService
 from gateway.batches.storage.disk import ended
+from gateway.batches.storage.quota import StorageFull
 from gateway.batches.storage.records import DeletedBody, FileBody, FileListBody, FileRecord, file_body
-from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
 from gateway.http.openapi import Operation, Parameter
 from gateway.http.query_fields import page_of, page_query, query_choice
@@ -42,24 +43,20 @@ class UploadForm(msgspec.Struct, kw_only=True):
 
 
 async def create_file(http: web.Request) -> web.Response:
-    try:
-        with disk_full_as_error():
-            return as_json(file_body(await _received(http)))
-    except FilesFull as error:
-        error.param = "file"
-        raise
+    with storage_errors(param="file"):
+        return as_json(file_body(await _received(http)))
 
 
 async def _received(http: web.Request) -> FileRecord:
-    service = http.app[BATCHES]
-    storage = service.storage
+    directory = http.app[FILES]
+    storage = directory.storage
     work = partial(http.app[STATE].pool.run, ("files of", http[ACCOUNT].owner_key_hash), None, may_refuse=False)
     upload = await receive_upload(
         http,
         storage.files,
         work,
         owner_key_hash=http[ACCOUNT].owner_key_hash,
-        max_bytes=service.max_file_bytes,
+        max_bytes=directory.max_file_bytes,
         timeout_seconds=http.app[STATE].settings.body_timeout_seconds,
     )
     try:
@@ -72,7 +69,7 @@ async def _received(http: web.Request) -> FileRecord:
 async def list_files(http: web.Request) -> web.Response:
     purpose, order = http.query.get("purpose"), query_choice(http.query, "order", ("asc", "desc"), "desc")
     query = page_query(http.query, default=MAX_LISTED, max_limit=MAX_LISTED)
-    files, owner = http.app[BATCHES].storage.files, http[ACCOUNT].owner_key_hash
+    files, owner = http.app[FILES].storage.files, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
         records = files.page(owner, limit=query.limit + 1, purpose=purpose, after=query.after, ascending=order == "asc")
@@ -89,21 +86,21 @@ async def retrieve_file(http: web.Request) -> web.Response:
 async def download_file(http: web.Request) -> web.StreamResponse:
     record = await _find(http)
     headers = {"Content-Type": CONTENT, "X-Content-Type-Options": "nosniff"}
-    return web.FileResponse(http.app[BATCHES].storage.files.content_path(record.id), headers=headers)
+    return web.FileResponse(http.app[FILES].storage.files.content_path(record.id), headers=headers)
 
 
 async def delete_file(http: web.Request) -> web.Response:
     record = await _find(http)
-    await asyncio.to_thread(http.app[BATCHES].storage.files.delete, record.id)
+    await asyncio.to_thread(http.app[FILES].storage.files.delete, record.id)
     return as_json(DeletedBody(id=record.id))
 
 
-async def find_file(service: BatchService, file_id: str, owner_key_hash: str) -> FileRecord | None:
-    return await asyncio.to_thread(service.storage.files.find, file_id, owner_key_hash)
+async def find_file(directory: FilesDirectory, file_id: str, owner_key_hash: str) -> FileRecord | None:
+    return await asyncio.to_thread(directory.storage.files.find, file_id, owner_key_hash)
 
 
 async def _find(http: web.Request) -> FileRecord:
-    record = await find_file(http.app[BATCHES], http.match_info["id"], http[ACCOUNT].owner_key_hash)
+    record = await find_file(http.app[FILES], http.match_info["id"], http[ACCOUNT].owner_key_hash)
     if record is None:
         raise FileNotFound("This API key has no such file.", param="id")
     return record
@@ -137,10 +134,12 @@ def checked_expiry(seconds: int, retention_seconds: int, param: str, given: obje
 
 
 @contextlib.contextmanager
-def disk_full_as_error() -> Iterator[None]:
-    """Convert an OSError of a full disk to DiskFull."""
+def storage_errors(param: str | None = None) -> Iterator[None]:
+    """Convert a full quota to FilesFull, which names `param`, and a full disk to DiskFull."""
     try:
         yield
+    except StorageFull as error:
+        raise FilesFull(error.message, param=param, code=error.code) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

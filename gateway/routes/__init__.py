@@ -1,1 +1,0 @@
-"""Route handlers: one short coroutine per route, and a table OPERATIONS per module."""
