@@ -52,9 +52,11 @@ COPY shared shared
 COPY gateway gateway
 # A volume mounted here gets this owner. PAGESTREAM_FILES_DIR may name a folder in it.
 RUN install -d -o 10001 -g 10001 -m 700 /var/lib/pagestream
-ENV HOME=/tmp PAGESTREAM_HOST=0.0.0.0 PAGESTREAM_MODEL=/models/SmolLM2-135M-Instruct
+ENV HOME=/tmp PAGESTREAM_HOST=0.0.0.0 PAGESTREAM_METRICS_HOST=0.0.0.0 PAGESTREAM_MODEL=/models/SmolLM2-135M-Instruct
 USER 10001:10001
 EXPOSE 8000
+# Of `python -m gateway.batches.driver`, which this image runs too.
+EXPOSE 8002
 HEALTHCHECK --interval=5s --timeout=3s --start-period=30s \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/livez', timeout=2)"]
 CMD ["python", "-m", "gateway"]
