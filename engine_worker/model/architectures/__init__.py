@@ -42,13 +42,20 @@ MODULES = {
     "smollm3": "smollm3",
 }
 
+_GEMMA4 = (
+    "Gemma 4 is not supported: its global layers have heads of 512 and other KV heads, and its router has a norm and "
+    "scales; Gemma 3 is supported"
+)
+# Families that would load incompletely or as something else, with the reason.
+REFUSED = {"gemma4_text": _GEMMA4, "gemma4_unified_text": _GEMMA4}
+
 # llama.cpp's names of the families whose module has a GGUF.
 GGUF_MODULES = {"gemma3": "gemma", "llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 def has_family(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json's model_type has a family here."""
-    return config.get("model_type") in MODULES
+    """Return whether config.json's model_type has a family here, or is refused here by name."""
+    return config.get("model_type") in (MODULES | REFUSED)
 
 
 def spec_from_directory(directory: Path) -> ModelSpec:
@@ -68,6 +75,8 @@ def spec_from_json(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
         ValueError: If config.json has something that is not supported.
     """
     model_type = config.get("model_type")
+    if reason := REFUSED.get(str(model_type)):
+        raise ValueError(f"config.json: {reason}")
     if model_type not in MODULES:
         names = ", ".join(MODULES)
         raise ValueError(f"config.json: model_type {model_type!r} is not supported; supported: {names}")

@@ -1,5 +1,6 @@
 """Multimodal checkpoints: their language model is served, under every published naming of its tensors."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,10 @@ def test_generation_config_overrides_eos_tokens(tmp_path: Path) -> None:
     assert read_model_files(tmp_path).eos_token_ids == (1,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     assert read_model_files(tmp_path).eos_token_ids == (2, 3)
+
+
+def test_gemma4_is_refused_by_name(tmp_path: Path) -> None:
+    text = {**TINY, "model_type": "gemma4_text"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": text}))
+    with pytest.raises(ValueError, match=r"config\.json: Gemma 4 is not supported: .*heads of 512"):
+        check_files(tmp_path)
