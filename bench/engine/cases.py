@@ -13,9 +13,11 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench.engine.router_values import RouterValues
 from bench.engine.session import EngineSession
 from bench.engine.table import comparison
 from bench.provenance import provenance
@@ -49,15 +51,37 @@ def main(argv: list[str]) -> int:
 def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float, emit: Emit) -> bool:
     """Run the sections and return whether one failed; a failure does not stop the others."""
     # Imports are part of the start. load_engine() imports torch, at the same time as followers do.
-    from bench.engine.sections import SECTIONS as BY_NAME  # noqa: PLC0415
-    from bench.engine.sections import Bench  # noqa: PLC0415
     from engine_worker.__main__ import load_engine  # noqa: PLC0415
     from engine_worker.settings import WorkerSettings  # noqa: PLC0415
     from shared.settings import load_settings  # noqa: PLC0415
 
     settings = load_settings(WorkerSettings, worker_flags, os.environ, prog="engine-cases").settings
     imported_at = time.perf_counter()
-    loaded = load_engine(settings, _print_progress)
+    with ExitStack() as stack:
+        counts = _seeded(options, settings, stack)
+        loaded = load_engine(settings, _print_progress)
+        return _measure(options, loaded, counts, (started_at, imported_at), emit)
+
+
+def _seeded(options: argparse.Namespace, settings: Any, stack: ExitStack) -> Any:
+    """Make the following load use seeded routers; return the counter of experts, or None without --router."""
+    if options.router is None:
+        return None
+    import torch  # noqa: PLC0415 - as above
+
+    from bench.engine.seeded_routers import checked_names, seeded_routers  # noqa: PLC0415
+    from engine_worker.model.devices import chosen_device  # noqa: PLC0415
+
+    device = chosen_device(settings.execution.device, has_cuda=torch.cuda.is_available())
+    return stack.enter_context(seeded_routers(options.router, checked_names(settings.execution), device))
+
+
+def _measure(options: argparse.Namespace, loaded: Any, counts: Any, times: tuple[float, float], emit: Emit) -> bool:
+    """Run the sections on a loaded engine."""
+    from bench.engine.sections import SECTIONS as BY_NAME  # noqa: PLC0415
+    from bench.engine.sections import Bench  # noqa: PLC0415
+
+    started_at, imported_at = times
     search_rarely()  # as in a worker
     import torch  # noqa: PLC0415
 
@@ -85,6 +109,13 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
         seed=random.Random(options.seed),
     )
     bench.warm_up()
+    if counts is not None:
+        from bench.engine.seeded_routers import ROWS, count_experts  # noqa: PLC0415
+
+        draw = random.Random(options.seed)
+        prompts = [[draw.randrange(first, last) for _ in range(2)] for _ in range(max(ROWS))]
+        for row in count_experts(counts, options.router, bench.session, prompts):
+            emit(row)
     failed = _run_sections(options, {**BY_NAME, "profile": profile, "sampling": sampling_cost}, bench, started_at, emit)
     loaded.engine.check_integrity()
     return failed
@@ -145,6 +176,13 @@ def _parser() -> argparse.ArgumentParser:
         default=(100, 49152),
         help="range of prompt token ids (default: 100:49152)",
     )
+    parser.add_argument(
+        "--router",
+        metavar="SEED[:KIND]",
+        type=_router,
+        default=None,
+        help="replace dummy router weights by seeded ones, uniform or zipf, and count the distinct experts per layer",
+    )
     parser.add_argument("--seed", metavar="N", type=int, default=1)
     parser.add_argument(
         "--budget-seconds",
@@ -177,6 +215,13 @@ def _sections(text: str) -> list[str]:
     if unknown := set(names) - set(SECTIONS):
         raise argparse.ArgumentTypeError(f"unknown sections: {', '.join(sorted(unknown))}")
     return names
+
+
+def _router(text: str) -> RouterValues:
+    try:
+        return RouterValues.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _range(text: str) -> tuple[int, int]:
