@@ -1,19 +1,21 @@
 """Layers of experts for the checks and benchmarks: sizes of two models, random weights and routers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kernels.fp8_kv import E4M3
 from kernels.moe.experts import apply_experts
 from kernels.moe.gate import Gate
 from kernels.moe.mxfp4 import Mxfp4Experts, pack_mxfp4
 from kernels.moe.route import route
 from kernels.moe.routing import Router, Routing
-from kernels.moe.weights import ExpertProduct, ExpertWeight
+from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
+from kernels.scaled import GROUP
 
-Format = Literal["bf16", "mxfp4"]
+Format = Literal["bf16", "fp8", "mxfp4"]  # fp8: blocks of 128 x 128
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class ExpertModel:
     def bytes_per_expert(self) -> int:
         """Return the bytes of the weights of one expert."""
         values = 3 * self.hidden * self.inner
-        return values * 2 if self.format == "bf16" else values * 17 // 32
+        return {"bf16": values * 2, "fp8": values, "mxfp4": values * 17 // 32}[self.format]
 
 
 _CLAMPED = Gate(alpha=1.702, limit=7.0, up_offset=1.0)
@@ -37,7 +39,8 @@ GPT_OSS = ExpertModel(
     2880, 2880, Router(num_experts=32, top_k=4, scoring="softmax_of_chosen"), _CLAMPED, "mxfp4", has_bias=True
 )
 QWEN3 = ExpertModel(2048, 768, Router(num_experts=128, top_k=8, renormalize=True), Gate(), "bf16")
-MODELS = {"gpt-oss-20b mxfp4": GPT_OSS, "qwen3-30b-a3b bf16": QWEN3}
+QWEN3_FP8 = replace(QWEN3, format="fp8")
+MODELS = {"gpt-oss-20b mxfp4": GPT_OSS, "qwen3-30b-a3b bf16": QWEN3, "qwen3-30b-a3b fp8": QWEN3_FP8}
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ def _random_weight(
     if format_ == "bf16":
         weight = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
         return weight.mul_(inputs**-0.5)
+    if format_ == "fp8":
+        exact = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator).mul_(64)
+        scales = torch.rand(experts, rows // GROUP, inputs // GROUP, device=device, generator=generator) + 0.5
+        return ScaledExperts(exact.to(E4M3), scales * (inputs**-0.5 / 64))
     random = {"dtype": torch.uint8, "device": device, "generator": generator}
     blocks = torch.randint(256, (experts, rows, inputs // 32, 16), **random)  # type: ignore[call-overload]
     # Powers of two around 1 / sqrt(inputs) / 3, since e2m1 values have a root mean square of 2.9.

@@ -8,7 +8,7 @@ from kernels.moe.combine import combine
 from kernels.moe.gate import Gate
 from kernels.moe.gather import gather_rows
 from kernels.moe.grouped_product import grouped_product, tiles_of
-from kernels.moe.list_product import list_product, list_tiles_of
+from kernels.moe.list_product import list_product, list_tiles_of, reads_tokens
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.reference import apply_experts_reference
 from kernels.moe.routing import Routing
@@ -45,8 +45,8 @@ def _product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | N
     weight, is_gated = product.weight, gate is not None
     tiles = list_tiles_of(weight, is_gated, routing) if x.dtype == torch.bfloat16 and is_known(x.device) else None
     if tiles is not None:
-        has_tokens = not is_gated or len(x) <= routing.block_rows
-        return list_product(x if has_tokens else gather_rows(x, routing), product, routing, gate, tiles)
+        rows = gather_rows(x, routing) if is_gated and not reads_tokens(routing) else x
+        return list_product(rows, product, routing, gate, tiles)
     if isinstance(weight, Mxfp4Experts):
         raise ValueError("MXFP4 experts need a Hopper GPU with 132 SMs and bfloat16 activations")
     if isinstance(weight, ScaledExperts):

@@ -199,11 +199,13 @@ def grouped_product(
 
 
 def tiles_of(is_gated: bool, block_rows: int, element_size: int) -> GroupedTiles:
-    """Return the tiles for a block of sorted rows."""
-    if element_size == 1:
-        return GroupedTiles(64, GROUP, num_stages=3)
+    """Return the fastest tiles measured for Qwen3-30B-A3B on an H100 at 1 to 2,048 tokens."""
     if element_size == 4:
         return GroupedTiles(32, 32, num_stages=2)
-    if block_rows <= 32:
-        return GroupedTiles(64, 64, num_stages=5 if is_gated else 4)
-    return GroupedTiles(64, 64, num_stages=3) if is_gated else GroupedTiles(128, 64, num_stages=3)
+    if element_size == 1:
+        if is_gated and block_rows > 64:
+            return GroupedTiles(128, GROUP, num_warps=8)
+        return GroupedTiles(64, GROUP, num_stages=4 if is_gated and block_rows <= 8 else 3)
+    if block_rows > 64:
+        return GroupedTiles(128, 64, num_warps=8, num_stages=4 if is_gated else 3)
+    return GroupedTiles(64, 64, num_stages=5 if block_rows <= 32 else 4)

@@ -8,7 +8,7 @@ so its bits depend neither on T nor on other rows. MXFP4 weights become exact bf
 # One warp loads, so that the others never wait for each other at a copy. The down product requests weights before its
 # dependency wait: the routing was complete before the gated product let this kernel start.
 # Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917, C901, PLR0912, PLR0915
+# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 from functools import cache
@@ -23,12 +23,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.moe.gate import Gate, apply_gate
 from kernels.moe.mxfp4 import OUTPUT_SCALE, TILE, Mxfp4Experts
-from kernels.moe.routing import BLOCK_FIELDS, MAX_BLOCK_ROWS, Routing
+from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
 from kernels.skinny_linear import NUM_SMS
 
 _SHARED_BYTES = 225 * 1024  # of an SM, less barriers
-_THREADS = 256  # four warps that multiply, one that loads, and three that the hardware reserves
+_REGISTERS = 65_536  # of an SM; the hardware reserves four warps for the loading one
+_MAX_COLUMNS = 64  # rows of a product; with 128 the products of a large batch take 1.3 times as long
 _MAX_LISTED_TOKENS = 16  # of bfloat16 weights
 _OUTPUT_SCALE = gl.constexpr(OUTPUT_SCALE)
 # Four registers of A per word: ((w << a) & magnitudes) | ((w << b) & signs), times the scale of the row.
@@ -111,11 +112,27 @@ def _request_rows(
 
 
 @gluon.jit
-def _place_of(blocks, step, first_item, wanted, TILES: gl.constexpr, STEPS: gl.constexpr, FIELDS: gl.constexpr):
-    """Return (expert, tile, first sorted row) of a step."""
+def _place_of(
+    blocks, step, first_item, wanted,
+    TILES: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STEPS: gl.constexpr, FIELDS: gl.constexpr,
+):  # fmt: skip
+    """Return (expert, tile, first sorted row) of a step. An item is a tile for BLOCK_M rows, a part of a block."""
     item = first_item + step // STEPS
-    block = blocks + item // TILES * FIELDS
-    return gl.load(block, mask=wanted, other=0), item % TILES, gl.load(block + 1, mask=wanted, other=0)
+    block = blocks + item // (TILES * PARTS) * FIELDS
+    first_row = gl.load(block + 1, mask=wanted, other=0) + item % PARTS * BLOCK_M
+    return gl.load(block, mask=wanted, other=0), item // PARTS % TILES, first_row
+
+
+@gluon.constexpr_function
+def _layout_of_words(boxes):
+    """Return the layout of [warp, lane / 4, lane % 4, step]."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2]],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]][: boxes + 1],
+        block_bases=[],
+        shape=[4 * boxes, 8, 4, 4],
+    )
 
 
 @gluon.jit
@@ -126,7 +143,7 @@ def _load_words(tiles, tile_scales, place, layout: gl.constexpr):
 
 @gluon.jit
 def _unpacked(values, scales, layout: gl.constexpr, operand: gl.constexpr):
-    """Return an MXFP4 tile [64, 64] as bfloat16 in the registers of wgmma's left operand, times 2^-60."""
+    """Return an MXFP4 tile [16 * warps, 64] as bfloat16 in the registers of wgmma's left operand, times 2^-60."""
     of_step: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     bytes_ = gl.expand_dims(gl.expand_dims(scales, 2), 3)
     shifts = gl.arange(0, 4, of_step) // 2 * 16
@@ -141,8 +158,8 @@ def _unpacked(values, scales, layout: gl.constexpr, operand: gl.constexpr):
     first = gl.join(gl.join(a0, a1), gl.join(a2, a3))
     second = gl.join(gl.join(b0, b1), gl.join(b2, b3))
     # warp, lane / 4, lane % 4, pair of steps, half, lower, right, step
-    parts = gl.reshape(gl.join(first, second), [4, 8, 4, 2, 2, 2, 2, 2])
-    tile = gl.reshape(gl.permute(parts, [0, 5, 1, 3, 7, 6, 2, 4]), [64, 64])
+    parts = gl.reshape(gl.join(first, second), [values.shape[0], 8, 4, 2, 2, 2, 2, 2])
+    tile = gl.reshape(gl.permute(parts, [0, 5, 1, 3, 7, 6, 2, 4]), [values.shape[0] * 16, 64])
     return gl.convert_layout(tile, operand, assert_trivial=True)
 
 
@@ -168,24 +185,25 @@ def _sorted_rows(
 @gluon.jit
 def _produce(
     weight, scales, x, ring, scale_ring, rows, full, empty, blocks, first_item, num_steps,
-    NUM_OUTPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr, BOXES: gl.constexpr, BLOCK_M: gl.constexpr,
-    CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr, IS_MXFP4: gl.constexpr,
+    NUM_OUTPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr, BOXES: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    IS_MXFP4: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring. The first weights are requested before the dependency wait, the rows after it."""
     TILES: gl.constexpr = NUM_OUTPUTS // 64
     for early in gl.static_range(NUM_STAGES):
-        expert, tile, _ = _place_of(blocks, early, first_item, early < num_steps, TILES, STEPS, FIELDS)
+        expert, tile, _ = _place_of(blocks, early, first_item, early < num_steps, TILES, PARTS, BLOCK_M, STEPS, FIELDS)
         _request_weights(
             weight, scales, ring, scale_ring, full, early, early < num_steps, expert, tile,
             NUM_OUTPUTS, BOXES, BLOCK_M, CHUNKS, STEPS, NUM_STAGES, IS_MXFP4,
         )  # fmt: skip
     gdc_wait()
     for early in gl.static_range(NUM_STAGES):
-        _, _, row = _place_of(blocks, early, first_item, early < num_steps, TILES, STEPS, FIELDS)
+        _, _, row = _place_of(blocks, early, first_item, early < num_steps, TILES, PARTS, BLOCK_M, STEPS, FIELDS)
         row = 0 if TOP_K > 0 else row
         _request_rows(x, rows, full, early, early < num_steps, row, CHUNKS, STEPS, NUM_STAGES)
     for step in range(NUM_STAGES, num_steps):
-        expert, tile, row = _place_of(blocks, step, first_item, step < num_steps, TILES, STEPS, FIELDS)
+        expert, tile, row = _place_of(blocks, step, first_item, step < num_steps, TILES, PARTS, BLOCK_M, STEPS, FIELDS)
         row = 0 if TOP_K > 0 else row
         mbarrier.wait(empty.index(step % NUM_STAGES), (step // NUM_STAGES & 1) ^ 1)
         _request_weights(
@@ -197,34 +215,33 @@ def _produce(
 
 @gluon.jit
 def _multiply_mxfp4(
-    tiles, tile_scales, rows, stage, first, second, words: gl.constexpr, operand: gl.constexpr, BOXES: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    tiles, tile_scales, rows, stage, total, words: gl.constexpr, operand: gl.constexpr, CHUNKS: gl.constexpr
 ):  # fmt: skip
     """Add the products of a step. A tile is unpacked while the last one is multiplied and the next one is loaded."""
-    previous = None
-    first_place = stage * (CHUNKS * BOXES)
+    first_place = stage * CHUNKS
     values, scales = _load_words(tiles, tile_scales, first_place, words)
-    next_values, next_scales = values, scales
-    for number in gl.static_range(CHUNKS * BOXES):
-        if number + 1 < CHUNKS * BOXES:
-            next_values, next_scales = _load_words(tiles, tile_scales, first_place + number + 1, words)
+    next_values, next_scales, previous = values, scales, None
+    for chunk in gl.static_range(CHUNKS):
+        if chunk + 1 < CHUNKS:
+            next_values, next_scales = _load_words(tiles, tile_scales, first_place + chunk + 1, words)
         left = _unpacked(values, scales, words, operand)
-        columns = rows.index(stage * CHUNKS + number // BOXES).permute((1, 0))
-        if number % BOXES == 0:
-            first = warpgroup_mma(left, columns, first, is_async=True)
-        else:
-            second = warpgroup_mma(left, columns, second, is_async=True)
-        if number > 0:
-            if BOXES == 2:
-                first, second, previous = warpgroup_mma_wait(1, deps=(first, second, previous))
-            else:
-                first, previous = warpgroup_mma_wait(1, deps=(first, previous))
+        total = warpgroup_mma(left, rows.index(first_place + chunk).permute((1, 0)), total, is_async=True)
+        if chunk > 0:
+            total, previous = warpgroup_mma_wait(1, deps=(total, previous))
         previous, values, scales = left, next_values, next_scales
-    if BOXES == 2:
-        first, second, previous = warpgroup_mma_wait(0, deps=(first, second, previous))
-    else:
-        first, previous = warpgroup_mma_wait(0, deps=(first, previous))
-    return first, second
+    total, previous = warpgroup_mma_wait(0, deps=(total, previous))
+    return total
+
+
+@gluon.jit
+def _gated(
+    both, BLOCK_M: gl.constexpr, IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    UP_OFFSET: gl.constexpr,
+):  # fmt: skip
+    """Return the gated [64, BLOCK_M] of [128, BLOCK_M] with rows of gate, then of up."""
+    pairs: gl.constexpr = gl.BlockedLayout([8, 1, 2], [8, 4, 1], [1, 8, 1], [2, 0, 1])
+    gate, up = gl.split(gl.convert_layout(gl.permute(gl.reshape(both, [2, 64, BLOCK_M]), [1, 2, 0]), pairs))
+    return apply_gate(gate.to(gl.float32), up.to(gl.float32), IS_GELU, ALPHA, LIMIT, UP_OFFSET).to(both.dtype)
 
 
 @gluon.jit
@@ -232,77 +249,57 @@ def _consume(
     tiles, tile_scales, rows, full, empty, bias, ids, positions, blocks, output, num_tokens, first_owned, first_item,
     end_item,
     NUM_OUTPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr, GATED: gl.constexpr,
-    IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr, BLOCK_M: gl.constexpr,
-    CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr, IS_MXFP4: gl.constexpr,
+    IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    IS_MXFP4: gl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles and store them."""
+    """Compute the tiles and store them. Four warps have 64 rows of weights each."""
     BOXES: gl.constexpr = 2 if GATED else 1
     TILES: gl.constexpr = NUM_OUTPUTS // 64
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * BOXES, 1], [16, BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    words: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2]],
-        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        warp_bases=[[1, 0, 0, 0], [2, 0, 0, 0]],
-        block_bases=[],
-        shape=[4, 8, 4, 4],
-    )
-    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    dtype: gl.constexpr = output.dtype.element_ty
+    words: gl.constexpr = _layout_of_words(BOXES)
+    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4 * BOXES], [0, 1])
     gdc_wait()  # before the first store: the memory may still be read by the previous kernel
     step = 0
     for item in range(first_item, end_item):
-        block = blocks + item // TILES * FIELDS
-        expert, first_row, end_row = gl.load(block), gl.load(block + 1), gl.load(block + 2)
+        block = blocks + item // (TILES * PARTS) * FIELDS
+        tile = item // PARTS % TILES
+        expert, end_row = gl.load(block), gl.load(block + 2)
+        first_row = gl.load(block + 1) + item % PARTS * BLOCK_M
         places, used = _sorted_rows(
             ids, positions, first_row, end_row, expert + first_owned, num_tokens, gl.SliceLayout(0, stored),
             BLOCK_M, TOP_K,
         )  # fmt: skip
-        outputs = item % TILES * 64 + gl.arange(0, 64, gl.SliceLayout(1, sums))
-        first_bias = gl.zeros([64], gl.float32, gl.SliceLayout(1, sums))
-        second_bias = first_bias
+        of_weight = gl.arange(0, 64 * BOXES, gl.SliceLayout(1, sums))
+        of_bias = gl.zeros([64 * BOXES], gl.float32, gl.SliceLayout(1, sums))
         if bias is not None:
-            of_expert = bias + expert * (NUM_OUTPUTS * BOXES) + outputs
-            first_bias = gl.load(of_expert).to(gl.float32)
-            if GATED:
-                second_bias = gl.load(of_expert + NUM_OUTPUTS).to(gl.float32)
-        first = gl.zeros([64, BLOCK_M], gl.float32, sums)
-        second = gl.zeros([64, BLOCK_M], gl.float32, sums)
+            outputs = tile * 64 + of_weight % 64 + of_weight // 64 * NUM_OUTPUTS
+            of_bias = gl.load(bias + expert * (NUM_OUTPUTS * BOXES) + outputs).to(gl.float32)
+        total = gl.zeros([64 * BOXES, BLOCK_M], gl.float32, sums)
         for _ in range(STEPS):
             stage = step % NUM_STAGES
             mbarrier.wait(full.index(stage), step // NUM_STAGES & 1)
             if IS_MXFP4:
-                first, second = _multiply_mxfp4(
-                    tiles, tile_scales, rows, stage, first, second, words, operand, BOXES, CHUNKS
-                )
+                total = _multiply_mxfp4(tiles, tile_scales, rows, stage, total, words, operand, CHUNKS)
                 gl.thread_barrier()  # all warps have read the words
                 mbarrier.arrive(empty.index(stage), count=1)
             else:
                 for chunk in gl.static_range(CHUNKS):
-                    place = stage * CHUNKS + chunk
-                    columns = rows.index(place).permute((1, 0))
-                    first = warpgroup_mma(tiles.index(place * BOXES), columns, first, is_async=True)
-                    if GATED:
-                        second = warpgroup_mma(tiles.index(place * BOXES + 1), columns, second, is_async=True)
+                    columns = rows.index(stage * CHUNKS + chunk).permute((1, 0))
+                    total = warpgroup_mma(tiles.index(stage * CHUNKS + chunk), columns, total, is_async=True)
                 # The previous step's products are done, so its stage is free; those of this step still run.
-                if GATED:
-                    first, second = warpgroup_mma_wait(CHUNKS * 2, deps=(first, second))
-                else:
-                    first = warpgroup_mma_wait(CHUNKS, deps=(first,))
+                total = warpgroup_mma_wait(CHUNKS, deps=(total,))
                 mbarrier.arrive(empty.index((step + NUM_STAGES - 1) % NUM_STAGES), count=1, pred=step > 0)
             step += 1
         if IS_MXFP4:
-            first *= _OUTPUT_SCALE
-            second *= _OUTPUT_SCALE
-        elif GATED:
-            first, second = warpgroup_mma_wait(0, deps=(first, second))
+            total *= _OUTPUT_SCALE
         else:
-            first = warpgroup_mma_wait(0, deps=(first,))
-        result = (first + first_bias[:, None]).to(dtype)
+            total = warpgroup_mma_wait(0, deps=(total,))
+        result = (total + of_bias[:, None]).to(output.dtype.element_ty)
         if GATED:
-            up = (second + second_bias[:, None]).to(dtype).to(gl.float32)
-            result = apply_gate(result.to(gl.float32), up, IS_GELU, ALPHA, LIMIT, UP_OFFSET).to(dtype)
-        columns_out = item % TILES * 64 + gl.arange(0, 64, gl.SliceLayout(1, stored))
+            result = _gated(result, BLOCK_M, IS_GELU, ALPHA, LIMIT, UP_OFFSET)
+        columns_out = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, stored))
         target = output + places.to(gl.int64)[None, :] * NUM_OUTPUTS + columns_out[:, None]
         gl.store(target, gl.convert_layout(result, stored), mask=used[None, :] & (columns_out >= 0)[:, None])
 
@@ -313,7 +310,8 @@ def list_product_kernel(
     weight, scales, x, bias, ids, positions, blocks, num_blocks, output, num_tokens, first_owned,
     NUM_OUTPUTS: gl.constexpr, NUM_INPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr,
     GATED: gl.constexpr, IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
-    BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr, IS_MXFP4: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    IS_MXFP4: gl.constexpr,
 ):  # fmt: skip
     """Run an even share of the tiles of all blocks. TOP_K > 0: rows of x are tokens; 0: sorted rows."""
     BOXES: gl.constexpr = 2 if GATED else 1
@@ -324,11 +322,12 @@ def list_product_kernel(
         scale_ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * CHUNKS, BOXES, 32], scales.layout)
         plain4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
         plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        tiles = ring._reinterpret(gl.int32, [NUM_STAGES * CHUNKS * BOXES, 4, 8, 4, 4], plain4)
-        tile_scales = scale_ring._reinterpret(gl.int32, [NUM_STAGES * CHUNKS * BOXES, 4, 8], plain2)
+        tiles = ring._reinterpret(gl.int32, [NUM_STAGES * CHUNKS, 4 * BOXES, 8, 4, 4], plain4)
+        tile_scales = scale_ring._reinterpret(gl.int32, [NUM_STAGES * CHUNKS, 4 * BOXES, 8], plain2)
     else:
         ring = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES * CHUNKS * BOXES, 64, 64], weight.layout)
-        scale_ring, tiles, tile_scales = ring, ring, ring
+        tiles = ring._reinterpret(weight.dtype, [NUM_STAGES * CHUNKS, 64 * BOXES, 64], weight.layout)
+        scale_ring, tile_scales = ring, ring
     rows = gl.allocate_shared_memory(x.dtype, [NUM_STAGES * CHUNKS, BLOCK_M, 64], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
@@ -339,20 +338,20 @@ def list_product_kernel(
         gdc_wait()
     # After this wait, so that the down product finds the routing complete when it starts.
     gdc_launch_dependents()
-    num_items = gl.load(num_blocks) * TILES
+    num_items = gl.load(num_blocks) * (TILES * PARTS)
     first_item = gl.program_id(0) * num_items // gl.num_programs(0)
     end_item = (gl.program_id(0) + 1) * num_items // gl.num_programs(0)
     gl.warp_specialize(
         [
             (_consume, (
                 tiles, tile_scales, rows, full, empty, bias, ids, positions, blocks, output, num_tokens, first_owned,
-                first_item, end_item, NUM_OUTPUTS, TOP_K, FIELDS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET, BLOCK_M,
-                CHUNKS, STEPS, NUM_STAGES, IS_MXFP4,
+                first_item, end_item, NUM_OUTPUTS, TOP_K, FIELDS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET, PARTS,
+                BLOCK_M, CHUNKS, STEPS, NUM_STAGES, IS_MXFP4,
             )),
             (_produce, (
                 weight, scales, x, ring, scale_ring, rows, full, empty, blocks, first_item,
-                (end_item - first_item) * STEPS, NUM_OUTPUTS, TOP_K, FIELDS, BOXES, BLOCK_M, CHUNKS, STEPS, NUM_STAGES,
-                IS_MXFP4,
+                (end_item - first_item) * STEPS, NUM_OUTPUTS, TOP_K, FIELDS, BOXES, PARTS, BLOCK_M, CHUNKS, STEPS,
+                NUM_STAGES, IS_MXFP4,
             )),
         ],
         [1],
@@ -364,7 +363,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     """Compute one product of the owned experts.
 
     Args:
-        x: bfloat16. Gated with at most block_rows tokens: [T, K]; otherwise sorted rows [T * k, K].
+        x: bfloat16. Gated, if reads_tokens(): [T, K]; otherwise sorted rows [T * k, K].
         product: bfloat16 [E, N, K], or MXFP4; N a multiple of 64 (gated: 128), K of 64 * chunks.
         routing: From route().
         gate: Of a gated product, whose weight has 2 * N rows; None: plain.
@@ -377,15 +376,15 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     assert not isinstance(weight, ScaledExperts)
     experts, num_rows, num_inputs = weight.shape
     boxes = 1 if gate is None else 2
-    num_outputs, block_rows = num_rows // boxes, routing.block_rows
+    num_outputs, block_m = num_rows // boxes, min(routing.block_rows, _MAX_COLUMNS)
     is_mxfp4 = isinstance(weight, Mxfp4Experts)
     assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] == num_inputs
-    assert block_rows <= MAX_BLOCK_ROWS and num_outputs % TILE == 0 and num_inputs % (TILE * tiles.chunks) == 0
+    assert num_outputs % TILE == 0 and num_inputs % (TILE * tiles.chunks) == 0
     output = x.new_empty(routing.num_pairs, num_outputs)
     if routing.num_pairs == 0:
         return output
     num_tokens, top_k = routing.ids.shape
-    has_tokens = gate is not None and num_tokens <= block_rows
+    has_tokens = gate is not None and reads_tokens(routing)
     assert len(x) == (num_tokens if has_tokens else routing.num_pairs)
     if isinstance(weight, Mxfp4Experts):
         values, scales = _words(weight.values, 2 * boxes, 256), _words(weight.scales, boxes, 32)
@@ -393,15 +392,16 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         assert isinstance(weight, Tensor) and weight.dtype == x.dtype and weight.is_contiguous()
         values, scales = _descriptor(weight.view(experts * num_rows, num_inputs), TILE), None
     box_bytes = 2176 if is_mxfp4 else 2 * TILE * TILE
-    stage_bytes = tiles.chunks * (boxes * box_bytes + block_rows * TILE * 2)
-    free_bytes = _SHARED_BYTES // tiles.programs_per_sm - 2 * TILE * block_rows - 1024
+    stage_bytes = tiles.chunks * (boxes * box_bytes + block_m * TILE * 2)
+    free_bytes = _SHARED_BYTES // tiles.programs_per_sm - boxes * 2 * TILE * block_m - 1024
     assert free_bytes >= stage_bytes
     rule = gate or Gate()
-    num_programs = min(len(routing.blocks) * (num_outputs // TILE), NUM_SMS * tiles.programs_per_sm)
+    parts = routing.block_rows // block_m
+    num_programs = min(len(routing.blocks) * parts * (num_outputs // TILE), NUM_SMS * tiles.programs_per_sm)
     list_product_kernel[(num_programs,)](
         values,
         scales,
-        _descriptor(x, block_rows),
+        _descriptor(x, block_m),
         product.bias,
         routing.ids,
         routing.positions,
@@ -419,12 +419,13 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         ALPHA=rule.alpha,
         LIMIT=rule.limit,
         UP_OFFSET=rule.up_offset,
-        BLOCK_M=block_rows,
+        PARTS=parts,
+        BLOCK_M=block_m,
         CHUNKS=tiles.chunks,
         NUM_STAGES=free_bytes // stage_bytes,
         IS_MXFP4=is_mxfp4,
-        num_warps=4,
-        maxnreg=65536 // (_THREADS * tiles.programs_per_sm) // 8 * 8,
+        num_warps=4 * boxes,
+        maxnreg=min(_REGISTERS // ((boxes + 1) * 128 * tiles.programs_per_sm) // 8 * 8, 248),
         launch_pdl=True,
     )
     return output
@@ -437,12 +438,27 @@ def list_tiles_of(weight: ExpertWeight, is_gated: bool, routing: Routing) -> Lis
     _, num_rows, num_inputs = weight.shape
     chunks = num_inputs // TILE
     if isinstance(weight, Mxfp4Experts):
-        few = 5 if routing.block_rows <= 16 else 3 if routing.block_rows <= 64 else 1
-        return ListTiles(_largest_divisor(chunks, few), programs_per_sm=2)
+        return _mxfp4_tiles(chunks, is_gated, len(routing.ids), routing.block_rows)
     # With more tokens, grouped_product is as fast and reads the rows without a copy.
     if len(routing.ids) > _MAX_LISTED_TOKENS or num_rows % (TILE * (1 + is_gated)) or num_inputs % TILE:
         return None
+    if len(routing.ids) <= 4:
+        return ListTiles(_largest_divisor(chunks, 2), programs_per_sm=2)
     return ListTiles(_largest_divisor(chunks, 4))
+
+
+def reads_tokens(routing: Routing) -> bool:
+    """Return whether the gated product reads the rows of all tokens instead of sorted rows."""
+    return len(routing.ids) <= min(routing.block_rows, _MAX_COLUMNS)
+
+
+def _mxfp4_tiles(chunks: int, is_gated: bool, num_tokens: int, block_rows: int) -> ListTiles:
+    """Return the fastest tiles measured for gpt-oss-20b on an H100 at 1 to 2,048 tokens."""
+    if block_rows <= 16 and (num_tokens <= 8 or not is_gated):
+        return ListTiles(_largest_divisor(chunks, 5), programs_per_sm=2)
+    if is_gated:
+        return ListTiles(_largest_divisor(chunks, 3 if block_rows <= 32 else 5))
+    return ListTiles(1, programs_per_sm=2)
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -1,8 +1,8 @@
 """Choose the experts of each token and sort the pairs: two launches, no atomics, no host synchronization.
 
-Up to 32 tokens, the first launch computes logits and the second, one program, chooses and sorts. For more, each program
-of the first launch also chooses the experts of 16 tokens and counts them, and each of the second places the pairs of 16
-tokens. Logits are chains of float32 sums over H in order, for any T. Of equal scores the lower id is chosen.
+Up to 32 tokens, the first launch computes quarters of logits and the second, one program, chooses and sorts. For more,
+each program of the first launch also chooses the experts of 16 tokens and counts them, and each of the second places
+the pairs of 16 tokens. The sums of a logit have one order for any T. Of equal scores the lower id is chosen.
 """
 # Launch arguments are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
@@ -23,27 +23,52 @@ _CHOSEN = tl.constexpr(-(2**63))  # less than each key
 
 
 @triton.jit
+def _product(
+    x, weight, tokens, experts, first, num_tokens, total,
+    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, WIDENS: tl.constexpr,
+):  # fmt: skip
+    """Add the product of BLOCK_K inputs."""
+    columns = first + tl.arange(0, BLOCK_K)
+    of_x = (tokens < num_tokens)[:, None] & (columns < HIDDEN)[None, :]
+    of_weight = (columns < HIDDEN)[:, None] & (experts < NUM_EXPERTS)[None, :]
+    left = tl.load(x + tokens[:, None] * HIDDEN + columns[None, :], mask=of_x, other=0.0)
+    right = tl.load(weight + experts[None, :] * HIDDEN + columns[:, None], mask=of_weight, other=0.0)
+    if WIDENS:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
 def _logits_of(
-    x, weight, bias, first_token, first_expert, num_tokens,
+    x, weight, bias, first_token, num_tokens,
     HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 logits [BLOCK_T, BLOCK_E]."""
-    tokens = first_token + tl.arange(0, BLOCK_T)
-    experts = first_expert + tl.arange(0, BLOCK_E)
-    logits = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for first in range(0, HIDDEN, BLOCK_K):
-        columns = first + tl.arange(0, BLOCK_K)
-        of_x = (tokens < num_tokens)[:, None] & (columns < HIDDEN)[None, :]
-        of_weight = (columns < HIDDEN)[:, None] & (experts < NUM_EXPERTS)[None, :]
-        left = tl.load(x + tokens[:, None] * HIDDEN + columns[None, :], mask=of_x, other=0.0)
-        right = tl.load(weight + experts[None, :] * HIDDEN + columns[:, None], mask=of_weight, other=0.0)
-        if WIDENS:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        logits = tl.dot(left, right, logits, input_precision="ieee")
+    """Return the float32 logits of all experts, each the sum of four chains as in _route_few_kernel."""
+    tokens, experts = first_token + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
+    a = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    b = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    c = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    d = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for first in range(0, HIDDEN, 4 * BLOCK_K):
+        a = _product(x, weight, tokens, experts, first, num_tokens, a, HIDDEN, NUM_EXPERTS, BLOCK_K, WIDENS)
+        b = _product(x, weight, tokens, experts, first + BLOCK_K, num_tokens, b, HIDDEN, NUM_EXPERTS, BLOCK_K, WIDENS)
+        c = _product(
+            x, weight, tokens, experts, first + 2 * BLOCK_K, num_tokens, c, HIDDEN, NUM_EXPERTS, BLOCK_K, WIDENS
+        )
+        d = _product(
+            x, weight, tokens, experts, first + 3 * BLOCK_K, num_tokens, d, HIDDEN, NUM_EXPERTS, BLOCK_K, WIDENS
+        )
+    return _with_bias((a + b) + (c + d), bias, NUM_EXPERTS, BLOCK_E)
+
+
+@triton.jit
+def _with_bias(logits, bias, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Add the bias; logits beyond NUM_EXPERTS become -inf."""
+    experts = tl.arange(0, BLOCK_E)
     if bias is not None:
         logits += tl.load(bias + experts, mask=experts < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
-    return logits
+    return tl.where((experts < NUM_EXPERTS)[None, :], logits, float("-inf"))
 
 
 @triton.jit
@@ -175,36 +200,46 @@ def _store_chosen(
 
 
 @triton.jit
-def _load_logits(logits, tokens, num_tokens, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
-    experts = tl.arange(0, BLOCK_E)
+def _load_logits(
+    chains, bias, num_tokens, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """Return the sum of the four chains of each logit, [4, num_tokens, NUM_EXPERTS]."""
+    tokens, experts = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     inside = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
-    values = tl.load(logits + tokens[:, None] * NUM_EXPERTS + experts[None, :], mask=inside, other=0.0)
-    return tl.where((experts < NUM_EXPERTS)[None, :], values, float("-inf"))
+    first = chains + tokens[:, None] * NUM_EXPERTS + experts[None, :]
+    size = num_tokens * NUM_EXPERTS
+    a, b = tl.load(first, mask=inside, other=0.0), tl.load(first + size, mask=inside, other=0.0)
+    c, d = tl.load(first + 2 * size, mask=inside, other=0.0), tl.load(first + 3 * size, mask=inside, other=0.0)
+    return _with_bias((a + b) + (c + d), bias, NUM_EXPERTS, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_logits_kernel(
-    x, weight, bias, logits, num_tokens,
+def _route_chains_kernel(
+    x, weight, chains, num_tokens,
     HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Run program (experts, tokens): store its logits."""
+    """Run program (experts, tokens, chain): sum every fourth BLOCK_K inputs of its logits."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    first_expert, first_token = tl.program_id(0) * BLOCK_E, tl.program_id(1) * BLOCK_T
-    values = _logits_of(
-        x, weight, bias, first_token, first_expert, num_tokens,
-        HIDDEN, NUM_EXPERTS, BLOCK_T, BLOCK_E, BLOCK_K, WIDENS,
-    )  # fmt: skip
-    tokens, experts = first_token + tl.arange(0, BLOCK_T), first_expert + tl.arange(0, BLOCK_E)
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    chain = tl.program_id(2)
+    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for first in range(0, HIDDEN, 4 * BLOCK_K):
+        total = _product(
+            x, weight, tokens, experts, first + chain * BLOCK_K, num_tokens, total,
+            HIDDEN, NUM_EXPERTS, BLOCK_K, WIDENS,
+        )  # fmt: skip
     inside = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
-    tl.store(logits + tokens[:, None] * NUM_EXPERTS + experts[None, :], values, mask=inside)
+    target = chains + (chain * num_tokens + tokens[:, None]) * NUM_EXPERTS + experts[None, :]
+    tl.store(target, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_owned", "end_owned"])
 def _route_few_kernel(
-    logits, correction_bias, ids, weights, pairs, offsets, positions, blocks, num_blocks,
+    chains, bias, correction_bias, ids, weights, pairs, offsets, positions, blocks, num_blocks,
     num_tokens, first_owned, end_owned, scale,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr, DIVIDES_BY_CHOSEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -215,7 +250,7 @@ def _route_few_kernel(
         gdc_launch_dependents()
         gdc_wait()
     tokens = tl.arange(0, BLOCK_T)
-    values = _load_logits(logits, tokens, num_tokens, NUM_EXPERTS, BLOCK_E)
+    values = _load_logits(chains, bias, num_tokens, NUM_EXPERTS, BLOCK_T, BLOCK_E)
     chosen, values = _choose(
         values, correction_bias, scale,
         NUM_EXPERTS, TOP_K, IS_SIGMOID, DIVIDES_BY_CHOSEN, NUM_GROUPS, NUM_CHOSEN_GROUPS, BLOCK_T, BLOCK_E,
@@ -244,10 +279,8 @@ def _route_many_kernel(
     first_token = tl.program_id(0) * BLOCK_T
     tokens, experts = first_token + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     values = _logits_of(
-        x, weight, bias, first_token, 0, num_tokens,
-        HIDDEN, NUM_EXPERTS, BLOCK_T, BLOCK_E, BLOCK_K, WIDENS,
-    )  # fmt: skip
-    values = tl.where((experts < NUM_EXPERTS)[None, :], values, float("-inf"))
+        x, weight, bias, first_token, num_tokens, HIDDEN, NUM_EXPERTS, BLOCK_T, BLOCK_E, BLOCK_K, WIDENS
+    )
     chosen, values = _choose(
         values, correction_bias, scale,
         NUM_EXPERTS, TOP_K, IS_SIGMOID, DIVIDES_BY_CHOSEN, NUM_GROUPS, NUM_CHOSEN_GROUPS, BLOCK_T, BLOCK_E,
@@ -337,32 +370,32 @@ def route_triton(
         "NUM_GROUPS": router.num_groups,
         "NUM_CHOSEN_GROUPS": router.num_chosen_groups,
     }
-    of_product = {"HIDDEN": hidden, "WIDENS": x.dtype != weight.dtype}
+    # From E only, because it decides the order of the sums. A stage of _route_many_kernel has 64 KiB of the weight.
+    block_k = max(16, min(64, 16_384 // (block_e * max(x.element_size(), weight.element_size()))))
+    of_product = {"HIDDEN": hidden, "WIDENS": x.dtype != weight.dtype, "BLOCK_K": block_k}
     lists = routing.pairs, routing.offsets, routing.positions, routing.blocks, routing.num_blocks
     bounds = num_tokens, routing.owned.start, routing.owned.stop
     common = {"NUM_EXPERTS": router.num_experts, **dependent_launch(x)}
     sorting = {"FIELDS": BLOCK_FIELDS, "BLOCK_ROWS": routing.block_rows, "BLOCK_E": block_e}
-    num_warps = min(max(block_e // 8, 4), 8)
     num_blocks = triton.cdiv(num_tokens, _BLOCK_T)
     if num_tokens <= _MAX_SMALL:
-        logits = x.new_empty(num_tokens, router.num_experts, dtype=torch.float32)
+        chains = x.new_empty(4, num_tokens, router.num_experts, dtype=torch.float32)
         few = 16 if x.element_size() == 4 else 8
-        _route_logits_kernel[(triton.cdiv(router.num_experts, few), num_blocks)](
-            x, weight, bias, logits, num_tokens,
-            **of_product, BLOCK_T=_BLOCK_T, BLOCK_E=few, BLOCK_K=64 if x.element_size() == 4 else 512,
-            **common, num_warps=2, num_stages=4,
+        _route_chains_kernel[(triton.cdiv(router.num_experts, few), num_blocks, 4)](
+            x, weight, chains, num_tokens,
+            **of_product, BLOCK_T=_BLOCK_T, BLOCK_E=few, **common, num_warps=1, num_stages=4,
         )  # fmt: skip
         _route_few_kernel[(1,)](
-            logits, correction_bias, routing.ids, routing.weights, *lists, *bounds, router.scale,
-            **choice, **sorting, BLOCK_T=num_blocks * _BLOCK_T, **common, num_warps=num_warps,
+            chains, bias, correction_bias, routing.ids, routing.weights, *lists, *bounds, router.scale,
+            **choice, **sorting, BLOCK_T=triton.next_power_of_2(num_tokens), **common,
+            num_warps=8 if num_tokens > _BLOCK_T else 4,
         )  # fmt: skip
         return routing
-    block_k = min(128, 32_768 // (block_e * x.element_size()))  # 32 KiB of the router's weight per stage
     counts = x.new_empty(num_blocks, router.num_experts, dtype=torch.int8)  # at most 16
     _route_many_kernel[(num_blocks,)](
         x, weight, bias, correction_bias, routing.ids, routing.weights, counts, num_tokens, router.scale,
-        **of_product, **choice, BLOCK_T=_BLOCK_T, BLOCK_E=block_e, BLOCK_K=block_k,
-        **common, num_warps=num_warps, num_stages=4,
+        **of_product, **choice, BLOCK_T=_BLOCK_T, BLOCK_E=block_e,
+        **common, num_warps=8 if block_e >= 64 else 4, num_stages=3 if block_e <= 128 else 2,
     )  # fmt: skip
     _sort_pairs_kernel[(num_blocks,)](
         routing.ids, counts, *lists, *bounds,

@@ -37,7 +37,7 @@ from kernels.fp8_tiles import fp8_tiles
 from kernels.kv_block_copy import copy_kv_blocks_triton
 from kernels.moe.experts import apply_experts_triton
 from kernels.moe.gather import gather_rows
-from kernels.moe.list_product import list_product, list_tiles_of
+from kernels.moe.list_product import list_product, list_tiles_of, reads_tokens
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.route import route_triton
 from kernels.moe.weights import ExpertProduct
@@ -289,7 +289,7 @@ def experts(model: ExpertModel) -> Callable[[], object]:
                 tiles = list_tiles_of(weights.weight, gate is not None, routing)
                 if tiles is not None:
                     sorted_rows = gather_rows(empty(num_tokens, weights.weight.shape[2]), routing)  # type: ignore[union-attr]
-                    has_tokens = gate is not None and num_tokens <= routing.block_rows
+                    has_tokens = gate is not None and reads_tokens(routing)
                     rows = x if has_tokens else sorted_rows
                     list_product(rows, weights, routing, gate, tiles)
 
