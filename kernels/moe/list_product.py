@@ -29,7 +29,6 @@ from kernels.skinny_linear import NUM_SMS
 
 _SHARED_BYTES = 225 * 1024  # of an SM, less barriers
 _REGISTERS = 65_536  # of an SM; the hardware reserves four warps for the loading one
-_MAX_COLUMNS = 64  # rows of a product; with 128 the products of a large batch take 1.3 times as long
 _MAX_LISTED_TOKENS = 16  # of bfloat16 weights
 _OUTPUT_SCALE = gl.constexpr(OUTPUT_SCALE)
 # Four registers of A per word: ((w << a) & magnitudes) | ((w << b) & signs), times the scale of the row.
@@ -112,15 +111,11 @@ def _request_rows(
 
 
 @gluon.jit
-def _place_of(
-    blocks, step, first_item, wanted,
-    TILES: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STEPS: gl.constexpr, FIELDS: gl.constexpr,
-):  # fmt: skip
-    """Return (expert, tile, first sorted row) of a step. An item is a tile for BLOCK_M rows, a part of a block."""
+def _place_of(blocks, step, first_item, wanted, TILES: gl.constexpr, STEPS: gl.constexpr, FIELDS: gl.constexpr):
+    """Return (expert, tile, first sorted row) of a step."""
     item = first_item + step // STEPS
-    block = blocks + item // (TILES * PARTS) * FIELDS
-    first_row = gl.load(block + 1, mask=wanted, other=0) + item % PARTS * BLOCK_M
-    return gl.load(block, mask=wanted, other=0), item // PARTS % TILES, first_row
+    block = blocks + item // TILES * FIELDS
+    return gl.load(block, mask=wanted, other=0), item % TILES, gl.load(block + 1, mask=wanted, other=0)
 
 
 @gluon.constexpr_function
@@ -185,25 +180,25 @@ def _sorted_rows(
 @gluon.jit
 def _produce(
     weight, scales, x, ring, scale_ring, rows, full, empty, blocks, first_item, num_steps,
-    NUM_OUTPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr, BOXES: gl.constexpr, PARTS: gl.constexpr,
+    NUM_OUTPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr, BOXES: gl.constexpr,
     BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     IS_MXFP4: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring. The first weights are requested before the dependency wait, the rows after it."""
     TILES: gl.constexpr = NUM_OUTPUTS // 64
     for early in gl.static_range(NUM_STAGES):
-        expert, tile, _ = _place_of(blocks, early, first_item, early < num_steps, TILES, PARTS, BLOCK_M, STEPS, FIELDS)
+        expert, tile, _ = _place_of(blocks, early, first_item, early < num_steps, TILES, STEPS, FIELDS)
         _request_weights(
             weight, scales, ring, scale_ring, full, early, early < num_steps, expert, tile,
             NUM_OUTPUTS, BOXES, BLOCK_M, CHUNKS, STEPS, NUM_STAGES, IS_MXFP4,
         )  # fmt: skip
     gdc_wait()
     for early in gl.static_range(NUM_STAGES):
-        _, _, row = _place_of(blocks, early, first_item, early < num_steps, TILES, PARTS, BLOCK_M, STEPS, FIELDS)
+        _, _, row = _place_of(blocks, early, first_item, early < num_steps, TILES, STEPS, FIELDS)
         row = 0 if TOP_K > 0 else row
         _request_rows(x, rows, full, early, early < num_steps, row, CHUNKS, STEPS, NUM_STAGES)
     for step in range(NUM_STAGES, num_steps):
-        expert, tile, row = _place_of(blocks, step, first_item, step < num_steps, TILES, PARTS, BLOCK_M, STEPS, FIELDS)
+        expert, tile, row = _place_of(blocks, step, first_item, step < num_steps, TILES, STEPS, FIELDS)
         row = 0 if TOP_K > 0 else row
         mbarrier.wait(empty.index(step % NUM_STAGES), (step // NUM_STAGES & 1) ^ 1)
         _request_weights(
@@ -249,7 +244,7 @@ def _consume(
     tiles, tile_scales, rows, full, empty, bias, ids, positions, blocks, output, num_tokens, first_owned, first_item,
     end_item,
     NUM_OUTPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr, GATED: gl.constexpr,
-    IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr, PARTS: gl.constexpr,
+    IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
     BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     IS_MXFP4: gl.constexpr,
 ):  # fmt: skip
@@ -263,10 +258,8 @@ def _consume(
     gdc_wait()  # before the first store: the memory may still be read by the previous kernel
     step = 0
     for item in range(first_item, end_item):
-        block = blocks + item // (TILES * PARTS) * FIELDS
-        tile = item // PARTS % TILES
-        expert, end_row = gl.load(block), gl.load(block + 2)
-        first_row = gl.load(block + 1) + item % PARTS * BLOCK_M
+        block, tile = blocks + item // TILES * FIELDS, item % TILES
+        expert, first_row, end_row = gl.load(block), gl.load(block + 1), gl.load(block + 2)
         places, used = _sorted_rows(
             ids, positions, first_row, end_row, expert + first_owned, num_tokens, gl.SliceLayout(0, stored),
             BLOCK_M, TOP_K,
@@ -310,7 +303,7 @@ def list_product_kernel(
     weight, scales, x, bias, ids, positions, blocks, num_blocks, output, num_tokens, first_owned,
     NUM_OUTPUTS: gl.constexpr, NUM_INPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr,
     GATED: gl.constexpr, IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
     IS_MXFP4: gl.constexpr,
 ):  # fmt: skip
     """Run an even share of the tiles of all blocks. TOP_K > 0: rows of x are tokens; 0: sorted rows."""
@@ -338,19 +331,19 @@ def list_product_kernel(
         gdc_wait()
     # After this wait, so that the down product finds the routing complete when it starts.
     gdc_launch_dependents()
-    num_items = gl.load(num_blocks) * (TILES * PARTS)
+    num_items = gl.load(num_blocks) * TILES
     first_item = gl.program_id(0) * num_items // gl.num_programs(0)
     end_item = (gl.program_id(0) + 1) * num_items // gl.num_programs(0)
     gl.warp_specialize(
         [
             (_consume, (
                 tiles, tile_scales, rows, full, empty, bias, ids, positions, blocks, output, num_tokens, first_owned,
-                first_item, end_item, NUM_OUTPUTS, TOP_K, FIELDS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET, PARTS,
-                BLOCK_M, CHUNKS, STEPS, NUM_STAGES, IS_MXFP4,
+                first_item, end_item, NUM_OUTPUTS, TOP_K, FIELDS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET, BLOCK_M,
+                CHUNKS, STEPS, NUM_STAGES, IS_MXFP4,
             )),
             (_produce, (
                 weight, scales, x, ring, scale_ring, rows, full, empty, blocks, first_item,
-                (end_item - first_item) * STEPS, NUM_OUTPUTS, TOP_K, FIELDS, BOXES, PARTS, BLOCK_M, CHUNKS, STEPS,
+                (end_item - first_item) * STEPS, NUM_OUTPUTS, TOP_K, FIELDS, BOXES, BLOCK_M, CHUNKS, STEPS,
                 NUM_STAGES, IS_MXFP4,
             )),
         ],
@@ -376,7 +369,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     assert not isinstance(weight, ScaledExperts)
     experts, num_rows, num_inputs = weight.shape
     boxes = 1 if gate is None else 2
-    num_outputs, block_m = num_rows // boxes, min(routing.block_rows, _MAX_COLUMNS)
+    num_outputs, block_m = num_rows // boxes, routing.block_rows
     is_mxfp4 = isinstance(weight, Mxfp4Experts)
     assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] == num_inputs
     assert num_outputs % TILE == 0 and num_inputs % (TILE * tiles.chunks) == 0
@@ -396,8 +389,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     free_bytes = _SHARED_BYTES // tiles.programs_per_sm - boxes * 2 * TILE * block_m - 1024
     assert free_bytes >= stage_bytes
     rule = gate or Gate()
-    parts = routing.block_rows // block_m
-    num_programs = min(len(routing.blocks) * parts * (num_outputs // TILE), NUM_SMS * tiles.programs_per_sm)
+    num_programs = min(len(routing.blocks) * (num_outputs // TILE), NUM_SMS * tiles.programs_per_sm)
     list_product_kernel[(num_programs,)](
         values,
         scales,
@@ -419,7 +411,6 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         ALPHA=rule.alpha,
         LIMIT=rule.limit,
         UP_OFFSET=rule.up_offset,
-        PARTS=parts,
         BLOCK_M=block_m,
         CHUNKS=tiles.chunks,
         NUM_STAGES=free_bytes // stage_bytes,
@@ -449,7 +440,7 @@ def list_tiles_of(weight: ExpertWeight, is_gated: bool, routing: Routing) -> Lis
 
 def reads_tokens(routing: Routing) -> bool:
     """Return whether the gated product reads the rows of all tokens instead of sorted rows."""
-    return len(routing.ids) <= min(routing.block_rows, _MAX_COLUMNS)
+    return len(routing.ids) <= routing.block_rows
 
 
 def _mxfp4_tiles(chunks: int, is_gated: bool, num_tokens: int, block_rows: int) -> ListTiles:
@@ -457,7 +448,7 @@ def _mxfp4_tiles(chunks: int, is_gated: bool, num_tokens: int, block_rows: int) 
     if block_rows <= 16 and (num_tokens <= 8 or not is_gated):
         return ListTiles(_largest_divisor(chunks, 5), programs_per_sm=2)
     if is_gated:
-        return ListTiles(_largest_divisor(chunks, 3 if block_rows <= 32 else 5))
+        return ListTiles(_largest_divisor(chunks, 5 if block_rows == 64 else 3))
     return ListTiles(1, programs_per_sm=2)
 
 
