@@ -8,6 +8,7 @@ journal after it has caught up.
 """
 
 import asyncio
+import math
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -259,6 +260,8 @@ class Inbox(AsyncIterator[StreamEvent]):
         """Record that an event may be missing. States that already lead to a reading of the journal stay."""
         if self.state is StreamState.LIVE or self.state is StreamState.QUEUED:
             self._become(StreamState.NEEDS_JOURNAL)
+        elif self.state is StreamState.PENDING:
+            self.last_event_at = -math.inf  # it is read as soon as ACCEPT has replied
 
     def begin_replay(self) -> None:
         """Record that the journal was read: a hole found from now on needs it again."""

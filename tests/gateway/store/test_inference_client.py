@@ -352,6 +352,15 @@ class TestLostTail:
         assert await connections.commands.hget(keys.request("a"), "state") == b"done"  # a repeated request reads it
 
 
+async def test_gap_before_acceptance_makes_the_journal_due(client):
+    pending, quiet = [client.submission._open(make_request(name), None) for name in ("a", "b")]
+    pending.need_journal()
+    for stream in (pending, quiet):
+        stream.accept()
+    assert [client._recovery._is_due(stream) for stream in (pending, quiet)] == [True, False]
+    client.streams.discard(pending, quiet)
+
+
 class TestCutOff:
     """The workers declared this gateway dead while its client still waits."""
 
