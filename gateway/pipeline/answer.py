@@ -46,6 +46,8 @@ WRITE_BYTES = 16_384  # of an answer that is ahead of its client, before the out
 
 
 class Answer:
+    """Reads the inboxes of one answer, one per prompt, and passes the deltas of all choices to one stage."""
+
     def __init__(
         self,
         service: ModelService,
@@ -82,7 +84,8 @@ class Answer:
             metrics.prompt_tokens.observe(len(prompt))
 
     def write_to(self, stage: Stage) -> None:
-        """Set the last stage of all choices."""
+        """Set the last stage of all choices; what waits for an earlier one is dropped."""
+        self._backlog.clear()
         self._stage, write = stage, stage.write
         if self._echo is not None:
             self._echo.next, write = write, self._echo.write
