@@ -7,8 +7,6 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.apis.files import batches, files
-from gateway.apis.files.directory import FILES, FilesDirectory
 from gateway.auth.access import Access, authenticate
 from gateway.http import admin, kv, page
 from gateway.http.descriptors import watch_descriptors
@@ -60,12 +58,11 @@ RUNNER_OPTIONS: dict[str, Any] = {
 }
 
 
-def operations_of(apis: Iterable[Api], *, has_page: bool = True, has_files: bool = True) -> list[Operation]:
+def operations_of(apis: Iterable[Api], *, has_page: bool = True) -> list[Operation]:
     """Return the operations of a gateway with these APIs."""
     operations = [operation for api in apis for operation in api.operations]
     operations += [*admin.OPERATIONS, *kv.OPERATIONS]
-    operations += page.OPERATIONS if has_page else ()
-    return operations + ([*files.OPERATIONS, *batches.OPERATIONS] if has_files else [])
+    return [*operations, *page.OPERATIONS] if has_page else operations
 
 
 def create_app(
@@ -82,7 +79,7 @@ def create_app(
     Args:
         settings: The gateway's settings.
         clients: One per model.
-        apis: Those to serve (apis/registry.py).
+        apis: Those to serve, as far as the settings allow (apis/registry.py).
         metrics: Default: a new registry.
         access: Default: from the settings.
         tracing: None: no spans.
@@ -112,11 +109,12 @@ def create_app(
             write_out,
         ],
     )
-    app[KINDS] = {kind.name: kind for api in apis for kind in api.kinds}
-    app[DIALECTS] = tuple(api.dialect for api in apis if api.dialect is not None)
+    served = [api for api in apis if api.is_served(settings)]
+    app[KINDS] = {kind.name: kind for api in served for kind in api.kinds}
+    app[DIALECTS] = tuple(api.dialect for api in served if api.dialect is not None)
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
-    serve_operations(app, operations_of(apis, has_page=settings.ui, has_files=settings.files_dir is not None))
+    serve_operations(app, operations_of(served, has_page=settings.ui))
     state = app[STATE]
     runs = [
         owner_task("load_models", state.load_models, may_return=lambda: True),
@@ -124,8 +122,6 @@ def create_app(
         owner_task("key_watch", access.watch, may_return=lambda: not access.has_file),
         owner_task("descriptor_watch", watch_descriptors),
     ]
-    if settings.files_dir is not None:
-        directory = app[FILES] = FilesDirectory(settings, metrics)
-        runs.append(owner_task("files_upkeep", directory.run, directory.close))
+    runs += [api.start(app) for api in served if api.start is not None]
     app.cleanup_ctx.extend([inference_clients, *runs])
     return app

@@ -23,6 +23,7 @@ APIS: tuple[Api, ...] = tuple(
             "requests",
             "models",
             "tokenize",
+            "files",
         ),
     )
 )
