@@ -12,14 +12,14 @@ before its end, to another owner's batch or until its key may spend again; it th
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, TypeAlias
 
 from gateway.auth.rate_limits import Account
 from gateway.batches.driver.fair_slots import Room
 from gateway.batches.driver.line_answers import Later, LineAnswers
 from gateway.batches.driver.lines import BatchLine, LineChecks, LineReader
+from gateway.batches.driver.metrics import DriverMetrics
 from gateway.batches.driver.results import BatchResults
 from gateway.batches.storage.batch_store import BatchFolder
 from gateway.batches.storage.disk import Lease, to_the_end
@@ -30,16 +30,13 @@ from shared.tasks import cancel_and_wait
 
 logger = logging.getLogger("gateway")
 
-Chunk: TypeAlias = list[BatchLine | BatchProblem]
-Read: TypeAlias = Callable[[Callable[[], Chunk]], Coroutine[Any, Any, Chunk]]
-
 WATCH_SECONDS = 0.5
-STEADY_SECONDS = 60.0  # liveness probes end a gateway that hangs before this time
-MAX_CRASHES = 3  # gateways that ended while driving a batch; one or two may have had other causes
+STEADY_SECONDS = 60.0  # liveness probes end a driver that hangs before this time
+MAX_CRASHES = 3  # drivers that ended while driving a batch; one or two may have had other causes
 GATEWAY_STOPPED = "gateway_stopped"
 FULL = "files_full"
 _FULL_MESSAGE = "No disk space for the result. Delete files and send the line again."
-_GATEWAY_STOPPED_MESSAGE = f"The gateway stopped {MAX_CRASHES} times while it ran this batch. It is not retried."
+_GATEWAY_STOPPED_MESSAGE = f"The batch driver stopped {MAX_CRASHES} times while it ran this batch. It is not retried."
 
 
 class BatchRun:
@@ -49,10 +46,9 @@ class BatchRun:
         lease: Lease,
         storage: Storage,
         answers: LineAnswers,
-        read: Read,
         account: Callable[[], Account | None],
         max_lines_in_flight: int,
-        count_result: Callable[[str], None],
+        metrics: DriverMetrics,
     ) -> None:
         """Create the run.
 
@@ -61,10 +57,9 @@ class BatchRun:
             lease: Its lock.
             storage: Files and batches.
             answers: Answers the lines.
-            read: Runs a blocking read in a thread, fairly among owners.
             account: Returns the account to charge, or None while the key is unknown.
             max_lines_in_flight: Limit of concurrent lines.
-            count_result: Called with "completed", "failed", or "cancelled" for each new result.
+            metrics: Counts the results.
         """
         self.pause_seconds = 0.0  # after it yielded: seconds until its key may spend again
         self._folder = folder
@@ -72,10 +67,9 @@ class BatchRun:
         self._files = storage.files
         self._batches = storage.batches
         self._answers = answers
-        self._read = read
         self._account = account
         self._room = Room(max_lines_in_flight)
-        self._count_result = count_result
+        self._metrics = metrics
         self._progress = BatchProgress()
         self._in_flight: dict[int, asyncio.Task[None]] = {}  # by line number
         self._left: list[BatchLine] = []  # lines without a result when the batch yielded
@@ -137,14 +131,14 @@ class BatchRun:
         record = self._folder.record
         reader = LineReader(self._folder.input_path, record.endpoint, number=resume.number, offset=resume.offset)
         while not reader.is_over:
-            for line in await self._read(reader.next_chunk):
+            for line in await asyncio.to_thread(reader.next_chunk):
                 yield line
 
     # -- answering
 
     async def _answer_lines(self) -> None:
         reserve = partial(self._batches.reserve, self._folder)
-        results = BatchResults(self._folder, self._progress, reserve, self._count_result)
+        results = BatchResults(self._folder, self._progress, reserve, self._metrics)
         try:
             resume = await to_the_end(results.open)
             await self._answer_beside_watch(results, resume)

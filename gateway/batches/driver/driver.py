@@ -12,7 +12,7 @@ from functools import partial
 
 from gateway.auth.access import Access
 from gateway.auth.rate_limits import Account
-from gateway.batches.driver.batch_run import BatchRun, Read
+from gateway.batches.driver.batch_run import BatchRun
 from gateway.batches.driver.fair_slots import FairSlots, Turn, batch_to_yield, num_of
 from gateway.batches.driver.line_answers import LineAnswers
 from gateway.batches.driver.metrics import DriverMetrics
@@ -120,8 +120,7 @@ class BatchDriver:
         record = folder.record
         answers = LineAnswers(self._state, record.id, record.endpoint, self._slots)
         account = partial(self._access.batch_account, record.owner_key_hash)
-        read: Read = partial(self._state.pool.run, ("batches of", record.owner_key_hash), None)
-        run = BatchRun(folder, lease, self._storage, answers, read, account, self._max_lines, self._count_result)
+        run = BatchRun(folder, lease, self._storage, answers, account, self._max_lines, self._metrics)
         task = asyncio.create_task(self._drive(run, folder, lease))
         self._driven[record.id] = task, run
         self._turns[record.id] = Turn(record.id, record.owner_key_hash, time.monotonic())
@@ -147,6 +146,3 @@ class BatchDriver:
             if run.pause_seconds and account is not None:
                 self._parked[record.owner_key_hash] = account, time.monotonic() + run.pause_seconds
             lease.end()
-
-    def _count_result(self, result: str) -> None:
-        self._metrics.lines.labels(result).inc()

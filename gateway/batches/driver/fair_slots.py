@@ -1,4 +1,4 @@
-"""Slots that batches of several owners share: for lines in flight, and for the batches that a gateway drives.
+"""Slots that batches of several owners share: for lines in flight, and for the batches that a driver runs.
 
 FairSlots        slots of all lines: the owner that holds the fewest is next
 Room             limit of one batch's lines, by number and by bytes

@@ -1,6 +1,6 @@
 """The answer to one line of a batch: the path of an HTTP request without a connection, at batch priority.
 
-Each line has a name in the store (an Idempotency-Key) that all gateways derive equally, so the next driver of a batch
+Each line has a name in the store (an Idempotency-Key) that all drivers derive equally, so the next driver of a batch
 attaches to what the previous one submitted. Errors that allow a retry are retried until another result arrives.
 """
 
@@ -39,8 +39,8 @@ KIND_OF_ENDPOINT: dict[str, AnswerKind] = {
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSE,
 }
-DETACH_SECONDS = 600.0  # a line in flight waits this long for another gateway when this one stops
-MAX_LIVES = 5  # submissions of a line that the server cancels because no gateway returned in time
+DETACH_SECONDS = 600.0  # a line in flight waits this long for another driver when this one stops
+MAX_LIVES = 5  # submissions of a line that the server cancels because no driver returned in time
 MAX_PAUSE_SECONDS = 30.0
 PARK_SECONDS = 5.0  # a batch whose key may not spend for this long gives up its driver slot
 
@@ -73,7 +73,7 @@ class LineAnswers:
         self._kind = KIND_OF_ENDPOINT[endpoint]
         self._slots = slots
         self.leaving = asyncio.Event()  # set: start no more lines
-        self.is_withdrawing = False  # True: cancel lines in flight instead of keeping them for the next gateway
+        self.is_withdrawing = False  # True: cancel lines in flight instead of keeping them for the next driver
 
     async def answer(self, line: BatchLine, account: Account) -> LineResult:
         """Answer a line; raise Later if it must wait for the next time slice."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gateway.batches.driver.line_answers import LineResult
 from gateway.batches.driver.lines import BatchLine, failure_bytes
+from gateway.batches.driver.metrics import DriverMetrics
 from gateway.batches.storage.batch_store import BatchFolder
 from gateway.batches.storage.disk import to_the_end
 from gateway.batches.storage.quota import StorageFull
@@ -22,7 +23,7 @@ STEP_BYTES = 2**20  # reserved at a time
 class BatchResults:
     def __init__(
         self, folder: BatchFolder, progress: BatchProgress, reserve: Callable[[int], None],
-        count_result: Callable[[str], None],
+        metrics: DriverMetrics,
     ) -> None:  # fmt: skip
         """Create the results.
 
@@ -30,14 +31,14 @@ class BatchResults:
             folder: The batch.
             progress: Its state, whose counts are updated.
             reserve: Reserves a total number of bytes for results or raises StorageFull; blocking.
-            count_result: Called with the kind of each new result.
+            metrics: Counts each new result.
         """
         self._folder = folder
         self._progress = progress
         self._reserve = reserve
         self._reserved_bytes = 0
         self._reserving = asyncio.Lock()
-        self._count_result = count_result
+        self._metrics = metrics
         self._files = contextlib.ExitStack()
         self._known = Resume()
         self._done: set[int] = set()
@@ -103,7 +104,7 @@ class BatchResults:
 
     def _count(self, line: BatchLine, result: str) -> None:
         self._done.add(line.number)
-        self._count_result(result)
+        self._metrics.lines.labels(result).inc()
         self._tell_progress()
 
     def _tell_progress(self) -> None:

@@ -3,10 +3,10 @@
 batch.json      BatchRecord, never changed
 input.jsonl     hard link to the uploaded file, so that deleting the upload does no harm; removed at the end
 progress.json   BatchProgress, written by the holder of `lock`
-lock            held by the one gateway that drives the batch; the kernel releases it with the process. It contains the
+lock            held by the one driver of the batch; the kernel releases it with the process. It contains the
                 number of holders that ended without releasing it
 unknown-since   time when the owner's key was first missing; removed when the key is back
-cancel          exists once the batch is cancelled; any gateway may create it
+cancel          exists once the batch is cancelled; a gateway or a driver creates it
 output.jsonl, errors.jsonl   results as they arrive; they become files at the end
 """
 
@@ -72,7 +72,7 @@ class BatchFolder:
         return None if descriptor is None else Lease(descriptor)
 
     def seconds_without_key(self) -> float:
-        """Return the seconds since a gateway first found the owner's key missing; the time survives restarts."""
+        """Return the seconds since a driver first found the owner's key missing; the time survives restarts."""
         try:
             return time.time() - int(self._unknown_path.read_bytes())
         except FileNotFoundError:
@@ -92,8 +92,6 @@ class BatchStore:
         self._directory = directory / "batches"
         self._catalog = catalog
         self._retention_seconds = retention_seconds
-
-    def prepare(self) -> None:
         make_private(self._directory)
 
     def create(
@@ -148,7 +146,7 @@ class BatchStore:
     def release(self, folder: BatchFolder) -> None:
         """Release the space of its input and results. Idempotent.
 
-        Call it before the end becomes visible, so that a client that sees the end also finds the space. If the gateway
+        Call it before the end becomes visible, so that a client that sees the end also finds the space. If the driver
         stops in between, the next one reserves again what it needs.
         """
         self._catalog.lower_to(folder.record.id, _ENDED_BYTES)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from gateway.batches.storage.quota import Quota
 from shared.open_batches import COUNT_OPEN
 
-BUSY_SECONDS = 60.0  # longest transaction of another gateway: the first index of many files
+BUSY_SECONDS = 60.0  # longest transaction of another process: the first index of many files
 
 
 Kind = Literal["part", "file", "batch"]
@@ -61,9 +61,7 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
     id: str
-    owner: str
     created_ns: int
-    is_cancelling: bool
 
 
 class Catalog:
@@ -166,12 +164,12 @@ class Catalog:
     def open_batches(self, per_owner: int) -> list[OpenBatch]:
         """Return up to `per_owner` open batches of each owner: those being cancelled first, then the oldest."""
         rows = self._select(
-            "SELECT id, owner, created_ns, is_cancelling FROM (SELECT *, ROW_NUMBER() OVER "
+            "SELECT id, created_ns FROM (SELECT *, ROW_NUMBER() OVER "
             "(PARTITION BY owner ORDER BY is_cancelling DESC, created_ns) AS place FROM entries WHERE is_open) "
             "WHERE place <= ?",
             per_owner,
         )
-        return [OpenBatch(row[0], row[1], row[2], bool(row[3])) for row in rows]
+        return [OpenBatch(*row) for row in rows]
 
     def num_open_batches(self) -> int:
         return int(self._select(COUNT_OPEN)[0][0])
@@ -193,7 +191,7 @@ class Catalog:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run one transaction; SQLite admits one gateway at a time."""
+        """Run one transaction; SQLite admits one process at a time."""
         with self._lock, _as_os_error():
             self._connection.execute("BEGIN IMMEDIATE")
             try:

@@ -81,8 +81,6 @@ class FileStore:
         self._parts = directory / "parts"
         self._catalog = catalog
         self._retention_seconds = retention_seconds
-
-    def prepare(self) -> None:
         for folder in (self._files, self._parts):
             make_private(folder)
 

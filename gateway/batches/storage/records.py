@@ -34,7 +34,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The constant part of a batch. The ids of its result files are chosen here, so any gateway can finish it."""
+    """The constant part of a batch. The ids of its result files are chosen here, so any driver can finish it."""
 
     id: str
     owner_key_hash: str

@@ -25,8 +25,6 @@ class Storage:
         self._catalog = Catalog(directory / CATALOG, quota)
         self.files = FileStore(directory, self._catalog, retention_seconds)
         self.batches = BatchStore(directory, self._catalog, retention_seconds)
-        self.files.prepare()
-        self.batches.prepare()
         self._reconcile()
 
     def used_bytes(self) -> int:
