@@ -165,7 +165,7 @@ def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
     kv_cache = KVCacheManager(
         runner.num_blocks,
         runner.block_size,
-        window=runner.window,
+        windows=runner.windows,
         max_new_tokens=bounds.max_num_batched_tokens,
         enable_prefix_caching=scheduling.enable_prefix_caching,
         host_tier=host_tier_config(runner, scheduling),

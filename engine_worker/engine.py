@@ -94,8 +94,7 @@ class Engine:
             vocab_size=vocab_size,
             max_model_len=scheduler.config.max_model_len,
             capacity_blocks=scheduler.num_usable_blocks,
-            block_size=scheduler.block_size,
-            max_blocks_each=scheduler.max_blocks_each,
+            spans=scheduler.spans,
             max_beam_width=scheduler.config.max_beam_width,
         )
         self._clock = clock

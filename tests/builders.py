@@ -20,6 +20,7 @@ from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.kv_events import KVEventKind, KVEventLog
 from engine_worker.kv.preemption import HostTierConfig
 from engine_worker.kv.sequence import BeamCandidate, Sequence
+from engine_worker.kv.sequence_kv import Table
 from engine_worker.kv.transfers import TransferTime
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
@@ -90,16 +91,16 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     host_tier: HostTierConfig | None = None,
     events: KVEventLog | None = None,
-    window: int = 0,
+    windows: SequenceOf[int] = (0,),
     **config: Any,
 ) -> Scheduler:
-    """Return a scheduler with 64 usable blocks of 4 tokens by default. `window` is that of every layer."""
+    """Return a scheduler with 64 usable blocks of 4 tokens by default. `windows`: one per group of layers."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
     limits = SchedulerConfig(**{**defaults, **config})
     kv_cache = KVCacheManager(
         num_blocks,
         block_size,
-        window=window,
+        windows=windows,
         max_new_tokens=limits.max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
         host_tier=host_tier,
@@ -128,16 +129,19 @@ class FakeModelRunner:
         num_blocks: int = 65,
         block_size: int = 4,
         vocab_size: int = VOCAB_SIZE,
-        window: int = 0,
+        windows: SequenceOf[int] = (0,),
         before_step: Callable[[ScheduledBatch], None] | None = None,
     ) -> None:
-        """Create a runner. `window` is the number of last tokens that the model sees; 0 for all."""
+        """Create a runner. `windows`: per group of layers, the last tokens that it sees; 0: all.
+
+        The model sees what the group with the widest window sees.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.failures: dict[str, str] = {}
         self.num_computed_tokens = 0
-        self._window = window
+        self._windows = windows
         self._before_step = before_step
         self._inflight_token_ids: dict[Sequence, int] = {}  # samples of the last batch, which a device would keep
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -188,9 +192,10 @@ class FakeModelRunner:
             assert scheduled.num_new_tokens == 1, "a token in flight in the middle of a chunk"
             token_ids = [self._inflight_token_ids[sequence]]
         for position, token_id in enumerate(token_ids, scheduled.start):
-            block_id = sequence.kv.block_table[position // self.block_size]
-            assert block_id != PADDING_BLOCK_ID
-            self._cache[block_id][position % self.block_size] = token_id
+            for table in sequence.kv.tables:
+                block_id = table.blocks[position // self.block_size]
+                assert block_id != PADDING_BLOCK_ID
+                self._cache[block_id][position % self.block_size] = token_id
         self.num_computed_tokens += scheduled.num_new_tokens
 
     def _sample(self, scheduled: ScheduledSequence, failures: dict[str, str]) -> int | None:
@@ -209,13 +214,21 @@ class FakeModelRunner:
         )
 
     def _prefix(self, scheduled: ScheduledSequence) -> list[int]:
-        table, end = scheduled.sequence.kv.block_table, scheduled.end
+        tables = scheduled.sequence.kv.tables
+        seen = [self._seen(scheduled, *group) for group in zip(tables, self._windows, strict=True)]
+        widest = max(seen, key=len)
+        assert all(widest[len(widest) - len(one) :] == one for one in seen), "groups hold different tokens"
+        return widest
+
+    def _seen(self, scheduled: ScheduledSequence, table: Table, window: int) -> list[int]:
+        """Return what a group stores of the tokens that the last one sees."""
+        end = scheduled.end
         start = min(scheduled.start, end - 1)  # a fork without tokens samples after its parent's last
-        first = max(0, start - self._window + 1) if self._window else 0  # first token that the first new token sees
-        slots = [slot for block_id in table for slot in self._cache[block_id]]
-        assert PADDING_BLOCK_ID not in table[first // self.block_size :], "a visible block was freed"
+        first = max(0, start - window + 1) if window else 0  # first token that the first new token sees
+        slots = [slot for block_id in table.blocks for slot in self._cache[block_id]]
+        assert PADDING_BLOCK_ID not in table.blocks[first // self.block_size :], "a visible block was freed"
         seen = [-1 if token_id is None else token_id for token_id in slots[first:end]]
-        return seen[-self._window :]
+        return seen[-window:]
 
 
 def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[EncodedLogprobs | None]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_worker.kv.kv_cache_manager import KVCacheManager
-from engine_worker.kv.prefix_cache import extend_block_hashes
+from engine_worker.kv.prefix_cache import extend_digests
 from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.batch import StepResult
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -84,9 +84,7 @@ def hashing_nanoseconds(repeats: int, num_tokens: int = 131_072) -> dict[str, fl
     seconds = []
     for repeat in range(repeats):
         sequence = _sequence(f"h{repeat}", range(repeat, repeat + num_tokens), max_tokens=1)
-        seconds.append(
-            _timed(lambda sequence=sequence: extend_block_hashes(sequence, num_tokens // BLOCK_SIZE, BLOCK_SIZE))
-        )
+        seconds.append(_timed(lambda sequence=sequence: extend_digests(sequence, num_tokens // BLOCK_SIZE, BLOCK_SIZE)))
     return _summary([value / num_tokens * 1e9 for value in seconds])
 
 

@@ -27,7 +27,7 @@ class Occupancy:
         """Add a batch that takes `seconds`; no block is shared."""
         tokens = reserved = internal = 0
         for scheduled in batch.sequences:
-            num_slots = len(scheduled.sequence.kv.block_table) * self.block_size
+            num_slots = len(scheduled.sequence.kv.tables[0].blocks) * self.block_size
             num_computed = scheduled.start + scheduled.num_new_tokens
             useful = min(num_slots, final_tokens(scheduled.sequence))
             tokens += num_computed
@@ -56,7 +56,7 @@ class SharingSaving:
     _block_seconds: float = 0.0
 
     def add(self, batch: ScheduledBatch, seconds: float) -> None:
-        tables = [scheduled.sequence.kv.block_table for scheduled in batch.sequences]
+        tables = [scheduled.sequence.kv.tables[0].blocks for scheduled in batch.sequences]
         self._entry_seconds += seconds * sum(map(len, tables))
         self._block_seconds += seconds * len(set().union(*tables))
 

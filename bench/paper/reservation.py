@@ -18,6 +18,7 @@ from engine_worker.kv.kv_events import KVEventLog
 from engine_worker.kv.kv_stats import KVCacheStats
 from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
 from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.span import KVSpans
 from engine_worker.kv.transfers import Transfers
 
 NUM_SLOTS = 15_700  # OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB per token
@@ -59,6 +60,7 @@ class ReservedKVAllocator:
     def __init__(self, num_blocks: int, block_size: int, reserve: Callable[[Sequence], int]) -> None:
         """Make a pool; `reserve` returns a sequence's slots, and `num_blocks` includes the padding block."""
         self.block_size = block_size
+        self.spans = KVSpans.of((0,), block_size)
         self.events = KVEventLog()
         self._reserve = reserve
         self._buddies = BuddyAllocator(num_blocks - 1)
@@ -73,7 +75,7 @@ class ReservedKVAllocator:
 
     def missing(self, sequence: Sequence) -> int:
         """Return all blocks of `sequence` before admission, then 0."""
-        return 0 if sequence.kv.block_table else -(-self._reserve(sequence) // self.block_size)
+        return 0 if sequence.kv.tables[0].blocks else -(-self._reserve(sequence) // self.block_size)
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
         return False
@@ -85,7 +87,7 @@ class ReservedKVAllocator:
     def allocate(self, sequence: Sequence) -> None:
         if (num_blocks := self.missing(sequence)) > 0:
             first = 1 + self._buddies.allocate(num_blocks)  # block 0 is the padding
-            sequence.kv.block_table = list(range(first, first + num_blocks))
+            sequence.kv.tables[0].blocks = list(range(first, first + num_blocks))
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
         """Admit the sequence if its run fits; a reservation never grows, so it needs no headroom."""
@@ -111,9 +113,6 @@ class ReservedKVAllocator:
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None: ...
 
-    def max_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def release_outside_window(self) -> None:
         """Do nothing: a reservation is kept to the end."""
 
@@ -121,14 +120,14 @@ class ReservedKVAllocator:
         return Transfers()
 
     def free(self, sequence: Sequence) -> None:
-        self._buddies.free(sequence.kv.block_table[0] - 1)
-        sequence.kv.block_table = []
+        self._buddies.free(sequence.kv.tables[0].blocks[0] - 1)
+        sequence.kv.tables[0].blocks = []
 
     def discard(self, sequence: Sequence) -> None:
         self.free(sequence)
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
-        num_slots = sum(len(sequence.kv.block_table) for sequence in running) * self.block_size
+        num_slots = sum(len(sequence.kv.tables[0].blocks) for sequence in running) * self.block_size
         return KVCacheStats(
             block_size=self.block_size,
             num_blocks=self.num_usable_blocks,
@@ -141,7 +140,7 @@ class ReservedKVAllocator:
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         self._buddies.check_integrity()
-        blocks = [block_id for sequence in sequences for block_id in sequence.kv.block_table]
+        blocks = [block_id for sequence in sequences for block_id in sequence.kv.tables[0].blocks]
         assert len(blocks) == len(set(blocks)) <= self._buddies.num_allocated_blocks, "a block is reserved twice"
 
 

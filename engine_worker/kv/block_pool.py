@@ -3,7 +3,7 @@
     block 0                     never allocated: padding rows of a batch write there
     free     ref_count == 0     in the free list; its content is undefined
     active   ref_count >= 1     in ref_count block tables; with more than one it is shared, and not written to
-    cached   ref_count == 0     its content is published under a hash; evicted when the free list is empty
+    cached   ref_count == 0     its content is published under a key; evicted when the free list is empty
     held     ref_count == 0     freed while a copy of this step still reads it; free after release_held()
 
 free + active + cached == num_usable_blocks. Each operation costs O(1) per block. The least recently used cached block
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine_worker.kv.kv_durations import KVDurations
+from engine_worker.kv.sequence_kv import BlockKey
 
 PADDING_BLOCK_ID = 0
 
@@ -24,11 +25,11 @@ PADDING_BLOCK_ID = 0
 class KVBlock:
     block_id: int
     ref_count: int = 0
-    block_hash: bytes | None = None  # of its published content
+    key: BlockKey | None = None  # of its published content
     since_seconds: float = 0.0  # when it became active or cached
 
 
-def _ignore(block_id: int, block_hash: bytes) -> None:
+def _ignore(block_id: int, key: BlockKey) -> None:
     pass
 
 
@@ -36,14 +37,14 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
-        on_evict: Callable[[int, bytes], None] = _ignore,
+        on_evict: Callable[[int, BlockKey], None] = _ignore,
         durations: KVDurations | None = None,
     ) -> None:
         """Create the pool.
 
         Args:
             num_blocks: Includes block 0.
-            on_evict: Called with id and hash of each evicted block, before the block is allocated again.
+            on_evict: Called with id and key of each evicted block, before the block is allocated again.
             durations: Counts how long blocks are active and cached.
 
         Raises:
@@ -55,9 +56,9 @@ class BlockPool:
         # A stack: the block freed last is still in the CPU's caches. The lowest ids are allocated first.
         self._free_block_ids = list(range(num_blocks - 1, PADDING_BLOCK_ID, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # block ids, least recently used first
-        self._by_hash: dict[bytes, int] = {}  # published blocks, active or cached
+        self._by_key: dict[BlockKey, int] = {}  # published blocks, active or cached
         # Returns the block with this content. A bound dict method, because it is called for each block of a prompt.
-        self.find: Callable[[bytes], int | None] = self._by_hash.get
+        self.find: Callable[[BlockKey], int | None] = self._by_key.get
         self._num_references = 0
         self._held: set[int] = set()
         self._on_evict = on_evict
@@ -126,28 +127,28 @@ class BlockPool:
         """Return whether sharing the block makes one block less available."""
         return block_id in self._cached
 
-    def publish(self, block_id: int, block_hash: bytes) -> bool:
-        """Make an active block findable by its hash. Return False if the block or the content is published already."""
+    def publish(self, block_id: int, key: BlockKey) -> bool:
+        """Make an active block findable by its key. Return False if the block or the content is published already."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is not active"
-        if block.block_hash is not None or block_hash in self._by_hash:
+        if block.key is not None or key in self._by_key:
             return False
-        block.block_hash = block_hash
-        self._by_hash[block_hash] = block_id
+        block.key = key
+        self._by_key[key] = block_id
         return True
 
     def published(self, block_ids: Iterable[int]) -> list[int]:
         """Return those of the blocks that find() returns."""
         blocks = self._blocks
-        return [block_id for block_id in block_ids if blocks[block_id].block_hash is not None]
+        return [block_id for block_id in block_ids if blocks[block_id].key is not None]
 
-    def retract(self, block_hash: bytes) -> int | None:
+    def retract(self, key: BlockKey) -> int | None:
         """Make content unfindable. Return the id of its block, or None if there is none."""
-        block_id = self._by_hash.pop(block_hash, None)
+        block_id = self._by_key.pop(key, None)
         if block_id is None:
             return None
         block = self._blocks[block_id]
-        block.block_hash = None
+        block.key = None
         if block_id in self._cached:
             now = self._durations.clock()
             del self._cached[block_id]
@@ -209,14 +210,14 @@ class BlockPool:
         assert not unused & references.keys(), f"free and in use: {unused & references.keys()}"
         counted = len(unused) + len(+references)
         assert counted == self.num_usable_blocks, f"free + active + cached is {counted}, not {self.num_usable_blocks}"
-        published = {block.block_hash: block.block_id for block in self._blocks if block.block_hash is not None}
-        assert published == self._by_hash, "blocks and hashes disagree"
+        published = {block.key: block.block_id for block in self._blocks if block.key is not None}
+        assert published == self._by_key, "blocks and keys disagree"
         assert not free & set(published.values()), "a free block is published"
 
     def _give_up(self, block: KVBlock, now: float) -> None:
         self._durations.active.add(now - block.since_seconds)
         block.since_seconds = now
-        if block.block_hash is None:
+        if block.key is None:
             self._free_block_ids.append(block.block_id)
         else:
             self._cached[block.block_id] = None
@@ -225,8 +226,8 @@ class BlockPool:
         block_id, _ = self._cached.popitem(last=False)
         block = self._blocks[block_id]
         self._durations.cached.add(now - block.since_seconds)
-        assert block.block_hash is not None
-        block_hash, block.block_hash = block.block_hash, None
-        del self._by_hash[block_hash]
-        self._on_evict(block_id, block_hash)
+        assert block.key is not None
+        key, block.key = block.key, None
+        del self._by_key[key]
+        self._on_evict(block_id, key)
         return block_id

@@ -36,9 +36,12 @@ class KVAccounting:
         reason = "blocks are free again"
         self._record(KVEventKind.SWAP_IN, sequences, reason, num_blocks, _num_computed(sequences))
 
-    def admitted(self, sequence: Sequence, num_fetched: int) -> None:
-        """Record the prefix hit of an admitted sequence, `num_fetched` blocks of it from the host."""
-        totals, num_host_tokens = self.events.totals, num_fetched * self._block_size
+    def admitted(self, sequence: Sequence, num_fetched: int, num_host_tokens: int) -> None:
+        """Record the prefix hit of an admitted sequence.
+
+        `num_fetched` blocks come from the host, and `num_host_tokens` of the hit are not on the device in every group.
+        """
+        totals = self.events.totals
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(sequence.kv.num_computed_tokens, sequence.num_prompt_tokens)
             totals.cached_prompt_tokens += sequence.num_cached_tokens

@@ -12,6 +12,7 @@ from engine_worker.kv.kv_events import KVEventLog
 from engine_worker.kv.kv_stats import KVCacheStats
 from engine_worker.kv.preemption import PreemptionMode
 from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.span import KVSpans
 from engine_worker.kv.transfers import Transfers
 
 
@@ -29,8 +30,8 @@ class KVAllocator(Protocol):
         """Blocks that can be allocated: free ones, and cached ones that no sequence uses."""
 
     @property
-    def max_blocks(self) -> Callable[[int], int]:
-        """Returns the largest number of blocks that a sequence holds while it grows to this length."""
+    def spans(self) -> KVSpans:
+        """How many blocks a sequence holds, per group of layers."""
 
     @property
     def release_outside_window(self) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """Allocates KV blocks to sequences for serving: admission, preemption, swapping, and prefix reuse.
 
-    BlockTables      the blocks of each sequence: missing and shared ones
+    AttentionTables  the blocks of each sequence, per group of layers: missing and shared ones
     StoredPrefixes   prefixes that other sequences computed, on the device and in host memory
     KVAccounting     events and totals
 
@@ -10,10 +10,12 @@ scheduler decides who is admitted and who yields. Block moves are collected unti
 """
 
 from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Sequence as SequenceOf
+from itertools import zip_longest
 
-from engine_worker.kv.attention_tables import BlockTables
+from engine_worker.kv.attention_tables import AttentionTables
 from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.group_hits import GroupHit
 from engine_worker.kv.host_tier import HostTier
 from engine_worker.kv.kv_accounting import KVAccounting
 from engine_worker.kv.kv_events import KVEventLog
@@ -21,8 +23,8 @@ from engine_worker.kv.kv_stats import KVCacheStats
 from engine_worker.kv.preemption import HostTierConfig, PreemptionChoice, PreemptionMode
 from engine_worker.kv.prefix_cache import PrefixMatch
 from engine_worker.kv.sequence import Sequence
-from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
-from engine_worker.kv.span import KVSpan
+from engine_worker.kv.sequence_kv import NULL_BLOCK_ID, BlockKey, Table
+from engine_worker.kv.span import KVSpans
 from engine_worker.kv.stored_prefixes import StoredPrefixes
 from engine_worker.kv.transfers import Transfers
 
@@ -35,7 +37,7 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         *,
-        window: int = 0,
+        windows: SequenceOf[int] = (0,),
         max_new_tokens: int = 1,
         enable_prefix_caching: bool = True,
         host_tier: HostTierConfig | None = None,
@@ -46,29 +48,30 @@ class KVCacheManager:
         Args:
             num_blocks: The executor's count, including block 0, which no sequence gets.
             block_size: Tokens per block.
-            window: Attention window of all layers, in tokens; 0: at least one layer has none.
-            max_new_tokens: The most tokens of a sequence per step; used with a window.
+            windows: Attention window of each group of layers, in tokens; 0: at least one layer of it has none.
+            max_new_tokens: The most tokens of a sequence per step; used with windows.
             enable_prefix_caching: Whether sequences share computed prefixes.
             host_tier: None: no blocks in host memory.
             events: Default: a new log.
         """
         self.block_size = block_size
-        self._span = KVSpan(block_size, window, max_new_tokens)
+        self.spans = KVSpans.of(windows, block_size, max_new_tokens)
         self.events = events or KVEventLog()
         self._accounting = KVAccounting(self.events, block_size)
         self._pool = BlockPool(num_blocks, self._on_evict, self.events.durations)
-        self.tables = BlockTables(self._pool, self._span)
+        self.tables = AttentionTables(self._pool, self.spans)
         self._host = HostTier(host_tier.num_blocks, self._pool, block_size) if host_tier else None
         self._prefixes = (
-            StoredPrefixes(self._pool, self.tables, self._host, host_tier, self._span)
+            StoredPrefixes(self._pool, self.tables, self._host, host_tier, self.spans)
             if enable_prefix_caching
             else None
         )
+        self._no_hit = PrefixMatch(0, (GroupHit(),) * len(windows))
         self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size)
-        # Bound methods of BlockTables, because they are called per running sequence and step.
+        # Bound methods of AttentionTables, because they are called per running sequence and step.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
         self.allocate, self.fork, self.can_fork = self.tables.allocate, self.tables.fork, self.tables.can_fork
-        self.max_blocks, self.release_outside_window = self._span.max_blocks, self.tables.release_outside_window
+        self.release_outside_window = self.tables.release_outside_window
 
     @property
     def num_usable_blocks(self) -> int:
@@ -102,30 +105,31 @@ class KVCacheManager:
         Returns:
             Whether the sequence got its blocks.
         """
-        assert not sequence.kv.host_block_table, f"{sequence.request_id} is swapped"
+        assert not sequence.kv.is_on_host, f"{sequence.request_id} is swapped"
         if self._pool.num_available_blocks <= headroom_blocks:
             return False  # saves the prefix lookup in each step while the queue waits: one new block is always needed
         match = self._longest_hit(sequence)
         # With a window the first step may need fewer blocks than a later one.
-        num_needed = max(
-            self._num_new_blocks(sequence, match),
-            self._span.max_blocks(sequence.num_tokens) - len(match.block_ids),
+        num_needed = sum(
+            max(number, span.max_blocks(sequence.num_tokens) - len(hit.block_ids))
+            for number, span, hit in zip(
+                self._num_new_blocks(sequence, match), self.spans.groups, match.groups, strict=True
+            )
         )
         spare = self._pool.num_available_blocks - num_needed - headroom_blocks
         spare -= sum(map(self._pool.is_cached, match.block_ids))
         if spare < 0:
             return False
-        if match.copied_block_id is not None and self._pool.is_cached(match.copied_block_id) and spare == 0:
-            # Holding it for the copy would need one block more than there is.
-            match = replace(match, copied_block_id=None, num_copied_tokens=0)
-        num_new = self._num_new_blocks(sequence, match)  # with a window, the copied tokens change the number
-        self._begin(sequence, match, num_new)
-        self._accounting.admitted(sequence, len(match.host_block_ids))
+        if sum(map(self._pool.is_cached, match.copied_block_ids)) > spare:
+            match = match.without_copy()  # holding its sources for the copy would need more blocks than there are
+        self._begin(sequence, match)
+        num_host_tokens = match.num_host_blocks * self.block_size
+        self._accounting.admitted(sequence, len(match.host_block_ids), num_host_tokens)
         return True
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Return whether `sequence` cannot run in the batch being planned, because that batch fetches its KV."""
-        return self._host is not None and self._host.is_arriving(sequence.kv.block_table)
+        return self._host is not None and self._host.is_arriving(sequence.kv.blocks)
 
     def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
         """Take all blocks of `sequences`, together. Return whether they keep their KV in host memory."""
@@ -146,7 +150,7 @@ class KVCacheManager:
                 if self._prefixes:
                     self._prefixes.want(blocks)
                 sequence.num_dropped_tokens = max(sequence.num_dropped_tokens, sequence.kv.num_computed_tokens)
-                sequence.kv.num_computed_tokens = sequence.kv.num_released_blocks = 0
+                sequence.kv.num_computed_tokens = 0
         return mode
 
     def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
@@ -164,20 +168,20 @@ class KVCacheManager:
                     missing.add(host_block_id)
                 else:
                     here[host_block_id] = block_id
-        growth = {s: self.tables.missing(s) - len(s.kv.host_block_table) for s in sequences}
-        num_taken = len(missing) + sum(growth.values()) + sum(map(self._pool.is_cached, set(here.values())))
+        growth = sum(self.tables.num_lacking(s) - _num_host_entries(s) for s in sequences)
+        num_taken = len(missing) + growth + sum(map(self._pool.is_cached, set(here.values())))
         if num_taken + headroom_blocks > self._pool.num_available_blocks:
             return False
         for sequence in sequences:  # before any allocation, which could evict them
             self._pool.share(here[block_id] for block_id in sequence.kv.host_blocks if block_id in here)
         fetched: dict[int, int] = {}
         for sequence in sequences:
-            self._restore_table(sequence, here, fetched)
-            sequence.kv.block_table += self._pool.allocate(growth[sequence])
+            for table in sequence.kv.tables:
+                self._restore(table, here, fetched)
+            self.tables.extend(sequence)
         self._host.fetch(list(fetched), list(fetched.values()))
         for sequence in sequences:
-            self._host.free(sequence.kv.host_blocks)
-            sequence.kv.host_block_table = []
+            self._leave_host(sequence)
             self.publish(sequence, sequence.kv.num_computed_tokens)
         self._accounting.swapped_in(sequences, len(fetched))
         return True
@@ -206,7 +210,7 @@ class KVCacheManager:
         The last block is freed first: so leaves are evicted before their prefixes, and without a cache, reallocated
         tables have their blocks in order.
         """
-        if self._prefixes and sequence.kv.block_table:
+        if self._prefixes and sequence.kv.is_on_device:
             self._prefixes.publish_end(sequence, self._accounting.step - 1)
         self._give_up(sequence)
 
@@ -218,11 +222,8 @@ class KVCacheManager:
 
     def _give_up(self, sequence: Sequence) -> None:
         self._free_on_device(sequence)
-        if sequence.kv.host_block_table:
-            assert self._host is not None
-            self._host.free(sequence.kv.host_blocks)
-            sequence.kv.host_block_table = []
-        sequence.kv.num_released_blocks = 0
+        if sequence.kv.is_on_host:
+            self._leave_host(sequence)
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         """Return the counts of blocks. `running`: every sequence that has blocks."""
@@ -246,34 +247,36 @@ class KVCacheManager:
         if self._host:
             self._host.check_integrity(sequences)
         for sequence in sequences:
-            assert not (sequence.kv.block_table and sequence.kv.host_block_table), (
-                f"{sequence.request_id} is in two places"
-            )
+            kv = sequence.kv
+            assert not (kv.is_on_device and kv.is_on_host), f"{sequence.request_id} is in two places"
             self.tables.check_integrity(sequence)
-            num_slots = (len(sequence.kv.block_table) + len(sequence.kv.host_block_table)) * self.block_size
-            assert sequence.kv.num_computed_tokens <= num_slots, f"{sequence.request_id} computed outside its blocks"
+            for table in kv.tables:
+                num_slots = (len(table.blocks) + len(table.host_blocks)) * self.block_size
+                assert kv.num_computed_tokens <= num_slots, f"{sequence.request_id} computed outside its blocks"
 
     def _longest_hit(self, sequence: Sequence) -> PrefixMatch:
-        return self._prefixes.longest_hit(sequence, self._accounting.step) if self._prefixes else PrefixMatch([])
+        return self._prefixes.longest_hit(sequence, self._accounting.step) if self._prefixes else self._no_hit
 
-    def _num_new_blocks(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Return the blocks that the first step of `sequence` needs in addition to those of `match` on the device."""
+    def _num_new_blocks(self, sequence: Sequence, match: PrefixMatch) -> list[int]:
+        """Return per group the blocks that the first step needs in addition to those of `match` on the device."""
         num_hit_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
-        return (
-            self._span.num_blocks(num_hit_tokens, sequence.num_tokens) - match.num_outside_window - len(match.block_ids)
-        )
+        return [
+            span.num_blocks(num_hit_tokens, sequence.num_tokens) - hit.num_shared
+            for span, hit in zip(self.spans.groups, match.groups, strict=True)
+        ]
 
-    def _begin(self, sequence: Sequence, match: PrefixMatch, num_new: int) -> None:
+    def _begin(self, sequence: Sequence, match: PrefixMatch) -> None:
+        num_new = self._num_new_blocks(sequence, match)  # with a window, the copied tokens change the number
         if self._prefixes:
             self._prefixes.adopt(sequence, match, num_new, self._accounting.step)
         else:
-            sequence.kv.block_table = self._pool.allocate(num_new)
+            sequence.kv.tables = tuple(Table(self._pool.allocate(number)) for number in num_new)
             sequence.kv.num_computed_tokens = sequence.kv.num_published_blocks = 0
 
-    def _restore_table(self, sequence: Sequence, here: dict[int, int], fetched: dict[int, int]) -> None:
-        """Fill the block table with a device block per host block: from `here`, or new and added to `fetched`."""
-        sequence.kv.block_table = [NULL_BLOCK_ID] * sequence.kv.num_released_blocks
-        for host_block_id in sequence.kv.host_blocks:
+    def _restore(self, table: Table, here: dict[int, int], fetched: dict[int, int]) -> None:
+        """Fill the table with a device block per host block: from `here`, or new and added to `fetched`."""
+        table.blocks = [NULL_BLOCK_ID] * table.num_released
+        for host_block_id in table.host_held:
             block_id = here.get(host_block_id)
             if block_id is None:
                 block_id = fetched.get(host_block_id)
@@ -282,13 +285,27 @@ class KVCacheManager:
                     fetched[host_block_id] = block_id
                 else:
                     self._pool.share([block_id])
-            sequence.kv.block_table.append(block_id)
+            table.blocks.append(block_id)
+
+    def _leave_host(self, sequence: Sequence) -> None:
+        assert self._host is not None
+        for table in sequence.kv.tables:
+            self._host.free(table.host_held)
+            table.host_blocks = []
 
     def _free_on_device(self, sequence: Sequence) -> None:
-        self._pool.free(reversed(sequence.kv.blocks))
-        sequence.kv.block_table = []
+        tables = sequence.kv.tables
+        entries = list(zip_longest(*(table.blocks for table in tables), fillvalue=NULL_BLOCK_ID))
+        # The last of all groups first, because a prefix is useless without its blocks of one group.
+        self._pool.free(block_id for entry in reversed(entries) for block_id in entry if block_id != NULL_BLOCK_ID)
+        for table in tables:
+            table.blocks = []
         sequence.kv.num_published_blocks = 0
 
-    def _on_evict(self, block_id: int, block_hash: bytes) -> None:
+    def _on_evict(self, block_id: int, key: BlockKey) -> None:
         assert self._prefixes is not None, "only the prefix cache publishes blocks that can be evicted"
-        self._accounting.evicted(is_kept=self._prefixes.evict(block_id, block_hash))
+        self._accounting.evicted(is_kept=self._prefixes.evict(block_id, key))
+
+
+def _num_host_entries(sequence: Sequence) -> int:
+    return sum(len(table.host_blocks) for table in sequence.kv.tables)

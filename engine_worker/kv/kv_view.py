@@ -45,7 +45,9 @@ def _pool_view(pool: BlockPool) -> dict[str, Any]:
 
 
 def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
-    num_blocks = len(sequence.kv.block_table) + len(sequence.kv.host_block_table)
+    tables = sequence.kv.tables
+    num_blocks = sum(len(table.blocks) + len(table.host_blocks) for table in tables)
+    num_computed = len(tables) * sequence.kv.num_computed_tokens
     is_waiting = sequence.status is SequenceStatus.WAITING
     return {
         "request_id": sequence.request_id,
@@ -54,7 +56,7 @@ def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
         "num_tokens": sequence.num_tokens,
         "num_computed_tokens": sequence.kv.num_computed_tokens,
         "num_cached_tokens": sequence.num_cached_tokens,
-        "num_empty_slots": 0 if is_waiting else num_blocks * block_size - sequence.kv.num_computed_tokens,
+        "num_empty_slots": 0 if is_waiting else num_blocks * block_size - num_computed,
         "num_preemptions": sequence.num_preemptions,
         "block_table": sequence.kv.blocks,
         "host_block_table": sequence.kv.host_blocks,

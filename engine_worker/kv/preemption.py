@@ -103,5 +103,9 @@ class PreemptionChoice:
     def _compute_seconds(self, sequences: Collection[Sequence], costs: TransferCosts) -> float:
         """Return the seconds to compute the tokens that no other sequence keeps on the device."""
         num_computed = sum(sequence.kv.num_computed_tokens for sequence in sequences)
-        num_shared = sum(self._pool.is_shared(block_id) for sequence in sequences for block_id in sequence.kv.blocks)
+        num_shared = sum(map(self._num_shared, sequences))
         return costs.compute_seconds(max(0, num_computed - num_shared * self._block_size))
+
+    def _num_shared(self, sequence: Sequence) -> int:
+        """Return the shared blocks of the group that has most of them: a window keeps only a part of the prefix."""
+        return max(sum(map(self._pool.is_shared, table.held)) for table in sequence.kv.tables)

@@ -10,18 +10,20 @@ host memory when they are evicted. The hash of a block is SHA-256 of the previou
 
     root(tenant, salt) -> hash of block 0 -> hash of block 1 -> ...
 
-So a hash names a whole prefix, including tenant and salt: a hit needs no comparison of tokens, and timing reveals no
-other tenant's prompts. SHA-256 prevents forged collisions; it takes 60 ns per token with blocks of 16 (AMD Zen 4).
+A hash names a whole prefix, including tenant and salt: a hit needs no comparison of tokens, and timing reveals no other
+tenant's prompts. SHA-256 prevents forged collisions; it takes 60 ns per token with blocks of 16 (AMD Zen 4). All groups
+of layers use the same hashes; a block's key is (group, hash). A prefix is a hit only if every group has its blocks.
 """
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.group_hits import GroupHit, longest_common_hit
 from engine_worker.kv.sequence import Sequence
-from engine_worker.kv.span import KVSpan
+from engine_worker.kv.span import KVSpans
 
 _TOKEN_BYTES = 4
 
@@ -36,47 +38,59 @@ def pack_token_ids(token_ids: list[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
-def extend_block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> None:
-    """Extend `sequence.kv.block_hashes` to `num_blocks` blocks, whose tokens must all be known."""
-    first = len(sequence.kv.block_hashes)
+def extend_digests(sequence: Sequence, num_blocks: int, block_size: int) -> None:
+    """Extend `sequence.kv.digests` to `num_blocks` blocks, whose tokens must all be known."""
+    digests = sequence.kv.digests
+    first = len(digests)
     if num_blocks <= first:
         return
     packed = pack_token_ids(sequence.token_ids(first * block_size, num_blocks * block_size))
-    digest = sequence.kv.block_hashes[-1] if first else sequence.kv.cache_root
+    digest = digests[-1] if first else sequence.kv.cache_root
     size = block_size * _TOKEN_BYTES
     for start in range(0, len(packed), size):
         digest = sha256(digest + packed[start : start + size]).digest()
-        sequence.kv.block_hashes.append(digest)
+        digests.append(digest)
 
 
-def parent_hash(sequence: Sequence, index: int) -> bytes:
-    """Return the hash before block `index` of `sequence`. The hashes of earlier blocks must exist."""
-    return sequence.kv.block_hashes[index - 1] if index else sequence.kv.cache_root
+def parent_digest(sequence: Sequence, index: int) -> bytes:
+    """Return the digest before block `index` of `sequence`. The digests of earlier blocks must exist."""
+    return sequence.kv.digests[index - 1] if index else sequence.kv.cache_root
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix hit: blocks to share, then blocks to fetch from the host, or one to copy.
+    """A prefix hit: in each group blocks to share, then blocks to fetch from the host; or one block to copy.
 
-    The first `num_outside_window` blocks of the prefix are not needed, because no attention window reaches them. Of a
-    copied block, the first `num_copied_tokens` are used.
+    Of a copied block, the first `num_copied_tokens` are used. It is copied only if every group has it.
     """
 
-    block_ids: list[int]
-    copied_block_id: int | None = None
+    num_blocks: int  # full blocks of the prefix
+    groups: tuple[GroupHit, ...]
+    copied_block_ids: tuple[int, ...] = ()  # one per group, or none
     num_copied_tokens: int = 0
-    host_block_ids: list[int] = field(default_factory=list)
-    num_outside_window: int = 0
 
     @property
-    def num_blocks(self) -> int:
-        """The number of full blocks of the prefix."""
-        return self.num_outside_window + len(self.block_ids) + len(self.host_block_ids)
+    def block_ids(self) -> list[int]:
+        """The blocks to share, of all groups."""
+        return [block_id for hit in self.groups for block_id in hit.block_ids]
+
+    @property
+    def host_block_ids(self) -> list[int]:
+        """The blocks to fetch, of all groups."""
+        return [block_id for hit in self.groups for block_id in hit.host_block_ids]
+
+    @property
+    def num_host_blocks(self) -> int:
+        """The full blocks of the prefix that not every group has on the device."""
+        return max(len(hit.host_block_ids) for hit in self.groups)
+
+    def without_copy(self) -> "PrefixMatch":
+        return replace(self, copied_block_ids=(), num_copied_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    block_id: int
+    block_ids: tuple[int, ...]  # one per group
     packed_token_ids: bytes
     step: int  # the step whose forward pass computes it
 
@@ -84,11 +98,14 @@ class _Child:
 class PrefixCache:
     """The published blocks of one device pool. BlockPool owns references and evicts."""
 
-    def __init__(self, pool: BlockPool, span: KVSpan) -> None:
+    def __init__(self, pool: BlockPool, spans: KVSpans) -> None:
         self._pool = pool
-        self._span = span
-        self._block_size = span.block_size
-        self._children: dict[bytes, _Child] = {}  # parent hash -> the block published last under it
+        self._spans = spans.groups
+        self._groups = range(len(spans.groups))
+        self._finds = (pool.find,) * len(spans.groups)
+        self._has_windows = any(span.window for span in spans.groups)
+        self._block_size = spans.block_size
+        self._children: dict[bytes, _Child] = {}  # parent digest -> the blocks published last under it
         self._parents: dict[int, bytes] = {}  # the same by block id
         self._partly_filled: set[int] = set()
         self._wanted: set[int] = set()  # block ids, all published
@@ -97,9 +114,12 @@ class PrefixCache:
         """Return the longest cached prefix of the tokens that need not be computed."""
         limit = self.num_reusable_tokens(sequence)
         num_blocks = limit // self._block_size
-        extend_block_hashes(sequence, num_blocks, self._block_size)
-        num_outside_window, block_ids = self._span.longest_hit(sequence.kv.block_hashes[:num_blocks], self._pool.find)
-        return self._with_copy(sequence, PrefixMatch(block_ids, num_outside_window=num_outside_window), limit, step)
+        extend_digests(sequence, num_blocks, self._block_size)
+        digests = sequence.kv.digests[:num_blocks]
+        keys = [[(group, digest) for digest in digests] for group in self._groups]
+        num_found, hits = longest_common_hit(self._spans, keys, self._finds)
+        found = PrefixMatch(num_found, tuple(GroupHit(first, block_ids) for first, block_ids in hits))
+        return self._with_copy(sequence, found, limit, step)
 
     def num_reusable_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens need not be computed if they are cached.
@@ -107,7 +127,7 @@ class PrefixCache:
         With a window, the end of a prompt that forks is always computed: its forks start there, and a longer hit would
         lack blocks that they see.
         """
-        if self._span.window and sequence.sampling.num_sequences > 1:
+        if self._has_windows and sequence.sampling.num_sequences > 1:
             return min(sequence.num_reusable_tokens, sequence.num_prompt_tokens - 1)
         return sequence.num_reusable_tokens
 
@@ -118,12 +138,12 @@ class PrefixCache:
         first = kv.num_published_blocks
         if num_full <= first:
             return
-        extend_block_hashes(sequence, num_full, block_size)
+        extend_digests(sequence, num_full, block_size)
         packed = pack_token_ids(sequence.token_ids(first * block_size, num_full * block_size))
         size = block_size * _TOKEN_BYTES
         for index in range(first, num_full):
             start = (index - first) * size
-            self._publish(sequence, index, kv.block_hashes[index], packed[start : start + size], step)
+            self._publish(sequence, index, kv.digests[index], packed[start : start + size], step)
         kv.num_published_blocks = num_full
 
     def publish_end(self, sequence: Sequence, step: int) -> None:
@@ -131,20 +151,21 @@ class PrefixCache:
 
         Call it before the sequence frees its blocks.
         """
-        num_tokens = min(sequence.kv.num_computed_tokens, sequence.num_known_tokens)
+        kv = sequence.kv
+        num_tokens = min(kv.num_computed_tokens, sequence.num_known_tokens)
         self.publish(sequence, num_tokens, step)
         index = num_tokens // self._block_size
-        if num_tokens % self._block_size and not self._pool.is_shared(sequence.kv.block_table[index]):
+        if num_tokens % self._block_size and not self._pool.is_shared(kv.tables[0].blocks[index]):
             packed = pack_token_ids(sequence.token_ids(index * self._block_size, num_tokens))
-            block_hash = sha256(parent_hash(sequence, index) + packed).digest()
-            if self._publish(sequence, index, block_hash, packed, step):
-                self._partly_filled.add(sequence.kv.block_table[index])
+            digest = sha256(parent_digest(sequence, index) + packed).digest()
+            self._partly_filled.update(self._publish(sequence, index, digest, packed, step))
 
     def retract(self, sequence: Sequence) -> None:
         """Remove all blocks of the prefix of `sequence` from the cache, including those that others computed."""
-        for block_hash in sequence.kv.block_hashes:
-            if (block_id := self._pool.retract(block_hash)) is not None:
-                self.forget(block_id)
+        for digest in sequence.kv.digests:
+            for group in self._groups:
+                if (block_id := self._pool.retract((group, digest))) is not None:
+                    self.forget(block_id)
 
     def want(self, block_ids: Iterable[int]) -> None:
         """Mark published blocks as wanted."""
@@ -152,32 +173,40 @@ class PrefixCache:
 
     def forget(self, block_id: int) -> tuple[bool, bool]:
         """Remove a block that the pool reallocates. Return whether it was full, and whether it was wanted."""
-        parent = self._parents.pop(block_id, None)
+        parent = self._parents.get(block_id)
         if parent is not None:
-            del self._children[parent]
+            self._forget_child(parent)
         is_full, is_wanted = block_id not in self._partly_filled, block_id in self._wanted
         self._partly_filled.discard(block_id)
         self._wanted.discard(block_id)
         return is_full, is_wanted
 
-    def _publish(self, sequence: Sequence, index: int, block_hash: bytes, packed: bytes, step: int) -> bool:
-        kv = sequence.kv
-        block_id = kv.block_table[index]
-        if index < kv.num_released_blocks or not self._pool.publish(block_id, block_hash):
-            return False
-        parent = parent_hash(sequence, index)
-        if (older := self._children.get(parent)) is not None:
-            del self._parents[older.block_id]
-        self._children[parent] = _Child(block_id, packed, step)
-        self._parents[block_id] = parent
-        return True
+    def _publish(self, sequence: Sequence, index: int, digest: bytes, packed: bytes, step: int) -> list[int]:
+        """Publish block `index` in each group that holds it. Return the block ids that were not published before."""
+        published = []
+        for group, table in enumerate(sequence.kv.tables):
+            if index >= table.num_released and self._pool.publish(table.blocks[index], (group, digest)):
+                published.append(table.blocks[index])
+        if len(published) == len(self._groups):  # otherwise another sequence may compute a part of it in a later step
+            parent = parent_digest(sequence, index)
+            self._forget_child(parent)
+            self._children[parent] = _Child(tuple(published), packed, step)
+            self._parents.update(dict.fromkeys(published, parent))
+        return published
+
+    def _forget_child(self, parent: bytes) -> None:
+        if (child := self._children.pop(parent, None)) is not None:
+            for block_id in child.block_ids:
+                del self._parents[block_id]
 
     def _with_copy(self, sequence: Sequence, found: PrefixMatch, limit: int, step: int) -> PrefixMatch:
-        child = self._children.get(parent_hash(sequence, found.num_blocks))
+        child = self._children.get(parent_digest(sequence, found.num_blocks))
         if child is None or child.step >= step:
             return found
         start = found.num_blocks * self._block_size
         cached = array("I", child.packed_token_ids)
         wanted = sequence.token_ids(start, min(start + len(cached), limit))
         num_equal = next((i for i, token_id in enumerate(wanted) if token_id != cached[i]), len(wanted))
-        return replace(found, copied_block_id=child.block_id, num_copied_tokens=num_equal) if num_equal else found
+        if not num_equal:
+            return found
+        return replace(found, copied_block_ids=child.block_ids, num_copied_tokens=num_equal)

@@ -1,32 +1,63 @@
-"""The KV of one sequence: its blocks, the number of computed tokens, and the hashes under which it can be shared.
-
-There is one block table, because all layers form one group.
-"""
+"""The KV of one sequence: its blocks in each group of layers, and the hashes under which they can be shared."""
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 NULL_BLOCK_ID = 0  # never owned by a sequence; marks table entries that are not read
+
+BlockKey: TypeAlias = tuple[int, bytes]  # (group, digest of all tokens up to the block's end): names a block's content
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """The blocks of one sequence in one group; entry i holds tokens [i, i + 1) * block_size."""
+
+    blocks: list[int] = field(default_factory=list)  # on the device
+    host_blocks: list[int] = field(default_factory=list)  # in host memory, while swapped out
+    num_released: int = 0  # leading NULL_BLOCK_ID entries of either list, outside the window
+
+    @property
+    def held(self) -> list[int]:
+        """Block ids held on the device."""
+        return self.blocks[self.num_released :]
+
+    @property
+    def host_held(self) -> list[int]:
+        """Block ids held on the host."""
+        return self.host_blocks[self.num_released :]
+
+
+def _one_table() -> tuple[Table, ...]:
+    return (Table(),)
 
 
 @dataclass(slots=True, eq=False)
 class SequenceKV:
-    """KV state of one sequence."""
+    """KV state of one sequence. An admission or a fork replaces `tables` by one per group of the model."""
 
-    block_table: list[int] = field(default_factory=list)  # entry i holds tokens [i, i + 1) * block_size
-    host_block_table: list[int] = field(default_factory=list)  # blocks in host memory while swapped out
-    num_released_blocks: int = 0  # leading NULL_BLOCK_ID entries of either table, outside every window
+    tables: tuple[Table, ...] = field(default_factory=_one_table)
     num_computed_tokens: int = 0  # including steps in flight
-    # Prefix cache state. A block's hash covers all tokens up to its end and the root, which limits who may share it.
+    # Prefix cache state. A digest covers all tokens up to its block's end and the root, which limits who may share it.
     cache_root: bytes = b""
-    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, each computed once
-    num_published_blocks: int = 0  # leading blocks that are registered in the cache
+    digests: list[bytes] = field(default_factory=list)  # of the leading full blocks, each computed once
+    num_published_blocks: int = 0  # leading blocks that are registered in the cache, in every group
 
     @property
     def blocks(self) -> list[int]:
-        """Block ids held on the device."""
-        return self.block_table[self.num_released_blocks :]
+        """Block ids held on the device, in all groups."""
+        return [block_id for table in self.tables for block_id in table.held]
 
     @property
     def host_blocks(self) -> list[int]:
-        """Block ids held on the host."""
-        return self.host_block_table[self.num_released_blocks :]
+        """Block ids held on the host, in all groups."""
+        return [block_id for table in self.tables for block_id in table.host_held]
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it has blocks on the device."""
+        return any(table.blocks for table in self.tables)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it has blocks in host memory."""
+        return any(table.host_blocks for table in self.tables)

@@ -78,3 +78,33 @@ class KVSpan:
             else:
                 return first, block_ids[::-1]
         return start, []
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpans:
+    """The spans of all groups of a model, and how many blocks sequences hold in them together."""
+
+    groups: tuple[KVSpan, ...]
+
+    @classmethod
+    def of(cls, windows: Sequence[int], block_size: int, max_new_tokens: int = 1) -> "KVSpans":
+        """Return the spans of groups with these windows; see KVSpan."""
+        return cls(tuple(KVSpan(block_size, window, max_new_tokens) for window in windows))
+
+    @property
+    def block_size(self) -> int:
+        return self.groups[0].block_size
+
+    def max_blocks(self, num_tokens: int, num_shared_tokens: int = 0, num_sequences: int = 1) -> int:
+        """Return the maximum number of blocks held at once while sequences grow to `num_tokens` each.
+
+        They share the full blocks of their first `num_shared_tokens`, and may share nothing else.
+        """
+        num_blocks, num_shared = -(-num_tokens // self.block_size), num_shared_tokens // self.block_size
+        num_shared_and_own = num_shared + num_sequences * (num_blocks - num_shared)
+        return sum(min(num_shared_and_own, num_sequences * span.max_blocks(num_tokens)) for span in self.groups)
+
+    def own_blocks(self, num_tokens: int, num_shared_tokens: int) -> int:
+        """Return the maximum number of blocks of a sequence beside the full ones of its first `num_shared_tokens`."""
+        num_own = -(-num_tokens // self.block_size) - num_shared_tokens // self.block_size
+        return sum(min(num_own, span.max_blocks(num_tokens)) for span in self.groups)

@@ -28,8 +28,6 @@ class Admission:
         slots: RunningSlots,
         background_share: BackgroundShare,
         estimator: PrefillEstimator,
-        *,
-        max_blocks_each: int,
     ) -> None:
         """Create the admission.
 
@@ -39,7 +37,6 @@ class Admission:
             slots: The running slots.
             background_share: The limits of background requests.
             estimator: Is updated with each admitted prompt.
-            max_blocks_each: Limit of the blocks of a sequence.
         """
         self.running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
         self.waits_for = ""  # what the first group of the queue lacked in the last step
@@ -48,7 +45,6 @@ class Admission:
         self._slots = slots
         self._background_share = background_share
         self._estimator = estimator
-        self._max_blocks_each = max_blocks_each
         self._lacks_blocks: SequenceGroup | None = None  # the first group of the queue, if it lacked blocks
         self._waiting_beams: SequenceGroup | None = None  # the first beam search that lacked slots
         # State of the step that is being planned:
@@ -113,11 +109,12 @@ class Admission:
                 yield group, max(group.num_slots_to_start, num_free + 1)
 
     def headroom_blocks(self, num_slots: int) -> int:
-        """Return the blocks that an admission leaves free: one per sequence, so that block_size steps preempt none.
+        """Return the blocks that an admission leaves free: one per sequence and group of layers.
 
+        So block_size steps preempt none.
         With swapping half as many, because a swap hardly slows the other sequences (ADR 0048).
         """
-        num_blocks = self._slots.num_taken + num_slots if self.running else 0
+        num_blocks = (self._slots.num_taken + num_slots) * len(self._kv_cache.spans.groups) if self.running else 0
         return -(-num_blocks // 2) if self._kv_cache.may_swap else num_blocks
 
     def _admit_first(self, is_background: bool) -> Place | None:
@@ -248,9 +245,7 @@ class Admission:
 
     def _num_fork_blocks(self, group: SequenceGroup, child: Sequence, num_shared_tokens: int) -> int:
         """Return the blocks of `child` without the full blocks that hold `num_shared_tokens` of the prompt."""
-        block_size = self._kv_cache.block_size
-        num_own = -(-child.num_tokens // block_size) - num_shared_tokens // block_size
-        return min(num_own, self._max_blocks_each)
+        return self._kv_cache.spans.own_blocks(child.num_tokens, num_shared_tokens)
 
     def _fork_source(self, group: SequenceGroup) -> Sequence | None:
         """Return a running sequence that still holds the whole prompt."""

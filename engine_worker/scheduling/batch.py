@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from engine_worker.kv.sequence import BeamCandidate as BeamCandidate  # noqa: PLC0414 - part of StepResult
 from engine_worker.kv.sequence import Sequence
-from engine_worker.kv.sequence_kv import SequenceKV
+from engine_worker.kv.sequence_kv import SequenceKV, Table
 from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from shared.messages import EncodedLogprobs, FinishReason, PromptLogprobs, SamplingParams
@@ -144,9 +144,8 @@ def synthetic_batch(
         sampling: Of all sequences; default: greedy.
     """
     num_tokens = start + num_new_tokens
-    block_table = list(range(1, -(-num_tokens // block_size) + 1))
+    blocks = list(range(1, -(-num_tokens // block_size) + 1))
     sequences = [
-        Sequence("warmup", [0] * num_tokens, sampling, kv=SequenceKV(block_table=block_table))
-        for _ in range(num_sequences)
+        Sequence("warmup", [0] * num_tokens, sampling, kv=SequenceKV((Table(blocks),))) for _ in range(num_sequences)
     ]
     return ScheduledBatch([ScheduledSequence(one, start, num_new_tokens, samples=True) for one in sequences])

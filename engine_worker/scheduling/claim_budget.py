@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.span import KVSpans
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.step_plan import MAX_PROMPT_LOGPROBS
@@ -72,11 +73,11 @@ class PrefillEstimator:
     The cached part is weighted by tokens, because many short cached prompts predict nothing about a long one.
     """
 
-    def __init__(self, config: SchedulerConfig, block_size: int, max_blocks_each: int) -> None:
-        """Create the estimator. `max_blocks_each`: limit of the blocks of a sequence."""
+    def __init__(self, config: SchedulerConfig, spans: KVSpans) -> None:
+        """Create the estimator. `spans`: the blocks of a sequence per group of layers."""
         self._begun: dict[bool, list[Sequence]] = {False: [], True: []}  # prompts in chunks, by is_background
-        self._block_size = block_size
-        self._max_blocks_each = max_blocks_each
+        self._block_size = spans.block_size
+        self._block_limits = [span.max_blocks(config.max_model_len) for span in spans.groups]
         self._num_spare_requests = config.max_num_seqs // SLOTS_PER_SPARE_REQUEST
         self._ending: set[Sequence] = set()  # sequences that the next steps end by length
         self._prompt_tokens = config.max_num_batched_tokens / 4  # before the first prompt
@@ -138,8 +139,8 @@ class PrefillEstimator:
         begun = [*self._begun[False], *(self._begun[True] if is_background else ())]
         soon = _num_soon_computed([*begun, *(first for _, first in needs)])
         begun_tokens, waiting_tokens = sum(soon[: len(begun)]), sum(soon[len(begun) :]) * ratio
-        blocks = spare_blocks - len(needs) - waiting_blocks
-        blocks_each = 1 + self._blocks_of(request_tokens)
+        blocks = spare_blocks - len(needs) * len(self._block_limits) - waiting_blocks
+        blocks_each = len(self._block_limits) + self._blocks_of(request_tokens)
         room = min(free_slots - sum(slots for slots, _ in needs), ceil(blocks / blocks_each))
         return ClaimBudget(
             room=room,
@@ -150,7 +151,7 @@ class PrefillEstimator:
         )
 
     def _blocks_of(self, num_tokens: float) -> float:
-        return min(num_tokens / self._block_size, self._max_blocks_each)
+        return sum(min(num_tokens / self._block_size, limit) for limit in self._block_limits)
 
 
 def _num_slots(group: SequenceGroup, free_slots: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
+from engine_worker.kv.span import KVSpans
 from shared.messages import ErrorCode, GenerationRequest, SamplingParams, StoredChoice
 
 
@@ -23,8 +24,7 @@ class RequestLimits:
     vocab_size: int
     max_model_len: int
     capacity_blocks: int  # of this worker's KV cache
-    block_size: int
-    max_blocks_each: int  # limit of the blocks of a sequence
+    spans: KVSpans  # the blocks of a sequence per group of layers
     max_beam_width: int
 
 
@@ -40,14 +40,11 @@ def _shortages(request: GenerationRequest, limits: RequestLimits) -> Iterator[st
     """Yield what an otherwise idle worker lacks. Beams share the prompt's full blocks."""
     num_sequences = request.sampling.beam_width if request.sampling.use_beam_search else 1
     num_prompt = len(request.prompt_token_ids)
-    shared_blocks = num_prompt // limits.block_size
-    needed_blocks = shared_blocks + num_sequences * (-(-(num_prompt + 1) // limits.block_size) - shared_blocks)
-    needed_blocks = min(needed_blocks, num_sequences * limits.max_blocks_each)
+    needed_blocks = limits.spans.max_blocks(num_prompt + 1, num_prompt, num_sequences)
     if needed_blocks > limits.capacity_blocks:
-        shared, capacity = shared_blocks * limits.block_size, limits.capacity_blocks * limits.block_size
-        needed = shared + num_sequences * (num_prompt + 1 - shared)
         each = "" if num_sequences == 1 else f" of each of {num_sequences} sequences"
-        yield f"the prompt and one token{each} need {needed} KV slots; this worker has {capacity}"
+        size, has = limits.spans.block_size, limits.capacity_blocks
+        yield f"the prompt and one token{each} need {needed_blocks} KV blocks of {size} tokens; this worker has {has}"
 
 
 def _problems(request: GenerationRequest, stored: Sequence[StoredChoice], limits: RequestLimits) -> Iterator[str]:

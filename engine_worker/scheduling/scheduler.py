@@ -18,8 +18,10 @@ its share (policy.py). A sequence that ends during a step is removed at once and
 keeps its sample. Use it in one thread.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from engine_worker.kv.kv_allocator import KVAllocator
@@ -29,6 +31,7 @@ from engine_worker.kv.kv_stats import KVCacheStats
 from engine_worker.kv.kv_view import kv_view
 from engine_worker.kv.preemption import PreemptionMode
 from engine_worker.kv.sequence import BeamCandidate, Sequence, SequenceStatus, finish_reason
+from engine_worker.kv.span import KVSpans
 from engine_worker.scheduling.admission import Admission
 from engine_worker.scheduling.background_share import BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
@@ -52,19 +55,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv_cache: KVAllocator) -> None:
         self.config = config
         self._kv_cache = kv_cache
-        self.max_blocks_each = kv_cache.max_blocks(config.max_model_len)  # limit of the blocks of a sequence
         self._slots = RunningSlots(config.max_num_seqs)
         self._policy = FairShare(self._slots)
         self._background_share = BackgroundShare(config, kv_cache.num_usable_blocks)
-        self._estimator = PrefillEstimator(config, kv_cache.block_size, self.max_blocks_each)
-        self._admission = Admission(
-            kv_cache,
-            self._policy,
-            self._slots,
-            self._background_share,
-            self._estimator,
-            max_blocks_each=self.max_blocks_each,
-        )
+        self._estimator = PrefillEstimator(config, kv_cache.spans)
+        self._admission = Admission(kv_cache, self._policy, self._slots, self._background_share, self._estimator)
         self._running = self._admission.running
 
     @property
@@ -72,8 +67,8 @@ class Scheduler:
         return self._kv_cache.num_usable_blocks
 
     @property
-    def block_size(self) -> int:
-        return self._kv_cache.block_size
+    def spans(self) -> KVSpans:
+        return self._kv_cache.spans
 
     @property
     def num_running(self) -> int:
@@ -120,14 +115,14 @@ class Scheduler:
     def max_num_tokens_of(self, num_prompt_tokens: int, num_beams: int = 1) -> int:
         """Return the maximum length of a sequence, in tokens, so that it fits when it runs alone.
 
-        Beams share at least the full blocks of their prompt, and may share nothing else. If each can have its maximum
-        of blocks, which a window may allow, only max_model_len limits them.
+        Beams share at least the full blocks of their prompt, and may share nothing else.
         """
-        if self.max_blocks_each * num_beams <= self._kv_cache.num_usable_blocks:
-            return self.config.max_model_len
-        shared_blocks = num_prompt_tokens // self.block_size
-        own_blocks = (self._kv_cache.num_usable_blocks - shared_blocks) // num_beams
-        return min(self.config.max_model_len, (shared_blocks + own_blocks) * self.block_size)
+        spans, num_usable, longest = self._kv_cache.spans, self._kv_cache.num_usable_blocks, self.config.max_model_len
+        num_blocks_at = partial(spans.max_blocks, num_shared_tokens=num_prompt_tokens, num_sequences=num_beams)
+        if num_blocks_at(longest) <= num_usable:
+            return longest
+        ends = range(0, longest + spans.block_size, spans.block_size)
+        return min(longest, ends[bisect_right(ends, num_usable, key=num_blocks_at) - 1])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request of one sequence."""
@@ -244,7 +239,7 @@ class Scheduler:
             for sequence in group.sequences:
                 is_running, is_swapped = sequence in group.active, sequence.status is SequenceStatus.SWAPPED
                 assert (sequence.status is SequenceStatus.RUNNING) is is_running, sequence.request_id
-                assert bool(sequence.kv.host_block_table) is is_swapped, sequence.request_id
+                assert sequence.kv.is_on_host is is_swapped, sequence.request_id
                 assert 0 <= sequence.num_inflight_tokens <= 1, sequence.request_id
         assert all(group.active for group in self._running.values())
         assert not any(group.active for group in self._policy)

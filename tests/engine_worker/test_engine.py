@@ -319,7 +319,7 @@ def test_fake_model_reads_cache_through_block_table() -> None:
     engine.step()
     (group,) = engine._scheduler._running.values()
     (sequence,) = group.active
-    sequence.kv.block_table.reverse()
+    sequence.kv.tables[0].blocks.reverse()
     (event,) = engine.step()
     assert isinstance(event, TokenEvent) and event.token_ids != expected_output(request)[1:2]
 

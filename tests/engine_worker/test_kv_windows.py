@@ -27,10 +27,10 @@ from tests.builders import (
 def test_window_sequence_of_4k_tokens_holds_exact_blocks(window: int, num_blocks: int) -> None:
     """A decoding sequence holds ceil((window - 1) / 16) + 1 blocks; without a window, all 257 of 4,097 tokens."""
     engine = make_engine(
-        FakeModelRunner(num_blocks=400, block_size=16, window=window),
+        FakeModelRunner(num_blocks=400, block_size=16, windows=(window,)),
         num_blocks=400,
         block_size=16,
-        window=window,
+        windows=(window,),
         max_num_batched_tokens=256,
         max_model_len=5000,
     )
@@ -54,10 +54,10 @@ def test_window_sequence_of_4k_tokens_holds_exact_blocks(window: int, num_blocks
 def test_window_sequence_may_exceed_the_pool() -> None:
     """20 blocks of 4 hold 80 tokens. A window of 16 takes 5 of them, so 1,000 tokens fit in turn."""
     engine = make_engine(
-        FakeModelRunner(num_blocks=21, block_size=4, window=16),
+        FakeModelRunner(num_blocks=21, block_size=4, windows=(16,)),
         num_blocks=21,
         block_size=4,
-        window=16,
+        windows=(16,),
         max_model_len=1000,
         max_num_batched_tokens=16,
     )
@@ -87,9 +87,9 @@ def computed(kv_cache: KVCacheManager, num_tokens: int, request_id: str = "a") -
 
 
 def test_window_prefix_hit_needs_only_last_window() -> None:
-    kv_cache = KVCacheManager(num_blocks=30, block_size=4, window=8, max_new_tokens=8)
+    kv_cache = KVCacheManager(num_blocks=30, block_size=4, windows=(8,), max_new_tokens=8)
     first = computed(kv_cache, 40)
-    assert (first.kv.block_table[:8], len(first.kv.blocks)) == ([0] * 8, 2)  # token 40 attends from token 33 on
+    assert (first.kv.tables[0].blocks[:8], len(first.kv.blocks)) == ([0] * 8, 2)  # token 40 attends from token 33 on
     last = list(first.kv.blocks)
     kv_cache.free(first)
     # Cached blocks are evicted in LRU order: all except those of the last window.
@@ -97,7 +97,7 @@ def test_window_prefix_hit_needs_only_last_window() -> None:
     second = make_sequence(make_prompt(41), "b")
     kv_cache.device_pool.free(taken[:10])
     assert kv_cache.try_admit(second)
-    assert (second.kv.num_computed_tokens, second.kv.block_table[:8], second.kv.blocks[:2]) == (40, [0] * 8, last)
+    assert (second.kv.num_computed_tokens, second.kv.tables[0].blocks[:8], second.kv.blocks[:2]) == (40, [0] * 8, last)
     kv_cache.take_transfers()
     kv_cache.device_pool.free(taken[10:])
     kv_cache.check_integrity([second])
@@ -106,17 +106,17 @@ def test_window_prefix_hit_needs_only_last_window() -> None:
 @pytest.mark.parametrize("caches", [False, True])
 def test_window_swap_moves_only_the_window(caches: bool) -> None:
     host_tier = HostTierConfig(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
-    kv_cache = KVCacheManager(30, 4, window=8, max_new_tokens=8, enable_prefix_caching=caches, host_tier=host_tier)
+    kv_cache = KVCacheManager(30, 4, windows=(8,), max_new_tokens=8, enable_prefix_caching=caches, host_tier=host_tier)
     sequence = computed(kv_cache, 42)
     assert kv_cache.preempt([sequence]) is PreemptionMode.SWAP
     transfers = kv_cache.take_transfers()
-    assert (len(transfers.swap_out), len(sequence.kv.host_block_table), len(sequence.kv.host_blocks)) == (3, 11, 3)
+    assert (len(transfers.swap_out), len(sequence.kv.tables[0].host_blocks), len(sequence.kv.host_blocks)) == (3, 11, 3)
     kv_cache.check_integrity([sequence])
     taken = kv_cache.device_pool.allocate(kv_cache.num_available_blocks)  # evicts all cached blocks
     kv_cache.device_pool.free(taken)
     assert kv_cache.try_swap_in([sequence])
     assert len(kv_cache.take_transfers().swap_in) == 3
-    assert sequence.kv.block_table[:8] == [0] * 8 and 0 not in sequence.kv.blocks
+    assert sequence.kv.tables[0].blocks[:8] == [0] * 8 and 0 not in sequence.kv.blocks
     kv_cache.check_integrity([sequence])
     kv_cache.free(sequence)
     assert kv_cache.stats([]).num_active_blocks == 0
@@ -124,7 +124,7 @@ def test_window_swap_moves_only_the_window(caches: bool) -> None:
 
 def test_window_forking_prompt_is_computed_at_its_end() -> None:
     """Its sequences start after the prompt and attend to tokens that a hit inside an output may lack."""
-    kv_cache = KVCacheManager(num_blocks=60, block_size=4, window=8, max_new_tokens=8)
+    kv_cache = KVCacheManager(num_blocks=60, block_size=4, windows=(8,), max_new_tokens=8)
     tokens = computed(kv_cache, 40)
     kv_cache.free(tokens)
     prompt, output = tokens.prompt_token_ids[:21], tokens.prompt_token_ids[21:]
@@ -135,10 +135,10 @@ def test_window_forking_prompt_is_computed_at_its_end() -> None:
     first.kv.num_computed_tokens = 28
     kv_cache.publish(first, 28)
     kv_cache.fork(first, child, 21)
-    assert child.kv.blocks[:2] == first.kv.blocks[:2] and child.kv.num_released_blocks == 3
+    assert child.kv.blocks[:2] == first.kv.blocks[:2] and child.kv.tables[0].num_released == 3
     kv_cache.take_transfers()
     kv_cache.release_outside_window()
-    assert (first.kv.num_released_blocks, child.kv.num_released_blocks) == (5, 3)
+    assert (first.kv.tables[0].num_released, child.kv.tables[0].num_released) == (5, 3)
     kv_cache.check_integrity([first, other, child])
 
 

@@ -116,7 +116,7 @@ class BlockTableRows:
 
     def _row(self, scheduled: ScheduledSequence) -> _TableRow:
         sequence = scheduled.sequence
-        table = sequence.kv.block_table
+        table = sequence.kv.tables[0].blocks
         row = self._rows.get(sequence)
         if row is None or row.source is not table or row.num_preemptions != sequence.num_preemptions:
             row = _TableRow(table, sequence.num_preemptions, np.array(table, dtype=np.int32))

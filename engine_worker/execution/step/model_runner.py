@@ -76,7 +76,7 @@ class ModelRunner:
         self.kv_cache_bytes: int = kv_cache.pool.nbytes
         self.kv_cache_dtype = kv_cache.layout.groups[0].dtype  # of keys and values
         self.block_bytes = kv_cache.layout.block_bytes
-        self.window = kv_cache.layout.groups[0].window  # attention window in tokens; 0: at least one layer has none
+        self.windows = [group.window for group in kv_cache.layout.groups]  # in tokens; 0: none
         self.num_blocks = kv_cache.num_blocks  # including block 0, which is never allocated
         self.num_host_blocks = kv_cache.num_host_blocks  # 0: no host pool
         self.speeds: MeasuredSpeeds | None = None  # set by the loader if there is a host pool

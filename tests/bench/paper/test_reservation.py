@@ -28,13 +28,13 @@ def test_reservation_is_contiguous_and_kept_to_the_end() -> None:
     for sequence in (first, second):
         assert manager.can_allocate(sequence)
         manager.allocate(sequence)
-    assert first.kv.block_table == [1, 2, 3, 4]
-    assert second.kv.block_table == list(range(17, 26))
+    assert first.kv.tables[0].blocks == [1, 2, 3, 4]
+    assert second.kv.tables[0].blocks == list(range(17, 26))
     manager.check_integrity([first, second])
     first.output_token_ids = [7] * 9
     assert isinstance(manager, ReservedKVAllocator) and manager.missing(first) == 0, "it never grows"
     manager.free(first)
-    assert first.kv.block_table == []
+    assert first.kv.tables[0].blocks == []
     manager.check_integrity([second])
 
 
@@ -43,7 +43,7 @@ def test_padding_block_is_never_allocated() -> None:
     first, second, third = (make_sequence(1) for _ in range(3))
     manager.allocate(first)
     manager.allocate(second)
-    assert (first.kv.block_table, second.kv.block_table) == ([1, 2, 3, 4], [5, 6, 7, 8])
+    assert (first.kv.tables[0].blocks, second.kv.tables[0].blocks) == ([1, 2, 3, 4], [5, 6, 7, 8])
     assert not manager.can_allocate(third)
     assert manager.num_available_blocks == 0
 

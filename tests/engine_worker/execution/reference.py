@@ -156,7 +156,7 @@ def make_engine(
     manager = KVCacheManager(
         runner.num_blocks,
         runner.block_size,
-        window=runner.window,
+        windows=runner.windows,
         max_new_tokens=config["max_num_batched_tokens"],
         enable_prefix_caching=enable_prefix_caching,
         host_tier=host_tier if runner.num_host_blocks else None,

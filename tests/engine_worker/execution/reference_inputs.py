@@ -71,5 +71,5 @@ def _block_tables(ordered: list[ScheduledSequence], ends: np.ndarray, block_size
     used_blocks = -(-ends // block_size)
     tables = np.zeros((len(ordered), int(used_blocks.max())), dtype=np.int32)
     for row, (scheduled, used) in enumerate(zip(ordered, used_blocks, strict=True)):
-        tables[row, :used] = scheduled.sequence.kv.block_table[:used]
+        tables[row, :used] = scheduled.sequence.kv.tables[0].blocks[:used]
     return tables

@@ -53,7 +53,7 @@ def graphs(max_num_seqs: int, mode: str = "full") -> StepGraphs:
 def batch(*num_new_tokens: int, samples: bool = True) -> StepDescription:
     sequences = [make_sequence(600) for _ in num_new_tokens]
     for sequence in sequences:
-        sequence.kv.block_table = list(range(1, 40))
+        sequence.kv.tables[0].blocks = list(range(1, 40))
     scheduled = [
         ScheduledSequence(*row, samples) for row in zip(sequences, [0] * len(sequences), num_new_tokens, strict=True)
     ]

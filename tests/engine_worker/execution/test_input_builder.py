@@ -11,7 +11,7 @@ from tests.builders import make_sequence
 
 def scheduled(prompt: list[int], output: list[int], blocks: list[int], start: int, count: int) -> ScheduledSequence:
     sequence = make_sequence(prompt, output_token_ids=output)
-    sequence.kv.block_table, sequence.kv.num_computed_tokens = blocks, start
+    sequence.kv.tables[0].blocks, sequence.kv.num_computed_tokens = blocks, start
     return ScheduledSequence(sequence, start, count, samples=start + count == sequence.num_tokens)
 
 

@@ -39,12 +39,12 @@ def test_runner_tokens_are_in_batch_order(runner: ModelRunner) -> None:
     sequences = []
     for index, length in enumerate((20, 3, 9)):
         sequence = make_sequence([3 + (7 * index + token) % 400 for token in range(length)])
-        sequence.kv.block_table = [1 + 3 * index, 2 + 3 * index, 3 + 3 * index]
+        sequence.kv.tables[0].blocks = [1 + 3 * index, 2 + 3 * index, 3 + 3 * index]
         alone.append(next_token(runner, sequence))
         sequences.append(sequence)
     scheduled = [ScheduledSequence(sequence, 0, sequence.num_tokens, samples=True) for sequence in sequences]
     chunk = ScheduledSequence(make_sequence(12), 0, 5, samples=False)
-    chunk.sequence.kv.block_table = [20, 21]
+    chunk.sequence.kv.tables[0].blocks = [20, 21]
     result = runner.execute(ScheduledBatch([scheduled[0], chunk, scheduled[1], scheduled[2]]))
     assert result.sampled_token_ids == [alone[0], None, alone[1], alone[2]]
     assert result.failures == {} and set(result.phase_seconds) == {"prepare", "forward", "sample"}
@@ -53,7 +53,7 @@ def test_runner_tokens_are_in_batch_order(runner: ModelRunner) -> None:
 
 def test_runner_nan_row_fails_alone(runner: ModelRunner) -> None:
     good, bad = make_sequence(5, "good"), make_sequence(5, "bad")
-    good.kv.block_table, bad.kv.block_table = [1], [2]
+    good.kv.tables[0].blocks, bad.kv.tables[0].blocks = [1], [2]
     bad_start = 4  # its earlier keys are NaN in the cache
     runner.replica.kv_cache.pool[2] = torch.nan
     result = runner.execute(
@@ -74,10 +74,10 @@ def test_runner_stale_block_contents_are_never_read(model_dir: Path) -> None:
 
 def test_runner_block_copies_precede_the_step(runner: ModelRunner) -> None:
     original = make_sequence(13)
-    original.kv.block_table = [1, 2]
+    original.kv.tables[0].blocks = [1, 2]
     expected = next_token(runner, original)
     fork = make_sequence(original.prompt_token_ids)
-    fork.kv.block_table = [1, 5]  # shares the full block, copies the other
+    fork.kv.tables[0].blocks = [1, 5]  # shares the full block, copies the other
     last = ScheduledSequence(fork, 12, 1, samples=True)
     result = runner.execute(ScheduledBatch([last], block_copies=[BlockCopy(2, 5)]))
     assert result.sampled_token_ids == [expected]
@@ -127,7 +127,7 @@ def test_load_dummy_weights_need_only_config(model_dir: Path, tmp_path: Path) ->
         ExecutionSettings(model=tmp_path, load_format="dummy", **settings), lambda phase, progress, detail: None
     )
     sequence = make_sequence(5)
-    sequence.kv.block_table = [1]
+    sequence.kv.tables[0].blocks = [1]
     assert next_token(runner, sequence) is not None
 
 

@@ -53,7 +53,7 @@ class Inputs:
 
 def sequence(num_tokens: int, *block_table: int) -> Sequence:
     made = make_sequence(num_tokens)
-    made.kv.block_table = list(block_table)
+    made.kv.tables[0].blocks = list(block_table)
     return made
 
 
@@ -114,17 +114,17 @@ def test_inputs_block_tables_follow_growth_copy_and_readmission() -> None:
     one, other = sequence(8, 1, 2), sequence(8, 3, 4)
     assert_as_built(inputs, [decode(one), decode(other)])
     one.output_token_ids.append(9)
-    one.kv.block_table += [5]  # the ninth token starts a new block
+    one.kv.tables[0].blocks += [5]  # the ninth token starts a new block
     assert_as_built(inputs, [decode(other), decode(one)])
-    one.kv.block_table[2] = 6  # a shared block was copied before a write
+    one.kv.tables[0].blocks[2] = 6  # a shared block was copied before a write
     assert_as_built(inputs, [decode(other), decode(one)])
-    other.kv.block_table = [7, 8]  # preempted and admitted again
+    other.kv.tables[0].blocks = [7, 8]  # preempted and admitted again
     assert_as_built(inputs, [decode(other), decode(one)])
     one.num_preemptions += 1  # preempted and admitted again, with its table changed in place
-    one.kv.block_table[:] = [10, 11, 12]
+    one.kv.tables[0].blocks[:] = [10, 11, 12]
     assert_as_built(inputs, [decode(other), decode(one)])
     one.output_token_ids += [9] * 30
-    one.kv.block_table += range(20, 40)
+    one.kv.tables[0].blocks += range(20, 40)
     assert_as_built(inputs, [decode(other), decode(one)])
 
 
@@ -171,7 +171,7 @@ def test_inputs_forks_without_tokens_share_previous_logits() -> None:
     inputs.keep_samples([other, first, *forks], torch.tensor([11, 12, 13, 14]))
     for one in (other, first, *forks):
         one.num_inflight_tokens = 1
-    forks[1].kv.block_table = [1, 7]  # copied from the shared block
+    forks[1].kv.tables[0].blocks = [1, 7]  # copied from the shared block
     in_flight = dict(zip([other, first, *forks], [11, 12, 13, 14], strict=True))
     assert_as_built(inputs, [decode(one) for one in (first, *forks)], inflight_token_ids=in_flight)
 

@@ -24,7 +24,7 @@ def test_replica_serialized_steps_give_same_logits_and_pool(model_dir: Path) -> 
     here, there = (make_runner(model_dir, num_blocks=16, block_size=BLOCK_SIZE).replica for _ in range(2))
     describer = StepDescriber(BLOCK_SIZE, decodes_first=True)
     long, short = make_sequence(20, "long"), make_sequence(9, "short")
-    long.kv.block_table, short.kv.block_table = [3, 9, 1], [4, 2]
+    long.kv.tables[0].blocks, short.kv.tables[0].blocks = [3, 9, 1], [4, 2]
     steps = [
         ScheduledBatch([ScheduledSequence(long, 0, 12, samples=False), ScheduledSequence(short, 0, 9, samples=True)]),
         # The next token of `short` is in flight, and its last block was shared, so it is copied first.
@@ -35,7 +35,7 @@ def test_replica_serialized_steps_give_same_logits_and_pool(model_dir: Path) -> 
     ]
     for number, batch in enumerate(steps):
         if number:
-            short.num_inflight_tokens, short.kv.block_table[1] = 1, 5
+            short.num_inflight_tokens, short.kv.tables[0].blocks[1] = 1, 5
         described = describer.describe(batch)
         found = []
         for replica, description in ((here, described), (there, StepDescription.from_bytes(described.to_bytes()))):

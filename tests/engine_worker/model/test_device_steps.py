@@ -68,7 +68,7 @@ def logits_and_pool(
     pool = torch.zeros(16, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     device: Device = device_class(config, pool)
     long, short = make_sequence(30, "long"), make_sequence(9, "short", output_token_ids=[5])
-    long.kv.block_table, short.kv.block_table = [3, 9, 1, 7], [4, 2]
+    long.kv.tables[0].blocks, short.kv.tables[0].blocks = [3, 9, 1, 7], [4, 2]
     steps = [
         [ScheduledSequence(long, 0, 6, samples=False)],
         [ScheduledSequence(long, 6, 7, samples=False), ScheduledSequence(short, 0, 9, samples=True)],

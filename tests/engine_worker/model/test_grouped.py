@@ -91,7 +91,7 @@ def logits_of(directory: Path, quantization: str, dtype: torch.dtype = torch.flo
     model = blueprint_from_directory(directory, quantization=quantization).build(source, 64, is_deterministic=False)
     assert isinstance(model, Network)
     spec, sequence = model.spec, make_sequence(30, "one prompt")
-    sequence.kv.block_table = [3, 1, 2, 4]
+    sequence.kv.tables[0].blocks = [3, 1, 2, 4]
     pool = torch.zeros(8, spec.num_layers, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, dtype=dtype)
     batch = ScheduledBatch([ScheduledSequence(sequence, 0, 30, samples=True)])
     return model.forward(reference_model_input(batch, BLOCK_SIZE), model.attach(pool))

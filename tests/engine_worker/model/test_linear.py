@@ -63,7 +63,7 @@ class Int8Method:
 
 def logits_of(model: Network) -> Tensor:
     config, sequence = model.spec, make_sequence(30, "one prompt")
-    sequence.kv.block_table = [3, 1, 2, 4]
+    sequence.kv.tables[0].blocks = [3, 1, 2, 4]
     pool = torch.zeros(8, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     batch = ScheduledBatch([ScheduledSequence(sequence, 0, 30, samples=True)])
     return model.forward(reference_model_input(batch, BLOCK_SIZE), model.attach(pool))

@@ -6,6 +6,7 @@ manager's counts with the tables and every computed slot with its expected conte
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import lru_cache
 from zlib import crc32
@@ -13,7 +14,7 @@ from zlib import crc32
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.kv.sequence import Sequence
-from engine_worker.kv.span import KVSpan
+from engine_worker.kv.span import KVSpans
 from tests.builders import make_sequence
 
 _GARBAGE = -1
@@ -51,14 +52,15 @@ class KVWorld:
         *,
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
-        window: int = 0,
+        windows: SequenceOf[int] = (0,),
     ) -> None:
         """Create the manager and its memory.
 
-        With a host pool, preempted sequences are swapped while the pool has room. With a window, a sequence computes at
-        most NEW_TOKENS per step.
+        With a host pool, preempted sequences are swapped while the pool has room. `windows`: one per group; with
+        one that is not 0, a sequence computes at most NEW_TOKENS per step.
         """
-        self.span = KVSpan(block_size, window, NEW_TOKENS)
+        self.spans = KVSpans.of(windows, block_size, NEW_TOKENS)
+        self._has_windows = any(windows)
         host_tier = HostTierConfig(
             num_blocks=num_host_blocks,
             preemption_mode=PreemptionMode.SWAP,
@@ -67,7 +69,7 @@ class KVWorld:
         self.manager = KVCacheManager(
             num_blocks,
             block_size,
-            window=window,
+            windows=windows,
             max_new_tokens=NEW_TOKENS,
             enable_prefix_caching=enable_prefix_caching,
             host_tier=host_tier if num_host_blocks else None,
@@ -143,8 +145,9 @@ class KVWorld:
         self.num_operations += 1
         for sequence in self.running:
             self._check_contents(sequence)
-            num_held, max_held = len(sequence.kv.blocks), self.span.max_blocks(sequence.num_tokens)
-            assert num_held <= max_held, f"{sequence.request_id} holds {num_held} blocks; the limit is {max_held}"
+            for table, span in zip(sequence.kv.tables, self.spans.groups, strict=True):
+                num_held, max_held = len(table.held), span.max_blocks(sequence.num_tokens)
+                assert num_held <= max_held, f"{sequence.request_id} holds {num_held} blocks; the limit is {max_held}"
         for sequence in self.swapped:
             self._check_contents(sequence, on_host=True)
         self.manager.check_integrity([*self.running, *self.swapped])
@@ -157,7 +160,7 @@ class KVWorld:
 
     def _admit(self, newcomer: Newcomer) -> Sequence | None:
         sequence = self._sequence(newcomer.prompt_token_ids, newcomer.output_token_ids)
-        if self.span.max_blocks(sequence.num_tokens) > self.manager.num_usable_blocks or not self.manager.try_admit(
+        if self.spans.max_blocks(sequence.num_tokens) > self.manager.num_usable_blocks or not self.manager.try_admit(
             sequence
         ):
             return None
@@ -172,7 +175,7 @@ class KVWorld:
     def _plan(self, sequence: Sequence, num_tokens: int) -> tuple[Sequence, int, int]:
         """Return the sequence and the range of positions that it computes."""
         start = sequence.kv.num_computed_tokens
-        num_tokens = min(num_tokens, NEW_TOKENS) if self.span.window else num_tokens
+        num_tokens = min(num_tokens, NEW_TOKENS) if self._has_windows else num_tokens
         end = start + min(num_tokens, sequence.num_uncomputed_tokens)
         self.manager.publish(sequence, end)
         if self._is_caching:
@@ -195,30 +198,33 @@ class KVWorld:
         for sequence, start, end in planned:
             values = contents(sequence.token_ids(0, end))
             for position in range(start, end):
-                block_id = sequence.kv.block_table[position // self._block_size]
-                self._memory[block_id][position % self._block_size] = values[position]
+                for table in sequence.kv.tables:
+                    block_id = table.blocks[position // self._block_size]
+                    self._memory[block_id][position % self._block_size] = values[position]
             sequence.kv.num_computed_tokens = end
         for sequence, start, _ in planned:  # attention reads all earlier tokens in its window in this step
             self._check_contents(sequence)
-            held = sequence.kv.num_released_blocks * self._block_size
-            assert held <= (max(0, start - self.span.window + 1) if self.span.window else 0), (
-                "a block inside the window was released"
-            )
+            for table, span in zip(sequence.kv.tables, self.spans.groups, strict=True):
+                num_released = table.num_released * self._block_size
+                assert num_released <= (max(0, start - span.window + 1) if span.window else 0), (
+                    "a block inside the window was released"
+                )
         for copy in transfers.swap_in:
             self._memory[copy.target_block_id] = list(self._host_memory[copy.source_block_id])
 
     def _check_contents(self, sequence: Sequence, *, on_host: bool = False) -> None:
-        memory, table = (
-            (self._host_memory, sequence.kv.host_block_table) if on_host else (self._memory, sequence.kv.block_table)
-        )
-        first = sequence.kv.num_released_blocks * self._block_size
-        slots = [value for block_id in table for value in memory[block_id]]
+        memory = self._host_memory if on_host else self._memory
         expected = contents(sequence.token_ids(0, sequence.kv.num_computed_tokens))
-        assert slots[first : len(expected)] == expected[first:], f"{sequence.request_id} has wrong contents"
+        for table in sequence.kv.tables:
+            first = table.num_released * self._block_size
+            slots = [
+                value for block_id in (table.host_blocks if on_host else table.blocks) for value in memory[block_id]
+            ]
+            assert slots[first : len(expected)] == expected[first:], f"{sequence.request_id} has wrong contents"
 
     def _check_published(self, sequence: Sequence, first: int, end: int) -> None:
         """Check now: later, an equal block that is evicted first may replace a block in the cache."""
-        assert len(sequence.kv.block_hashes) >= end, (
-            f"{sequence.request_id} did not publish all of its {end} full blocks"
-        )
-        assert all(self.manager._pool.find(sequence.kv.block_hashes[index]) is not None for index in range(first, end))
+        assert len(sequence.kv.digests) >= end, f"{sequence.request_id} did not publish all of its {end} full blocks"
+        for group, table in enumerate(sequence.kv.tables):
+            for index in range(max(first, table.num_released), end):
+                assert self.manager._pool.find((group, sequence.kv.digests[index])) is not None

@@ -5,7 +5,7 @@ from hashlib import sha256
 import pytest
 
 from engine_worker.kv import prefix_cache
-from engine_worker.kv.prefix_cache import cache_root, extend_block_hashes
+from engine_worker.kv.prefix_cache import cache_root, extend_digests
 from engine_worker.kv.sequence import Sequence
 from tests.builders import make_sequence
 
@@ -13,8 +13,8 @@ from tests.builders import make_sequence
 def hashed(token_ids: list[int], num_blocks: int, root: bytes = b"") -> list[bytes]:
     sequence = make_sequence(token_ids)
     sequence.kv.cache_root = root
-    extend_block_hashes(sequence, num_blocks, block_size=4)
-    return sequence.kv.block_hashes
+    extend_digests(sequence, num_blocks, block_size=4)
+    return sequence.kv.digests
 
 
 def test_block_hash_covers_every_token_before_it() -> None:
@@ -49,8 +49,8 @@ def test_block_hashes_cover_prompt_and_output_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(prefix_cache, "pack_token_ids", pack)
     sequence: Sequence = make_sequence([1, 2, 3, 4, 5, 6])
     for num_blocks in (1, 1, 0):
-        extend_block_hashes(sequence, num_blocks, block_size=4)
+        extend_digests(sequence, num_blocks, block_size=4)
     sequence.output_token_ids += [7, 8]
-    extend_block_hashes(sequence, 2, block_size=4)
+    extend_digests(sequence, 2, block_size=4)
     assert packed == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert sequence.kv.block_hashes == hashed([1, 2, 3, 4, 5, 6, 7, 8], 2)
+    assert sequence.kv.digests == hashed([1, 2, 3, 4, 5, 6, 7, 8], 2)

@@ -112,12 +112,12 @@ def test_pool_integrity_detects_lost_block() -> None:
         pool.check_integrity([])
 
 
-HASHES = [bytes([number]) * 32 for number in range(8)]
+KEYS = [(0, bytes([number]) * 32) for number in range(8)]
 
 
 def published(pool: BlockPool, num_blocks: int) -> list[int]:
     table = pool.allocate(num_blocks)
-    assert all(pool.publish(block_id, HASHES[block_id]) for block_id in table)
+    assert all(pool.publish(block_id, KEYS[block_id]) for block_id in table)
     return table
 
 
@@ -126,7 +126,7 @@ def test_pool_freed_published_block_is_cached_and_shareable() -> None:
     table = published(pool, 2)
     pool.free(table)
     assert (pool.num_free_blocks, pool.num_cached_blocks, pool.num_active_blocks) == (3, 2, 0)
-    assert [pool.find(HASHES[block_id]) for block_id in (1, 2, 3)] == [1, 2, None]
+    assert [pool.find(KEYS[block_id]) for block_id in (1, 2, 3)] == [1, 2, None]
     assert [pool.is_cached(block_id) for block_id in (1, 2, 3)] == [True, True, False]
     pool.check_integrity([])
     pool.share([2])
@@ -137,26 +137,26 @@ def test_pool_freed_published_block_is_cached_and_shareable() -> None:
 
 def test_pool_allocates_free_blocks_then_evicts_lru() -> None:
     evicted = []
-    pool = BlockPool(num_blocks=6, on_evict=lambda block_id, block_hash: evicted.append((block_id, block_hash)))
+    pool = BlockPool(num_blocks=6, on_evict=lambda block_id, key: evicted.append((block_id, key)))
     table = published(pool, 3)
     pool.free(reversed(table))
     pool.share([3])  # used again: now the most recent
     pool.free([3])
     assert pool.allocate(3) == [4, 5, 2]
-    assert evicted == [(2, HASHES[2])]
+    assert evicted == [(2, KEYS[2])]
     assert pool.allocate(2) == [1, 3]
-    assert evicted == [(2, HASHES[2]), (1, HASHES[1]), (3, HASHES[3])]
-    assert pool.find(HASHES[1]) is None
+    assert evicted == [(2, KEYS[2]), (1, KEYS[1]), (3, KEYS[3])]
+    assert pool.find(KEYS[1]) is None
     pool.check_integrity([[1, 2, 3, 4, 5]])
 
 
 def test_pool_content_is_published_once() -> None:
     pool = BlockPool(num_blocks=6)
     first, second = pool.allocate(2)
-    assert pool.publish(first, HASHES[0])
-    assert not pool.publish(second, HASHES[0])  # the same content in another block
-    assert not pool.publish(first, HASHES[1])  # the same block again
-    assert (pool.find(HASHES[0]), pool.find(HASHES[1])) == (first, None)
+    assert pool.publish(first, KEYS[0])
+    assert not pool.publish(second, KEYS[0])  # the same content in another block
+    assert not pool.publish(first, KEYS[1])  # the same block again
+    assert (pool.find(KEYS[0]), pool.find(KEYS[1])) == (first, None)
     pool.free([second, first])
     assert (pool.num_free_blocks, pool.num_cached_blocks) == (4, 1)
     pool.check_integrity([])
@@ -176,8 +176,8 @@ def test_pool_held_published_block_can_be_shared() -> None:
 def test_pool_integrity_detects_hash_mismatch() -> None:
     pool = BlockPool(num_blocks=4)
     table = published(pool, 2)
-    del pool._by_hash[HASHES[1]]
-    with pytest.raises(AssertionError, match="blocks and hashes disagree"):
+    del pool._by_key[KEYS[1]]
+    with pytest.raises(AssertionError, match="blocks and keys disagree"):
         pool.check_integrity([table])
 
 
@@ -195,7 +195,7 @@ def test_pool_durations_are_counted_when_a_state_ends() -> None:
     durations = KVDurations(lambda: now)
     pool = BlockPool(4, durations=durations)
     table = pool.allocate(2)
-    pool.publish(table[0], b"prefix")
+    pool.publish(table[0], (0, b"prefix"))
     pool.share([table[0]])
     now = 3.0
     pool.free(table)  # the first block has a second owner

@@ -47,7 +47,7 @@ def test_swap_restores_all_blocks_and_token_count(caches: bool) -> None:
     kv_cache = make_manager(caches=caches)
     sequence = run(kv_cache, TOKENS[:10])
     assert kv_cache.preempt([sequence]) is SWAP
-    assert (sequence.kv.block_table, sequence.kv.host_block_table, sequence.kv.num_computed_tokens) == (
+    assert (sequence.kv.tables[0].blocks, sequence.kv.tables[0].host_blocks, sequence.kv.num_computed_tokens) == (
         [],
         [1, 2, 3],
         10,
@@ -63,8 +63,8 @@ def test_swap_restores_all_blocks_and_token_count(caches: bool) -> None:
     assert kv_cache.is_arriving(sequence)
     copies = kv_cache.take_transfers().swap_in
     assert [copy.source_block_id for copy in copies] == [1, 2, 3]
-    assert [copy.target_block_id for copy in copies] == sequence.kv.block_table
-    assert (sequence.kv.host_block_table, sequence.kv.num_computed_tokens) == ([], 10)
+    assert [copy.target_block_id for copy in copies] == sequence.kv.tables[0].blocks
+    assert (sequence.kv.tables[0].host_blocks, sequence.kv.num_computed_tokens) == ([], 10)
     assert not kv_cache.is_arriving(sequence)  # from the next step on
     kv_cache.check_integrity([sequence])
 
@@ -75,9 +75,9 @@ def test_swap_in_skips_blocks_still_on_device() -> None:
     kv_cache.preempt([sequence])
     kv_cache.take_transfers()
     assert kv_cache.try_swap_in([sequence])
-    assert sequence.kv.block_table[:2] == [1, 2]
+    assert sequence.kv.tables[0].blocks[:2] == [1, 2]
     (copy,) = kv_cache.take_transfers().swap_in  # a partly filled block has no hash to be found by
-    assert copy == BlockCopy(3, sequence.kv.block_table[2])
+    assert copy == BlockCopy(3, sequence.kv.tables[0].blocks[2])
     kv_cache.check_integrity([sequence])
 
 
@@ -88,7 +88,7 @@ def test_swap_out_common_prefix_moves_once() -> None:
     kv_cache.preempt([second])
     kv_cache.preempt([first])
     assert len(kv_cache.take_transfers().swap_out) == 4  # two shared blocks and the last of each sequence
-    assert first.kv.host_block_table[:2] == second.kv.host_block_table[:2]
+    assert first.kv.tables[0].host_blocks[:2] == second.kv.tables[0].host_blocks[:2]
     kv_cache.check_integrity([first, second])
 
 
@@ -100,14 +100,14 @@ def test_swap_group_sharing_partial_block_moves_together() -> None:
     group = [parent, child]
     assert kv_cache.preempt(group) is SWAP
     assert len(kv_cache.take_transfers().swap_out) == 2
-    assert parent.kv.host_block_table == child.kv.host_block_table
+    assert parent.kv.tables[0].host_blocks == child.kv.tables[0].host_blocks
     filler = fill(kv_cache, 32)
     assert not kv_cache.try_swap_in(group)
     kv_cache.free(filler)
     kv_cache.take_transfers()
     assert kv_cache.try_swap_in(group)
     assert len(kv_cache.take_transfers().swap_in) == 2
-    assert parent.kv.block_table == child.kv.block_table
+    assert parent.kv.tables[0].blocks == child.kv.tables[0].blocks
     kv_cache.check_integrity(group)
 
 
@@ -116,7 +116,7 @@ def test_preempt_host_pool_full_recomputes() -> None:
     first, second = run(kv_cache, TOKENS[:8]), fill(kv_cache, 8)
     assert kv_cache.preempt([first]) is SWAP
     assert kv_cache.preempt([second]) is RECOMPUTE
-    assert (second.kv.host_block_table, second.kv.num_computed_tokens, second.num_dropped_tokens) == ([], 0, 8)
+    assert (second.kv.tables[0].host_blocks, second.kv.num_computed_tokens, second.num_dropped_tokens) == ([], 0, 8)
     assert [event["reason"] for event in kv_cache.events.since(0)["events"]] == ["by setting", "the host pool is full"]
 
 
@@ -170,10 +170,10 @@ def test_evicted_prefix_moves_to_host_and_returns_on_hit() -> None:
     assert kv_cache.is_arriving(second)
     third = make_sequence(TOKENS[:12])  # shares the arriving blocks and also waits for them
     assert kv_cache.try_admit(third)
-    assert third.kv.block_table[:2] == second.kv.block_table[:2]
+    assert third.kv.tables[0].blocks[:2] == second.kv.tables[0].blocks[:2]
     assert kv_cache.is_arriving(third)
     transfers = kv_cache.take_transfers()
-    assert [copy.target_block_id for copy in transfers.swap_in] == second.kv.block_table[:2]
+    assert [copy.target_block_id for copy in transfers.swap_in] == second.kv.tables[0].blocks[:2]
     assert transfers.block_copies == []  # no copy from blocks that have not arrived
     kv_cache.check_integrity([second, third])
     totals = kv_cache.events.totals
@@ -243,7 +243,7 @@ def test_swap_evicts_host_prefixes_but_not_vice_versa() -> None:
     kv_cache.take_transfers()
     assert kv_cache.events.totals.evicted_host_blocks == 3
     later = run(kv_cache, make_prompt(32, first=700))  # evicts 8 blocks; one host block is not held by a sequence
-    assert (len(other.kv.host_block_table), kv_cache.stats([]).num_host_cached_blocks) == (3, 1)
+    assert (len(other.kv.tables[0].host_blocks), kv_cache.stats([]).num_host_cached_blocks) == (3, 1)
     kv_cache.check_integrity([other, later])
 
 

@@ -13,7 +13,7 @@ def test_allocate_gives_blocks_for_all_tokens(num_tokens: int, num_blocks: int) 
     kv_cache = KVCacheManager(num_blocks=9, block_size=8)
     sequence = make_sequence(num_tokens)
     kv_cache.allocate(sequence)
-    assert sequence.kv.block_table == list(range(1, num_blocks + 1))
+    assert sequence.kv.tables[0].blocks == list(range(1, num_blocks + 1))
 
 
 def test_allocate_adds_block_only_at_block_edge() -> None:
@@ -22,7 +22,7 @@ def test_allocate_adds_block_only_at_block_edge() -> None:
     lengths = []
     for token_id in range(7):
         kv_cache.allocate(sequence)
-        lengths.append(len(sequence.kv.block_table))
+        lengths.append(len(sequence.kv.tables[0].blocks))
         sequence.output_token_ids.append(token_id)
     assert lengths == [1, 1, 2, 2, 2, 2, 3]  # 3, 4 | 5, 6, 7, 8 | 9 tokens
 
@@ -41,11 +41,11 @@ def test_freed_blocks_are_reused_in_order() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     first, second = make_sequence(12), make_sequence(12)
     kv_cache.allocate(first)
-    table = list(first.kv.block_table)
+    table = list(first.kv.tables[0].blocks)
     kv_cache.free(first)
-    assert first.kv.block_table == []
+    assert first.kv.tables[0].blocks == []
     kv_cache.allocate(second)
-    assert second.kv.block_table == table == [1, 2, 3]
+    assert second.kv.tables[0].blocks == table == [1, 2, 3]
     kv_cache.check_integrity([second])
 
 
@@ -80,11 +80,11 @@ def test_fork_shares_blocks_and_first_writer_copies_last() -> None:
     parent = computed(kv_cache, 6)
     first, second = forked(kv_cache, parent, 11), forked(kv_cache, parent, 12)
     kv_cache.free(parent)
-    assert first.kv.block_table == second.kv.block_table == [1, 2]
+    assert first.kv.tables[0].blocks == second.kv.tables[0].blocks == [1, 2]
     assert (first.kv.num_computed_tokens, kv_cache.tables.missing(first)) == (6, 1)
     kv_cache.allocate(first)
     kv_cache.allocate(second)  # the only owner of its block now: no copy
-    assert (first.kv.block_table, second.kv.block_table) == ([1, 3], [1, 2])
+    assert (first.kv.tables[0].blocks, second.kv.tables[0].blocks) == ([1, 3], [1, 2])
     assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
     assert kv_cache.take_transfers().block_copies == []
     kv_cache.check_integrity([first, second])
@@ -97,7 +97,7 @@ def test_fork_at_block_edge_needs_no_copy() -> None:
     for child in children:
         assert kv_cache.tables.missing(child) == 1
         kv_cache.allocate(child)
-    assert [child.kv.block_table for child in children] == [[1, 2, 3], [1, 2, 4]]
+    assert [child.kv.tables[0].blocks for child in children] == [[1, 2, 3], [1, 2, 4]]
     assert kv_cache.take_transfers().block_copies == []
     kv_cache.check_integrity([parent, *children])
 
@@ -110,7 +110,7 @@ def test_copy_source_is_not_allocated_in_same_step() -> None:
     kv_cache.free(parent)  # preempted after the copy was planned: block 2 is free but will still be read
     other = make_sequence(8)
     kv_cache.allocate(other)
-    assert other.kv.block_table == [4, 5]
+    assert other.kv.tables[0].blocks == [4, 5]
     assert not kv_cache.can_allocate(make_sequence(1))
     assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
     assert kv_cache.can_allocate(make_sequence(4))
@@ -124,7 +124,7 @@ def test_shared_block_without_tokens_is_replaced_not_copied() -> None:
     kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
     parent.kv.num_computed_tokens = child.kv.num_computed_tokens = 4
     kv_cache.allocate(child)
-    assert (child.kv.block_table, kv_cache.take_transfers().block_copies) == ([1, 3], [])
+    assert (child.kv.tables[0].blocks, kv_cache.take_transfers().block_copies) == ([1, 3], [])
 
 
 def test_sharing_ratio_counts_entries_without_own_block() -> None:

@@ -21,6 +21,7 @@ from engine_worker.kv.prefix_cache import PrefixCache
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.transfers import Transfers
 from tests.engine_worker.scheduling.kv_world import KVWorld, Newcomer
+from tests.engine_worker.scheduling.test_random_schedules import random_windows
 
 NUM_SEEDS, NUM_OPERATIONS = 20, 5_000
 TOKEN_IDS = (3, 4)  # few ids, so that prefixes often agree up to any position
@@ -33,11 +34,13 @@ class KVMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 24]),
         block_size=st.sampled_from([1, 2, 4]),
         cached=st.booleans(),
-        window=st.sampled_from([0, 0, 1, 2, 5, 9]),
+        windows=st.sampled_from([(0,), (0,), (1,), (2,), (5,), (9,), (0, 5), (3, 0, 9), (2, 7)]),
     )
-    def build(self, num_blocks: int, num_host_blocks: int, block_size: int, cached: bool, window: int) -> None:
+    def build(
+        self, num_blocks: int, num_host_blocks: int, block_size: int, cached: bool, windows: tuple[int, ...]
+    ) -> None:
         self.world = KVWorld(
-            num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks, window=window
+            num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks, windows=windows
         )
 
     def pick(self, data: st.DataObject) -> Sequence | None:
@@ -111,18 +114,33 @@ def test_kv_world_hundred_thousand_operations_break_nothing(cached: bool) -> Non
 @pytest.mark.parametrize("cached", [True, False])
 def test_kv_world_windows_break_nothing(cached: bool) -> None:
     worlds = [
-        run_random_operations(seed, NUM_OPERATIONS // 4, cached=cached, window=1 + seed) for seed in range(NUM_SEEDS)
+        run_random_operations(seed, NUM_OPERATIONS // 4, cached=cached, windows=(1 + seed,))
+        for seed in range(NUM_SEEDS)
     ]
     assert sum(world.num_copies for world in worlds) > 300, "too few copies on write for a meaningful test"
     assert (sum(world.num_cached_tokens for world in worlds) > 3_000) == cached
     assert sum(world.num_swapped_blocks for world in worlds) > 300, "too few swaps for a meaningful test"
 
 
-def run_random_operations(seed: int, num_operations: int, *, cached: bool = True, window: int = 0) -> KVWorld:
+@pytest.mark.timeout(600)
+def test_kv_world_groups_break_nothing() -> None:
+    """400 histories with 1 to 4 groups and windows of 0 to 64."""
+    worlds = [
+        run_random_operations(seed, 100, cached=seed % 8 > 0, windows=random_windows(seed)) for seed in range(400)
+    ]
+    assert sum(world.num_copies for world in worlds) > 1_000, "too few copies on write for a meaningful test"
+    assert sum(world.num_cached_tokens for world in worlds) > 3_000, "too few hits for a meaningful test"
+    assert sum(world.num_swapped_blocks for world in worlds) > 300, "too few swaps for a meaningful test"
+
+
+def run_random_operations(
+    seed: int, num_operations: int, *, cached: bool = True, windows: tuple[int, ...] = (0,)
+) -> KVWorld:
     random = Random(seed)
     num_blocks, block_size, num_host_blocks = random.randrange(8, 60), random.choice([1, 2, 4, 8]), 15 * (seed % 4)
+    num_blocks, num_host_blocks = num_blocks * len(windows), num_host_blocks * len(windows)
     world = KVWorld(
-        num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks, window=window
+        num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks, windows=windows
     )
     for _ in range(num_operations):
         operations = [admit, fork, leave, preempt, swap_in, append, compute]
@@ -256,12 +274,12 @@ def test_kv_world_detects_omitted_operation(monkeypatch: pytest.MonkeyPatch, mut
 
 def test_kv_world_detects_hash_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_parent(sequence: Sequence, num_blocks: int, block_size: int) -> None:
-        blocks = range(len(sequence.kv.block_hashes), num_blocks)
-        sequence.kv.block_hashes += [
+        blocks = range(len(sequence.kv.digests), num_blocks)
+        sequence.kv.digests += [
             bytes(sequence.token_ids(index * block_size, (index + 1) * block_size)) for index in blocks
         ]
 
-    monkeypatch.setattr(prefix_cache, "extend_block_hashes", without_parent)
+    monkeypatch.setattr(prefix_cache, "extend_digests", without_parent)
     assert_caught()
 
 

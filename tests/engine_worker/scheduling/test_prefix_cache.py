@@ -50,20 +50,20 @@ def test_prefix_hit_shares_full_blocks_of_running_and_ended() -> None:
     first = admit(kv_cache, TOKENS[:10])
     finish_step(kv_cache, first)
     second = admit(kv_cache, [*TOKENS[:8], 1, 2])
-    assert (second.num_cached_tokens, second.kv.num_computed_tokens, second.kv.block_table) == (8, 8, [1, 2, 4])
+    assert (second.num_cached_tokens, second.kv.num_computed_tokens, second.kv.tables[0].blocks) == (8, 8, [1, 2, 4])
     finish_step(kv_cache, second)
     kv_cache.check_integrity([first, second])
     kv_cache.free(first)
     kv_cache.free(second)
     third = admit(kv_cache, [*TOKENS[:8], 3])
-    assert (third.num_cached_tokens, third.kv.block_table[:2]) == (8, [1, 2])
+    assert (third.num_cached_tokens, third.kv.tables[0].blocks[:2]) == (8, [1, 2])
 
 
 def test_prefix_hit_in_same_step_shares_planned_blocks() -> None:
     kv_cache = make_manager()
     first = admit(kv_cache, TOKENS[:10])
     second = admit(kv_cache, TOKENS[:10])
-    assert (second.num_cached_tokens, second.kv.block_table[:2]) == (8, first.kv.block_table[:2])
+    assert (second.num_cached_tokens, second.kv.tables[0].blocks[:2]) == (8, first.kv.tables[0].blocks[:2])
     assert finish_step(kv_cache, first, second) == []  # no copy, because its source is written after the copies
 
 
@@ -76,9 +76,9 @@ def test_prefix_hit_copies_tokens_after_last_full_block(num_equal: int, num_cach
     assert second.num_cached_tokens == second.kv.num_computed_tokens == num_cached
     copies = finish_step(kv_cache, second)
     index, rest = divmod(num_cached, 4)
-    assert copies == ([BlockCopy(first.kv.block_table[index], second.kv.block_table[index])] if rest else [])
-    assert second.kv.block_table[:index] == first.kv.block_table[:index]
-    assert second.kv.block_table[index] != first.kv.block_table[index]
+    assert copies == ([BlockCopy(first.kv.tables[0].blocks[index], second.kv.tables[0].blocks[index])] if rest else [])
+    assert second.kv.tables[0].blocks[:index] == first.kv.tables[0].blocks[:index]
+    assert second.kv.tables[0].blocks[index] != first.kv.tables[0].blocks[index]
     kv_cache.check_integrity([first, second])
 
 
@@ -100,7 +100,7 @@ def test_prefix_hit_includes_output_and_partial_block() -> None:
     kv_cache.free(turn)
     following = admit(kv_cache, TOKENS[:16])
     assert following.num_cached_tokens == 11
-    assert finish_step(kv_cache, following) == [BlockCopy(3, following.kv.block_table[2])]
+    assert finish_step(kv_cache, following) == [BlockCopy(3, following.kv.tables[0].blocks[2])]
 
 
 def test_prefix_cache_token_in_flight_is_not_published() -> None:
@@ -155,7 +155,7 @@ def test_cached_blocks_are_available_and_counted_once() -> None:
     assert kv_cache.num_available_blocks == 4
     too_long = make_sequence(TOKENS[:17])
     assert not kv_cache.try_admit(too_long)
-    assert (too_long.kv.block_table, too_long.kv.num_computed_tokens) == ([], 0)
+    assert (too_long.kv.tables[0].blocks, too_long.kv.num_computed_tokens) == ([], 0)
     assert not kv_cache.try_admit(make_sequence(TOKENS[:16]), headroom_blocks=1)
     assert kv_cache.try_admit(make_sequence(TOKENS[:16]))
 
@@ -178,10 +178,10 @@ def test_fork_with_other_token_does_not_inherit_hash() -> None:
     child = make_sequence(TOKENS[:7], output_token_ids=[1])
     kv_cache.publish(parent, 8)  # block 1 of the parent now contains the parent's own token
     kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
-    assert (child.kv.num_published_blocks, child.kv.block_hashes) == (1, parent.kv.block_hashes[:1])
+    assert (child.kv.num_published_blocks, child.kv.digests) == (1, parent.kv.digests[:1])
     kv_cache.allocate(child)
     kv_cache.publish(child, 8)
-    assert child.kv.block_hashes[1] != parent.kv.block_hashes[1]
+    assert child.kv.digests[1] != parent.kv.digests[1]
 
 
 def test_prefix_caching_disabled_finds_nothing() -> None:

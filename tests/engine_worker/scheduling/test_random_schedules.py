@@ -16,7 +16,7 @@ from msgspec import structs
 from engine_worker.engine import Engine
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.kv.sequence import Sequence, SequenceStatus, ends_with_inflight_token
-from engine_worker.kv.span import KVSpan
+from engine_worker.kv.span import KVSpans
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StoredChoice, Usage
@@ -59,11 +59,11 @@ def random_settings(random: Random) -> dict[str, Any]:
     }
 
 
-def fill_pool(random: Random, settings: dict[str, Any], window: int) -> None:
+def fill_pool(random: Random, settings: dict[str, Any], windows: tuple[int, ...]) -> None:
     """Set a pool of one to three longest sequences and a token budget that is no multiple of the block size."""
     settings["max_num_batched_tokens"] = settings["max_num_seqs"] + random.choice([1, 3, 5, 9, 13])
-    span = KVSpan(settings["block_size"], window, settings["max_num_batched_tokens"])
-    settings["num_blocks"] = 1 + max(2, random.choice([1, 1, 2, 3]) * span.max_blocks(settings["max_model_len"]))
+    spans = KVSpans.of(windows, settings["block_size"], settings["max_num_batched_tokens"])
+    settings["num_blocks"] = 1 + max(2, random.choice([1, 1, 2, 3]) * spans.max_blocks(settings["max_model_len"]))
 
 
 def random_host_tier(random: Random, block_size: int) -> HostTierConfig | None:
@@ -161,7 +161,7 @@ class Promises:
         active = {sequence: group for group in groups for sequence in group.active}
         ending = {s for s, group in active.items() if ends_with_inflight_token(s, group.max_num_tokens)}
         arrivals = {copy.target_block_id for copy in batch.swap_in}
-        arriving = {sequence for sequence in active if not arrivals.isdisjoint(sequence.kv.block_table)}
+        arriving = {sequence for sequence in active if not arrivals.isdisjoint(sequence.kv.blocks)}
         assert not arriving & scheduled.keys(), "a sequence is computed before its KV arrived"
         old = {sequence for sequence in active if life(sequence) in self.running}
         for sequence in old:  # decodes are never starved
@@ -237,23 +237,35 @@ def test_random_requests_with_window_keep_guarantees(seed: int, async_scheduling
     run_random_traffic(seed, async_scheduling, 0.2, random_window(seed))
 
 
-def random_window(seed: int) -> int:
-    return Random(seed).choice([2, 5, 20, 40])
+def random_window(seed: int) -> tuple[int, ...]:
+    return (Random(seed).choice([2, 5, 20, 40]),)
+
+
+def random_windows(seed: int) -> tuple[int, ...]:
+    """Return the windows of 1 to 4 groups, each 0 to 64; half of the groups have none."""
+    random = Random(f"groups {seed}")
+    return tuple(random.choice([0, random.randint(1, 64)]) for _ in range(random.randint(1, 4)))
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_requests_with_groups_keep_guarantees(seed: int, async_scheduling: bool) -> None:
+    run_random_traffic(seed, async_scheduling, 0.2, random_windows(seed))
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_random_requests_dropped_copy_takes_no_block(async_scheduling: bool) -> None:
     """Regression: the table counted the copied block after the drop, which crashed the worker."""
-    run_random_traffic(90339, async_scheduling, 0.2, 33)
+    run_random_traffic(90339, async_scheduling, 0.2, (33,))
 
 
 def test_window_in_full_pool_drops_the_copy() -> None:
     """6 blocks of 8 with a window of 33: the second prompt finds a partly filled block without room to keep it."""
     engine = make_engine(
-        FakeModelRunner(num_blocks=7, block_size=8, window=33),
+        FakeModelRunner(num_blocks=7, block_size=8, windows=(33,)),
         num_blocks=7,
         block_size=8,
-        window=33,
+        windows=(33,),
         max_num_batched_tokens=4,
         max_num_seqs=4,
     )
@@ -271,18 +283,18 @@ def test_random_requests_in_full_pool_keep_guarantees(seed: int) -> None:
 
 
 def run_full_pool(seed: int) -> "Promises":
-    """Run one schedule whose pool holds exactly a whole number of longest sequences, often with a window."""
+    """Run one schedule whose pool holds exactly a whole number of longest sequences, often with windows and groups."""
     random = Random(seed)
-    window = random.choice([0, 2, 5, 17, 20, 33, 40])
+    windows = (random.choice([0, 2, 5, 17, 20, 33, 40]),) if seed % 2 else random_windows(seed)
     return run_random_traffic(
-        seed, random.random() < 0.5, 0.2, window, full_pool=True, has_tenants=random.random() < 0.3
+        seed, random.random() < 0.5, 0.2, windows, full_pool=True, has_tenants=random.random() < 0.3
     )
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("seed", range(40))
 def test_random_requests_of_tenants_keep_guarantees(seed: int, async_scheduling: bool) -> None:
-    run_random_traffic(seed, async_scheduling, 0.2, random_window(seed) * (seed % 2), has_tenants=True)
+    run_random_traffic(seed, async_scheduling, 0.2, random_window(seed) if seed % 2 else (0,), has_tenants=True)
 
 
 def test_random_requests_with_window_preempt_and_share() -> None:
@@ -308,20 +320,21 @@ def run_random_traffic(
     seed: int,
     async_scheduling: bool,
     batch_ratio: float,
-    window: int = 0,
+    windows: tuple[int, ...] = (0,),
     full_pool: bool = False,
     has_tenants: bool = False,
 ) -> Promises:
     random, classes, tenants = Random(seed), Random(seed), Random(seed)
     settings = random_settings(random)
-    if window:  # otherwise no sequence would be preempted
+    if any(windows):  # otherwise no sequence would be preempted
         settings["num_blocks"] = 1 + max(2, settings["num_blocks"] // 2)
+    settings["num_blocks"] = 1 + (settings["num_blocks"] - 1) * len(windows)
     if full_pool:
-        fill_pool(Random(seed), settings, window)
+        fill_pool(Random(seed), settings, windows)
     promises = Promises(settings, has_tenants)
     num_blocks, block_size = settings["num_blocks"], settings["block_size"]
-    runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, window=window, before_step=promises)
-    promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, window=window, **settings)
+    runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, windows=windows, before_step=promises)
+    promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, windows=windows, **settings)
     requests: dict[str, GenerationRequest] = {}
     cancelled: set[str] = set()
     transcript = Transcript()
@@ -346,7 +359,7 @@ def run_random_traffic(
     # Async: sequences may be preempted in a step that computes nothing, when all others have a last token in flight.
     assert num_unseen >= 0 if async_scheduling else num_unseen == 0
     assert transcript.ends.keys() == requests.keys() - cancelled
-    check_outputs(requests.values(), transcript, engine, window)
+    check_outputs(requests.values(), transcript, engine, 0 if 0 in windows else max(windows))
     ends = [end for end in transcript.ends.values() if isinstance(end, FinishEvent)]
     promises.num_cached_tokens = sum(end.usage.cached_tokens for end in ends)
     promises.engine = None  # no longer needed

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from engine_worker.kv.span import KVSpans
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from shared.messages import ErrorCode, StoredChoice
 from tests.builders import make_request
 
 LIMITS = RequestLimits(
-    vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, max_blocks_each=8, max_beam_width=64
+    vocab_size=100, max_model_len=32, capacity_blocks=6, spans=KVSpans.of((0,), 4), max_beam_width=64
 )
 
 
@@ -60,7 +61,7 @@ def test_request_check_bad_sampling_parameter_is_named(sampling: dict[str, Any],
         ([1, -1], [], ErrorCode.INVALID_REQUEST, "prompt_token_ids holds -1"),
         ([1], [3, 100], ErrorCode.INVALID_REQUEST, "resumed_token_ids holds 100"),
         ([1] * 32, [], ErrorCode.INVALID_REQUEST, "32 tokens"),
-        ([1] * 24, [], ErrorCode.CAPACITY_EXCEEDED, "need 25 KV slots; this worker has 24"),
+        ([1] * 24, [], ErrorCode.CAPACITY_EXCEEDED, "need 7 KV blocks of 4 tokens; this worker has 6"),
     ],
 )
 def test_request_check_bad_prompt_is_refused(
@@ -75,9 +76,9 @@ def test_request_check_bad_prompt_is_refused(
     ("num_prompt", "sampling", "named"),
     [
         # 6 blocks of 4, 2 of them shared: 4 beams can have one of their own, 5 cannot
-        (8, {"beam_width": 5}, "one token of each of 5 sequences need 13 KV slots; this worker has 24"),
-        (11, {"beam_width": 5}, "need 28 KV slots"),
-        (15, {"beam_width": 4}, "need 28 KV slots"),
+        (8, {"beam_width": 5}, "one token of each of 5 sequences need 7 KV blocks of 4 tokens; this worker has 6"),
+        (11, {"beam_width": 5}, "need 7 KV blocks"),
+        (15, {"beam_width": 4}, "need 7 KV blocks"),
     ],
 )
 def test_request_check_beams_exceeding_capacity_are_refused(

@@ -55,7 +55,7 @@ def test_scheduler_allocates_all_prompt_blocks_at_admission() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8, block_size=4)
     sequence = add(scheduler, "a", 20)
     scheduler.schedule()
-    assert len(sequence.kv.block_table) == 5
+    assert len(sequence.kv.tables[0].blocks) == 5
 
 
 def test_scheduler_decodes_continue_during_long_prefill() -> None:
@@ -176,7 +176,7 @@ def test_scheduler_preempts_newest_and_puts_it_first() -> None:
     assert first.num_known_tokens == second.num_known_tokens == third.num_known_tokens == 13
     assert preempted(scheduler, batch) == [third.request_id]
     assert plan(batch) == {"a": (12, 1, True), "b": (12, 1, True)}
-    assert (third.status, third.kv.block_table, third.kv.num_computed_tokens, third.num_preemptions) == (
+    assert (third.status, third.kv.tables[0].blocks, third.kv.num_computed_tokens, third.num_preemptions) == (
         WAITING,
         [],
         0,
@@ -269,7 +269,7 @@ def test_scheduler_abort_frees_at_once_in_any_state() -> None:
     for request_id in ("a", "a", "c", "unknown"):
         scheduler.abort(request_id)
     scheduler.check_integrity()
-    assert (running.status, running.kv.block_table, waiting.kv.block_table) == (FINISHED, [], [])
+    assert (running.status, running.kv.tables[0].blocks, waiting.kv.tables[0].blocks) == (FINISHED, [], [])
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.kv_cache_stats().num_active_blocks) == (1, 0, 2)
 
 
