@@ -59,7 +59,7 @@ class Estimate:
 
     @property
     def kv_cache_tokens(self) -> int:
-        return self.kv_blocks * (self.kv_block_bytes // self.kv_bytes_per_token)
+        return self.kv_blocks * self.kv_block_bytes // self.kv_bytes_per_token
 
 
 def estimate(

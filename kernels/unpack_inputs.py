@@ -15,13 +15,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DescribedBatch:
-    """A batch of S sequences and T tokens, N of which need logits; tensors may be longer than used."""
+    """A batch of S sequences and T tokens, N of which need logits, with G block tables per sequence.
+
+    Tensors may be longer than used.
+    """
 
     query_start_loc: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32
     feedback: Tensor  # [S] int32; -1: the token ids are in token_ids
     token_ids: Tensor  # [T] int32
-    block_tables: Tensor  # [S * row_stride] int32; a row has as many entries as its seq_len needs
+    block_tables: Tensor  # [G * S * row_stride] int32; a row has as many entries as its seq_len needs
     logits_indices: Tensor  # [N] int32
     num_sequences: int
     num_tokens: int
@@ -31,14 +34,14 @@ class DescribedBatch:
 
 @dataclass(frozen=True, slots=True)
 class InputTensors:
-    """Contiguous device tensors; R = maximum rows, P = maximum tokens, padding included."""
+    """Contiguous device tensors; R = maximum rows, P = maximum tokens, padding included; G = groups."""
 
     token_ids: Tensor  # [P] int64
     positions: Tensor  # [P] int64
-    slot_mapping: Tensor  # [P] int64
+    slot_mapping: Tensor  # [G, P] int64
     query_start_loc: Tensor  # [R + 1] int32
     seq_lens: Tensor  # [R] int32
-    block_tables: Tensor  # [R, B] int32
+    block_tables: Tensor  # [G, R, B] int32
     logits_indices: Tensor  # [most wanted] int64
 
 
@@ -51,19 +54,21 @@ def unpack_inputs_reference(
     for row in range(num_sequences):
         tokens = slice(starts[row], starts[row + 1])
         seq_len, feedback = int(described.seq_lens[row]), int(described.feedback[row])
-        table = described.block_tables[row * described.row_stride :][: -(-seq_len // block_size)]
         positions = torch.arange(seq_len - (tokens.stop - tokens.start), seq_len)
         token_ids = described.token_ids[tokens] if feedback < 0 else sampled_token_ids[feedback : feedback + 1]
         inputs.token_ids[tokens] = token_ids.long()
         inputs.positions[tokens] = positions
-        inputs.slot_mapping[tokens] = table.long()[positions // block_size] * block_size + positions % block_size
-        inputs.block_tables[row, : len(table)] = table
+        for group, (slots, tables) in enumerate(zip(inputs.slot_mapping, inputs.block_tables, strict=True)):
+            first = (group * num_sequences + row) * described.row_stride
+            table = described.block_tables[first:][: -(-seq_len // block_size)]
+            slots[tokens] = table.long()[positions // block_size] * block_size + positions % block_size
+            tables[row, : len(table)] = table
     inputs.query_start_loc[: num_sequences + 1] = described.query_start_loc[: num_sequences + 1]
     padding_starts = torch.arange(num_tokens, num_tokens + num_rows - num_sequences + 1).clamp(max=num_padded_tokens)
     inputs.query_start_loc[num_sequences : num_rows + 1] = padding_starts
     inputs.seq_lens[:num_sequences] = described.seq_lens[:num_sequences]
     inputs.seq_lens[num_sequences:num_rows] = 0
-    for tensor in (inputs.token_ids, inputs.positions, inputs.slot_mapping):
+    for tensor in (inputs.token_ids, inputs.positions, *inputs.slot_mapping):
         tensor[num_tokens:num_padded_tokens] = 0
     num_logits = described.num_logits
     inputs.logits_indices[:num_logits] = described.logits_indices[:num_logits].long()
@@ -73,14 +78,14 @@ def unpack_inputs_reference(
 # Counts change from step to step and must not trigger a compilation.
 @triton.jit(
     do_not_specialize=[
-        "num_sequences", "num_tokens", "num_rows", "num_padded_tokens", "num_logits", "row_stride", "table_stride",
+        "num_sequences", "num_tokens", "num_rows", "num_padded_tokens", "num_logits", "row_stride",
     ]
 )  # fmt: skip
 def _unpack_inputs_kernel(
     host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices,
     sampled_token_ids, token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices,
-    num_sequences, num_tokens, num_rows, num_padded_tokens, num_logits, row_stride, table_stride,
-    BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
+    num_sequences, num_tokens, num_rows, num_padded_tokens, num_logits, row_stride,
+    slot_stride, group_stride, table_stride, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row < num_sequences:
@@ -89,23 +94,29 @@ def _unpack_inputs_kernel(
         seq_len = tl.load(host_seq_lens + row)
         feedback = tl.load(host_feedback + row)
         lanes = tl.arange(0, LANES)
-        host_table = host_tables + row.to(tl.int64) * row_stride
-        table = block_tables + row.to(tl.int64) * table_stride
         num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
-        for first in range(0, num_blocks, LANES):
-            inside = first + lanes < num_blocks
-            tl.store(table + first + lanes, tl.load(host_table + first + lanes, mask=inside), mask=inside)
         first_position = seq_len - (end - start)
+        for group in tl.static_range(NUM_GROUPS):
+            host_table = host_tables + (group * num_sequences + row).to(tl.int64) * row_stride
+            table = block_tables + group * group_stride + row.to(tl.int64) * table_stride
+            for first in range(0, num_blocks, LANES):
+                inside = first + lanes < num_blocks
+                tl.store(table + first + lanes, tl.load(host_table + first + lanes, mask=inside), mask=inside)
+            for first in range(0, end - start, LANES):
+                token = start + first + lanes
+                inside = token < end
+                position = first_position + first + lanes
+                block_id = tl.load(host_table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
+                tl.store(slot_mapping + group * slot_stride + token, slot, mask=inside)
         for first in range(0, end - start, LANES):
             token = start + first + lanes
             inside = token < end
             position = first_position + first + lanes
             ids = tl.load(host_token_ids + token, mask=inside & (feedback < 0), other=0).to(tl.int64)
             ids += tl.load(sampled_token_ids + feedback + tl.zeros_like(lanes), mask=inside & (feedback >= 0), other=0)
-            block_id = tl.load(host_table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             tl.store(token_ids + token, ids, mask=inside)
             tl.store(positions + token, position.to(tl.int64), mask=inside)
-            tl.store(slot_mapping + token, block_id * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
         tl.store(query_start_loc + row, start)
         tl.store(query_start_loc + row + 1, end)  # the next row writes the same value
         tl.store(seq_lens + row, seq_len)
@@ -115,7 +126,8 @@ def _unpack_inputs_kernel(
         zero = tl.zeros((), tl.int64)
         tl.store(token_ids + start, zero, mask=start < end)
         tl.store(positions + start, zero, mask=start < end)
-        tl.store(slot_mapping + start, zero, mask=start < end)
+        for group in tl.static_range(NUM_GROUPS):
+            tl.store(slot_mapping + group * slot_stride + start, zero, mask=start < end)
         tl.store(query_start_loc + row, start)
         tl.store(query_start_loc + row + 1, end)
         tl.store(seq_lens + row, 0)
@@ -151,7 +163,9 @@ def unpack_inputs_triton(
         num_padded_tokens,
         described.num_logits,
         described.row_stride,
-        inputs.block_tables.stride(0),
+        inputs.slot_mapping.stride(0),
+        *inputs.block_tables.stride()[:2],
+        NUM_GROUPS=len(inputs.block_tables),
         BLOCK_SIZE=block_size,
         LANES=1024,
         num_warps=4,
@@ -164,7 +178,7 @@ def unpack_inputs(
     """Write the inputs of one step.
 
     Row r is a sequence with tokens [query_start_loc[r], query_start_loc[r + 1]) of the batch, which are its last; their
-    positions and slots follow from seq_lens[r] and the block table. If feedback[r] >= 0 the row has one token,
+    positions and slots follow from seq_lens[r] and the block tables. If feedback[r] >= 0 the row has one token,
     sampled_token_ids[feedback[r]], sampled by the previous step and not yet seen by the host. Padding rows have one
     token each, id 0 at position 0 in slot 0, of a sequence of length 0, and none when the tokens are used up. Unused
     logits indices are 0. Logits of a token may be requested several times.

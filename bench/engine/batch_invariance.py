@@ -94,10 +94,10 @@ class Bench:
         return ModelInput(
             token_ids=on_device(self.tokens[owners, positions], torch.int64),
             positions=on_device(positions, torch.int64),
-            slot_mapping=on_device(slots, torch.int64),
+            slot_mapping=on_device(slots, torch.int64)[None],
             query_start_loc=on_device(starts, torch.int32),
             seq_lens=on_device(ends, torch.int32),
-            block_tables=on_device(self.tables[sequences], torch.int32),
+            block_tables=on_device(self.tables[sequences], torch.int32)[None],
             logits_indices=on_device(starts[1:] - 1, torch.int64),
             max_query_len=int(lens.max()),
             max_seq_len=int(ends.max()),

@@ -106,7 +106,7 @@ def decode_of(num_sequences: int) -> StepDescription:
         feedback=rows,
         token_ids=np.zeros(num_sequences, dtype=np.int32),
         logits_indices=rows,
-        block_tables=rows[:, None] * num_blocks + np.arange(num_blocks, dtype=np.int32),
+        block_tables=(rows[:, None] * num_blocks + np.arange(num_blocks, dtype=np.int32))[None],
         max_query_len=1,
         max_seq_len=CONTEXT_TOKENS,
         transfers=Transfers(),

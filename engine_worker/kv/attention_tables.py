@@ -83,6 +83,7 @@ class AttentionTables:
     def allocate(self, sequence: Sequence) -> None:
         """Complete the block tables and make their ends writable. Call can_allocate() first."""
         num_computed = sequence.kv.num_computed_tokens
+        sequence.kv.num_changes += 1
         for table, indices in self._to_replace(sequence):
             for index in indices:
                 self._replace(table, index, is_empty=index * self._block_size >= num_computed)

@@ -36,6 +36,7 @@ class SequenceKV:
     """KV state of one sequence. An admission or a fork replaces `tables` by one per group of the model."""
 
     tables: tuple[Table, ...] = field(default_factory=_one_table)
+    num_changes: int = 0  # of blocks in the current tables, so that copies of the tables know when to follow
     num_computed_tokens: int = 0  # including steps in flight
     # Prefix cache state. A digest covers all tokens up to its block's end and the root, which limits who may share it.
     cache_root: bytes = b""

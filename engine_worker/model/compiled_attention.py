@@ -1,9 +1,11 @@
 """Attention on a CPU with the C++ kernels, directly on the block table: the AttentionBackend of CompiledStep."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
+from engine_worker.model.layer_groups import LayerGroups
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
 from engine_worker.model.specs.attention import AttentionSpec
@@ -16,12 +18,19 @@ class CompiledAttention:
     """The KV pool, the layers' keys in it, and their scales."""
 
     def __init__(
-        self, shape: ModelShape, kv_pool: Tensor, kernels: StepKernels, kv_scales: Sequence[KVScales] = ()
+        self,
+        shape: ModelShape,
+        kv_pool: Tensor,
+        kernels: StepKernels,
+        kv_scales: Sequence[KVScales] = (),
+        places: Sequence[Place] = (),
     ) -> None:
-        """Hold the views; `kv_scales` are per layer for an e4m3 pool, default 1."""
+        """Hold the views; `kv_scales` are per layer for an e4m3 pool, default 1; `places` as in attach_device()."""
         scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
         self.kernels, self.kv_pool, self.num_heads = kernels, kv_pool, shape.num_heads
-        self.layers = [(kv_pool[:, layer, 0], scales[layer]) for layer in range(shape.num_layers)]
+        places = LayerGroups(shape.attentions, places).places
+        self.groups = [group for group, _ in places]  # by layer
+        self.layers = [(kv_pool[:, place, 0], scales[layer]) for layer, (_, place) in enumerate(places)]
 
     @staticmethod
     def supports(spec: AttentionSpec, dtype: str) -> str:
@@ -33,32 +42,32 @@ class CompiledAttention:
 
 class CompiledAttentionPlan:
     def __init__(self, attention: CompiledAttention, model_input: ModelInput) -> None:
-        self._kernels, self._layers = attention.kernels, attention.layers
-        self._arguments = attention.kernels.begin(attention.kv_pool, attention.num_heads, *_described(model_input))
+        self._kernels, self._layers, self._groups = attention.kernels, attention.layers, attention.groups
+        self._arguments = [  # per group
+            attention.kernels.begin(attention.kv_pool, attention.num_heads, *described)
+            for described in _described(model_input)
+        ]
 
     def follow(self, model_input: ModelInput) -> None:
         """Point to another step of the same shape, for a recorded program."""
-        self._arguments.point_to(*_described(model_input))
+        for arguments, described in zip(self._arguments, _described(model_input), strict=True):
+            arguments.point_to(*described)
 
     def rotate_and_store(
         self, qkv: Tensor, layer: int, cos_sin: Tensor | None = None, query_scales: Tensor | None = None
     ) -> None:
         """Rotate qkv [T, (Hq + 2 Hkv) * D] in place by `cos_sin` [max_len, D], and store keys and values."""
         keys, scales = self._layers[layer]
-        self._kernels.rotate_and_store(self._arguments, qkv, cos_sin, keys, scales, query_scales)
+        self._kernels.rotate_and_store(self._arguments[self._groups[layer]], qkv, cos_sin, keys, scales, query_scales)
 
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
         """Attend in one layer; see AttentionPlan."""
         keys, scales = self._layers[layer]
-        return self._kernels.attend(self._arguments, query, keys, scale, rows, rules, scales)
+        arguments = self._arguments[self._groups[layer]]
+        return self._kernels.attend(arguments, query, keys, scale, rows, rules, scales)
 
 
-def _described(model_input: ModelInput) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of a step that the kernels read."""
-    return (
-        model_input.block_tables,
-        model_input.query_start_loc,
-        model_input.seq_lens,
-        model_input.positions,
-        model_input.slot_mapping,
-    )
+def _described(model_input: ModelInput) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield per group the tensors of a step that the kernels read."""
+    for block_tables, slots in zip(model_input.block_tables, model_input.slot_mapping, strict=True):
+        yield block_tables, model_input.query_start_loc, model_input.seq_lens, model_input.positions, slots

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
 from engine_worker.model.compiled_attention import CompiledAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
@@ -37,11 +38,16 @@ class CompiledDevice:
     """State that outlives a step: attention over the KV pool."""
 
     def __init__(
-        self, spec: ModelShape, kv_pool: Tensor, kernels: StepKernels, kv_scales: Sequence[KVScales] = ()
+        self,
+        spec: ModelShape,
+        kv_pool: Tensor,
+        kernels: StepKernels,
+        kv_scales: Sequence[KVScales] = (),
+        places: Sequence[Place] = (),
     ) -> None:
-        """Hold the pool; `kv_scales` are per layer for an e4m3 pool."""
+        """Hold the pool; `kv_scales` are per layer for an e4m3 pool, and `places` as in attach_device()."""
         self.spec, self.kernels = spec, kernels
-        self.attention = CompiledAttention(spec, kv_pool, kernels, kv_scales)
+        self.attention = CompiledAttention(spec, kv_pool, kernels, kv_scales, places)
 
     def begin_step(self, model_input: ModelInput) -> "CompiledStep":
         return CompiledStep(self, model_input)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
 from engine_worker.model.cpu_attention import CpuAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
@@ -29,18 +30,20 @@ class CpuDevice:
         kv_pool: Tensor,
         dtype: torch.dtype | None = None,
         kv_scales: Sequence[KVScales] = (),
+        places: Sequence[Place] = (),
     ) -> None:
         """Hold the pool.
 
         Args:
             spec: The model's shape.
-            kv_pool: [num_blocks, L, 2, Hkv, BS, D].
+            kv_pool: [num_blocks, P, 2, Hkv, BS, D].
             dtype: Dtype of the model; default: that of the pool.
             kv_scales: Per layer, for an e4m3 pool.
+            places: As in attach_device().
         """
         self.spec = spec
         self.dtype = dtype or kv_pool.dtype
-        self.attention = CpuAttention(spec, kv_pool, self.dtype, kv_scales)
+        self.attention = CpuAttention(spec, kv_pool, self.dtype, kv_scales, places)
         self._tables: dict[int, Tensor] = {}  # by RotaryTable.index
 
     def table_of(self, attention: AttentionWeights) -> Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
+from engine_worker.model.layer_groups import LayerGroups
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
 from engine_worker.model.specs.attention import AttentionSpec
@@ -21,13 +23,18 @@ class CudaAttention:
     """The layers' views of the KV pool; `is_deterministic` selects the batch-invariant kernel."""
 
     def __init__(
-        self, shape: ModelShape, kv_pool: Tensor, is_deterministic: bool = False, kv_scales: Sequence[KVScales] = ()
+        self,
+        shape: ModelShape,
+        kv_pool: Tensor,
+        is_deterministic: bool = False,
+        kv_scales: Sequence[KVScales] = (),
+        places: Sequence[Place] = (),
     ) -> None:
-        """Hold the views; `kv_scales` are per layer for an e4m3 pool."""
+        """Hold the views; `kv_scales` are per layer for an e4m3 pool, and `places` as in attach_device()."""
         self.num_heads, self.head_dim, self.is_deterministic = shape.num_heads, shape.head_dim, is_deterministic
-        self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(shape.num_layers)]
+        self.groups = LayerGroups(shape.attentions, places)
+        self.layers = [(kv_pool[:, place, 0], kv_pool[:, place, 1]) for _, place in self.groups.places]
         self.kv_scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
-        self.windows = sorted({spec.window for spec in shape.attentions})
 
     @staticmethod
     def supports(spec: AttentionSpec, dtype: str) -> str:
@@ -42,17 +49,23 @@ class CudaAttention:
 class CudaAttentionPlan:
     def __init__(self, attention: CudaAttention, model_input: ModelInput) -> None:
         self._attention, self._input = attention, model_input
-        self._plan = AttentionPlan(
-            model_input.block_tables,
-            model_input.query_start_loc,
-            model_input.seq_lens,
-            model_input.max_query_len,
-            model_input.max_seq_len,
-            attention.num_heads,
-            attention.layers[0][0],
-            one_kernel=attention.is_deterministic,
-            windows=attention.windows,
-        )
+        self._groups = attention.groups.places
+        self._tables = model_input.block_tables.unbind()
+        self.slot_mappings = model_input.slot_mapping.unbind()  # per group
+        self._plans = [
+            AttentionPlan(
+                block_tables,
+                model_input.query_start_loc,
+                model_input.seq_lens,
+                model_input.max_query_len,
+                model_input.max_seq_len,
+                attention.num_heads,
+                attention.layers[0][0],
+                one_kernel=attention.is_deterministic,
+                windows=windows,
+            )
+            for block_tables, windows in zip(self._tables, attention.groups.windows, strict=True)
+        ]
 
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
         """Attend in one layer; query [T, Hq * D] may be strided, and each row of `rows` ends a sequence."""
@@ -63,7 +76,8 @@ class CudaAttentionPlan:
         if rows is not None and len(heads) - len(rows) > MAX_WASTED_QUERY_ROWS:
             return self._attend_last(heads[rows], layer, scale, rules, rows).flatten(1)
         caches, scales = attention.layers[layer], attention.kv_scales[layer]
-        attended = self._plan.attend(heads, *caches, scale, scales, rules).flatten(1)
+        plan = self._plans[self._groups[layer][0]]
+        attended = plan.attend(heads, *caches, scale, scales, rules).flatten(1)
         return attended if rows is None else attended[rows]
 
     def _attend_last(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor) -> Tensor:
@@ -74,7 +88,7 @@ class CudaAttentionPlan:
         return paged_attention(
             query,
             *attention.layers[layer],
-            inputs.block_tables[sequences],
+            self._tables[self._groups[layer][0]][sequences],
             starts,
             inputs.seq_lens[sequences],
             1,

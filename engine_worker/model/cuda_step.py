@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
 from engine_worker.model.cuda_attention import CudaAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
@@ -27,10 +28,11 @@ class CudaDevice:
         kv_pool: Tensor,
         is_deterministic: bool = False,
         kv_scales: Sequence[KVScales] = (),
+        places: Sequence[Place] = (),
     ) -> None:
-        """Hold the pool; `kv_scales` are per layer for an e4m3 pool."""
+        """Hold the pool; `kv_scales` are per layer for an e4m3 pool, and `places` as in attach_device()."""
         self.spec = spec
-        self.attention = CudaAttention(spec, kv_pool, is_deterministic, kv_scales)
+        self.attention = CudaAttention(spec, kv_pool, is_deterministic, kv_scales, places)
         # The table of one position that rotates nothing: x * 1 - y * 0 is x.
         self.unrotated = torch.cat((torch.ones(1, spec.head_dim // 2), torch.zeros(1, spec.head_dim // 2)), dim=1)
         self.unrotated = self.unrotated.to(kv_pool.device)
@@ -71,7 +73,7 @@ class CudaStep:
                 key.copy_(self.rms_norm(key, attention.key_norm))
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         caches, scales = self._device.attention.layers[layer], self._device.attention.kv_scales[layer]
-        table, slots = attention.table, inputs.slot_mapping
+        table, slots = attention.table, self._slots_of(layer)
         rotate_and_store(
             RotaryInput(heads, inputs.positions, table.cos_sin, *caches, slots, norms, scales, table.query_scales)
         )
@@ -83,8 +85,12 @@ class CudaStep:
         positions = torch.zeros_like(inputs.positions)
         caches, scales = device.attention.layers[layer], device.attention.kv_scales[layer]
         rotate_and_store(
-            RotaryInput(heads, positions, device.unrotated, *caches, inputs.slot_mapping, kv_scales=scales)
+            RotaryInput(heads, positions, device.unrotated, *caches, self._slots_of(layer), kv_scales=scales)
         )
+
+    def _slots_of(self, layer: int) -> Tensor:
+        group, _ = self._device.attention.groups.places[layer]
+        return self._plan.slot_mappings[group]
 
     def attend(
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES

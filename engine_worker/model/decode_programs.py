@@ -104,8 +104,8 @@ def _in_order_of_logits(model_input: ModelInput) -> ModelInput | None:
         model_input,
         token_ids=model_input.token_ids[wanted],
         positions=model_input.positions[wanted],
-        slot_mapping=model_input.slot_mapping[wanted],
+        slot_mapping=model_input.slot_mapping[:, wanted],
         seq_lens=model_input.seq_lens[wanted],
-        block_tables=model_input.block_tables[wanted],
+        block_tables=model_input.block_tables[:, wanted],
         logits_indices=torch.arange(len(rows)),
     )

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
 from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
@@ -133,32 +134,36 @@ def attach_device(
     dtype: torch.dtype,
     is_deterministic: bool = False,
     kv_scales: Sequence[KVScales] = (),
+    places: Sequence[Place] = (),
 ) -> Device:
     """Return the device that holds `kv_pool`.
 
     Args:
         shape: The model's shape.
-        kv_pool: [num_blocks, L, 2, Hkv, BS, D].
+        kv_pool: [num_blocks, P, 2, Hkv, BS, D].
         dtype: Dtype of the model.
         is_deterministic: Use batch-invariant kernels.
         kv_scales: Per layer, for an e4m3 pool; default 1.
+        places: The group and the place of each layer in the pool (KVLayout.places); (): one group, in their order.
     """
     scales = tuple(kv_scales) if kv_scales and kv_pool.dtype == E4M3 else (UNIT_SCALES,) * shape.num_layers
     if kv_pool.is_cuda:
         from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU worker lacks
 
-        return CudaDevice(shape, kv_pool, is_deterministic, scales)
-    return _attach_cpu(shape, kv_pool, dtype, scales)
+        return CudaDevice(shape, kv_pool, is_deterministic, scales, places)
+    return _attach_cpu(shape, kv_pool, dtype, scales, places)
 
 
-def _attach_cpu(shape: ModelShape, kv_pool: Tensor, dtype: torch.dtype, scales: tuple[KVScales, ...]) -> Device:
+def _attach_cpu(
+    shape: ModelShape, kv_pool: Tensor, dtype: torch.dtype, scales: tuple[KVScales, ...], places: Sequence[Place]
+) -> Device:
     """Use the C++ kernels if they support the model, else torch's operators with a log line."""
     from engine_worker.model.compiled_step import CompiledDevice, step_kernels  # noqa: PLC0415 - CPU only
     from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
     from kernels.cpu.build import NoLibrary  # noqa: PLC0415
 
     try:
-        return CompiledDevice(shape, kv_pool, step_kernels(shape, dtype, kv_pool.dtype), scales)
+        return CompiledDevice(shape, kv_pool, step_kernels(shape, dtype, kv_pool.dtype), scales, places)
     except NoLibrary as error:
         logger.info("steps: falling back to torch operators, slower and not batch-invariant: %s", error)
-    return CpuDevice(shape, kv_pool, dtype, scales)
+    return CpuDevice(shape, kv_pool, dtype, scales, places)

@@ -1,6 +1,7 @@
 """The input of one forward pass besides the weights and the KV pool.
 
-T = tokens of the step, all sequences concatenated; S = sequences; B = longest block table of the step.
+T = tokens of the step, all sequences concatenated; S = sequences; B = longest block table of the
+step; G = groups of layers, each with its blocks.
 """
 
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ class ModelInput:
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, position of each token in its sequence
-    slot_mapping: torch.Tensor  # [T] int64, block_id * block_size + offset: destination of the token's K and V
+    slot_mapping: torch.Tensor  # [G, T] int64, block_id * block_size + offset: destination of the token's K and V
     query_start_loc: torch.Tensor  # [S + 1] int32, start of each sequence's tokens in T
     seq_lens: torch.Tensor  # [S] int32, tokens in the cache including this step's
-    block_tables: torch.Tensor  # [S, B] int32, padded with block 0
+    block_tables: torch.Tensor  # [G, S, B] int32, padded with block 0
     logits_indices: torch.Tensor  # [N] int64, rows of T whose logits are needed
     max_query_len: int
     max_seq_len: int

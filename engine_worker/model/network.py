@@ -6,12 +6,13 @@ The ModelSpec defines all differences between families, such as the places of no
 the DeviceStep. The only state is the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
 from engine_worker.model.devices import Device, DeviceStep, attach_device
 from engine_worker.model.kv_scales import read_kv_scales
 from engine_worker.model.layers import NormWeight, RotaryTable
@@ -150,8 +151,8 @@ class Network:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
-    def attach(self, kv_pool: Tensor) -> Device:
-        return attach_device(self.spec, kv_pool, self.dtype, self._is_deterministic, self._kv_scales)
+    def attach(self, kv_pool: Tensor, places: Sequence[Place] = ()) -> Device:
+        return attach_device(self.spec, kv_pool, self.dtype, self._is_deterministic, self._kv_scales, places)
 
     @torch.inference_mode()
     def forward(

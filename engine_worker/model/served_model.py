@@ -3,12 +3,13 @@
 Blueprint is known from config.json alone; ServedModel has the weights. Network and TransformersNetwork implement it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
 from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
@@ -27,8 +28,8 @@ class ServedModel(Protocol):
     def dtype(self) -> torch.dtype:
         """The dtype of the computation; keys and values have that of the KV pool."""
 
-    def attach(self, kv_pool: Tensor) -> Device:
-        """Return the device state for `kv_pool` [num_blocks, L, 2, Hkv, BS, D], which forward() takes."""
+    def attach(self, kv_pool: Tensor, places: Sequence[Place] = ()) -> Device:
+        """Return the device state that forward() takes; see attach_device()."""
 
     def forward(
         self,

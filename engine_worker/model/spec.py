@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
-from engine_worker.kv.layout import KVGroup, KVLayout
+from engine_worker.kv.layout import MAX_GROUPS, KVGroup, KVLayout, group_layers
 from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
@@ -87,17 +87,29 @@ class ModelShape(Protocol):
     def num_parameters(self) -> int: ...
 
 
-def kv_layout(shape: ModelShape, block_size: int, dtype: str) -> KVLayout:
-    """Return the KV layout: one group of all layers, with the widest window; `dtype` is a key of ITEMSIZES."""
-    windows = {attention.window for attention in shape.attentions}
-    group = KVGroup(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        window=0 if 0 in windows else max(windows, default=0),
+def kv_layout(shape: ModelShape, block_size: int, dtype: str, max_groups: int = MAX_GROUPS) -> KVLayout:
+    """Return the KV layout.
+
+    Args:
+        shape: The model; all layers have the same KV shape.
+        block_size: Tokens per block.
+        dtype: A key of ITEMSIZES.
+        max_groups: Upper bound of the groups; 1: all layers free their blocks together, by the widest window.
+    """
+    divided = group_layers([attention.window for attention in shape.attentions], max_groups)
+    num_places = max(len(layers) for _, layers in divided)
+    groups = tuple(
+        KVGroup(
+            layers=layers,
+            num_places=num_places,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            window=window,
+        )
+        for window, layers in divided
     )
-    return KVLayout(groups=(group,), block_size=block_size)
+    return KVLayout(groups=groups, block_size=block_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ class SequenceUpdate:
         return self.sequence.num_output_tokens - len(self.new_token_ids)
 
 
-_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 
 def synthetic_batch(
@@ -132,7 +132,9 @@ def synthetic_batch(
     start: int,
     num_new_tokens: int,
     block_size: int,
-    sampling: SamplingParams = _GREEDY,
+    sampling: SamplingParams = GREEDY,
+    *,
+    num_groups: int = 1,
 ) -> ScheduledBatch:
     """Return a batch for warmup and measurements, whose sequences all share the first blocks of the pool.
 
@@ -142,10 +144,10 @@ def synthetic_batch(
         num_new_tokens: Tokens to compute per sequence.
         block_size: Tokens per block.
         sampling: Of all sequences; default: greedy.
+        num_groups: Groups of layers, which also share these blocks.
     """
     num_tokens = start + num_new_tokens
     blocks = list(range(1, -(-num_tokens // block_size) + 1))
-    sequences = [
-        Sequence("warmup", [0] * num_tokens, sampling, kv=SequenceKV((Table(blocks),))) for _ in range(num_sequences)
-    ]
+    tables = (Table(blocks),) * num_groups
+    sequences = [Sequence("warmup", [0] * num_tokens, sampling, kv=SequenceKV(tables)) for _ in range(num_sequences)]
     return ScheduledBatch([ScheduledSequence(one, start, num_new_tokens, samples=True) for one in sequences])

@@ -202,7 +202,10 @@ def _replica(
 
     graphs, bounds = _graph_keys(settings), settings.bounds
     max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])
-    persistent = PersistentInputs(max_rows, bounds.max_num_batched_tokens, max_model_len, settings.block_size, device)
+    num_groups = len(kv_cache.layout.groups)
+    persistent = PersistentInputs(
+        max_rows, bounds.max_num_batched_tokens, max_model_len, settings.block_size, device, num_groups
+    )
     replica = Replica(model, kv_cache, persistent, max_model_len)
     return replica, replica.capture_graphs(persistent, graphs, has_logits=has_logits) if graphs else iter(())
 
@@ -291,10 +294,12 @@ def _allocate_kv_cache(plan: LoadPlan, layout: KVLayout, memory: DeviceMemory, r
 
 
 def _description(kv_cache: KVCache) -> str:
-    slots = (kv_cache.num_blocks - 1) * kv_cache.block_size
+    num_groups = len(kv_cache.layout.groups)
+    num_tokens = (kv_cache.num_blocks - 1) // num_groups * kv_cache.block_size
     mib = kv_cache.pool.nbytes / 2**20
     blocks = f"{kv_cache.num_blocks - 1:,} blocks of {kv_cache.block_size} tokens"
-    text = f"{mib:,.0f} MiB of {_name(kv_cache.pool.dtype)}: {blocks} = {slots:,} tokens"
+    groups = f" in {num_groups} groups of layers, without windows" if num_groups > 1 else ""
+    text = f"{mib:,.0f} MiB of {_name(kv_cache.pool.dtype)}: {blocks} = {num_tokens:,} tokens{groups}"
     return f"{text}, {kv_cache.num_host_blocks - 1:,} blocks more on the host" if kv_cache.num_host_blocks else text
 
 

@@ -11,7 +11,7 @@ import torch
 from engine_worker.execution.step.model_runner import MeasuredSpeeds, ModelRunner
 from engine_worker.execution.step.replica import StepReplica
 from engine_worker.kv.transfers import BlockCopy, Transfers
-from engine_worker.scheduling.batch import ScheduledBatch, synthetic_batch
+from engine_worker.scheduling.batch import ScheduledBatch
 
 _NUM_BLOCKS = 64  # 128 MiB of an 8B model in bf16: 3 ms over PCIe 5
 _PREFILL_TOKENS = 512
@@ -32,7 +32,7 @@ def measure_speeds(runner: ModelRunner) -> MeasuredSpeeds:
 
 def decode_tokens_per_second(runner: ModelRunner) -> float:
     """Measure decode steps of one short sequence; the best of three counts."""
-    batch = synthetic_batch(1, min(_DECODE_TOKENS, runner.max_model_len) - 1, 1, runner.block_size)
+    batch = runner.synthetic_batch(1, min(_DECODE_TOKENS, runner.max_model_len) - 1, 1)
     return 1 / min(_step_seconds(runner, batch) for _ in range(3))
 
 
@@ -54,7 +54,7 @@ def _transfer_bytes_per_second(replica: StepReplica) -> tuple[float, float]:
 
 def _prefill_tokens_per_second(runner: ModelRunner) -> float:
     num_tokens = min(_PREFILL_TOKENS, runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
-    return num_tokens / _step_seconds(runner, synthetic_batch(1, 0, num_tokens, runner.block_size))
+    return num_tokens / _step_seconds(runner, runner.synthetic_batch(1, 0, num_tokens))
 
 
 def _step_seconds(runner: ModelRunner, batch: ScheduledBatch) -> float:

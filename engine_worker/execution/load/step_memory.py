@@ -44,9 +44,10 @@ def measure_step_bytes(
     """
     block_size = 16
     layout = kv_layout(model.spec, block_size, kv_dtype)
+    num_groups = len(layout.groups)
     kv_cache = KVCache(layout, 1, device)
-    attached = model.attach(kv_cache.pool)
-    model_input = _model_input(device, bounds, max_model_len, block_size)
+    attached = model.attach(kv_cache.pool, layout.places)
+    model_input = _model_input(device, bounds, max_model_len, block_size, num_groups)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     logits = model.forward(model_input, attached)
@@ -95,7 +96,9 @@ def everything(vocab_size: int) -> SamplingParams:
     )
 
 
-def _model_input(device: torch.device, bounds: StepBounds, max_model_len: int, block_size: int) -> ModelInput:
+def _model_input(
+    device: torch.device, bounds: StepBounds, max_model_len: int, block_size: int, num_groups: int
+) -> ModelInput:
     """Return prompts of the model's maximum length, and a last one with the remaining tokens."""
     num_tokens = bounds.max_num_batched_tokens
     lens = [max_model_len] * (num_tokens // max_model_len)
@@ -105,10 +108,12 @@ def _model_input(device: torch.device, bounds: StepBounds, max_model_len: int, b
     return ModelInput(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=positions.to(device),
-        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        slot_mapping=torch.zeros((num_groups, num_tokens), dtype=torch.int64, device=device),
         query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).to(device, torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=torch.zeros((len(lens), -(-max(lens) // block_size)), dtype=torch.int32, device=device),
+        block_tables=torch.zeros(
+            (num_groups, len(lens), -(-max(lens) // block_size)), dtype=torch.int32, device=device
+        ),
         logits_indices=torch.arange(min(bounds.max_num_seqs, num_tokens), device=device),
         max_query_len=max(lens),
         max_seq_len=max(lens),

@@ -11,7 +11,7 @@ from engine_worker.execution.load.step_memory import everything
 from engine_worker.execution.settings import StepBounds
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.transfers import BlockCopy
-from engine_worker.scheduling.batch import ScheduledBatch, synthetic_batch
+from engine_worker.scheduling.batch import ScheduledBatch
 
 _PREFILL_TOKENS = {"cpu": 32, "cuda": 512}
 _DECODE_SIZES = {"cpu": (1,), "cuda": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
@@ -33,13 +33,13 @@ def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, st
     """
     longest = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
     prefill = min(bounds.max_num_batched_tokens, longest, _PREFILL_TOKENS[runner.device_type])
-    batches = [synthetic_batch(1, 0, prefill, runner.block_size)]
+    batches = [runner.synthetic_batch(1, 0, prefill)]
     decode_length = min(_DECODE_LENGTH_TOKENS, longest)
     first, *sizes = [size for size in _DECODE_SIZES[runner.device_type] if size <= bounds.max_num_seqs]
     # Kernels for rare features: a block copy, and all sampling parameters.
-    rare = synthetic_batch(first, decode_length - 1, 1, runner.block_size, everything(runner.model_spec.vocab_size))
+    rare = runner.synthetic_batch(first, decode_length - 1, 1, everything(runner.model_spec.vocab_size))
     batches.append(replace(rare, block_copies=[BlockCopy(1, runner.num_blocks - 1)]))
-    batches += [synthetic_batch(size, decode_length - 1, 1, runner.block_size) for size in sizes]
+    batches += [runner.synthetic_batch(size, decode_length - 1, 1) for size in sizes]
     batches += _mixed_batches(runner, bounds, decode_length)
     batches += _burst_batches(runner, bounds, decode_length)
     for number, batch in enumerate(batches, start=1):
@@ -51,8 +51,8 @@ def _mixed_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) 
     for size in _MIXED_SIZES[runner.device_type]:
         prefill = min(_MIXED_PREFILL_TOKENS, decode_length, bounds.max_num_batched_tokens - (size - 1))
         if size <= bounds.max_num_seqs and prefill > 1:  # one token would be one more decode
-            decodes = synthetic_batch(size - 1, decode_length - 1, 1, runner.block_size).sequences
-            prompt = synthetic_batch(1, 0, prefill, runner.block_size).sequences
+            decodes = runner.synthetic_batch(size - 1, decode_length - 1, 1).sequences
+            prompt = runner.synthetic_batch(1, 0, prefill).sequences
             yield ScheduledBatch([*decodes, *prompt])
 
 
@@ -65,9 +65,9 @@ def _burst_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) 
         num_tokens = sizes[min(number, len(sizes) - 1)]
         num_samples = samples[min(number, len(samples) - 1)]
         num_decodes = max(0, num_samples - -(-num_tokens // longest))
-        batch = synthetic_batch(num_decodes, decode_length - 1, 1, runner.block_size).sequences
+        batch = runner.synthetic_batch(num_decodes, decode_length - 1, 1).sequences
         num_prompts = min(num_samples, -(-(num_tokens - num_decodes) // longest))
         for prompt in range(num_prompts):
             num_left = num_tokens - num_decodes - prompt * longest
-            batch += synthetic_batch(1, 0, min(num_left, longest), runner.block_size).sequences
+            batch += runner.synthetic_batch(1, 0, min(num_left, longest)).sequences
         yield ScheduledBatch(batch)

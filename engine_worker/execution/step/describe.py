@@ -10,18 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine_worker.execution.step.step_description import Int32Array, StepDescription
+from engine_worker.kv.sequence_kv import Table
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 
 
 class StepDescriber:
-    def __init__(self, block_size: int, *, decodes_first: bool) -> None:
-        """Choose the order of rows.
+    def __init__(self, block_size: int, num_groups: int = 1, *, decodes_first: bool) -> None:
+        """Choose the order of rows; a sequence has `num_groups` block tables.
 
         With `decodes_first` the order is that of the CPU's attention: decodes by ascending length, then prefills.
         Otherwise it is the order of the batch. Logits are always in the order of the batch.
         """
         self._decodes_first = decodes_first
-        self._tables = BlockTableRows(block_size)
+        self._tables = BlockTableRows(block_size, num_groups)
         self._sample_of: dict[object, int] = {}
 
     def describe(self, batch: ScheduledBatch) -> StepDescription:
@@ -91,40 +92,50 @@ def _decodes_first(scheduled: ScheduledSequence) -> tuple[bool, int]:
 
 @dataclass(slots=True)
 class _TableRow:
-    source: list[int]  # the table this row was read from: a sequence that resumes has another one
+    source: tuple[Table, ...]  # the tables this row was read from: a sequence that is admitted again has other ones
     num_preemptions: int
-    block_ids: Int32Array  # as long as the table's capacity; the first num_blocks are valid
-    num_blocks: int = 0
+    num_changes: int
+    block_ids: Int32Array  # [G, capacity]; the first num_blocks of a group are valid
+    num_blocks: int
 
 
 class BlockTableRows:
     """The block tables of the last batch as arrays, so that only changes are converted."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
+        self._num_groups = num_groups
         self._rows: dict[object, _TableRow] = {}
 
     def of(self, rows: list[ScheduledSequence], seq_lens: Int32Array) -> Int32Array:
-        """Return [S, B], the blocks that hold tokens after this step. A table may already have more for the next."""
+        """Return [G, S, B], the blocks that hold tokens after this step. A table may already have more for the next."""
         used = (-(-seq_lens // self._block_size)).tolist()
-        tables = np.zeros((len(rows), max(used, default=0)), dtype=np.int32)
+        tables = np.zeros((self._num_groups, len(rows), max(used, default=0)), dtype=np.int32)
         table_rows: dict[object, _TableRow] = {scheduled.sequence: self._row(scheduled) for scheduled in rows}
         for index, (row, num_blocks) in enumerate(zip(table_rows.values(), used, strict=True)):
-            tables[index, :num_blocks] = row.block_ids[:num_blocks]
+            tables[:, index, :num_blocks] = row.block_ids[:, :num_blocks]
         self._rows = table_rows
         return tables
 
     def _row(self, scheduled: ScheduledSequence) -> _TableRow:
         sequence = scheduled.sequence
-        table = sequence.kv.tables[0].blocks
-        row = self._rows.get(sequence)
-        if row is None or row.source is not table or row.num_preemptions != sequence.num_preemptions:
-            row = _TableRow(table, sequence.num_preemptions, np.array(table, dtype=np.int32))
-        else:
-            # Copy-on-write may have replaced blocks that are written to; earlier blocks never change.
-            first = min(scheduled.start // self._block_size, row.num_blocks)
-            if len(table) > len(row.block_ids):
-                row.block_ids = np.concatenate((row.block_ids, np.zeros(len(table), dtype=np.int32)))
-            row.block_ids[first : len(table)] = table[first:]
-        row.num_blocks = len(table)
+        kv, row = sequence.kv, self._rows.get(sequence)
+        if row is None or row.source is not kv.tables or row.num_preemptions != sequence.num_preemptions:
+            blank: Int32Array = np.zeros((self._num_groups, 0), dtype=np.int32)
+            row = _TableRow(kv.tables, sequence.num_preemptions, -1, blank, 0)
+        if row.num_changes != kv.num_changes:
+            self._follow(row, kv.tables, scheduled.start // self._block_size)
+            row.num_changes = kv.num_changes
         return row
+
+    def _follow(self, row: _TableRow, tables: tuple[Table, ...], first: int) -> None:
+        """Read the blocks that were added, and those that are written to, which copy-on-write may have replaced."""
+        first, num_blocks = min(first, row.num_blocks), max(len(table.blocks) for table in tables)
+        if num_blocks > row.block_ids.shape[1]:
+            capacity = num_blocks + (row.num_blocks and num_blocks)  # twice as many if it grows
+            grown: Int32Array = np.zeros((self._num_groups, capacity), dtype=np.int32)
+            grown[:, : row.num_blocks] = row.block_ids[:, : row.num_blocks]
+            row.block_ids = grown
+        for block_ids, table in zip(row.block_ids, tables, strict=True):
+            block_ids[first : len(table.blocks)] = table.blocks[first:]
+        row.num_blocks = num_blocks

@@ -1,9 +1,11 @@
 """The KV pool: its number of blocks, its tensor, and the block moves before a step.
 
-    pool [num_blocks, L, 2, Hkv, BS, D]    All layers of a block are contiguous, so moving a block is one copy.
+    pool [num_blocks, P, 2, Hkv, BS, D]    All layers of a group are contiguous, so moving a block is one copy.
 
 Block 0 is never allocated to a sequence: padded table entries point to it, and it stays zero.
 """
+
+from bisect import bisect_right
 
 import numpy as np
 import torch
@@ -35,14 +37,13 @@ class KVCache:
         """Allocate the pools.
 
         Args:
-            layout: Shape and type of a block. Only one group of layers is supported.
+            layout: Shape and type of a block.
             num_blocks: Blocks of the device pool, including block 0.
             device: Device of the pool.
             num_host_blocks: Blocks of the host pool, including its unused block 0; 0 for no pool.
         """
-        (group,) = layout.groups
         self.layout = layout
-        self.pool = _zeros(layout.pool_shape(group, num_blocks), getattr(torch, group.dtype), device)
+        self.pool = _zeros(layout.pool_shape(num_blocks), getattr(torch, layout.dtype), device)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = layout.block_size
@@ -123,12 +124,13 @@ def check_capacity(
     The value is never lowered silently, because users rely on the length they have set. `max_new_tokens` is the limit
     of a sequence's tokens in a step, which its block table holds in addition to a window.
     """
-    block_size, bytes_per_block = layout.block_size, layout.block_bytes
-    needed_blocks = layout.max_blocks(max_model_len, max_new_tokens) + 1
+    block_size, bytes_per_block, spans = layout.block_size, layout.block_bytes, layout.spans(max_new_tokens)
+    needed_blocks = spans.max_blocks(max_model_len) + 1
     if num_blocks >= needed_blocks:
         return
     needed_bytes = needed_blocks * bytes_per_block
-    fitting_tokens = max(0, num_blocks - 1) * block_size
+    ends = range(0, max_model_len, block_size)
+    fitting_tokens = ends[bisect_right(ends, num_blocks - 1, key=spans.max_blocks) - 1] if num_blocks > 0 else 0
     advice = []
     if needed_bytes <= memory.free_bytes:
         advice.append(f"--kv-cache-memory-bytes {needed_bytes}")
@@ -138,7 +140,7 @@ def check_capacity(
         f"the KV cache cannot hold one sequence of --max-model-len {max_model_len} tokens. "
         f"Measured on {memory.device}: {_mib(memory.total_bytes)} in all, {_mib(memory.free_bytes)} free "
         f"after loading {_mib(memory.weights_bytes)} of weights. "
-        f"KV takes {bytes_per_block // block_size:,} bytes a token, {bytes_per_block:,} a block of {block_size}; "
+        f"KV takes {layout.token_bytes:,} bytes a token, {bytes_per_block:,} a block of {block_size}; "
         f"{max_model_len} tokens need {needed_blocks} blocks = {_mib(needed_bytes)} (one is padding), "
         f"the budget of {_mib(num_blocks * bytes_per_block)} holds {num_blocks}. "
         + (f"This would fit: {' or '.join(advice)}" if advice else "Nothing fits here; use a smaller model.")

@@ -19,8 +19,8 @@ from engine_worker.execution.sampling.sampler import SampledTokens, Sampler, Sam
 from engine_worker.execution.step.describe import StepDescriber
 from engine_worker.execution.step.replica import StepReplica
 from engine_worker.model.spec import ModelShape
-from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
-from shared.messages import EncodedLogprobs, Grammar, encoded_logprobs
+from engine_worker.scheduling.batch import GREEDY, FinishedStep, ScheduledBatch, StepResult, synthetic_batch
+from shared.messages import EncodedLogprobs, Grammar, SamplingParams, encoded_logprobs
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class ModelRunner:
         self.weights_bytes = weights_bytes
         self.quantization = "none"  # of the linear layers; set by the loader
         self.kv_cache_bytes: int = kv_cache.pool.nbytes
-        self.kv_cache_dtype = kv_cache.layout.groups[0].dtype  # of keys and values
+        self.kv_cache_dtype = kv_cache.layout.dtype  # of keys and values
         self.block_bytes = kv_cache.layout.block_bytes
         self.windows = [group.window for group in kv_cache.layout.groups]  # in tokens; 0: none
         self.num_blocks = kv_cache.num_blocks  # including block 0, which is never allocated
@@ -86,7 +86,14 @@ class ModelRunner:
         self.max_model_len = replica.max_model_len
         self.replica = replica
         self._sampler = sampler
-        self._describer = StepDescriber(kv_cache.block_size, decodes_first=self.device_type == "cpu")
+        self._describer = StepDescriber(kv_cache.block_size, len(self.windows), decodes_first=self.device_type == "cpu")
+
+    def synthetic_batch(
+        self, num_sequences: int, start: int, num_new_tokens: int, sampling: SamplingParams = GREEDY
+    ) -> ScheduledBatch:
+        """Return a batch for warmup and measurements; see batch.synthetic_batch()."""
+        num_groups = len(self.windows)
+        return synthetic_batch(num_sequences, start, num_new_tokens, self.block_size, sampling, num_groups=num_groups)
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return self.submit(batch).collect()

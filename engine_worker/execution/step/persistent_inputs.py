@@ -17,21 +17,28 @@ NUM_DESCRIPTIONS = 3  # one is written, one may wait on the device, one is spare
 
 class PersistentInputs:
     def __init__(
-        self, max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         """Allocate tensors for at most `max_num_seqs` rows and `max_num_tokens` tokens, including padding."""
         max_num_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
         self._pinned = [
-            _PinnedDescription(max_num_seqs, max_num_tokens, max_num_blocks, device) for _ in range(NUM_DESCRIPTIONS)
+            _PinnedDescription(max_num_seqs, max_num_tokens, num_groups * max_num_blocks, device)
+            for _ in range(NUM_DESCRIPTIONS)
         ]
         self._tensors = InputTensors(
             token_ids=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
-            slot_mapping=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
+            slot_mapping=torch.zeros((num_groups, max_num_tokens), dtype=torch.int64, device=device),
             query_start_loc=torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device),
             seq_lens=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            block_tables=torch.zeros((max_num_seqs, max_num_blocks), dtype=torch.int32, device=device),
+            block_tables=torch.zeros((num_groups, max_num_seqs, max_num_blocks), dtype=torch.int32, device=device),
             logits_indices=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
         )
         self._sampled_token_ids = torch.zeros(1, dtype=torch.int64, device=device)
@@ -61,10 +68,10 @@ class PersistentInputs:
         return ModelInput(
             token_ids=tensors.token_ids[:num_tokens],
             positions=tensors.positions[:num_tokens],
-            slot_mapping=tensors.slot_mapping[:num_tokens],
+            slot_mapping=tensors.slot_mapping[:, :num_tokens],
             query_start_loc=tensors.query_start_loc[: num_rows + 1],
             seq_lens=tensors.seq_lens[:num_rows],
-            block_tables=tensors.block_tables[:num_rows],
+            block_tables=tensors.block_tables[:, :num_rows],
             logits_indices=tensors.logits_indices[:num_logits],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
@@ -120,7 +127,7 @@ class _PinnedDescription:
             num_sequences=description.num_sequences,
             num_tokens=description.num_tokens,
             num_logits=description.num_logits,
-            row_stride=description.block_tables.shape[1],
+            row_stride=description.block_tables.shape[2],
         )
 
     def enqueued(self) -> None:

@@ -1,7 +1,7 @@
 """One step as a plain value that every rank turns into the same model input.
 
 It has int32 arrays and block moves only. S: sequences with tokens. T: their tokens. N: rows of T with logits. B: blocks
-of the longest table.
+of the longest table. G: groups of layers, each with its block tables.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class StepDescription:
     feedback: Int32Array  # [S], index of the previous step's sample that is the row's only token, or -1
     token_ids: Int32Array  # [T], 0 for a token in flight
     logits_indices: Int32Array  # [N], rows of T
-    block_tables: Int32Array  # [S, B], padded with block 0
+    block_tables: Int32Array  # [G, S, B], padded with block 0
     max_query_len: int
     max_seq_len: int
     transfers: Transfers
@@ -44,7 +44,7 @@ class StepDescription:
         arrays = (self.query_start_loc, self.seq_lens, self.feedback, self.token_ids, self.logits_indices)
         slab = np.concatenate((*arrays, self.block_tables.ravel())).astype(np.int32, copy=False)
         packed = _Packed(
-            slab.tobytes(), self.num_sequences, self.num_tokens, self.num_logits,
+            slab.tobytes(), len(self.block_tables), self.num_sequences, self.num_tokens, self.num_logits,
             self.max_query_len, self.max_seq_len, self.transfers,
         )  # fmt: skip
         return msgspec.msgpack.encode(packed)
@@ -60,8 +60,8 @@ class StepDescription:
         rows = packed.num_sequences
         lengths = (rows + 1, rows, rows, packed.num_tokens, packed.num_logits)
         slab = np.frombuffer(bytearray(packed.slab), dtype=np.int32)  # a writable copy
-        num_table_entries = len(slab) - sum(lengths)
-        if num_table_entries < 0 or (num_table_entries % rows if rows else num_table_entries):
+        num_table_entries, num_tables = len(slab) - sum(lengths), packed.num_groups * rows
+        if num_table_entries < 0 or (num_table_entries % num_tables if num_tables else num_table_entries):
             raise ValueError(
                 f"step of {rows} sequences and {packed.num_tokens} tokens: its {len(slab)} numbers do not fit"
             )
@@ -72,7 +72,7 @@ class StepDescription:
             feedback=feedback,
             token_ids=token_ids,
             logits_indices=logits_indices,
-            block_tables=tables.reshape(rows, num_table_entries // rows if rows else 0),
+            block_tables=tables.reshape(packed.num_groups, rows, num_table_entries // num_tables if num_tables else 0),
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             transfers=packed.transfers,
@@ -81,6 +81,7 @@ class StepDescription:
 
 class _Packed(msgspec.Struct, array_like=True, frozen=True):
     slab: bytes
+    num_groups: int
     num_sequences: int
     num_tokens: int
     num_logits: int
@@ -91,5 +92,5 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True):
 
 _NOTHING: Int32Array = np.zeros(0, dtype=np.int32)
 EMPTY = StepDescription(
-    np.zeros(1, dtype=np.int32), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING.reshape(0, 0), 0, 0, Transfers()
+    np.zeros(1, dtype=np.int32), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING.reshape(0, 0, 0), 0, 0, Transfers()
 )

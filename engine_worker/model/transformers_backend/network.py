@@ -4,13 +4,14 @@ All sequences of a step are one packed row of tokens with positions. Everything 
 and attention knows the sequence of each. Logits have the precision of the library's head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from engine_worker.kv.layout import Place
 from engine_worker.model.architectures.config_keys import token_ids
 from engine_worker.model.devices import Device, attach_device
 from engine_worker.model.model_input import ModelInput
@@ -126,8 +127,8 @@ class TransformersNetwork:
             module.paged_attention = LayerAttention(self._step, layer, self.dtype, rules)
         self._decoder, self._head = split_head(model)
 
-    def attach(self, kv_pool: Tensor) -> Device:
-        return attach_device(self.spec, kv_pool, self.dtype)
+    def attach(self, kv_pool: Tensor, places: Sequence[Place] = ()) -> Device:
+        return attach_device(self.spec, kv_pool, self.dtype, places=places)
 
     @torch.inference_mode()
     def forward(

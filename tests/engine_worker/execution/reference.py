@@ -6,6 +6,7 @@
 transformers is imported inside functions: its import costs 3 CPU seconds, and processes such as ranks do not need it.
 """
 
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def make_runner(
     """
     config = blueprint_from_directory(directory, model_impl).shape
     layout = kv_layout(config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype))
-    bytes_per_block, longest = layout.block_bytes, config.max_position_embeddings
+    bytes_per_block, lengths = layout.block_bytes, range(1, config.max_position_embeddings + 1)
+    longest = bisect_right(lengths, num_blocks, key=lambda length: layout.max_blocks(length, 16))
     settings = ExecutionSettings(
         model=directory,
         device="cpu",
@@ -118,7 +120,7 @@ def make_runner(
         block_size=block_size,
         kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block // tensor_parallel_size,  # per rank
         swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
-        max_model_len=longest if layout.groups[0].window else min(num_blocks * block_size, longest),
+        max_model_len=longest,
         max_num_seqs=16,  # for the sampler; the scheduler has its own limit
         max_num_batched_tokens=16,
         **options,

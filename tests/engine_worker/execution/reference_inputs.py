@@ -34,7 +34,8 @@ def reference_model_input(
             token_ids += sequence.token_ids(scheduled.start, scheduled.end)
     row_of_token = np.repeat(np.arange(len(ordered)), query_lens)
     positions = np.arange(len(token_ids)) + (ends - query_start_loc[1:])[row_of_token]
-    slots = block_tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    block_ids = block_tables[:, row_of_token, positions // block_size].astype(np.int64)
+    slots = block_ids * block_size + positions % block_size
     last_row = {id(scheduled): int(end) - 1 for scheduled, end in zip(ordered, query_start_loc[1:], strict=True)}
     wanted, row = [], -1
     for scheduled in batch.sequences:
@@ -67,9 +68,11 @@ def _row_order(scheduled: ScheduledSequence) -> tuple[bool, int]:
 
 
 def _block_tables(ordered: list[ScheduledSequence], ends: np.ndarray, block_size: int) -> np.ndarray:
-    """Return [S, B] blocks that hold tokens after this step; a table may have more, for the next step."""
+    """Return [G, S, B] blocks that hold tokens after this step; a table may have more, for the next step."""
     used_blocks = -(-ends // block_size)
-    tables = np.zeros((len(ordered), int(used_blocks.max())), dtype=np.int32)
+    num_groups = len(ordered[0].sequence.kv.tables)
+    tables = np.zeros((num_groups, len(ordered), int(used_blocks.max())), dtype=np.int32)
     for row, (scheduled, used) in enumerate(zip(ordered, used_blocks, strict=True)):
-        tables[row, :used] = scheduled.sequence.kv.tables[0].blocks[:used]
+        for group, table in enumerate(scheduled.sequence.kv.tables):
+            tables[group, row, :used] = table.blocks[:used]
     return tables

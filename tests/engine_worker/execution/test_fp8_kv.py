@@ -177,7 +177,7 @@ def likelihood(reference: Reference, prompt: list[int], output: list[int]) -> fl
 
 
 def test_fp8_kv_blocks_are_moved_bit_by_bit() -> None:
-    group = KVGroup(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float8_e4m3fn")
+    group = KVGroup(layers=(0, 1), num_kv_heads=2, head_dim=4, dtype="float8_e4m3fn")
     cache = KVCache(KVLayout(groups=(group,), block_size=8), 5, torch.device("cpu"), num_host_blocks=3)
     codes = cache.pool.view(torch.uint8)
     codes[1] = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 8, 4)  # every code, including both NaNs

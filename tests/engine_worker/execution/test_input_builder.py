@@ -32,10 +32,10 @@ def test_model_input_mixed_batch_is_in_row_order() -> None:
     # Row order: decodes by length (4th, 2nd), then prefills by length (3rd, 1st).
     assert result.token_ids.tolist() == [41, 25, 30, 31, 12, 13, 14, 15]
     assert result.positions.tolist() == [1, 5, 0, 1, 2, 3, 4, 5]
-    assert result.slot_mapping.tolist() == [9, 37, 32, 33, 30, 31, 12, 13]  # block * 4 + offset
+    assert result.slot_mapping[0].tolist() == [9, 37, 32, 33, 30, 31, 12, 13]  # block * 4 + offset
     assert result.query_start_loc.tolist() == [0, 1, 2, 4, 8]
     assert result.seq_lens.tolist() == [2, 6, 2, 6]
-    assert result.block_tables.tolist() == [[2, 0], [5, 9], [8, 0], [7, 3]]
+    assert result.block_tables[0].tolist() == [[2, 0], [5, 9], [8, 0], [7, 3]]
     assert (result.max_query_len, result.max_seq_len) == (4, 6)
     # The first sequence does not sample; the others are in batch order.
     assert result.logits_indices.tolist() == [1, 3, 0]

@@ -27,7 +27,9 @@ CONFIG = spec_from_json(
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "dtype": "float32",
     }, {},
 )  # fmt: skip
-MIB_A_BLOCK = KVLayout(groups=(KVGroup(num_layers=32, num_kv_heads=8, head_dim=32, dtype="float32"),), block_size=16)
+MIB_A_BLOCK = KVLayout(
+    groups=(KVGroup(layers=tuple(range(32)), num_kv_heads=8, head_dim=32, dtype="float32"),), block_size=16
+)
 LAYOUT = kv_layout(CONFIG, 8, "float32")
 
 

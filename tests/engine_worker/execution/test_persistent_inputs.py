@@ -5,6 +5,7 @@ PersistentInputs, the CUDA variant, runs on a CPU here, with the reference imple
 
 import dataclasses
 import random
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from engine_worker.execution.step.input_builder import HostInputs
 from engine_worker.execution.step.persistent_inputs import PersistentInputs
 from engine_worker.execution.step.step_description import EMPTY, StepDescription
 from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.sequence_kv import Table
 from engine_worker.kv.transfers import BlockCopy
 from engine_worker.model.model_input import ModelInput
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
@@ -31,10 +33,10 @@ class Inputs:
 
     def __init__(self, max_num_seqs: int = 8, max_num_tokens: int = 64) -> None:
         self.persistent = PersistentInputs(
-            max_num_seqs, max_num_tokens, max_model_len=64, block_size=BLOCK_SIZE, device=CPU
+            max_num_seqs, max_num_tokens, max_model_len=64, block_size=BLOCK_SIZE, device=CPU, num_groups=2
         )
-        self._describer = StepDescriber(BLOCK_SIZE, decodes_first=False)
-        self._host, self._host_describer = HostInputs(BLOCK_SIZE), StepDescriber(BLOCK_SIZE, decodes_first=True)
+        self._describer = StepDescriber(BLOCK_SIZE, 2, decodes_first=False)
+        self._host, self._host_describer = HostInputs(BLOCK_SIZE), StepDescriber(BLOCK_SIZE, 2, decodes_first=True)
 
     def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
         sent = self._describer.describe(batch).to_bytes()
@@ -53,8 +55,14 @@ class Inputs:
 
 def sequence(num_tokens: int, *block_table: int) -> Sequence:
     made = make_sequence(num_tokens)
-    made.kv.tables[0].blocks = list(block_table)
+    made.kv.tables = tables_of(block_table)
     return made
+
+
+def tables_of(block_ids: Iterable[int]) -> tuple[Table, Table]:
+    """Return the tables of two groups."""
+    first = list(block_ids)
+    return Table(first), Table([50 + block_id for block_id in first])
 
 
 def decode(of: Sequence) -> ScheduledSequence:
@@ -68,7 +76,7 @@ def assert_inputs(actual: ModelInput, expected: ModelInput) -> None:
         if field.name == "block_tables":
             for row, seq_len in enumerate(expected.seq_lens.tolist()):
                 used = -(-seq_len // BLOCK_SIZE)
-                assert torch.equal(ours[row, :used], theirs[row, :used])
+                assert torch.equal(ours[:, row, :used], theirs[:, row, :used])
         elif isinstance(ours, torch.Tensor):
             assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), field.name
         else:
@@ -109,22 +117,29 @@ def test_inputs_token_in_flight_comes_from_previous_samples() -> None:
     assert_as_built(inputs, scheduled, inflight_token_ids={second: 222})
 
 
+def grow(one: Sequence, block_ids: Iterable[int]) -> None:
+    for table, more in zip(one.kv.tables, tables_of(block_ids), strict=True):
+        table.blocks += more.blocks
+    one.kv.num_changes += 1
+
+
 def test_inputs_block_tables_follow_growth_copy_and_readmission() -> None:
     inputs = Inputs()
     one, other = sequence(8, 1, 2), sequence(8, 3, 4)
     assert_as_built(inputs, [decode(one), decode(other)])
     one.output_token_ids.append(9)
-    one.kv.tables[0].blocks += [5]  # the ninth token starts a new block
+    grow(one, [5])  # the ninth token starts a new block
     assert_as_built(inputs, [decode(other), decode(one)])
     one.kv.tables[0].blocks[2] = 6  # a shared block was copied before a write
+    one.kv.num_changes += 1
     assert_as_built(inputs, [decode(other), decode(one)])
-    other.kv.tables[0].blocks = [7, 8]  # preempted and admitted again
+    other.kv.tables = tables_of([7, 8])  # preempted and admitted again
     assert_as_built(inputs, [decode(other), decode(one)])
     one.num_preemptions += 1  # preempted and admitted again, with its table changed in place
     one.kv.tables[0].blocks[:] = [10, 11, 12]
     assert_as_built(inputs, [decode(other), decode(one)])
     one.output_token_ids += [9] * 30
-    one.kv.tables[0].blocks += range(20, 40)
+    grow(one, range(20, 40))
     assert_as_built(inputs, [decode(other), decode(one)])
 
 
@@ -133,7 +148,7 @@ def test_inputs_are_padded_to_graph_rows() -> None:
     one = sequence(6, 1, 2)
     padded = inputs.fill(ScheduledBatch([decode(one)]), size=4)
     assert padded.token_ids.tolist() == [one.prompt_token_ids[5], 0, 0, 0]
-    assert padded.slot_mapping.tolist() == [2 * BLOCK_SIZE + 1, 0, 0, 0]
+    assert padded.slot_mapping[0].tolist() == [2 * BLOCK_SIZE + 1, 0, 0, 0]
     assert padded.query_start_loc.tolist() == [0, 1, 2, 3, 4]
     assert padded.seq_lens.tolist() == [6, 0, 0, 0]
     assert padded.logits_indices.tolist() == [0]
@@ -185,7 +200,7 @@ def test_step_description_survives_serialization() -> None:
         swap_in=[BlockCopy(7, 8)],
         number=9,
     )
-    described = StepDescriber(BLOCK_SIZE, decodes_first=False).describe(batch)
+    described = StepDescriber(BLOCK_SIZE, 2, decodes_first=False).describe(batch)
     received = StepDescription.from_bytes(described.to_bytes())
     for field in dataclasses.fields(StepDescription):
         ours, theirs = getattr(received, field.name), getattr(described, field.name)
@@ -193,12 +208,14 @@ def test_step_description_survives_serialization() -> None:
             assert ours.dtype == theirs.dtype == np.int32 and np.array_equal(ours, theirs), field.name
         else:
             assert ours == theirs, field.name
-    assert received.transfers.batch_number == 9 and received.block_tables.shape == (2, 3)
-    assert StepDescription.from_bytes(EMPTY.to_bytes()).block_tables.shape == (0, 0)
+    assert received.transfers.batch_number == 9 and received.block_tables.shape == (2, 2, 3)
+    assert StepDescription.from_bytes(EMPTY.to_bytes()).block_tables.shape == (0, 0, 0)
 
 
 def test_step_description_invalid_bytes_are_refused() -> None:
-    described = StepDescriber(BLOCK_SIZE, decodes_first=False).describe(ScheduledBatch([decode(sequence(9, 3, 4, 5))]))
+    described = StepDescriber(BLOCK_SIZE, 2, decodes_first=False).describe(
+        ScheduledBatch([decode(sequence(9, 3, 4, 5))])
+    )
     data = described.to_bytes()
     for wrong in (b"", data[:-1], data + b"\0", b"\x90", data.replace(bytes([9, 0, 0, 0]), b"")):
         with pytest.raises((msgspec.DecodeError, ValueError)):

@@ -65,15 +65,16 @@ def check_schedules(directory: Path, model_impl: str = "auto") -> dict[tuple[str
     """Check that greedy float32 tokens match transformers in every schedule; return them by request and choice."""
     reference = Reference(directory)
     layout = kv_layout(blueprint_from_directory(directory, model_impl).shape, 8, "float32")
-    is_windowed = layout.groups[0].window > 0
+    is_windowed = any(group.window for group in layout.groups)
     outputs: dict[str, dict[tuple[str, int], list[int]]] = {}
     for name, options in SCHEDULES.items():
         schedule = dict(options)
-        num_blocks, num_host_blocks = schedule.pop("num_blocks"), schedule.pop("num_host_blocks", 0)
+        num_blocks = schedule.pop("num_blocks") * len(layout.groups)
+        num_host_blocks = schedule.pop("num_host_blocks", 0) * len(layout.groups)
         if is_windowed and name in {"recompute", "swap"}:
             # Windowed sequences hold fewer blocks, but must be preempted here too.
             schedule["max_num_batched_tokens"] = 8
-            num_blocks = 2 * layout.max_blocks(1000, 8)
+            num_blocks = 2 * layout.max_blocks(200, 8)
         runner = make_runner(
             directory,
             num_blocks=num_blocks,

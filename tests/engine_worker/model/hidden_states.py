@@ -38,8 +38,8 @@ def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
     assert isinstance(model, Network)
     states: list[Tensor] = []
     model._layers = [Watched(layer, states) for layer in model._layers]
-    layout = kv_layout(found.shape, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], NUM_BLOCKS)))
+    layout = kv_layout(found.shape, BLOCK_SIZE, "float32", max_groups=1)
+    device = model.attach(torch.zeros(layout.pool_shape(NUM_BLOCKS)))
     model.forward(step(0, token_ids), device)
     return states
 

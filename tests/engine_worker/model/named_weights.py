@@ -32,10 +32,10 @@ def step(first: int, token_ids: Sequence[int]) -> ModelInput:
     return ModelInput(
         token_ids=torch.tensor(token_ids),
         positions=positions,
-        slot_mapping=positions + BLOCK_SIZE,
+        slot_mapping=positions[None] + BLOCK_SIZE,
         query_start_loc=torch.tensor([0, len(token_ids)], dtype=torch.int32),
         seq_lens=torch.tensor([first + len(token_ids)], dtype=torch.int32),
-        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
+        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None, None],
         logits_indices=torch.arange(len(token_ids)),
         max_query_len=len(token_ids),
         max_seq_len=first + len(token_ids),

@@ -53,10 +53,10 @@ class Engine:
         return ModelInput(
             token_ids=self.tokens[owners, positions],
             positions=positions,
-            slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            slot_mapping=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE)[None],
             query_start_loc=starts.int(),
             seq_lens=torch.tensor([end for _, _, end in pieces], dtype=torch.int32),
-            block_tables=self.tables[[sequence for sequence, _, _ in pieces]].int(),
+            block_tables=self.tables[[sequence for sequence, _, _ in pieces]].int()[None],
             logits_indices=starts[1:] - 1,
             max_query_len=int(lengths.max()),
             max_seq_len=max(end for _, _, end in pieces),

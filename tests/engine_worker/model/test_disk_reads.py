@@ -56,8 +56,8 @@ def disk_bytes(ranks: TensorParallel, directory: Path) -> int:
     before = _fetched_bytes()
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     model = blueprint_from_directory(directory).build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
-    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 9)))
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
+    device = model.attach(torch.zeros(layout.pool_shape(9)))
     model.forward(step(0, list(range(20))), device)  # reads the rows that are used in place in the file
     return _fetched_bytes() - before
 

@@ -91,8 +91,8 @@ def spec_of(directory: Path, quantization: str = "auto") -> ModelSpec:
 
 
 def logits_of(model: Network) -> Tensor:
-    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5))))
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
+    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(5))))
 
 
 def exact_logits(model: Fp8Model) -> Tensor:
@@ -197,8 +197,8 @@ def test_ignored_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
 def test_kv_scales_come_from_the_checkpoint(layout: str, expected: KVScales, tmp_path: Path) -> None:
     model = write_fp8(tmp_path, LAYOUTS[layout])
     network = Network(spec_of(model.directory), source_of(model.directory), 64)
-    shape = kv_layout(network.spec, BLOCK_SIZE, "float8_e4m3fn")
-    device = network.attach(torch.zeros(shape.pool_shape(shape.groups[0], 5)).to(FP8))
+    shape = kv_layout(network.spec, BLOCK_SIZE, "float8_e4m3fn", max_groups=1)
+    device = network.attach(torch.zeros(shape.pool_shape(5)).to(FP8))
     assert isinstance(device, CompiledDevice | CpuDevice)
     if isinstance(device, CompiledDevice):
         scales = [of_layer for _, of_layer in device.attention.layers]

@@ -66,8 +66,8 @@ def answers(model_type: str) -> dict[str, list[float]]:
     """Return each row's likeliest token, its logit and a sum over the vocabulary; of a prompt and one token after."""
     found = blueprint({**SHAPE, "model_type": model_type, **CASES[model_type]}, {}, "native")
     model = found.build(NamedWeights(), 64, is_deterministic=False)
-    layout = kv_layout(found.shape, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
+    layout = kv_layout(found.shape, BLOCK_SIZE, "float32", max_groups=1)
+    device = model.attach(torch.zeros(layout.pool_shape(5)))
     prompt = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(NUM_PROMPT_TOKENS)]
     logits = torch.cat([model.forward(step(0, prompt), device), model.forward(step(len(prompt), [5]), device)])
     signs = torch.from_numpy(np.random.RandomState(0).choice([-1.0, 1.0], logits.shape[1]).astype(np.float32))

@@ -71,8 +71,8 @@ PROMPT = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(21)]
 def three_steps(ranks: TensorParallel, config: dict[str, Any], is_deterministic: bool = False) -> list[Tensor]:
     """Return the logits of a prompt, of one token after it, of two more, and of rows requested inside the step."""
     model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic, tensor_parallel=ranks)
-    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
+    device = model.attach(torch.zeros(layout.pool_shape(5)))
     looked: list[Tensor] = []
     found = [
         model.forward(step(0, PROMPT), device),
@@ -125,8 +125,8 @@ def test_rank_loads_tensors_of_its_shape(model_type: str) -> None:
 
 def keys_and_values(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
     model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic=False, tensor_parallel=ranks)
-    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    pool = torch.zeros(layout.pool_shape(layout.groups[0], 5))
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
+    pool = torch.zeros(layout.pool_shape(5))
     model.forward(step(0, PROMPT), model.attach(pool))
     return pool
 
@@ -146,8 +146,8 @@ def read_and_greedy(
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     found = blueprint_from_directory(directory)
     model = found.build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
-    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 9)))
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
+    device = model.attach(torch.zeros(layout.pool_shape(9)))
     answers = []
     for prompt in prompts:
         token_ids, first, tokens = prompt, 0, list[int]()
@@ -187,8 +187,8 @@ FP8_CASES = {
 def fp8_logits(ranks: TensorParallel, directory: Path) -> Tensor:
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     model = blueprint_from_directory(directory).build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
-    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5))))
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
+    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(5))))
 
 
 @pytest.mark.parametrize("family", FP8_CASES)
@@ -256,8 +256,8 @@ def test_single_rank_launches_no_extra_kernels(model_type: str) -> None:
     by_network = []
     assert isinstance(found.shape, ModelSpec)
     for model in (Network(found.shape, NamedWeights(), 64), found.build(NamedWeights(), 64, False, SINGLE)):
-        layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-        device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
+        layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
+        device = model.attach(torch.zeros(layout.pool_shape(5)))
         with Operators() as operators:
             model.forward(step(0, PROMPT), device)
         by_network.append(operators.names)

@@ -9,7 +9,7 @@ UNWRITTEN = -77
 BLOCK_SIZE = 4
 
 
-def int32(*values: int) -> torch.Tensor:
+def int32(*values: int | tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -20,7 +20,9 @@ def batch() -> tuple[DescribedBatch, torch.Tensor]:
         seq_lens=int32(8, 9, 3, 3),
         feedback=int32(1, -1, -1, -1),
         token_ids=int32(0, 50, 51, 52, 53, 54, 60, 70, 71, 72),
-        block_tables=int32(*(5, 6, 0), *(7, 8, 9), *(3, 99, 99), *(4, 99, 99)),
+        block_tables=int32(
+            *((5, 6, 0), (7, 8, 9), (3, 99, 99), (4, 99, 99)), *((15, 16, 0), (0, 18, 19), (13, 99, 99), (14, 99, 99))
+        ).ravel(),
         logits_indices=int32(0, 5, 6),
         num_sequences=4,
         num_tokens=10,
@@ -30,17 +32,17 @@ def batch() -> tuple[DescribedBatch, torch.Tensor]:
     return described, torch.tensor([30, 31], dtype=torch.int64)
 
 
-def inputs(num_rows: int = 16, num_tokens: int = 16) -> InputTensors:
+def inputs(num_rows: int = 16, num_tokens: int = 16, num_groups: int = 2) -> InputTensors:
     def unwritten(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.full(size, UNWRITTEN, dtype=dtype)
 
     return InputTensors(
         unwritten(num_tokens),
         unwritten(num_tokens),
-        unwritten(num_tokens),
+        unwritten(num_groups, num_tokens),
         unwritten(num_rows + 1, dtype=torch.int32),
         unwritten(num_rows, dtype=torch.int32),
-        unwritten(num_rows, 5, dtype=torch.int32),
+        unwritten(num_groups, num_rows, 5, dtype=torch.int32),
         unwritten(num_rows),
     )
 
@@ -52,11 +54,14 @@ def test_unpack_reference_of_a_mixed_padded_batch() -> None:
     u = UNWRITTEN
     assert written.token_ids.tolist() == [31, 50, 51, 52, 53, 54, 60, 70, 71, 72, 0, 0, u, u, u, u]
     assert written.positions.tolist() == [7, 4, 5, 6, 7, 8, 2, 0, 1, 2, 0, 0, u, u, u, u]
-    assert written.slot_mapping.tolist() == [27, 32, 33, 34, 35, 36, 14, 16, 17, 18, 0, 0, u, u, u, u]
+    assert written.slot_mapping[0].tolist() == [27, 32, 33, 34, 35, 36, 14, 16, 17, 18, 0, 0, u, u, u, u]
+    assert written.slot_mapping[1].tolist() == [67, 72, 73, 74, 75, 76, 54, 56, 57, 58, 0, 0, u, u, u, u]
     # Two padding rows have the two padding tokens, and the last six have none.
     assert written.query_start_loc.tolist() == [0, 1, 6, 7, 10, 11, 12, 12, 12, 12, 12, 12, 12, u, u, u, u]
     assert written.seq_lens.tolist() == [8, 9, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0, u, u, u, u]
-    assert written.block_tables[:4].tolist() == [[5, 6, u, u, u], [7, 8, 9, u, u], [3, u, u, u, u], [4, u, u, u, u]]
+    first, second = written.block_tables[:, :4].tolist()
+    assert first == [[5, 6, u, u, u], [7, 8, 9, u, u], [3, u, u, u, u], [4, u, u, u, u]]
+    assert second == [[15, 16, u, u, u], [0, 18, 19, u, u], [13, u, u, u, u], [14, u, u, u, u]]
     assert written.logits_indices.tolist() == [0, 5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, u, u, u, u]
 
 
@@ -72,7 +77,8 @@ def test_unpack_reference_without_padding() -> None:
 def assert_kernel_equals_reference(
     described: DescribedBatch, sampled: torch.Tensor, size: int | None, block_size: int, num_tokens: int
 ) -> None:
-    expected, written = inputs(num_tokens=num_tokens), inputs(num_tokens=num_tokens)
+    num_groups = len(described.block_tables) // (described.num_sequences * described.row_stride)
+    expected, written = (inputs(num_tokens=num_tokens, num_groups=num_groups) for _ in range(2))
     unpack_inputs_reference(described, sampled, expected, size, block_size)
     unpack_inputs_triton(described, sampled, written, size, block_size)
     for name in InputTensors.__annotations__:
@@ -99,7 +105,7 @@ def test_more_wanted_logits_than_rows_are_unpacked(size: int | None) -> None:
         row_stride=1,
     )
     assert_kernel_equals_reference(described, torch.zeros(1, dtype=torch.int64), size, BLOCK_SIZE, num_tokens=16)
-    written = inputs()
+    written = inputs(num_groups=1)
     unpack_inputs_reference(described, torch.zeros(1, dtype=torch.int64), written, size, BLOCK_SIZE)
     assert written.logits_indices.tolist()[:4] == [1, 1, 1, 0 if size == 4 else UNWRITTEN]
 
