@@ -90,7 +90,11 @@ class StepArguments:
     ) -> None:
         """Point to another step of the same sizes, for a program whose calls share these arguments."""
         held = (block_tables, query_start_loc, seq_lens, positions, slots)
-        assert block_tables.stride(1) == 1 and [len(one) for one in held] == [len(one) for one in self.held]
+        assert (
+            block_tables.stride(1) == 1
+            and slots.is_contiguous()
+            and [len(one) for one in held] == [len(one) for one in self.held]
+        )
         for name, tensor in zip(_TENSORS, held, strict=True):
             setattr(self.step, name, tensor.data_ptr())
         self.step.table_stride = block_tables.stride(0)
@@ -177,7 +181,7 @@ class StepKernels:
         """
         num_kv_heads, block_size, head_dim = pool.shape[3:]
         assert pool.stride()[3:] == (block_size * head_dim, head_dim, 1)
-        assert block_tables.stride(1) == 1
+        assert block_tables.stride(1) == 1 and slots.is_contiguous()
         held = (block_tables, query_start_loc, seq_lens, positions, slots)
         num_seqs, threads = len(seq_lens), num_threads()
         is_few = num_seqs * num_kv_heads < _KV_HEADS_OF_A_THREAD * threads

@@ -50,7 +50,7 @@ def build_model_input(description: StepDescription, block_size: int, sampled: ND
     in_flight = description.feedback >= 0
     token_ids[starts[:-1][in_flight]] = sampled[description.feedback[in_flight]]
     positions = np.arange(len(token_ids)) + (ends - starts[1:])[row_of_token]
-    block_ids = description.block_tables[:, row_of_token, positions // block_size].astype(np.int64)
+    block_ids = description.block_tables[:, row_of_token, positions // block_size].astype(np.int64, order="C")
     return ModelInput(
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
