@@ -28,7 +28,7 @@ def tokens_of(runner: ModelRunner, mode: PreemptionMode = PreemptionMode.RECOMPU
     """Return the tokens by request, and the preemptions."""
     engine = make_engine(runner, preemption_mode=mode, **SCHEDULE)
     requests = [
-        make_request(prompt, f"p{index}", max_tokens=40, ignore_eos=True)
+        make_request(prompt, f"p{index}", max_tokens=120, ignore_eos=True)
         for index, prompt in enumerate(prompts(runner.model_spec.vocab_size))
     ]
     transcript = run_engine_to_end(engine, requests)
@@ -51,7 +51,7 @@ def test_groups_merged_and_split_give_equal_tokens(directory: Path, monkeypatch:
     split = make_runner(directory, num_blocks=400, block_size=8, num_threads=1)
     assert len(split.windows) > 1 and len(set(split.windows)) == 2
     expected, _ = tokens_of(split)
-    few = 2 * split.replica.kv_cache.layout.max_blocks(200, 8)
+    few = split.replica.kv_cache.layout.max_blocks(260, 16)
     for num_host_blocks, mode in ((0, PreemptionMode.RECOMPUTE), (few, PreemptionMode.SWAP)):
         runner = make_runner(directory, num_blocks=few, block_size=8, num_host_blocks=num_host_blocks, num_threads=1)
         tokens, num_preemptions = tokens_of(runner, mode)

@@ -96,7 +96,8 @@ def check_schedules(directory: Path, model_impl: str = "auto") -> dict[tuple[str
             for choice in range(request.sampling.n)
         }
         counters = engine.stats().counters
-        assert (sum(counters.preemptions.values()) > 0) == (name in {"recompute", "swap"})
+        if len(layout.groups) == 1:  # 40 tokens of several groups fit into the blocks that an admission leaves free
+            assert (sum(counters.preemptions.values()) > 0) == (name in {"recompute", "swap"})
     for name, found in outputs.items():
         assert found == outputs["all at once"], name
     for request in requests:
