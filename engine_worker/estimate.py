@@ -8,6 +8,7 @@ after the weights are loaded.
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from engine_worker.execution.settings import (
     QUANTIZATIONS,
     ExecutionSettings,
 )
-from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, kv_cache_dtype
+from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, KVLayout, kv_cache_dtype
+from engine_worker.kv.span import KVSpan
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
 from engine_worker.model.spec import ModelShape, kv_layout
@@ -32,12 +34,23 @@ from shared.settings import SettingsError, parse_bytes, parse_count
 if TYPE_CHECKING:
     from engine_worker.model.served_model import Blueprint
 
+_UNLIMITED_TOKENS = 2**40
 SHORTER_TOKENS = (1024, 4096, 16384)
 WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class DoesNotFit(ValueError):
     """The weights alone, or the weights and one sequence, exceed the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupEstimate:
+    """Layers that keep the same tokens of a sequence."""
+
+    layers: int
+    window: int  # tokens visible to a token; 0: all before it
+    bytes_per_token: int
+    max_sequence_bytes: int | None  # that a decoding sequence keeps; None: they grow with its length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +66,8 @@ class Estimate:
     max_model_len: int
     sequences_at_tokens: dict[int, int]  # length in tokens -> number of concurrent sequences
     weight_format: str = ""  # of quantized linear layers
-    window: int = 0  # visible tokens per layer if every layer has a window; a sequence keeps no more
+    window: int = 0  # widest window if every layer has one; a sequence keeps no more
+    kv_groups: tuple[GroupEstimate, ...] = ()
     tensor_parallel_size: int = 1  # with several devices, all bytes are per device
     token_counts_bytes: int = 0  # for penalties: 2 bytes per vocabulary token and running slot
 
@@ -88,6 +102,7 @@ def estimate(
         share, weight_format = blueprint.share(tensor_parallel_size), blueprint.weight_format
         weights_bytes = blueprint.weights_bytes(tensor_parallel_size, itemsize)
     layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
+    windows = [group.window for group in layout.groups]
     kv_bytes = memory_bytes - weights_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one block is padding
     # For decoding, one token per step; during prefill a sequence holds a step's tokens more than its window.
@@ -95,7 +110,9 @@ def estimate(
     fitting = {tokens: blocks // num_blocks for tokens, num_blocks in needed.items()}
     if not fitting[max_model_len]:
         needed_bytes = needed[max_model_len] * layout.block_bytes
-        raise _does_not_fit(weights_bytes, kv_bytes, max_model_len, needed_bytes, blocks * block_size)
+        raise _does_not_fit(
+            weights_bytes, kv_bytes, max_model_len, needed_bytes, layout.spans(1).max_tokens(blocks, max_model_len)
+        )
     return Estimate(
         parameters=config.num_parameters(),
         dtype=dtype,
@@ -109,8 +126,28 @@ def estimate(
         sequences_at_tokens={tokens: count for tokens, count in fitting.items() if tokens <= max_model_len},
         tensor_parallel_size=tensor_parallel_size,
         weight_format=weight_format,
-        window=layout.groups[0].window,
+        window=min(windows, default=0) and max(windows),
+        kv_groups=_groups(layout),
     )
+
+
+def _groups(layout: KVLayout) -> tuple[GroupEstimate, ...]:
+    """Return the groups of layers; those with equal windows are added up."""
+    counts = Counter(group.window for group in layout.groups)
+    token_bytes, found = layout.groups[0].block_bytes(1), []
+    for window, count in counts.items():
+        num_layers = sum(len(group.layers) for group in layout.groups if group.window == window)
+        span = KVSpan(layout.block_size, window)
+        kept = span.max_blocks(_UNLIMITED_TOKENS) * layout.block_bytes * count if window else None
+        found.append(
+            GroupEstimate(
+                layers=num_layers,
+                window=window,
+                bytes_per_token=token_bytes * count,
+                max_sequence_bytes=kept,
+            )
+        )
+    return tuple(found)
 
 
 def _does_not_fit(
@@ -202,12 +239,22 @@ def _text(found: Estimate) -> str:
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
         f"KV          {token:8.1f} KiB per token, {block:.0f} KiB per block, in {found.kv_cache_dtype}",
     ]
-    if found.window:
-        lines.append(f"window      {found.window:8,} tokens whose KV a decoding sequence keeps")
+    lines += [_group_line(group) for group in found.kv_groups if any(each.window for each in found.kv_groups)]
     if found.tensor_parallel_size > 1:
         lines.insert(0, f"per device, with {found.tensor_parallel_size} devices sharing the model:")
     lines += [f"sequences   {count:8,} of {tokens:,} tokens" for tokens, count in found.sequences_at_tokens.items()]
     return "\n".join(lines) + "\n"
+
+
+def _group_line(group: GroupEstimate) -> str:
+    keeps = (
+        "of every token"
+        if group.max_sequence_bytes is None
+        else (
+            f"in a window of {group.window:,} tokens: at most {group.max_sequence_bytes / 2**20:.1f} MiB per sequence"
+        )
+    )
+    return f"  {group.layers:4} layers{group.bytes_per_token / 1024:8.1f} KiB per token, {keeps}"
 
 
 def _advice(options: argparse.Namespace, blueprint: "Blueprint", shared: Estimate) -> str:

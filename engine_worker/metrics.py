@@ -227,6 +227,9 @@ class _SnapshotCollector(Collector):
         states = {"active": kv.num_active_blocks, "cached": kv.num_cached_blocks, "free": kv.num_free_blocks}
         slots = kv.num_active_blocks * kv.block_size
         yield self._by("kv_blocks", "KV blocks by state; states add up to the capacity", "state", states, device)
+        groups = {str(group): count for group, count in enumerate(kv.group_blocks)}
+        text = "KV blocks in the tables of running requests by group of layers; a shared block counts once per table"
+        yield self._by("kv_group_blocks", text, "group", groups)
         yield self._gauge("kv_capacity_blocks", "Number of KV blocks", kv.num_blocks, device)
         yield self._gauge("kv_block_size_tokens", "Tokens in one KV block", kv.block_size)
         yield self._gauge("kv_usage_ratio", "Active blocks / capacity", kv.usage_ratio, device)

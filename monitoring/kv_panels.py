@@ -28,6 +28,12 @@ def kv_panels() -> list[Panel]:
             "short",
             {"{{device}} {{state}}": f"sum by (device, state) (pagestream_kv_blocks{{{SELECTED}}})"},
         ),
+        stack(
+            "KV blocks by group of layers",
+            "Blocks in the tables of running requests; groups with a window keep only its blocks",
+            "short",
+            {"group {{group}}": f"sum by (group) (pagestream_kv_group_blocks{{{SELECTED}}})"},
+        ),
         lines(
             "Requests by state",
             "Requests in the engines; waiting requests hold no blocks, swapped requests hold host blocks",

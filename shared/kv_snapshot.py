@@ -11,6 +11,14 @@ WATCH_SECONDS = 5  # time to live of {m}:kvw, which each gateway with viewers re
 SNAPSHOT_SECONDS = 1.0
 
 
+class KVTable(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of one sequence in one group of layers."""
+
+    num_released_blocks: int = 0  # leading blocks that its window has passed; the lists below start after them
+    blocks: list[int]  # on the device
+    host_blocks: list[int] = []  # in host memory, while it is swapped out
+
+
 class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence of the engine."""
 
@@ -18,9 +26,10 @@ class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # running | waiting | swapped
     num_tokens: int
     num_computed_tokens: int
-    blocks: list[int]  # its block table on the device
+    blocks: list[int]  # its blocks on the device, of all groups of layers
     tenant: str = ""  # name of the API key; empty without one
     host_blocks: list[int] = []  # blocks in host memory, while it is swapped out
+    tables: list[KVTable] = []  # one per group; empty from a worker of an earlier version
 
 
 class KVMove(msgspec.Struct, frozen=True, kw_only=True):

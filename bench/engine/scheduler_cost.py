@@ -1,7 +1,7 @@
 """Measure the scheduler's cost on the host: no device, no model, one thread.
 
-    step        schedule() + apply() with every sequence decoding, microseconds; with and without the prefix cache, and
-                one step ahead, as on CUDA
+    step        schedule() + apply() with every sequence decoding, microseconds; with and without the prefix cache, one
+                step ahead, as on CUDA, and with seven groups of layers, as Gemma 3
     hashing     block hashes of a long prompt, nanoseconds per token
     cached      admission of a new prompt that evicts, and of one that hits, with 10^3 to 10^6 cached blocks
 
@@ -27,6 +27,7 @@ from shared.messages import SamplingParams
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 1024
 NUM_STEPS = 256  # 16 block boundaries per sequence
+SEVEN_GROUPS = (512, 512, 512, 512, 512, 512, 0)
 TARGETS = {"step_microseconds": 1_000.0, "hashing_nanoseconds_a_token": 100.0}
 
 
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
             "prefix_cache": step_microseconds(options.num_sequences, options.repeats),
             "no_prefix_cache": step_microseconds(options.num_sequences, options.repeats, enable_prefix_caching=False),
             "one_ahead": step_microseconds(options.num_sequences, options.repeats, one_ahead=True),
+            "seven_groups": step_microseconds(options.num_sequences, options.repeats, windows=SEVEN_GROUPS),
         },
         "hashing_nanoseconds_a_token": hashing_nanoseconds(options.repeats),
         "admission_microseconds_a_block": {
@@ -63,13 +65,18 @@ def main(argv: list[str]) -> int:
 
 
 def step_microseconds(
-    num_sequences: int, repeats: int, *, enable_prefix_caching: bool = True, one_ahead: bool = False
+    num_sequences: int,
+    repeats: int,
+    *,
+    enable_prefix_caching: bool = True,
+    one_ahead: bool = False,
+    windows: tuple[int, ...] = (0,),
 ) -> dict[str, float]:
     """Return minimum and median over decode steps, and the mean, which includes steps at block boundaries."""
     seconds = []
     means = []
     for _ in range(repeats):
-        loop = _Loop(_decoding_scheduler(num_sequences, enable_prefix_caching), one_ahead)
+        loop = _Loop(_decoding_scheduler(num_sequences, enable_prefix_caching, windows), one_ahead)
         steps = [_timed(loop.step) for _ in range(NUM_STEPS)]
         means.append(statistics.mean(steps))
         seconds += steps
@@ -114,12 +121,17 @@ def _admit_and_free(manager: KVCacheManager, number: int) -> None:
     manager.free(sequence)
 
 
-def _decoding_scheduler(num_sequences: int, enable_prefix_caching: bool) -> Scheduler:
+def _decoding_scheduler(num_sequences: int, enable_prefix_caching: bool, windows: tuple[int, ...]) -> Scheduler:
     num_tokens = PROMPT_TOKENS + NUM_STEPS + 16
-    num_blocks = num_sequences * (num_tokens // BLOCK_SIZE + 2) + 1
-    manager = KVCacheManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching)
     config = SchedulerConfig(
         max_num_seqs=num_sequences, max_num_batched_tokens=num_sequences * PROMPT_TOKENS, max_model_len=num_tokens
+    )
+    manager = KVCacheManager(
+        len(windows) * num_sequences * (num_tokens // BLOCK_SIZE + 2) + 1,
+        BLOCK_SIZE,
+        windows=windows,
+        max_new_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
     )
     scheduler = Scheduler(config, manager)
     for index in range(num_sequences):

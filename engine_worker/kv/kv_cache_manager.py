@@ -239,6 +239,10 @@ class KVCacheManager:
             num_host_blocks=self._host.pool.num_usable_blocks if self._host else 0,
             num_host_cached_blocks=self._host.pool.num_cached_blocks if self._host else 0,
             num_host_free_blocks=self._host.pool.num_free_blocks if self._host else 0,
+            group_blocks=tuple(
+                sum(len(sequence.kv.tables[group].held) for sequence in running)
+                for group in range(len(self.spans.groups))
+            ),
         )
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:

@@ -17,6 +17,7 @@ class KVCacheStats:
     num_host_blocks: int = 0  # in host memory: swapped + cached + free
     num_host_cached_blocks: int = 0
     num_host_free_blocks: int = 0
+    group_blocks: tuple[int, ...] = ()  # entries in the block tables of running sequences, per group of layers
 
     @property
     def num_available_blocks(self) -> int:

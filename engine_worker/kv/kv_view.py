@@ -15,7 +15,7 @@ def kv_view(kv_cache: KVAllocator, sequences: Iterable[Sequence], waits_for: str
     """Return the snapshot.
 
     Its `states` have one letter per block, by id: p(adding) f(ree) c(ached) a(ctive) s(hared). The block tables give
-    the owners.
+    the owners, one table per group of layers. `windows` has the window of each group in tokens, 0 for none.
 
     Args:
         kv_cache: The cache.
@@ -23,12 +23,14 @@ def kv_view(kv_cache: KVAllocator, sequences: Iterable[Sequence], waits_for: str
         waits_for: What the first waiting sequence lacks.
     """
     device, host = kv_cache.device_pool, kv_cache.host_pool
+    windows = [span.window for span in kv_cache.spans.groups]
     return {
         "block_size_tokens": kv_cache.block_size,
         "device": None if device is None else _pool_view(device),
         "host": None if host is None else _pool_view(host),
+        "windows": windows,
         "waits_for": waits_for,
-        "sequences": [_sequence_view(sequence, kv_cache.block_size) for sequence in sequences],
+        "sequences": [_sequence_view(sequence, windows, kv_cache.block_size) for sequence in sequences],
         "totals": kv_cache.events.totals_as_dict(),
     }
 
@@ -44,7 +46,7 @@ def _pool_view(pool: BlockPool) -> dict[str, Any]:
     }
 
 
-def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
+def _sequence_view(sequence: Sequence, windows: list[int], block_size: int) -> dict[str, Any]:
     tables = sequence.kv.tables
     num_blocks = sum(len(table.blocks) + len(table.host_blocks) for table in tables)
     num_computed = len(tables) * sequence.kv.num_computed_tokens
@@ -60,4 +62,14 @@ def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
         "num_preemptions": sequence.num_preemptions,
         "block_table": sequence.kv.blocks,
         "host_block_table": sequence.kv.host_blocks,
+        "tables": [
+            {
+                "group": group,
+                "window": windows[group],
+                "num_released_blocks": table.num_released,
+                "blocks": table.held,
+                "host_blocks": table.host_held,
+            }
+            for group, table in enumerate(tables)
+        ],
     }

@@ -7,8 +7,10 @@ Example with window 3, blocks of 2 tokens, 7 tokens computed and at most 2 new t
              outside     first_block      num_blocks(7, 12) = 5
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 Key = TypeVar("Key")
@@ -103,6 +105,17 @@ class KVSpans:
         num_blocks, num_shared = -(-num_tokens // self.block_size), num_shared_tokens // self.block_size
         num_shared_and_own = num_shared + num_sequences * (num_blocks - num_shared)
         return sum(min(num_shared_and_own, num_sequences * span.max_blocks(num_tokens)) for span in self.groups)
+
+    def max_tokens(self, num_blocks: int, limit: int, num_shared_tokens: int = 0, num_sequences: int = 1) -> int:
+        """Return the length up to `limit` to which sequences can grow with `num_blocks`; see max_blocks().
+
+        A length below the limit is a whole number of blocks.
+        """
+        num_needed = partial(self.max_blocks, num_shared_tokens=num_shared_tokens, num_sequences=num_sequences)
+        if num_needed(limit) <= num_blocks:
+            return limit
+        ends = range(0, limit + self.block_size, self.block_size)
+        return min(limit, ends[bisect_right(ends, num_blocks, key=num_needed) - 1])
 
     def own_blocks(self, num_tokens: int, num_shared_tokens: int) -> int:
         """Return the maximum number of blocks of a sequence beside the full ones of its first `num_shared_tokens`."""

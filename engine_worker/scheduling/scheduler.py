@@ -18,10 +18,8 @@ its share (policy.py). A sequence that ends during a step is removed at once and
 keeps its sample. Use it in one thread.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from engine_worker.kv.kv_allocator import KVAllocator
@@ -117,12 +115,8 @@ class Scheduler:
 
         Beams share at least the full blocks of their prompt, and may share nothing else.
         """
-        spans, num_usable, longest = self._kv_cache.spans, self._kv_cache.num_usable_blocks, self.config.max_model_len
-        num_blocks_at = partial(spans.max_blocks, num_shared_tokens=num_prompt_tokens, num_sequences=num_beams)
-        if num_blocks_at(longest) <= num_usable:
-            return longest
-        ends = range(0, longest + spans.block_size, spans.block_size)
-        return min(longest, ends[bisect_right(ends, num_usable, key=num_blocks_at) - 1])
+        num_usable, limit = self._kv_cache.num_usable_blocks, self.config.max_model_len
+        return self._kv_cache.spans.max_tokens(num_usable, limit, num_prompt_tokens, num_beams)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request of one sequence."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.kv_snapshot import SNAPSHOT_SECONDS, KVMove, KVRequest, KVSnapshot
+from shared.kv_snapshot import SNAPSHOT_SECONDS, KVMove, KVRequest, KVSnapshot, KVTable
 from shared.messages import encode
 from shared.redis_keys import RedisKeys
 from shared.ticks import next_tick
@@ -99,6 +99,7 @@ def _request(sequence: dict[str, Any], tenants: Mapping[str, str]) -> KVRequest:
         num_computed_tokens=sequence["num_computed_tokens"],
         blocks=sequence["block_table"],
         host_blocks=sequence["host_block_table"],
+        tables=[KVTable(**{name: table[name] for name in KVTable.__struct_fields__}) for table in sequence["tables"]],
         tenant=tenants.get(sequence["request_id"], UNKNOWN),
     )
 

@@ -98,7 +98,13 @@ function draw() {
 }
 
 function view({ worker, block_size: slots, requests }, states, table) {
-  const tables = requests.map((request) => ({ id: request.id, blocks: request[table], computed: request.num_computed_tokens }));
+  const tables = requests.flatMap((request) => {
+    const groups = request.tables.length ? request.tables : [{ ...request, num_released_blocks: 0 }]; // earlier workers have none
+    return groups.map((of, group) => ({
+      id: request.id, group: groups.length > 1 ? ` in group ${group}` : "", blocks: of[table], first: of.num_released_blocks,
+      computed: request.num_computed_tokens,
+    }));
+  });
   return { worker, states, slots, tables };
 }
 

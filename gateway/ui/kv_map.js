@@ -12,10 +12,10 @@ const POOLS = {
 // Blocks that replaced others in a block table, which is how copy-on-write appears in snapshots.
 function copied(before, after) {
   if (before?.worker !== after.worker) return [];
-  const tables = new Map(before.tables.map((table) => [table.id, table.blocks]));
-  return after.tables.flatMap(({ id, blocks }) => {
-    const old = tables.get(id) || [];
-    return blocks.filter((block, index) => index < old.length && block !== old[index]);
+  const tables = new Map(before.tables.map((table) => [table.id + table.group, table]));
+  return after.tables.flatMap(({ id, group, first, blocks }) => {
+    const old = tables.get(id + group) ?? { first, blocks: [] };
+    return blocks.filter((block, index) => block !== (old.blocks[first + index - old.first] ?? block));
   });
 }
 
@@ -39,7 +39,7 @@ export class KVMap {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#paint());
   }
 
-  // view: {worker, states, slots (of a block), tables: [{id, blocks, computed (tokens)}]}
+  // view: {worker, states, slots (of a block), tables: [{id, group, blocks, first (its number), computed (tokens)}]}
   draw(view, picked) {
     const until = performance.now() + FLASH_MS;
     const fresh = copied(this.view, view);
@@ -138,9 +138,9 @@ export class KVMap {
     const owners = this.#owners(id);
     const { slots, states } = this.view;
     const lines = owners.map((table) => {
-      const index = table.blocks.indexOf(id);
+      const index = table.first + table.blocks.indexOf(id);
       const filled = Math.min(slots, Math.max(0, table.computed - index * slots));
-      return `${table.id}: its block ${index}, ${filled} of ${slots} slots filled`;
+      return `${table.id}: its block ${index}${table.group}, ${filled} of ${slots} slots filled`;
     });
     const references = owners.length ? `, ${owners.length} reference${owners.length > 1 ? "s" : ""}` : "";
     return [`Block ${id}: ${this.pool.names[states[id]]}${references}`, ...lines].join(". ");

@@ -51,7 +51,13 @@ def test_estimate_sliding_window_limits_blocks_per_sequence() -> None:
     assert (found.window, found.sequences_at_tokens[1024]) == (4096, found.kv_blocks // 64)
     assert found.sequences_at_tokens[16384] == found.sequences_at_tokens[32768] == found.kv_blocks // 257
     mixed = {**mistral, "model_type": "ministral", "layer_types": ["full_attention", *["sliding_attention"] * 31]}
-    assert estimate(spec_from_json(mixed, {}), **options).window == 0  # type: ignore[arg-type]
+    found = estimate(spec_from_json(mixed, {}), **options)  # type: ignore[arg-type]
+    assert found.window == 0
+    windowed, full = sorted(found.kv_groups, key=lambda group: -group.window)
+    assert (windowed.layers, windowed.window, full.layers, full.max_sequence_bytes) == (31, 4096, 1, None)
+    assert windowed.max_sequence_bytes is not None
+    kept = windowed.max_sequence_bytes + 32768 * full.bytes_per_token  # of a sequence, in whole blocks
+    assert found.sequences_at_tokens[32768] == found.kv_blocks * found.kv_block_bytes // kept
 
 
 @pytest.mark.parametrize("tied", [False, True])

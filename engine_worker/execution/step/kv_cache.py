@@ -5,8 +5,6 @@
 Block 0 is never allocated to a sequence: padded table entries point to it, and it stays zero.
 """
 
-from bisect import bisect_right
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -129,8 +127,7 @@ def check_capacity(
     if num_blocks >= needed_blocks:
         return
     needed_bytes = needed_blocks * bytes_per_block
-    ends = range(0, max_model_len, block_size)
-    fitting_tokens = ends[bisect_right(ends, num_blocks - 1, key=spans.max_blocks) - 1] if num_blocks > 0 else 0
+    fitting_tokens = spans.max_tokens(max(0, num_blocks - 1), max_model_len)
     advice = []
     if needed_bytes <= memory.free_bytes:
         advice.append(f"--kv-cache-memory-bytes {needed_bytes}")

@@ -6,7 +6,6 @@
 transformers is imported inside functions: its import costs 3 CPU seconds, and processes such as ranks do not need it.
 """
 
-from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +108,8 @@ def make_runner(
     """
     config = blueprint_from_directory(directory, model_impl).shape
     layout = kv_layout(config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype))
-    bytes_per_block, lengths = layout.block_bytes, range(1, config.max_position_embeddings + 1)
-    longest = bisect_right(lengths, num_blocks, key=lambda length: layout.max_blocks(length, 16))
+    bytes_per_block = layout.block_bytes
+    longest = layout.spans(16).max_tokens(num_blocks, config.max_position_embeddings)
     settings = ExecutionSettings(
         model=directory,
         device="cpu",

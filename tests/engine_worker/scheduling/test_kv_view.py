@@ -41,3 +41,19 @@ def test_kv_view_names_running_slot_as_awaited_resource() -> None:
         engine.add_request(make_request(5, name, max_tokens=12, ignore_eos=True))
     engine.step()
     assert engine.kv_view()["waits_for"] == "a running slot"
+
+
+def test_kv_view_has_a_table_per_group() -> None:
+    windows = (0, 8)
+    engine = make_engine(FakeModelRunner(windows=windows), windows=windows)  # blocks of 4
+    engine.add_request(make_request(17, "a", max_tokens=12, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    view, stats = engine.kv_view(), engine.stats().kv_cache
+    (sequence,) = view["sequences"]
+    full, window = sequence["tables"]
+    assert (view["windows"], full["window"], window["window"]) == ([0, 8], 0, 8)
+    assert (len(full["blocks"]), full["num_released_blocks"]) == (5, 0)
+    assert (len(window["blocks"]), window["num_released_blocks"]) == (3, 2)
+    assert sequence["block_table"] == full["blocks"] + window["blocks"]
+    assert stats.group_blocks == (5, 3) and stats.num_active_blocks == 8
