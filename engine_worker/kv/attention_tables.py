@@ -13,6 +13,7 @@ Source of copy-on-write: PagedAttention, section 4.4, https://arxiv.org/abs/2309
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from engine_worker.kv.block_pool import BlockPool
 from engine_worker.kv.sequence import Sequence
@@ -34,21 +35,26 @@ class AttentionTables:
         self._spans = spans.groups
         self._block_size = spans.block_size
         self._windows = [(group, span) for group, span in enumerate(spans.groups) if span.window]
-        # A group with a window has the shortest table. All of these have the same length, whatever their windows.
+        # Tables with a window are the shortest. Those with are equally long, whatever their windows, and those without.
         self._shortest = self._windows[0][0] if self._windows else 0
+        kinds = Counter(bool(span.window) for span in spans.groups)
+        self._kinds = [  # a group of each kind, and how many there are
+            (next(group for group, span in enumerate(spans.groups) if bool(span.window) is has_window), count)
+            for has_window, count in kinds.items()
+        ]
         self._advanced: list[Sequence] = []  # with a window, since release_outside_window()
 
     def missing(self, sequence: Sequence) -> int:
         """Return the blocks that `sequence` needs to compute all its tokens: new ones, and copies of shared ones."""
-        return self.num_lacking(sequence) + sum(len(indices) for _, indices in self._to_replace(sequence))
+        return self.num_lacking(sequence) + len(self._to_replace(sequence)) * len(self._spans)
 
     def num_lacking(self, sequence: Sequence) -> int:
         """Return the number of blocks that the tables of `sequence` are too short."""
-        kv, num_tokens = sequence.kv, sequence.num_tokens
-        return sum(
-            span.num_blocks(kv.num_computed_tokens, num_tokens) - len(table.blocks)
-            for table, span in zip(kv.tables, self._spans, strict=True)
-        )
+        kv, num_tokens, num_lacking = sequence.kv, sequence.num_tokens, 0
+        for group, count in self._kinds:
+            num_needed = self._spans[group].num_blocks(kv.num_computed_tokens, num_tokens)
+            num_lacking += (num_needed - len(kv.tables[group].blocks)) * count
+        return num_lacking
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return whether a sequence with `num_tokens` tokens is missing blocks.
@@ -75,26 +81,26 @@ class AttentionTables:
         num_missing = sum(map(self.missing, sequences))
         if num_missing <= num_available:
             return True
-        written = (pair for sequence in sequences for pair in self._to_replace(sequence))
-        writers = Counter(table.blocks[index] for table, indices in written for index in indices)
+        written = ((sequence.kv.tables, index) for sequence in sequences for index in self._to_replace(sequence))
+        writers = Counter(table.blocks[index] for tables, index in written for table in tables)
         num_kept = sum(number == self._pool.ref_count(block_id) for block_id, number in writers.items())
         return num_missing - num_kept <= num_available
 
     def allocate(self, sequence: Sequence) -> None:
         """Complete the block tables and make their ends writable. Call can_allocate() first."""
-        num_computed = sequence.kv.num_computed_tokens
-        sequence.kv.num_changes += 1
-        for table, indices in self._to_replace(sequence):
-            for index in indices:
-                self._replace(table, index, is_empty=index * self._block_size >= num_computed)
+        kv = sequence.kv
+        kv.num_changes += 1
+        for index in self._to_replace(sequence):
+            for table in kv.tables:
+                self._replace(table, index, is_empty=index * self._block_size >= kv.num_computed_tokens)
         self.extend(sequence)
 
     def extend(self, sequence: Sequence) -> None:
         """Complete the block tables, and leave shared blocks as they are."""
         kv, num_tokens = sequence.kv, sequence.num_tokens
+        new = iter(self._pool.allocate(self.num_lacking(sequence)))
         for table, span in zip(kv.tables, self._spans, strict=True):
-            num_lacking = span.num_blocks(kv.num_computed_tokens, num_tokens) - len(table.blocks)
-            table.blocks += self._pool.allocate(num_lacking)
+            table.blocks += islice(new, span.num_blocks(kv.num_computed_tokens, num_tokens) - len(table.blocks))
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Return whether the parent still holds all blocks that the token after `num_tokens` sees."""
@@ -131,11 +137,15 @@ class AttentionTables:
 
         The previous step may still read these blocks; new owners write to them in a later step.
         """
+        released: list[int] = []
         for sequence in self._advanced:
             kv = sequence.kv
             for group, span in self._windows:
-                self._release(kv.tables[group], span.first_block(kv.num_computed_tokens))
+                table, end = kv.tables[group], span.first_block(kv.num_computed_tokens)
+                if end > table.num_released:
+                    released += _release(table, end)
         self._advanced.clear()
+        self._pool.free(released)
 
     def begin_with_copy(self, sequence: Sequence, index: int, sources: Iterable[int]) -> None:
         """Copy one source per group to block `index` of `sequence`, and drop the references that the caller holds."""
@@ -172,15 +182,6 @@ class AttentionTables:
             assert len(table.blocks) <= num_needed, f"{sequence.request_id} has more blocks than its tokens need"
             assert not any(map(self._is_shared, table.blocks[max(first, end) :])), "a shared block at the end"
 
-    def _release(self, table: Table, end: int) -> None:
-        """Free the blocks before `end`."""
-        first, end = table.num_released, min(end, len(table.blocks))
-        if end > first:
-            released = table.blocks[first:end]
-            table.blocks[first:end] = [NULL_BLOCK_ID] * len(released)
-            table.num_released = end
-            self._pool.free(released)
-
     def _replace(self, table: Table, index: int, *, is_empty: bool) -> None:
         """Replace a shared block that the next step writes to, and copy its computed tokens."""
         source = table.blocks[index]
@@ -191,10 +192,18 @@ class AttentionTables:
         self._pool.free([source])
         table.blocks[index] = target
 
-    def _to_replace(self, sequence: Sequence) -> list[tuple[Table, list[int]]]:
-        """Return per table the indices of shared blocks in the part that is not computed yet."""
-        first, is_shared = sequence.kv.num_computed_tokens // self._block_size, self._is_shared
-        return [
-            (table, [index for index in range(first, len(table.blocks)) if is_shared(table.blocks[index])])
-            for table in sequence.kv.tables
-        ]
+    def _to_replace(self, sequence: Sequence) -> list[int]:
+        """Return the indices of shared blocks in the part of the tables that is not computed yet."""
+        kv, is_shared = sequence.kv, self._is_shared
+        blocks = kv.tables[self._shortest].blocks
+        first = kv.num_computed_tokens // self._block_size
+        return [index for index in range(first, len(blocks)) if is_shared(blocks[index])]
+
+
+def _release(table: Table, end: int) -> list[int]:
+    """Remove the blocks before `end` from a table, and return them."""
+    first, end = table.num_released, min(end, len(table.blocks))
+    released = table.blocks[first:end]
+    table.blocks[first:end] = [NULL_BLOCK_ID] * len(released)
+    table.num_released = max(first, end)
+    return released
