@@ -131,10 +131,9 @@ class BlockPool:
         """Make an active block findable by its key. Return False if the block or the content is published already."""
         block = self._blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is not active"
-        if block.key is not None or key in self._by_key:
+        if block.key is not None or self._by_key.setdefault(key, block_id) != block_id:
             return False
         block.key = key
-        self._by_key[key] = block_id
         return True
 
     def published(self, block_ids: Iterable[int]) -> list[int]:

@@ -9,7 +9,7 @@ the device evicted, and a preempted sequence can be swapped instead of recompute
 scheduler decides who is admitted and who yields. Block moves are collected until take_transfers() adds them to a batch.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import zip_longest
 
@@ -298,17 +298,22 @@ class KVCacheManager:
             table.host_blocks = []
 
     def _free_on_device(self, sequence: Sequence) -> None:
-        tables = sequence.kv.tables
-        entries = list(zip_longest(*(table.blocks for table in tables), fillvalue=NULL_BLOCK_ID))
-        # The last of all groups first, because a prefix is useless without its blocks of one group.
-        self._pool.free(block_id for entry in reversed(entries) for block_id in entry if block_id != NULL_BLOCK_ID)
-        for table in tables:
+        self._pool.free(_from_last(sequence.kv.tables))
+        for table in sequence.kv.tables:
             table.blocks = []
         sequence.kv.num_published_blocks = 0
 
     def _on_evict(self, block_id: int, key: BlockKey) -> None:
         assert self._prefixes is not None, "only the prefix cache publishes blocks that can be evicted"
         self._accounting.evicted(is_kept=self._prefixes.evict(block_id, key))
+
+
+def _from_last(tables: tuple[Table, ...]) -> Iterable[int]:
+    """Return the blocks, the last of all groups first: a prefix is useless without its blocks of one group."""
+    if len(tables) == 1:
+        return reversed(tables[0].held)
+    entries = list(zip_longest(*(table.blocks for table in tables), fillvalue=NULL_BLOCK_ID))
+    return (block_id for entry in reversed(entries) for block_id in entry if block_id != NULL_BLOCK_ID)
 
 
 def _num_host_entries(sequence: Sequence) -> int:

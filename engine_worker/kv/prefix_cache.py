@@ -17,8 +17,10 @@ of layers use the same hashes; a block's key is (group, hash). A prefix is a hit
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from typing import NamedTuple
 
 from engine_worker.kv.block_pool import BlockPool
 from engine_worker.kv.group_hits import GroupHit, longest_common_hit
@@ -66,7 +68,7 @@ class PrefixMatch:
 
     num_blocks: int  # full blocks of the prefix
     groups: tuple[GroupHit, ...]
-    copied_block_ids: tuple[int, ...] = ()  # one per group, or none
+    copied_block_ids: SequenceOf[int] = ()  # one per group, or none
     num_copied_tokens: int = 0
 
     @property
@@ -88,9 +90,8 @@ class PrefixMatch:
         return replace(self, copied_block_ids=(), num_copied_tokens=0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    block_ids: tuple[int, ...]  # one per group
+class _Child(NamedTuple):
+    block_ids: list[int]  # one per group
     packed_token_ids: bytes
     step: int  # the step whose forward pass computes it
 
@@ -101,7 +102,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, spans: KVSpans) -> None:
         self._pool = pool
         self._spans = spans.groups
-        self._groups = range(len(spans.groups))
+        self._num_groups = len(spans.groups)
         self._finds = (pool.find,) * len(spans.groups)
         self._has_windows = any(span.window for span in spans.groups)
         self._block_size = spans.block_size
@@ -116,7 +117,7 @@ class PrefixCache:
         num_blocks = limit // self._block_size
         extend_digests(sequence, num_blocks, self._block_size)
         digests = sequence.kv.digests[:num_blocks]
-        keys = [[(group, digest) for digest in digests] for group in self._groups]
+        keys = [[(group, digest) for digest in digests] for group in range(self._num_groups)]
         num_found, hits = longest_common_hit(self._spans, keys, self._finds)
         found = PrefixMatch(num_found, tuple(GroupHit(first, block_ids) for first, block_ids in hits))
         return self._with_copy(sequence, found, limit, step)
@@ -163,7 +164,7 @@ class PrefixCache:
     def retract(self, sequence: Sequence) -> None:
         """Remove all blocks of the prefix of `sequence` from the cache, including those that others computed."""
         for digest in sequence.kv.digests:
-            for group in self._groups:
+            for group in range(self._num_groups):
                 if (block_id := self._pool.retract((group, digest))) is not None:
                     self.forget(block_id)
 
@@ -183,19 +184,22 @@ class PrefixCache:
 
     def _publish(self, sequence: Sequence, index: int, digest: bytes, packed: bytes, step: int) -> list[int]:
         """Publish block `index` in each group that holds it. Return the block ids that were not published before."""
-        published = []
+        publish, published = self._pool.publish, list[int]()
         for group, table in enumerate(sequence.kv.tables):
-            if index >= table.num_released and self._pool.publish(table.blocks[index], (group, digest)):
-                published.append(table.blocks[index])
-        if len(published) == len(self._groups):  # otherwise another sequence may compute a part of it in a later step
+            block_id = table.blocks[index]
+            if index >= table.num_released and publish(block_id, (group, digest)):
+                published.append(block_id)
+        if len(published) == self._num_groups:  # otherwise another sequence may compute a part of it in a later step
             parent = parent_digest(sequence, index)
             self._forget_child(parent)
-            self._children[parent] = _Child(tuple(published), packed, step)
-            self._parents.update(dict.fromkeys(published, parent))
+            self._children[parent] = _Child(published, packed, step)
+            for block_id in published:
+                self._parents[block_id] = parent
         return published
 
     def _forget_child(self, parent: bytes) -> None:
-        if (child := self._children.pop(parent, None)) is not None:
+        child = self._children.pop(parent, None)
+        if child is not None:
             for block_id in child.block_ids:
                 del self._parents[block_id]
 
