@@ -66,8 +66,8 @@ def logits(ranks: TensorParallel, directory: Path, quantization: str = "auto") -
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     found = blueprint_from_directory(directory, "native", quantization)
     model = found.build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
-    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
+    device = model.attach(torch.zeros(layout.pool_shape(5)))
     return torch.cat((model.forward(step(0, PROMPT), device), model.forward(step(len(PROMPT), [5]), device))), (
         weights.loaded_bytes
     )
