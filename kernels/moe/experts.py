@@ -8,12 +8,11 @@ from kernels.moe.combine import combine
 from kernels.moe.gate import Gate
 from kernels.moe.gather import gather_rows
 from kernels.moe.grouped_product import grouped_product, tiles_of
-from kernels.moe.list_product import list_product, list_tiles_of, reads_tokens
+from kernels.moe.list_product import is_hopper, list_product, list_tiles_of, reads_tokens
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.reference import apply_experts_reference
 from kernels.moe.routing import Routing
 from kernels.moe.weights import ExpertProduct, ScaledExperts
-from kernels.skinny_linear_tiles import is_known
 
 
 def apply_experts(x: Tensor, routing: Routing, gate_up: ExpertProduct, down: ExpertProduct, gate: Gate) -> Tensor:
@@ -43,12 +42,12 @@ def apply_experts_triton(
 
 def _product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | None) -> Tensor:
     weight, is_gated = product.weight, gate is not None
-    tiles = list_tiles_of(weight, is_gated, routing) if x.dtype == torch.bfloat16 and is_known(x.device) else None
+    tiles = list_tiles_of(weight, is_gated, routing) if x.dtype == torch.bfloat16 and is_hopper(x.device) else None
     if tiles is not None:
         rows = gather_rows(x, routing) if is_gated and not reads_tokens(routing) else x
         return list_product(rows, product, routing, gate, tiles)
     if isinstance(weight, Mxfp4Experts):
-        raise ValueError("MXFP4 experts need a Hopper GPU with 132 SMs and bfloat16 activations")
+        raise ValueError("MXFP4 experts need a Hopper GPU (sm_90) and bfloat16 activations")
     if isinstance(weight, ScaledExperts):
         quantized = quantize_groups(x) if weight.is_grouped else quantize_rows(x)
         return grouped_product(quantized, product, routing, gate, tiles_of(is_gated, routing.block_rows, 1), x.dtype)

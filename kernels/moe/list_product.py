@@ -422,6 +422,12 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     return output
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether the device runs this kernel. With other than 132 SMs it is correct, but its tiles are unmeasured."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def list_tiles_of(weight: ExpertWeight, is_gated: bool, routing: Routing) -> ListTiles | None:
     """Return the tiles for a weight on a Hopper GPU; None: grouped_product.py serves it."""
     if isinstance(weight, ScaledExperts) or not (isinstance(weight, Mxfp4Experts) or weight.dtype == torch.bfloat16):
