@@ -424,7 +424,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Return whether the device runs this kernel. With other than 132 SMs it is correct, but its tiles are unmeasured."""
+    """Return whether the device runs this kernel. Its tiles were measured with 132 SMs only."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
