@@ -48,7 +48,8 @@ class Tiles:
 
 def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     exact = torch.promote_types(x.dtype, torch.float32)
-    return torch.nn.functional.linear(*(None if t is None else t.to(exact) for t in (x, weight, bias))).to(x.dtype)
+    exact_bias = None if bias is None else bias.to(exact)
+    return torch.nn.functional.linear(x.to(exact), weight.to(exact), exact_bias).to(x.dtype)
 
 
 def gated_skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
