@@ -101,7 +101,7 @@ class Operation:
     is_open: bool = False  # needs no API key
     uncharged: str = ""  # why it does not count as a request of its key; "": it does
     generates: bool = False  # refused for a key in debt, except with an Idempotency-Key, which may name a stored answer
-    is_admitted: bool = False  # an open request: a stream, or a body as long as one
+    is_admitted: bool = False  # an open request: a stream, a body as long as one, or slow work
 
     def below(self, prefix: str) -> "Operation":
         return replace(self, path=prefix + self.path)

@@ -9,11 +9,10 @@ from aiohttp import web
 
 from gateway.auth.access import ACCOUNT
 from gateway.auth.rate_limits import Account
-from gateway.errors import RateLimited
 from gateway.fleet import Timeouts
 from gateway.http.state import STATE, TRACEPARENT, GatewayState
 from gateway.pipeline.answer_kind import KINDS, AnswerKind
-from gateway.work.fair_pool import FairPool, TooMuchWaits, is_short
+from gateway.work.fair_pool import is_short
 
 _Result = TypeVar("_Result")
 
@@ -32,35 +31,17 @@ class RequestContext:
     for_batch: bool = False  # a line of a batch, which latency metrics leave out
     arrived_at: float = field(default_factory=time.monotonic)  # seconds
 
-    async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
-        """Run work for the account without blocking the event loop, and return its result (fair_pool.py).
-
-        Raises RateLimited.
-        """
+    async def work(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
+        """Run work for the account without blocking the event loop, and return its result (fair_pool.py)."""
         if is_short(num_bytes):  # the usual case, five times per request: saves two coroutines each
             return work()
-        return await self._in_turn(self.state.pool, num_bytes, work, may_refuse=may_refuse)
+        return await self.state.pool.run(self.account, num_bytes, work)
 
     async def read(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
-        """Run the parsing of a request; if it is long, in a process, which does not hold this interpreter's lock.
-
-        Raises RateLimited.
-        """
+        """Run the parsing of a request; if it is long, in a process, which does not hold this interpreter's lock."""
         if is_short(num_bytes):
             return work()
-        return await self._in_turn(self.state.readers, num_bytes, work)
-
-    async def _in_turn(
-        self, pool: FairPool, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
-    ) -> _Result:
-        try:
-            return await pool.run(self.account, num_bytes, work, may_refuse=may_refuse)
-        except TooMuchWaits as error:
-            raise RateLimited(
-                "Too many requests from this API key are waiting to be parsed; retry in 1 s.",
-                code="max_waiting_exceeded",
-                retry_after_seconds=1,
-            ) from error  # fmt: skip
+        return await self.state.readers.run(self.account, num_bytes, work)
 
 
 def context_of(http: web.Request) -> RequestContext:

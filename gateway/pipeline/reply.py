@@ -33,7 +33,7 @@ _BYTES_OF_VALUE = 8  # of a body, to tell how long it takes to make it: 1 us a t
 class Work(Protocol):
     """RequestContext.work()."""
 
-    async def __call__(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool) -> _Result: ...
+    async def __call__(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result: ...
 
 
 class ChunkWriter(Stage):
@@ -134,7 +134,7 @@ class Delivery:
                 await AnswerLoop(answer, stream).to_end()
                 last = partial(chunks.last, answer.usage if self.include_usage else None)
                 num_bytes = self._num_bytes if self.response_format.repeats_all else 0
-                ending = await self.work(num_bytes, last, may_refuse=False)
+                ending = await self.work(num_bytes, last)
             except GatewayError as error:
                 ending = chunks.error(error)
             except ConnectionError:
@@ -157,7 +157,7 @@ class Delivery:
             await AnswerLoop(answer).to_end()
             await answer.scheduler.run(self.extras.write_scores(answer.prompt_scores))
             work = partial(self._body_of, collector.deltas, answer.usage)
-            return await self.work(self._num_bytes, work, may_refuse=False)
+            return await self.work(self._num_bytes, work)
         finally:
             self._let_go(collector.deltas)
 

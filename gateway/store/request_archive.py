@@ -78,7 +78,7 @@ class RequestArchive:
 
         A token with log-probabilities takes 20 us. Work of one key waits only for other work of the same key.
         """
-        return await self._pool.run(key, num_bytes, decode, may_refuse=False)
+        return await self._pool.run(key, num_bytes, decode)
 
     def close(self) -> None:
         self._pool.close()

@@ -4,7 +4,8 @@
 
 A key uses one thread at a time, so its backlog delays another key by at most one piece of work. Short work runs at once
 in the caller. Work whose caller was cancelled before its start is dropped. Everything but the work itself runs on the
-event loop. For work that holds the interpreter's lock, use threads that wait for processes (work_process.py).
+event loop. Waiting work is not limited here: each piece belongs to an open request, whose number and bytes are divided
+between keys. For work that holds the interpreter's lock, use threads that wait for processes (work_process.py).
 """
 
 import asyncio
@@ -12,14 +13,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import call
 from typing import Any, TypeVar
 
 INLINE_BYTES = 10_000  # encoding takes 0.4 us per byte, a template 8 us per message of 30 bytes: 4 ms at most
-MAX_WAITING = 1024  # pieces of work per key
-MAX_WAITING_BYTES = 64 * 2**20  # per key
 MAX_THREADS = 8
 
 _Result = TypeVar("_Result")
@@ -30,14 +30,9 @@ def is_short(num_bytes: int | None) -> bool:
     return num_bytes is not None and num_bytes <= INLINE_BYTES
 
 
-class TooMuchWaits(Exception):
-    """The key has reached its limit of waiting work; retry later."""
-
-
 @dataclass(eq=False, slots=True)
 class _Piece:
     work: Callable[[], Any]
-    num_bytes: int
     done: asyncio.Future[Any]
 
 
@@ -46,27 +41,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.pieces = deque[_Piece]()
-        self.num_bytes = 0
         self.served_at = 0  # the serial number, over all keys, of the last piece that was taken
-
-    def has_room(self, num_bytes: int) -> bool:
-        is_empty = not self.pieces  # a single piece may exceed the limit
-        fits = len(self.pieces) < MAX_WAITING and self.num_bytes + num_bytes <= MAX_WAITING_BYTES
-        return is_empty or fits
-
-    def add(self, piece: _Piece) -> None:
-        self.pieces.append(piece)
-        self.num_bytes += piece.num_bytes
-
-    def take(self) -> _Piece:
-        piece = self.pieces.popleft()
-        self.num_bytes -= piece.num_bytes
-        return piece
-
-    def drop(self, piece: _Piece) -> None:
-        if piece in self.pieces:
-            self.pieces.remove(piece)
-            self.num_bytes -= piece.num_bytes
 
 
 class FairPool:
@@ -88,33 +63,26 @@ class FairPool:
     def num_waiting(self) -> int:
         return sum(len(queue.pieces) for queue in self._queues.values())
 
-    async def run(
-        self, key: Hashable, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
-    ) -> _Result:
+    async def run(self, key: Hashable, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
         """Run work for a key, and return or raise its result.
 
         Args:
             key: The owner of the work.
             num_bytes: The size of its input; None if the size does not bound the time.
             work: The function to run.
-            may_refuse: False for work of a request that was already accepted.
-
-        Raises:
-            TooMuchWaits: If the key's queue is full and `may_refuse`.
         """
         if is_short(num_bytes):
             return work()
         queue = self._queues.setdefault(key, _Queue())
-        if may_refuse and not queue.has_room(num_bytes or 0):
-            raise TooMuchWaits
-        piece = _Piece(work, num_bytes or 0, asyncio.get_running_loop().create_future())
-        queue.add(piece)
+        piece = _Piece(work, asyncio.get_running_loop().create_future())
+        queue.pieces.append(piece)
         self._begin_next()
         try:
             result: _Result = await piece.done
             return result
         finally:
-            queue.drop(piece)
+            with suppress(ValueError):  # it has begun
+                queue.pieces.remove(piece)
             del piece  # breaks the reference cycle error -> frame -> piece, which would keep the work in memory
 
     def close(self) -> None:
@@ -125,7 +93,7 @@ class FairPool:
     def _begin_next(self) -> None:
         while (key := self._next_key()) is not None:
             queue = self._queues[key]
-            piece = queue.take()
+            piece = queue.pieces.popleft()
             self._running.add(key)
             queue.served_at = self._num_served = self._num_served + 1
             running = asyncio.get_running_loop().run_in_executor(self._executor, self._carry_out, piece.work)

@@ -162,17 +162,6 @@ async def test_checks_of_one_key_do_not_delay_other_keys(
     assert await asyncio.gather(*hard) == [200] * 20
 
 
-async def test_key_with_too_many_waiting_checks_gets_retry_after(
-    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway = await limited(start_gateway, tmp_path)
-    monkeypatch.setattr("gateway.work.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
-    body = {**PROMPT, "guided_regex": "a+"}
-    async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
-        assert (reply.status, (await reply.json())["error"]["code"]) == (429, "max_waiting_exceeded")
-        assert reply.headers["Retry-After"] == "1"
-
-
 async def test_gateway_slots_are_taken_when_granted(start_gateway: Callable[..., Any]) -> None:
     """Taking them after prompt encoding would admit all requests that arrive in the meantime."""
     gateway: Gateway = await start_gateway(max_num_streams=1)

@@ -10,8 +10,7 @@ from functools import partial
 
 import pytest
 
-from gateway.work import fair_pool
-from gateway.work.fair_pool import INLINE_BYTES, FairPool, TooMuchWaits
+from gateway.work.fair_pool import INLINE_BYTES, FairPool
 
 
 class Workshop:
@@ -118,35 +117,6 @@ async def test_work_of_a_caller_that_left_is_not_begun(workshop: Callable[[int],
     shop.let_end("last")
     assert await last == "last"
     assert shop.begun == ["first", "last"] and shop.pool.num_waiting == 0
-
-
-async def test_key_over_its_waiting_limit_is_refused(
-    workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fair_pool, "MAX_WAITING", 2)
-    shop = workshop(1)
-    tasks = [shop.ask("a", f"a{i}") for i in range(3)]
-    await shop.has_begun("a0")
-    with pytest.raises(TooMuchWaits):
-        await shop.ask("a", "one too many")
-    tasks.append(shop.ask("b", "b0"))
-    await settled()
-    assert shop.pool.num_waiting == 3
-    for task in tasks:
-        task.cancel()
-
-
-async def test_larger_work_has_a_lower_waiting_limit(
-    workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fair_pool, "MAX_WAITING_BYTES", 100_000)
-    shop = workshop(1)
-    tasks = [shop.ask("a", f"a{i}", num_bytes) for i, num_bytes in enumerate((200_000, 60_000, 40_000))]
-    await shop.has_begun("a0")
-    with pytest.raises(TooMuchWaits):
-        await shop.ask("a", "one too many", INLINE_BYTES + 1)
-    for task in tasks:
-        task.cancel()
 
 
 async def test_short_work_runs_at_once_and_errors_reach_the_caller() -> None:

@@ -45,6 +45,7 @@ API = Api(
             body=PromptFields,
             answer=TokenCountBody,
             errors=INFERENCE_ERRORS,
+            is_admitted=True,
         ),
     ),
     kinds=(MESSAGE,),

@@ -50,7 +50,7 @@ async def create_file(http: web.Request) -> web.Response:
 async def _received(http: web.Request) -> FileRecord:
     directory = http.app[FILES]
     storage = directory.storage
-    work = partial(http.app[STATE].pool.run, ("files of", http[ACCOUNT].owner_key_hash), None, may_refuse=False)
+    work = partial(http.app[STATE].pool.run, ("files of", http[ACCOUNT].owner_key_hash), None)
     upload = await receive_upload(
         http,
         storage.files,

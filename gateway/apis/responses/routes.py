@@ -174,6 +174,7 @@ API = Api(
             body=CountedBody,
             answer=InputTokensBody,
             errors=INFERENCE_ERRORS,
+            is_admitted=True,
         ),
         generating(
             "/v1/responses/compact",

@@ -109,6 +109,7 @@ _OPERATIONS = (
         body=TokenizeBody,
         answer=TokenizedBody,
         errors=(ModelNotFound, Unavailable),
+        is_admitted=True,
     ),
     Operation(
         "POST",
@@ -118,6 +119,7 @@ _OPERATIONS = (
         body=DetokenizeBody,
         answer=DetokenizedBody,
         errors=(ModelNotFound, Unavailable),
+        is_admitted=True,
     ),
     Operation(
         "GET",
