@@ -24,6 +24,7 @@ APIS: tuple[Api, ...] = tuple(
             "models",
             "tokenize",
             "files",
+            "ollama",
         ),
     )
 )

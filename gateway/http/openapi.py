@@ -99,6 +99,7 @@ class Operation:
     errors: tuple[type[GatewayError], ...] = ()
     parameters: tuple[Parameter, ...] = ()
     is_open: bool = False  # needs no API key
+    error_body: Any = ErrorBody  # the shape of its errors
     uncharged: str = ""  # why it does not count as a request of its key; "": it does
     generates: bool = False  # refused for a key in debt, except with an Idempotency-Key, which may name a stored answer
     is_admitted: bool = False  # an open request: a stream, a body as long as one, or slow work
@@ -155,7 +156,7 @@ def _responses(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any
     for status in (operation.status, *operation.other_statuses):
         responses[str(status)] = {"description": HTTPStatus(status).phrase, **({"content": content} if content else {})}
     for status in sorted({error.status for error in _errors(operation)} - {int(status) for status in responses}):
-        body = {JSON: {"schema": schema_of[_key(ErrorBody)]}}
+        body = {JSON: {"schema": schema_of[_key(operation.error_body)]}}
         responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": body}
     return responses
 
@@ -185,9 +186,14 @@ def _parameters(operation: Operation, schema_of: dict[str, Any]) -> list[dict[st
 
 def _kinds(operations: Iterable[Operation]) -> list[Any]:
     """Return every type once; a dict by name, because types of the typing module may be unhashable."""
-    kinds = {_key(ErrorBody): ErrorBody}
+    kinds: dict[str, Any] = {}
     for operation in operations:
-        for kind in (operation.body, operation.answer, *(parameter.kind for parameter in operation.parameters)):
+        for kind in (
+            operation.body,
+            operation.answer,
+            operation.error_body,
+            *(parameter.kind for parameter in operation.parameters),
+        ):
             if kind is not None:
                 kinds[_key(kind)] = kind
     return list(kinds.values())

@@ -62,8 +62,9 @@ async def refusal_of_unsent(gateway: Gateway, method: str, path: str) -> str:
         async with asyncio.timeout(PATIENCE_SECONDS):
             status_line, _, headers = (await reader.readuntil(b"\r\n\r\n")).decode().partition("\r\n")
             length = int(headers.partition("Content-Length: ")[2].partition("\r")[0])
-            error = json.loads(await reader.readexactly(length))["error"]
-        return error.get("code") or status_line.split()[1]
+            body = json.loads(await reader.readexactly(length))
+        named = body if isinstance(body["error"], str) else body["error"]  # Ollama's error is a text beside its code
+        return named.get("code") or status_line.split()[1]
     finally:
         writer.transport.abort()
 

@@ -1,0 +1,1 @@
+"""Ollama's API: chats and completions as lines of JSON, and the models."""
