@@ -97,6 +97,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         execution.load_format,
         execution.tensor_parallel_size,
         execution.quantization,
+        execution.enable_expert_parallel,
     )
     size = execution.tensor_parallel_size
     report("load", 0.0, "torch")

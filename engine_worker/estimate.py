@@ -165,8 +165,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         load_format = "auto" if any(options.model.glob("*.safetensors*")) else "dummy"
         notes = _decide_quantization(options, load_format)
-        check_files(options.model, options.model_impl, load_format, options.tensor_parallel_size, options.quantization)
-        blueprint = blueprint_from_directory(options.model, options.model_impl, options.quantization)
+        check_files(
+            options.model,
+            options.model_impl,
+            load_format,
+            options.tensor_parallel_size,
+            options.quantization,
+            options.enable_expert_parallel,
+        )
+        blueprint = blueprint_from_directory(
+            options.model, options.model_impl, options.quantization, options.enable_expert_parallel
+        )
         notes += _decide_types(options, blueprint)
         found = _estimate(options, blueprint, options.tensor_parallel_size)
     except (SettingsError, ValueError) as error:  # DoesNotFit, an invalid quantity, or an unsupported model
@@ -325,6 +334,9 @@ def _add_format_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--block-size", type=int, default=16, choices=(8, 16, 32, 64), help="tokens per KV block (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--enable-expert-parallel", action="store_true", help="devices share whole experts (default: their inner size)"
     )
     parser.add_argument(
         "--tensor-parallel-size",

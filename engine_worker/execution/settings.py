@@ -63,6 +63,9 @@ class ExecutionSettings:
     tensor_parallel_size: int = setting(
         1, help="number of GPUs that share the model, one process each; must divide heads and intermediate size"
     )
+    enable_expert_parallel: bool = setting(
+        False, help="ranks share whole experts instead of the inner size of each; needs --tensor-parallel-size"
+    )
     rendezvous_endpoint: str = setting(
         "", metavar="HOST:PORT", help="address of rank 0, where ranks on several hosts meet; default: one host"
     )
@@ -114,6 +117,8 @@ class ExecutionSettings:
             parse_endpoint(self.rendezvous_endpoint)
             if self.tensor_parallel_size == 1:
                 raise SettingsError("--rendezvous-endpoint: needs --tensor-parallel-size 2 or more; got 1")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise SettingsError("--enable-expert-parallel: needs --tensor-parallel-size 2 or more; got 1")
         if self.kv_cache_memory_ratio is not None and not 0.0 < self.kv_cache_memory_ratio <= 1.0:
             raise SettingsError(
                 f"--kv-cache-memory-ratio: expected over 0 and at most 1, got {self.kv_cache_memory_ratio}"

@@ -12,8 +12,9 @@ from engine_worker.model.architectures import has_family, spec_from_json
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors, weights_bytes
 from engine_worker.model.grouped_bytes import grouped_weights_bytes
 from engine_worker.model.quantization_config import refuse_quantized
-from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts
+from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts, with_expert_shares
 from engine_worker.model.spec import ModelSpec
+from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.weight_format import STORED_BLOCKS, chosen_format
 from shared.model_files import read_model_files
 
@@ -90,20 +91,24 @@ class NativeBlueprint:
         return model
 
 
-def blueprint_from_directory(directory: Path, wanted: str = "auto", quantization: str = "auto") -> "Blueprint":
+def blueprint_from_directory(
+    directory: Path, wanted: str = "auto", quantization: str = "auto", enable_expert_parallel: bool = False
+) -> "Blueprint":
     """Return the Blueprint of a model directory.
 
     Args:
         directory: The model directory.
         wanted: auto, native or transformers.
         quantization: auto, none, fp8, mxfp4, int8 or as-stored.
+        enable_expert_parallel: Ranks share whole experts.
 
     Raises:
         ValueError: If config.json has something that is not supported.
     """
     files = read_model_files(directory)
     blocks = directory / STORED_BLOCKS
-    return blueprint(files.config, files.generation, wanted, quantization, blocks if blocks.is_file() else None)
+    stored = blocks if blocks.is_file() else None
+    return blueprint(files.config, files.generation, wanted, quantization, stored, enable_expert_parallel)
 
 
 def is_native(config: Mapping[str, Any], wanted: str) -> bool:
@@ -117,11 +122,15 @@ def blueprint(
     wanted: str = "auto",
     quantization: str = "auto",
     blocks: Path | None = None,
+    enable_expert_parallel: bool = False,
 ) -> "Blueprint":
     """Return the Blueprint of config.json and generation_config.json; see blueprint_from_directory()."""
     if is_native(config, wanted):
         spec = spec_from_json(config, generation)
-        return NativeBlueprint(replace(spec, quantization=chosen_format(spec.quantization, quantization, blocks)))
+        spec = replace(spec, quantization=chosen_format(spec.quantization, quantization, blocks))
+        has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+        refused = {} if has_experts else {"enable_expert_parallel": "the model has no experts"}
+        return NativeBlueprint(with_expert_shares(spec, enable_expert_parallel), refused_options=refused)
     from engine_worker.model.transformers_backend.network import TransformersBlueprint  # noqa: PLC0415 - takes seconds
 
     refuse_quantized(config, quantization)

@@ -8,7 +8,7 @@ from engine_worker.model.checkpoint_tensors import scale_names
 from engine_worker.model.implementation import is_native
 from engine_worker.model.quantization_config import refuse_quantized
 from engine_worker.model.scale_values import check_scales
-from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size
+from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size, with_expert_shares
 from shared.model_files import read_model_files
 
 
@@ -18,6 +18,7 @@ def check_files(
     load_format: str = "auto",
     tensor_parallel_size: int = 1,
     quantization: str = "auto",
+    enable_expert_parallel: bool = False,
 ) -> None:
     """Check the files.
 
@@ -29,6 +30,7 @@ def check_files(
         load_format: auto or dummy; dummy needs no weights.
         tensor_parallel_size: Number of ranks.
         quantization: auto, none, fp8, mxfp4, int8 or as-stored.
+        enable_expert_parallel: Ranks share whole experts.
 
     Raises:
         ValueError: If config.json has something that is not supported. ModelFilesError, a subclass: if files are wrong.
@@ -36,7 +38,7 @@ def check_files(
     files = read_model_files(directory)
     spec = spec_from_json(files.config, files.generation) if is_native(files.config, model_impl) else None
     if spec is not None:
-        check_tensor_parallel_size(spec, tensor_parallel_size)
+        check_tensor_parallel_size(with_expert_shares(spec, enable_expert_parallel), tensor_parallel_size)
     else:
         refuse_quantized(files.config, quantization)
         check_one_rank(tensor_parallel_size)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from engine_worker.model.checkpoint_tensors import network_tensors
 from engine_worker.model.spec import ModelSpec
-from engine_worker.model.specs.part import Part, Range
+from engine_worker.model.specs.experts import MIN_EXPERT_COLUMNS, ExpertsSpec
+from engine_worker.model.specs.part import NOTHING, Part, Range
 
 # The head rows of a rank are a multiple of this, so that rows of float32 logits are aligned for the library's fast
 # kernels.
@@ -40,6 +41,18 @@ def check_tensor_parallel_size(spec: ModelSpec, size: int) -> None:
     facts = ", ".join(dict.fromkeys(layer.sizes for layer in spec.layers))
     facts += "".join(f", scales per block of {rows} x {columns}" for rows, columns in set(_granules(spec)))
     raise ValueError(f"--tensor-parallel-size may be {_listed(valid)}, not {size}: the model has {facts}")
+
+
+def with_expert_shares(spec: ModelSpec, enable_expert_parallel: bool) -> ModelSpec:
+    """Return `spec` with the inner columns of an expert that no rank may cut, and whether ranks share whole experts."""
+    columns = max((MIN_EXPERT_COLUMNS, *(max(granule) for granule in _granules(spec))))
+    layers = tuple(
+        replace(layer, mlp=replace(layer.mlp, granule=columns, by_experts=enable_expert_parallel))
+        if isinstance(layer.mlp, ExpertsSpec)
+        else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers)
 
 
 def check_one_rank(size: int) -> None:
@@ -92,7 +105,8 @@ def _parts_of_schemes(spec: ModelSpec, parts: Mapping[str, Part]) -> Iterator[tu
         module = tensor.name.removesuffix(".weight")
         scheme = spec.quantization.stored_scheme(module) if tensor.product is not None else None
         if scheme is not None and tensor.name in parts:
-            found = scheme.parts(parts[tensor.name])
+            part = parts[tensor.name]
+            found = scheme.parts(part) if part != NOTHING else dict.fromkeys(scheme.tensors(tensor.shape), NOTHING)
             yield from ((module + suffix, part) for suffix, part in found.items())
 
 

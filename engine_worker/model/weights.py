@@ -55,7 +55,7 @@ class WeightSource(Protocol):
         """Record that `handed_out` bytes were replaced by `kept` bytes."""
 
     def leave(self, name: str) -> None:
-        """Record that a tensor is not read, because another file has it."""
+        """Record that a tensor is not read, because another file has it, or another rank needs it."""
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """Check that all tensors were used, except names that match `ignored`."""
@@ -151,8 +151,10 @@ class ShardedWeights:
         self._source.leave(name)
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
-        elsewhere = [f"^{re.escape(name)}$" for name, part in self._parts.items() if part == NOTHING]
-        self._source.check_all_used((*ignored, *elsewhere))
+        for name, part in self._parts.items():
+            if part == NOTHING:
+                self._source.leave(name)
+        self._source.check_all_used(ignored)
 
 
 class RandomWeights:

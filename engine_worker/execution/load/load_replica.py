@@ -82,7 +82,9 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     """
     device = _device(settings, rank)
     settings = _with_quantization(settings, device)
-    blueprint = blueprint_from_directory(settings.model, settings.model_impl, settings.quantization)
+    blueprint = blueprint_from_directory(
+        settings.model, settings.model_impl, settings.quantization, settings.enable_expert_parallel
+    )
     check_options(blueprint, vars(settings))
     blueprint.check_tensor_parallel_size(settings.tensor_parallel_size)
     check_quantization(settings.quantization, device.type)

@@ -23,6 +23,8 @@ from engine_worker.model.specs.part import (
     parts_by_outputs,
 )
 
+MIN_EXPERT_COLUMNS = 64  # inner columns of a tile
+
 
 class Scoring(StrEnum):
     """How router logits become weights."""
@@ -86,7 +88,7 @@ class ExpertsSpec:
     shared: GatedMlpSpec | None = None
     shared_gate: bool = False
     owned: Range | None = None
-    granule: int = 64
+    granule: int = MIN_EXPERT_COLUMNS
     by_experts: bool = False
 
     @property

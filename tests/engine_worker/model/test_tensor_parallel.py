@@ -11,12 +11,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
-from engine_worker.model.architectures import MODULES, spec_from_directory
+from engine_worker.model.architectures import MODULES, spec_from_directory, spec_from_json
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.network import Network
+from engine_worker.model.served_model import check_options
+from engine_worker.model.sharding import tensor_parts
 from engine_worker.model.spec import ModelSpec, kv_layout
+from engine_worker.model.specs.part import NOTHING, Part
 from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, SingleRank, TensorParallel
 from engine_worker.model.weights import SafetensorsWeights
+from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import Case
 from tests.engine_worker.model.fp8_checkpoints import LAYOUTS, write_fp8
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
@@ -105,6 +109,71 @@ def test_tensor_parallel_matches_one_rank(ranks: Ranks, model_type: str, size: i
     found = ranks.run(size, logits, config)[0]
     # Partial sums in another order: at most 4e-6 of the logits' deviation (1.4; 2.9 of scaled ones).
     assert (found - expected).abs().max() <= 1e-5 * expected.std()
+
+
+# Six experts are two or three per rank.
+SIX_EXPERTS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 1, "moe_intermediate_size": 25, "mlp_only_layers": [0]},
+}
+
+
+def expert_parallel_logits(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
+    found = blueprint(config, {}, "native", enable_expert_parallel=True)
+    model, layout = found.build(NamedWeights(), 64, False, ranks), kv_layout(found.share(ranks.size), 8, "float32")
+    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5))))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("model_type", SIX_EXPERTS)
+def test_expert_parallel_matches_one_rank(ranks: Ranks, model_type: str, size: int) -> None:
+    config = {**SHAPE, "model_type": model_type, **SIX_EXPERTS[model_type]}
+    expected = expert_parallel_logits(SINGLE, config)
+    found = ranks.run(size, expert_parallel_logits, config)[0]
+    assert (found - expected).abs().max() <= 1e-5 * expected.std()
+
+
+def test_ranks_share_whole_experts_if_columns_would_cut_a_tile() -> None:
+    config = {**SHAPE, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
+    spec = spec_from_json({**config, "moe_intermediate_size": 128}, {})
+    names = "model.layers.1.mlp.experts.5.down_proj.weight", "model.layers.1.mlp.experts.0.down_proj.weight"
+    columns, whole = tensor_parts(spec, 1, 2), tensor_parts(spec, 1, 3)
+    assert [columns[name] for name in names] == [Part(1, ((64, 128),))] * 2
+    assert [whole.get(name) for name in names] == [NOTHING, NOTHING]  # rank 1 of 3 has experts 2 and 3
+    assert "model.layers.1.mlp.experts.2.down_proj.weight" not in whole
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    config = {**SHAPE, "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
+    config |= {"moe_intermediate_size": 24}
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size may be 1, not 2: .* 5 experts of 24"):
+        blueprint(config, {}, "native", enable_expert_parallel=True).check_tensor_parallel_size(2)
+
+
+def test_expert_parallel_needs_a_model_with_experts() -> None:
+    found = blueprint({**SHAPE, "model_type": "llama"}, {}, "native", enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="--enable-expert-parallel: the model has no experts"):
+        check_options(found, {"enable_expert_parallel": True})
+
+
+def expert_parallel_tokens(ranks: TensorParallel, directory: Path) -> tuple[int, list[int]]:
+    """Return the bytes that a rank reads of a checkpoint, and the likeliest token after each prompt token."""
+    weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
+    found = blueprint_from_directory(directory, enable_expert_parallel=True)
+    model, layout = found.build(weights, 64, False, ranks), kv_layout(found.share(ranks.size), 8, "float32")
+    logits = model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5))))
+    return weights.read_bytes, ranks.broadcast(logits.argmax(-1)).tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe"])
+def test_each_expert_is_read_by_one_rank(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    changes = {"num_experts": 6, "num_local_experts": 6, "hidden_size": 96, "moe_intermediate_size": 24}
+    directory = write_family(tmp_path, Case(name, {**changes, "num_experts_per_tok": 2, "head_dim": None}))
+    all_bytes, expected = expert_parallel_tokens(SINGLE, directory)
+    found = ranks.run(2, expert_parallel_tokens, directory)
+    assert [tokens for _, tokens in found] == [expected] * 2
+    assert max(read for read, _ in found) < 0.8 * all_bytes
 
 
 class Rank(SingleRank):
