@@ -1,4 +1,4 @@
-"""OpenAI's chat and completion format: chunks and bodies as bytes ready to send. Pure.
+"""ResponseFormat, what an API writes as bytes ready to send; ChunkFormat, which two of OpenAI's APIs share. Pure.
 
 Everything in a chunk but the text is known when a stream begins, so a chunk is a prepared prefix, the text as JSON, and
 a prepared suffix: 0.5 us per token, a fifth of the time of encoding the whole object.
