@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
 
 from aiohttp import web
 
@@ -28,7 +27,6 @@ from shared.model_files import ModelFilesError
 
 NUM_PROCESSES = 2  # each loads the tokenizer of each model: 110 MB for a vocabulary of 49,152
 
-_Result = TypeVar("_Result")
 TRACEPARENT = web.RequestKey("traceparent", str)  # set by a middleware
 
 
