@@ -13,7 +13,6 @@ a parser (message_parsers.py), ranking (best_of.py), the prompt's echo (answer_e
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import repeat
 from typing import TypeAlias
 
 import msgspec
@@ -111,7 +110,7 @@ class ChoiceWriter:
         """
         if self.finished:
             return
-        token_ids, reason, output = event.token_ids, event.finish_reason, self._output
+        token_ids, scores, reason, output = event.token_ids, event.logprobs, event.finish_reason, self._output
         if token_ids:
             now = time.monotonic()
             if self._first_token_at:
@@ -120,7 +119,8 @@ class ChoiceWriter:
                 self._first_token_at = now
                 self._metrics.time_to_first_token.observe(now - self._arrived_at)
             self._last_token_at = now
-        for token_id, logprobs in zip(token_ids, event.logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
+        for place, token_id in enumerate(token_ids):
+            logprobs = scores[place] if scores else None
             num_tokens = output.num_tokens
             text = output.push(token_id)
             if self._held is _NOTHING and output.held_terminal is None and not output.stopped:  # nearly always

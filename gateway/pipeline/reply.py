@@ -50,6 +50,7 @@ class ChunkWriter(Stage):
         self._extras = extras or None
         self._counts = counts
         self._numbers = numbers
+        self._adds_fields = counts is not None or numbers is not None or bool(extras)
         self._begun: set[int] = set()  # choices
 
     def begin(self) -> bytes:
@@ -58,6 +59,14 @@ class ChunkWriter(Stage):
 
     def write(self, delta: ChoiceDelta, out: bytearray) -> None:
         """Append the events of a delta, with the first ones of its choice before them."""
+        is_content = delta.reason is None and not delta.reasoning and not delta.tool_calls
+        if is_content and not self._adds_fields and delta.index in self._begun:  # nearly always
+            out += self._format.text(delta)
+            return
+        events = self._events(delta)
+        out += events if self._numbers is None else self._numbers.of_choice(delta.index, events)
+
+    def _events(self, delta: ChoiceDelta) -> bytes:
         counts, extras = self._counts, self._extras
         events, is_first = b"", delta.index not in self._begun
         if is_first:
@@ -70,10 +79,10 @@ class ChunkWriter(Stage):
         if has_calls:
             events += self._format.delta(delta, usage)
         if delta.reason is not None:
-            events += self._ended(delta, usage, extra)
-        elif not has_calls or delta.text or delta.logprobs or extras is not None:
-            events += self._format.text(delta, usage, extra)
-        out += events if self._numbers is None else self._numbers.of_choice(delta.index, events)
+            return events + self._ended(delta, usage, extra)
+        if has_calls and not (delta.text or delta.logprobs or extras):
+            return events
+        return events + self._format.text(delta, usage, extra)
 
     def _ended(self, delta: ChoiceDelta, usage: UsageCount | None, extra: Extra) -> bytes:
         if self._counts is None and delta.text:
