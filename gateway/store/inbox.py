@@ -7,13 +7,11 @@ are kept only if other clients may read them; a reader that lags by MAX_UNREAD_S
 journal after it has caught up.
 """
 
-import asyncio
 import math
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Protocol
 
 from shared.messages import (
     EncodedLogprobs,
@@ -149,7 +147,7 @@ class _ChoiceTokens:
         return known if known and len(known) == end - start else None
 
 
-class Inbox(AsyncIterator[StreamEvent]):
+class Inbox:
     """Orders the events of one request. No text and no Redis.
 
     Listening and recovery add events, and one reader reads them. Each change of state is checked against TRANSITIONS.
@@ -301,13 +299,6 @@ class Inbox(AsyncIterator[StreamEvent]):
         terminal, self._terminal = self._terminal, None
         return terminal
 
-    async def __anext__(self) -> StreamEvent:
-        while (event := self.read()) is None:
-            if self.state is StreamState.ENDED:
-                raise StopAsyncIteration
-            await wait_for_events([self])
-        return event
-
     def _become(self, state: StreamState) -> None:
         if state is self.state:
             return
@@ -388,23 +379,6 @@ class Inbox(AsyncIterator[StreamEvent]):
 
 def _ignore() -> None:
     pass
-
-
-class Readable(Protocol):
-    on_ready: Callable[[], None]
-
-
-async def wait_for_events(streams: Iterable[Readable]) -> None:
-    """Wait until one of the streams may have something to read."""
-    waiting = asyncio.get_running_loop().create_future()
-
-    def wake() -> None:
-        if not waiting.done():
-            waiting.set_result(None)
-
-    for stream in streams:
-        stream.on_ready = wake
-    await waiting
 
 
 def _scores_from_the_start(by_index: Mapping[int, EncodedLogprobs]) -> PromptLogprobs | None:

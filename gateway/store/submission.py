@@ -1,7 +1,7 @@
 """Submits requests: stored and queued before any client sees them, withdrawn when their reader releases them.
 
     stream = await submission.submit(request)  # send the HTTP 200 only after this returned; submit_all() for several
-    async for event in stream: ...             # TokenEvents in order, each index once, then one FinishEvent|ErrorEvent
+    stream.on_ready = ...; stream.read()       # TokenEvents in order, each index once, then one FinishEvent|ErrorEvent
     await submission.release(stream)           # required if the reader leaves early; it sees FinishEvent(CANCELLED)
 
 A request submitted with RetentionTerms can be attached to from any gateway while it runs and after its end. It is

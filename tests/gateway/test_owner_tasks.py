@@ -22,6 +22,7 @@ from tests.builders import make_request
 from tests.conftest import Valkey
 from tests.gateway.batches.batch_clients import KEYS, write_keys
 from tests.gateway.conftest import Gateway
+from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 
 OWNERS = {
@@ -162,8 +163,8 @@ class TestOneOfMany:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
         monkeypatch.setattr(bad, "add_event", broken)
         await client._listening._deliver([TokenEvent(one.request_id, 0, [5]) for one in (bad, good)])
-        assert await anext(good) == TokenEvent(good.request_id, 0, [5])
-        end = await anext(bad)
+        assert await anext(InboxReader(good)) == TokenEvent(good.request_id, 0, [5])
+        end = await anext(InboxReader(bad))
         assert isinstance(end, ErrorEvent) and end.code is ErrorCode.REQUEST_FAILED
         assert client.counts.num_message_errors == 1
 
@@ -172,7 +173,7 @@ class TestOneOfMany:
     ) -> None:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
         monkeypatch.setattr(bad, "add_journal", broken)
-        end = await anext(bad)
+        end = await anext(InboxReader(bad))
         assert isinstance(end, ErrorEvent) and end.code is ErrorCode.REQUEST_FAILED
         assert not good.has_ended and client.counts.num_message_errors == 1
         async with asyncio.timeout(PATIENCE_SECONDS):

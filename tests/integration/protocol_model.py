@@ -46,6 +46,7 @@ from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import Demand, Fenced, GatewayMessage, QueueEntry, RedisScripts
 from shared.subscription import Message, Subscription
 from shared.tasks import cancel_and_wait
+from tests.inbox_reader import InboxReader
 
 LOST_REPLY_RATIO = 0.10
 LOST_MESSAGE_RATIO = 0.15
@@ -396,7 +397,7 @@ class World:
             await self._accept_again(stream.request)
         tokens: list[int] = []
         terminal = None
-        async for event in stream:
+        async for event in InboxReader(stream):
             self.tally.events += 1
             self.tally.last_progress = time.monotonic()
             _require(terminal is None, f"{request_id} got {event} after its end")

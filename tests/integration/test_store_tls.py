@@ -28,6 +28,7 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand, Ending, RedisScripts, StepFrame, gateway_message
 from tests.builders import make_request
 from tests.conftest import Valkey
+from tests.inbox_reader import InboxReader
 
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None, reason="openssl is required to create the certificates"
@@ -121,7 +122,7 @@ async def test_request_is_served_over_tls(tls_server, certificates: Path, keys: 
         await scripts.emit("w.1", 1, frames, [gateway_message("g0", "w.1", 1, [token], position)])
         ending = Ending(request.request_id, entry.queue, entry.entry_id, encode(end))
         await scripts.finish("w.1", [ending], [gateway_message("g0", "w.1", 1, [end], position)])
-        assert [event async for event in stream] == [token, end]
+        assert [event async for event in InboxReader(stream)] == [token, end]
         await client.close()
 
 

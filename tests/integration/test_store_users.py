@@ -26,6 +26,7 @@ from tests.builders import make_request
 from tests.conftest import running_server
 from tests.e2e.fleet import STOP_SECONDS, Fleet, running_fleet
 from tests.e2e.reader import Reader
+from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ async def test_store_users_allow_the_whole_protocol(
         await client.submission.submit(kept, terms=RetentionTerms(b"record", "first", name="digest", fingerprint="f"))
         assert await client.archive.named("digest") == (kept.request_id, "f")
         (held,) = await client.submission.attach_all([kept], [RetentionTerms(b"record", "second", name="digest")])
-        assert isinstance([event async for event in held][-1], FinishEvent)
+        assert isinstance([event async for event in InboxReader(held)][-1], FinishEvent)
         (stored,) = await client.archive.stored([kept.request_id])
         assert stored is not None
         second.terminate()
@@ -109,7 +110,7 @@ async def test_store_users_allow_the_whole_protocol(
             (entry,) = (await scripts.take(life, Demand(1))).entries
             await scripts.claim(life, [entry])
             await reap_worker(scripts, life)
-        assert isinstance(await asyncio.wait_for(anext(stream), PATIENCE_SECONDS), ErrorEvent)
+        assert isinstance(await asyncio.wait_for(anext(InboxReader(stream)), PATIENCE_SECONDS), ErrorEvent)
         letters = DeadLetters(as_gateway.commands, keys)
         (letter,) = await letters.list()
         await letters.retry(letter)

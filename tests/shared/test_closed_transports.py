@@ -24,6 +24,7 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand
 from tests.builders import make_request
 from tests.conftest import Valkey
+from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -61,7 +62,7 @@ async def answer(url: str, keys: RedisKeys) -> None:
                 await incarnation.tokens.emit([TokenEvent(stream.request_id, index, [5 + index])])
             end = FinishEvent(stream.request_id, FinishReason.STOP, Usage(prompt_tokens=3, completion_tokens=3))
             await incarnation.tokens.finish([end])
-            events = [event async for event in stream]
+            events = [event async for event in InboxReader(stream)]
             tokens = [token for event in events if isinstance(event, TokenEvent) for token in event.token_ids]
             assert tokens == [5, 6, 7] and events[-1] == end
             await Reaper(of_worker, keys).tick(could_hear=True)

@@ -30,6 +30,7 @@ from shared.subscription import GAP, Subscription
 from shared.tasks import cancel_and_wait
 from tests.builders import make_request
 from tests.conftest import Valkey
+from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 from tests.shared.resp_proxy import CLOSE, RespProxy
 
@@ -336,7 +337,7 @@ async def test_journal_read_is_retried_unless_final(parts: Parts, arm: Arm, prox
     assert len(claims) == 1
     await parts.incarnation.tokens.emit([TokenEvent(stream.request_id, 0, [5])])
     async with asyncio.timeout(PATIENCE_SECONDS):
-        event = await anext(stream)
+        event = await anext(InboxReader(stream))
     if outcome is FINAL:
         assert isinstance(event, ErrorEvent) and event.code is ErrorCode.REQUEST_FAILED
     else:

@@ -21,6 +21,7 @@ from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand, Ending, GatewayMessage, RedisScripts, StepFrame, gateway_message
 from tests.engine_worker.transport.rig import FlakyScripts
+from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 
 WORKER = "w0.aaaa"
@@ -105,7 +106,7 @@ async def num_waiting(scripts: RedisScripts) -> int:
 async def rest(stream: Inbox) -> tuple[list[int], Any]:
     """Return all further tokens and the end."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        events = [event async for event in stream]
+        events = [event async for event in InboxReader(stream)]
     *tokens, end = events
     tokens_of_each = [event.token_ids for event in tokens if isinstance(event, TokenEvent)]
     assert len(tokens_of_each) == len(tokens)
@@ -122,7 +123,7 @@ async def rest_until(stream: Inbox, num_tokens: int) -> list[int]:
     token_ids: list[int] = []
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(token_ids) < num_tokens:
-            event = await anext(stream)
+            event = await anext(InboxReader(stream))
             assert isinstance(event, TokenEvent)
             token_ids += event.token_ids
     return token_ids

@@ -36,6 +36,7 @@ from shared.messages import (
     journal_choices,
 )
 from shared.new_requests import RetentionTerms
+from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 
 REQUEST = GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0))
@@ -60,14 +61,14 @@ def tokens_of(stream: Inbox) -> list[int]:
 
 async def everything(stream: Inbox) -> list[object]:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        return [event async for event in stream]
+        return [event async for event in InboxReader(stream)]
 
 
 async def test_read_joins_events_since_the_last_read():
     stream = Inbox(REQUEST)
     stream.add_event(token(0, 5))
     stream.add_event(token(1, 6, 7))
-    assert await anext(stream) == token(0, 5, 6, 7)
+    assert await anext(InboxReader(stream)) == token(0, 5, 6, 7)
     stream.add_event(token(3, 8))
     stream.add_event(finish(4))
     assert await everything(stream) == [token(3, 8), finish(4)]
@@ -103,11 +104,11 @@ async def test_logprobs_from_either_source_are_delivered_once():
     stream = Inbox(REQUEST, RetentionTerms(b"", "holder", "", 15))  # kept, so that others may read it again
     for event in (scored(0, 5), scored(0, 5, 6), scored(3, 8)):  # the last one follows a gap
         stream.add_event(event)
-    assert await anext(stream) == scored(0, 5, 6)
+    assert await anext(InboxReader(stream)) == scored(0, 5, 6)
     journal = b"".join(encode(JournalFrame(e.index, e.token_ids, JournalExtras(e.logprobs))) for e in
                        (scored(0, 5, 6), scored(2, 7, 8)))  # fmt: skip
     stream.add_journal(journal_choices(journal, 1), None)
-    assert await anext(stream) == scored(2, 7, 8)
+    assert await anext(InboxReader(stream)) == scored(2, 7, 8)
     # The frames that would restore a lost request have them too.
     assert journal_choices(encode(stream.frames[0]), 1) == journal_choices(journal, 1)
 
@@ -155,7 +156,7 @@ async def test_waiting_logprobs_do_not_hold_their_messages() -> None:
     for number in range(3):
         stream.add_event(decode_event_batch(messages[number]).events[0])
     assert [sys.getrefcount(message) for message in messages] == num_references
-    assert await anext(stream) == scored(0, 5, 5, 5)
+    assert await anext(InboxReader(stream)) == scored(0, 5, 5, 5)
 
 
 @pytest.mark.parametrize("terms", [None, RetentionTerms(b"", "holder", "", 15)])
@@ -182,7 +183,7 @@ async def test_logprobs_read_one_by_one_or_late_are_complete(
 async def test_read_logprobs_are_freed() -> None:
     stream = Inbox(REQUEST)
     stream.add_event(scored(0, 5, 6))
-    assert await anext(stream) == scored(0, 5, 6)
+    assert await anext(InboxReader(stream)) == scored(0, 5, 6)
     assert stream.frames == [JournalFrame(0, [5, 6])]
 
 
@@ -202,7 +203,7 @@ async def test_prompt_logprobs_are_complete_before_the_first_token():
     frames = [JournalFrame(0, [], JournalExtras(prompt_logprobs=prompt_scores(*part))) for part in ((1, 2), (2, 4))]
     journal = b"".join(map(encode, [*frames, JournalFrame(0, [5])]))
     stream.add_journal(journal_choices(journal, 1), None)
-    assert is_in(stream, StreamState.LIVE) and await anext(stream) == token(0, 5)
+    assert is_in(stream, StreamState.LIVE) and await anext(InboxReader(stream)) == token(0, 5)
     assert stream.prompt_logprobs == dict(enumerate(PROMPT_SCORES, 1))
     # The frames that would restore a lost request have them too.
     assert journal_choices(b"".join(map(encode, stream.frames)), 1) == journal_choices(journal, 1)
@@ -237,7 +238,7 @@ async def test_choices_are_counted_separately_and_end_separately():
     stop = FinishReason.STOP
     for event in (several(0, 1, 5), several(0, 0, 6), several(1, 1, 7, reason=stop), several(1, 1, 7, reason=stop)):
         stream.add_event(event)
-    assert [await anext(stream), await anext(stream)] == [several(0, 1, 5, 7, reason=stop), several(0, 0, 6)]
+    assert [stream.read(), stream.read()] == [several(0, 1, 5, 7, reason=stop), several(0, 0, 6)]
     stream.add_event(several(2, 0, 9))
     assert is_in(stream, StreamState.NEEDS_JOURNAL)  # index 1 of choice 0 is missing
     stream.add_journal([StoredChoice([6, 8, 9], FinishReason.LENGTH), StoredChoice([5, 7], stop)], None)
@@ -298,12 +299,12 @@ async def test_older_or_shorter_journal_removes_nothing():
 
 async def test_waiting_reader_is_woken_and_may_be_cancelled():
     stream = Inbox(REQUEST)
-    waiting = asyncio.create_task(anext(stream))
+    waiting = asyncio.create_task(anext(InboxReader(stream)))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    waiting = asyncio.create_task(anext(stream))
+    waiting = asyncio.create_task(anext(InboxReader(stream)))
     await asyncio.sleep(0)
     stream.add_event(token(0, 5))
     stream.on_ready()

@@ -35,6 +35,7 @@ from tests.gateway.store.conftest import (
     start,
     subscribed,
 )
+from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -47,7 +48,7 @@ class TestStream:
     async def test_tokens_arrive_one_by_one_before_the_end(self, client, worker):
         stream = await start(client, worker)
         await worker.emit("a", 0, 5)
-        assert await anext(stream) == TokenEvent("a", 0, [5])
+        assert await anext(InboxReader(stream)) == TokenEvent("a", 0, [5])
         await worker.emit("a", 1, 6, 7)
         end = await worker.finish("a", 3)
         assert await rest(stream) == ([6, 7], end)
@@ -267,7 +268,7 @@ class TestCancel:
     async def test_release_ends_stream_hints_worker_and_deletes_request(self, client, worker, connections, keys):
         stream = await start(client, worker)
         await worker.emit("a", 0, 5)
-        assert await anext(stream) == TokenEvent("a", 0, [5])
+        assert await anext(InboxReader(stream)) == TokenEvent("a", 0, [5])
         async with connections.subscriber.pubsub() as hints:
             await hints.subscribe(keys.control_channel(WORKER))
             await hints.get_message(timeout=PATIENCE_SECONDS)
@@ -368,7 +369,7 @@ class TestCutOff:
         stream = await client.submission.submit(make_request(), terms=RetentionTerms(b"record", "h"))
         await worker.claim()
         await worker.emit("a", 0, 5)
-        assert await anext(stream) == TokenEvent("a", 0, [5])
+        assert await anext(InboxReader(stream)) == TokenEvent("a", 0, [5])
         await worker.emit("a", 1, 6, is_delivered=False)
         await scripts.cancel("a", "interactive", gone_gateway_id="g", event=encode(cancelled_event(stream)))
         await worker.finish("a", 2, is_delivered=False)  # the worker releases the request
@@ -423,7 +424,7 @@ class TestStoreReset:
     async def test_lost_request_resumes_after_the_sent_tokens(self, client, worker, connections, scripts):
         stream = await start(client, worker)
         await worker.emit("a", 0, 5, 6)
-        assert await anext(stream) == TokenEvent("a", 0, [5, 6])
+        assert await anext(InboxReader(stream)) == TokenEvent("a", 0, [5, 6])
         await connections.commands.flushall()
         successor = HandPlayedWorker(scripts)
         while not await successor.claim():
