@@ -20,13 +20,14 @@ MODEL = "m"
 START_SECONDS = 240.0  # under a profiler a real worker needs minutes
 STOP_SECONDS = 60.0
 STORE_BYTES = 2**30
+ROOT, DRIVER = Path(__file__).parents[2], "gateway/batches/driver/__main__.py"
 
 
 @dataclass(frozen=True)
 class OwnFleet:
     address: tuple[str, int]
     store_url: str
-    processes: dict[str, psutil.Process]  # "gateway N", "worker", "store"
+    processes: dict[str, psutil.Process]  # "gateway N", "worker", "store", and "batches" with a directory of files
     directory: Path
 
     @property
@@ -56,7 +57,7 @@ async def own_fleet(
         model: Model directory; only its tokenizer is used by the scripted worker.
         worker_flags: Flags of the worker.
         gateways: Number of gateways.
-        gateway_flags: Flags of each gateway.
+        gateway_flags: Flags of each gateway; with --files-dir there is a batch driver too.
         worker: Module that runs as the worker.
         store_bytes: Memory of the store.
         gateway_home: Another checkout for the gateways.
@@ -70,6 +71,8 @@ async def own_fleet(
         common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", store.url]
         listen = ["--port", str(port), *(["--reuse-port"] if gateways > 1 else []), *gateway_flags]
         commands = {f"gateway {number}": [*launcher, "gateway", *common, *listen] for number in range(gateways)}
+        if "--files-dir" in gateway_flags and ((gateway_home or ROOT) / DRIVER).exists():  # else the gateways drive
+            commands["batches"] = [*launcher, "gateway.batches.driver", *common, *gateway_flags, "--metrics-port", "0"]
         commands["worker"] = [*launcher, worker, *common, *worker_flags, "--metrics-port", "0"]
         try:
             with _running(commands, directory / "log", gateway_home) as processes:
@@ -87,7 +90,7 @@ def _running(
     with log_path.open("wb") as log:
         running = {}
         for name, command in commands.items():
-            home = gateway_home if name.startswith("gateway") else None
+            home = None if name == "worker" else gateway_home
             python = sys.executable if home is None else str(home.resolve() / ".venv/bin/python")
             running[name] = subprocess.Popen([python, "-m", *command], stdout=log, stderr=subprocess.STDOUT, cwd=home)
         try:
