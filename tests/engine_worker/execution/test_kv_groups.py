@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.engine_worker.execution.reference import make_engine, make_runner, ru
 from tests.engine_worker.model.families import prompts, write_family
 from tests.engine_worker.model.family_cases import NATIVE
 
-SCHEDULE = {"max_num_seqs": 8, "max_num_batched_tokens": 8}
+SCHEDULE: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 8}
 
 
 @pytest.fixture(scope="module", params=["gemma3_text", "granite_swa"])
