@@ -43,8 +43,8 @@ def load(directory: Path, device: str, kv: str, schedule: str, mode: str) -> Mod
     layout = kv_layout(blueprint_from_directory(directory, "auto").shape, 16, DTYPES[kv])
     settings = ExecutionSettings(
         model=directory, device=device, dtype="bfloat16", kv_cache_dtype=kv, deterministic=device == "cuda",
-        kv_cache_memory_bytes=num_blocks * len(layout.groups) * layout.block_bytes, swap_space_bytes=0, max_model_len=208,
-        max_num_seqs=num_sequences, max_num_batched_tokens=num_tokens, cudagraph_mode=mode,
+        kv_cache_memory_bytes=num_blocks * len(layout.groups) * layout.block_bytes, swap_space_bytes=0,
+        max_model_len=208, max_num_seqs=num_sequences, max_num_batched_tokens=num_tokens, cudagraph_mode=mode,
     )  # fmt: skip
     return load_model_runner(settings, lambda phase, progress, detail: None)
 
