@@ -3,6 +3,7 @@
 Missing, surplus, misshapen or unsupported tensors are refused by name before any weight is read and without torch.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,8 @@ def check_checkpoint(spec: ModelSpec, found: dict[str, StoredTensor]) -> None:
     for name, form in wanted.items():
         if not is_shape(found[name].shape, form.shape, is_scale=name.endswith((WEIGHT_SCALE, INPUT_SCALE))):
             raise ModelFilesError(f"{name} has shape {found[name].shape}; config.json requires {form.shape}")
-    if surplus := sorted(name for name in found.keys() - wanted.keys() if not is_ignored(name)):
+    surplus = sorted(name for name in found.keys() - wanted.keys() if not is_ignored(name))
+    if surplus := [name for name in surplus if not any(re.search(pattern, name) for pattern in spec.unused)]:
         raise ModelFilesError(f"the network of config.json does not use {_some(surplus)}")
 
 

@@ -67,7 +67,7 @@ class NativeBlueprint:
         if tensor_parallel is not None and tensor_parallel.size > 1:
             return self._build_part(weights, max_len, is_deterministic, tensor_parallel)
         model = Network(self.shape, weights, max_len, is_deterministic)
-        weights.check_all_used()
+        weights.check_all_used(self.shape.unused)
         return model
 
     def _build_part(
@@ -87,7 +87,7 @@ class NativeBlueprint:
         parts = tensor_parts(self.shape, ranks.rank, ranks.size)
         own = ShardedWeights(weights, checkpoint_tensors(self.shape), parts)
         model = Network(spec, own, max_len, is_deterministic, method, ranks)
-        own.check_all_used()
+        own.check_all_used(self.shape.unused)
         return model
 
 

@@ -131,6 +131,7 @@ class ModelSpec:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: unchanged
     quantization: WeightFormat = DENSE
     names: NamesSpec = field(default_factory=NamesSpec)
+    unused: tuple[str, ...] = ()  # patterns of tensors that a checkpoint may have and the network does not read
     head_rows: tuple[int, int] | None = None  # [start, end) of the tokens whose logits a rank computes
 
     # All layers have the same KV shape.

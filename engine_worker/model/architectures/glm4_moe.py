@@ -1,6 +1,6 @@
 """GLM-4.5 to 4.7: sigmoid scores with a correction bias, a shared expert, and dense first layers.
 
-Half of a head is rotated. The layers after the last one predict further tokens and are not loaded.
+Half of a head is rotated. The layer after the last one predicts further tokens and is not loaded.
 """
 
 from engine_worker.model.architectures.config_keys import (
@@ -56,4 +56,5 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         LayerSpec(mixer=attention, mlp=mlp_spec(config) if index < num_dense else experts)
         for index in range(positive_int(config, "num_hidden_layers"))
     )
-    return model_spec(config, generation, layers[0], layers=layers, names=NAMES)
+    unused = (rf"^model\.layers\.{len(layers)}\.",)
+    return model_spec(config, generation, layers[0], layers=layers, names=NAMES, unused=unused)

@@ -245,6 +245,19 @@ def test_missing_expert_is_named_before_weights_are_read(tmp_path: Path) -> None
         check_checkpoint(spec, found)
 
 
+def test_layer_that_predicts_further_tokens_is_not_read(tmp_path: Path) -> None:
+    changes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    directory = write_family(tmp_path, Case("glm4_moe", changes))
+    expected = greedy(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors |= {"model.layers.3.enorm.weight": torch.ones(3), "model.layers.3.mlp.gate.weight": torch.ones(3, 3)}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    spec = blueprint_from_directory(directory).shape
+    assert isinstance(spec, ModelSpec) and spec.num_layers == 3
+    check_checkpoint(spec, stored_tensors(directory))
+    assert greedy(directory) == expected
+
+
 def test_more_experts_per_token_than_experts_are_refused(tmp_path: Path) -> None:
     mixed = copy_as_experts(write_family(tmp_path / "dense", Case("qwen3")), tmp_path / "mixed", 4, 5)
     with pytest.raises(ValueError, match=r"num_experts_per_tok must be 1 to 4 \(num_experts\), not 5"):
