@@ -199,7 +199,7 @@ def grouped_product(
 
 
 def tiles_of(is_gated: bool, block_rows: int, element_size: int) -> GroupedTiles:
-    """Return the fastest tiles measured for Qwen3-30B-A3B on an H100 at 1 to 2,048 tokens."""
+    """Return the fastest tiles measured for 128 experts of 768 x 2,048 on an H100 at 1 to 2,048 tokens."""
     if element_size == 4:
         return GroupedTiles(32, 32, num_stages=2)
     if element_size == 1:
