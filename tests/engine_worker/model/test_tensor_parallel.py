@@ -122,7 +122,7 @@ SIX_EXPERTS: dict[str, dict[str, Any]] = {
 def expert_parallel_logits(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
     found = blueprint(config, {}, "native", enable_expert_parallel=True)
     model, layout = found.build(NamedWeights(), 64, False, ranks), kv_layout(found.share(ranks.size), 8, "float32")
-    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5))))
+    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(5))))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -162,7 +162,7 @@ def expert_parallel_tokens(ranks: TensorParallel, directory: Path) -> tuple[int,
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     found = blueprint_from_directory(directory, enable_expert_parallel=True)
     model, layout = found.build(weights, 64, False, ranks), kv_layout(found.share(ranks.size), 8, "float32")
-    logits = model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5))))
+    logits = model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(5))))
     return weights.read_bytes, ranks.broadcast(logits.argmax(-1)).tolist()
 
 
