@@ -34,7 +34,9 @@ def main(argv: list[str]) -> None:
         def write_in_last_phase() -> None:  # not at the exit, because the worker ends by os._exit
             while phase[0] != LAST_PHASE:
                 time.sleep(POLL_SECONDS)
-            Path(f"{phase_file}-{module}.json").write_text(json.dumps(_rows(counts)))
+            unfinished = Path(f"{phase_file}-{module}.unfinished")
+            unfinished.write_text(json.dumps(_rows(counts)))
+            unfinished.rename(f"{phase_file}-{module}.json")
 
         threading.Thread(target=write_in_last_phase, daemon=True).start()
         sys.argv = [module, *arguments]

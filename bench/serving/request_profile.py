@@ -21,6 +21,8 @@ from bench.serving.profiled import LAST_PHASE
 STARTING, IDLE, SHORT, LONG = range(4)
 IDLE_SECONDS = 6.0  # longer than each period of the idle work
 SHORT_TOKENS, LONG_TOKENS = 8, 72
+NUM_PROCESSES = 2  # a gateway and a worker
+WRITE_SECONDS = 60.0  # for their counts
 SCRIPTED, REAL = "bench.serving.scripted_worker", "engine_worker"
 
 Function = tuple[str, str]  # file, function
@@ -70,7 +72,9 @@ async def _run(options: argparse.Namespace, phase_file: Path) -> None:
             _chat(fleet, num_tokens)
             await asyncio.sleep(0.2)  # what follows the last byte
         _enter(phase_file, LAST_PHASE)
-        await asyncio.sleep(1.0)  # the processes write their counts
+        async with asyncio.timeout(WRITE_SECONDS):
+            while len(list(phase_file.parent.glob("phase-*.json"))) < NUM_PROCESSES:
+                await asyncio.sleep(0.1)
 
 
 def _enter(phase_file: Path, phase: int) -> None:
