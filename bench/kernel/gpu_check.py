@@ -97,8 +97,13 @@ def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Chec
     return check
 
 
-def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: int, has_norms: bool = False) -> Check:
-    """Check queries and keys, (normed and) rotated in place, and stored keys and values; no other byte changes."""
+def check_rotation(
+    shape: str, num_tokens: int, dtype: torch.dtype, block_size: int, has_norms: bool = False, is_scaled: bool = False
+) -> Check:
+    """Check queries and keys, rotated in place, and stored keys and values; no other byte changes.
+
+    `has_norms`: queries and keys are normed before. `is_scaled`: rotated queries have a factor by position.
+    """
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
@@ -118,8 +123,12 @@ def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: 
             query, key = (rms_norm_reference(x, w, norms.eps) for x, w in ((query, weights[0]), (key, weights[1])))
             exact = torch.cat((query, key), dim=1)
         exact = rotate_reference(exact, positions, table.double())
+        scales = torch.rand(8192, device=device, generator=generator) + 0.5 if is_scaled else None
+        if scales is not None:
+            exact[:, : heads.num_heads] *= scales.double()[positions, None, None]
         values, expected = qkv[:, rotated:].clone(), pool.clone()
-        rotate_and_store(RotaryInput(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots, norms))
+        caches = pool[:, 1, 0], pool[:, 1, 1]
+        rotate_and_store(RotaryInput(qkv, positions, table, *caches, slots, norms, query_scales=scales))
         store_kv_reference(qkv[:, heads.num_heads : rotated], values, expected[:, 1, 0], expected[:, 1, 1], slots)
         return [
             measure_error(qkv[:, :rotated], exact, rounding_tolerance(dtype)),
@@ -235,6 +244,7 @@ def all_checks() -> dict[str, Check]:
                 checks[f"tokens {name} T={num_tokens}"] = check_token_kernels(shape, num_tokens, dtype)
                 checks[f"rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype, 16)
                 checks[f"normed rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype, 16, True)
+            checks[f"scaled rotation {name} T=300"] = check_rotation(shape, 300, dtype, 16, is_scaled=True)
             # Other block sizes compile the same code; bf16 alone keeps the run short.
             for block_size in (8, 16, 32, 64) if dtype == torch.bfloat16 else (16,):
                 checks[f"block copies {name} block {block_size}"] = check_block_copies(shape, block_size, dtype)
