@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
-from engine_worker.model.quantization.mxfp4 import dequantized
-from engine_worker.model.spec import kv_layout
+from engine_worker.model.quantization.mxfp4 import Mxfp4Method, dequantized
+from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 from shared.model_files import ModelFilesError
@@ -22,7 +23,7 @@ from tests.engine_worker.model.family_cases import Case
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 from tests.engine_worker.model.ranks import Ranks
 
-EXPERTS, HIDDEN, INNER = 6, 96, 64
+EXPERTS, HIDDEN, INNER = 6, 128, 64
 CASE = Case("gpt_oss", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "hidden_size": HIDDEN,
                         "intermediate_size": INNER, "sliding_window": 9})  # fmt: skip
 PUBLISHED = {
@@ -80,6 +81,19 @@ def test_mxfp4_logits_equal_those_of_float32(directories: tuple[Path, Path], qua
     found, loaded_bytes = logits(SINGLE, packed, quantization)
     assert torch.equal(found, logits(SINGLE, exact)[0])
     assert loaded_bytes == blueprint_from_directory(packed, "native", quantization).weights_bytes(1, 4)
+
+
+def test_packed_experts_give_the_logits_of_the_stored_bytes(directories: tuple[Path, Path]) -> None:
+    """The form for CUDA, with the kernels' references."""
+    spec = blueprint_from_directory(directories[0], "native").shape
+    assert isinstance(spec, ModelSpec)
+    weights = SafetensorsWeights(directories[0], torch.device("cpu"), torch.float32, lambda share, detail: None)
+    model = Network(spec, weights, 64, method=Mxfp4Method(spec.quantization, "cuda"))
+    weights.check_all_used()
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
+    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
+    found, expected = model.forward(step(0, PROMPT), device), logits(SINGLE, directories[0])[0][: len(PROMPT)]
+    assert (found - expected).abs().max() <= 1e-4 * expected.std()  # sums in another order
 
 
 @pytest.fixture(scope="module")
