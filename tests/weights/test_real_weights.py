@@ -33,7 +33,7 @@ def test_tokens_are_the_likeliest_of_transformers(model: str, request: pytest.Fi
     encoder = load_served_model(directory).encoder
     texts = (*TEXTS, LONGER_THAN_A_WINDOW)
     prompts = {f"p{number}": encoder.encode_text(text) for number, text in enumerate(texts)}
-    runner = make_runner(directory, num_blocks=128)
+    runner = make_runner(directory, num_blocks=512)
     requests = [make_request(ids, name, max_tokens=TOKENS, ignore_eos=True) for name, ids in prompts.items()]
     outputs, _ = generate(runner, requests, max_num_seqs=8, max_num_batched_tokens=64)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -49,7 +49,7 @@ def test_perplexity_of_gemma_is_that_of_transformers(gemma_dir: Path) -> None:
     """Compare in float32, over a text that is longer than a window."""
     token_ids = load_served_model(gemma_dir).encoder.encode_text(LONGER_THAN_A_WINDOW)
     assert len(token_ids) > 600
-    engine = make_engine(make_runner(gemma_dir, num_blocks=128), max_num_seqs=1, max_num_batched_tokens=200)
+    engine = make_engine(make_runner(gemma_dir, num_blocks=512), max_num_seqs=1, max_num_batched_tokens=200)
     engine.add_request(make_request(token_ids, "p", max_tokens=1, ignore_eos=True, prompt_logprobs=0))
     scores = []
     while engine.has_work:

@@ -91,7 +91,7 @@ def test_packed_experts_give_the_logits_of_the_stored_bytes(directories: tuple[P
     model = Network(spec, weights, 64, method=Mxfp4Method(spec.quantization, "cuda"))
     weights.check_all_used()
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
+    device = model.attach(torch.zeros(layout.pool_shape(5)))
     found, expected = model.forward(step(0, PROMPT), device), logits(SINGLE, directories[0])[0][: len(PROMPT)]
     assert (found - expected).abs().max() <= 1e-4 * expected.std()  # sums in another order
 
