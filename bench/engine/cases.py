@@ -155,6 +155,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench engine-cases", description=(__doc__ or "").partition("\n")[0]
     )
+    _add_workload(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="PATH", type=Path, required=True, help="JSON list of [prompt_tokens, output_tokens]"
     )
@@ -191,6 +197,9 @@ def _parser() -> argparse.ArgumentParser:
         default=float("inf"),
         help="start no section after this many seconds",
     )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-json",
         metavar="PATH",
@@ -207,7 +216,6 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("bench/results"),
         help="folder of NAME.jsonl (default: %(default)s)",
     )
-    return parser
 
 
 def _sections(text: str) -> list[str]:
