@@ -134,9 +134,15 @@ async def _generate(client: InferenceClient, index: int, prompt: list[int], num_
     sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
     request = GenerationRequest(request_id=f"exactness-{index}", prompt_token_ids=prompt, sampling=sampling)
     token_ids: list[int] = []
-    async for event in await client.submission.submit(request):
-        if isinstance(event, TokenEvent):
-            token_ids += event.token_ids
+    inbox, ready = await client.submission.submit(request), asyncio.Event()
+    while not inbox.has_ended:
+        inbox.on_ready = ready.set
+        while (event := inbox.read()) is not None:
+            if isinstance(event, TokenEvent):
+                token_ids += event.token_ids
+        if not inbox.has_ended:
+            await ready.wait()
+            ready.clear()
     return token_ids
 
 

@@ -8,6 +8,7 @@ from gateway.store.inference_client import InferenceClient, RetentionTerms
 from shared.messages import FinishEvent, GenerationRequest, TokenEvent
 from tests.builders import expected_output, make_request
 from tests.e2e.fleet import STOP_SECONDS
+from tests.inbox_reader import InboxReader
 
 
 class Reader:
@@ -29,7 +30,7 @@ class Reader:
     async def _read(self, client: InferenceClient, terms: RetentionTerms | None) -> FinishEvent:
         stream = await client.submission.submit(self.request, terms=terms)
         heard_at = time.monotonic()
-        async for event in stream:
+        async for event in InboxReader(stream):
             silence_seconds, heard_at = time.monotonic() - heard_at, time.monotonic()
             self.longest_silence_seconds = max(self.longest_silence_seconds, silence_seconds)
             if isinstance(event, TokenEvent):

@@ -18,6 +18,7 @@ from tests.builders import expected_beams, expected_output, make_request
 from tests.conftest import Valkey
 from tests.e2e.fleet import STOP_SECONDS, Fleet, running_fleet
 from tests.e2e.reader import Reader
+from tests.inbox_reader import InboxReader
 
 SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -183,7 +184,7 @@ async def test_sequence_groups_survive_the_kill_of_their_worker(
     start("w1")
     tokens: list[list[int]] = [[], []]
     async with asyncio.timeout(STOP_SECONDS):
-        events = [event async for event in stream]
+        events = [event async for event in InboxReader(stream)]
     for event in events[:-1]:
         assert isinstance(event, TokenEvent) and event.index == len(tokens[event.choice])
         tokens[event.choice] += event.token_ids

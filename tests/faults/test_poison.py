@@ -11,6 +11,7 @@ from shared.reaping import reap_workers_with_prefix
 from tests.builders import expected_output, make_request
 from tests.e2e.fleet import STOP_SECONDS
 from tests.faults.conftest import StartWorld, World
+from tests.inbox_reader import InboxReader
 
 POISON = 1  # in no neighbor's prompt: prompts of the builders begin at token 3
 
@@ -37,7 +38,7 @@ async def outlive(world: World, *flags: str, until: "asyncio.Future[list[Any]]")
 
 async def read_to_error(world: World) -> tuple[list[int], ErrorEvent]:
     tokens: list[int] = []
-    async for event in await world.client.submission.submit(poison()):
+    async for event in InboxReader(await world.client.submission.submit(poison())):
         if isinstance(event, TokenEvent):
             assert event.index == len(tokens)
             tokens += event.token_ids
