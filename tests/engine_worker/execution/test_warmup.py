@@ -8,7 +8,7 @@ import pytest
 from engine_worker.execution.load.warmup import warm_up
 from engine_worker.execution.settings import StepBounds
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.batch import ScheduledBatch, synthetic_batch
 from kernels.attention.decode_shares import H200_CONFIGS, share_config
 
 
@@ -21,6 +21,10 @@ class RecordingRunner:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.batches: list[ScheduledBatch] = []
+
+    def synthetic_batch(self, *sizes: Any) -> ScheduledBatch:
+        num_sequences, start, num_new_tokens, *sampling = sizes
+        return synthetic_batch(num_sequences, start, num_new_tokens, self.block_size, *sampling)
 
     def execute(self, batch: ScheduledBatch) -> None:
         self.batches.append(batch)
