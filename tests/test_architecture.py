@@ -215,6 +215,7 @@ def dangers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 MAX_FUNCTION_LINES = 50
+MAX_COMPLEXITY_EXEMPTIONS = 19  # kernels with many arguments
 
 
 @pytest.mark.parametrize("package", ["gateway", "shared"])
@@ -284,16 +285,15 @@ def test_functions_outside_kernels_are_short() -> None:
     assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION_LINES} == {}
 
 
-def test_complexity_exemptions_are_only_in_kernels() -> None:
-    """Ruff's limits: complexity 10, 8 arguments, 50 statements. A kernel's arguments are its tensors and strides."""
+def test_complexity_exemptions_are_few() -> None:
+    """Count exemptions from Ruff's limits: complexity 10, 8 arguments, 50 statements."""
     exempt = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in (*source_files(), *(ROOT / "tests").rglob("*.py"))
-        if path.relative_to(ROOT).parts[0] != "kernels" and path != Path(__file__)
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if re.search(r"noqa:.*(C901|PLR09)", line)
+        if re.search(r"noqa:.*(C901|PLR09)", line) and path != Path(__file__)
     ]
-    assert exempt == []
+    assert len(exempt) <= MAX_COMPLEXITY_EXEMPTIONS, exempt
     assert [place for place in exempt if not place.startswith("kernels/")] == []
 
 
