@@ -16,7 +16,7 @@ BODY = {"prompt": "Hi", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 
 
 def has_worker(stream: Inbox) -> bool:
-    """Return whether the store told this gateway that a worker has the request."""
+    """Return whether this gateway knows that a worker has the request."""
     return stream.state in (StreamState.NEEDS_JOURNAL, StreamState.LIVE)
 
 

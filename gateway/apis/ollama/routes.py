@@ -31,8 +31,8 @@ from gateway.pipeline.submit import generating
 from shared.version import VERSION
 
 LINES = "application/x-ndjson"
-# Clients expect these fields; the store does not know a model's format.
-_DETAILS = {"format": "safetensors", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+# Clients expect these fields; a gateway reads a model's tokenizer only.
+_DETAILS = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
 
 
 class ShowBody(msgspec.Struct, kw_only=True):

@@ -17,7 +17,7 @@ from gateway.text.parsers.parts import Arguments, CallBegins, Content, Part, Rea
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 SPECIAL_TOKENS = (START, CHANNEL, MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
-_HEADER_STARTS = (START, CHANNEL, MESSAGE, "<|constrain|>", "to=", "<|end|>", "<|call|>", "<|return|>")
+_HEADER_STARTS = (*SPECIAL_TOKENS, "to=")
 _RECIPIENT = re.compile(r"\bto=([\w.:/-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _MAX_HEADER_CHARS = 600
@@ -54,7 +54,7 @@ class Harmony(StepParser):
         if self._step == self._in_message:
             yield self._part(self._buffer)
             yield from self._closed()
-        elif self._buffer.strip() and not any(self._buffer.lstrip().startswith(tag) for tag in SPECIAL_TOKENS):
+        elif self._buffer.strip() and not self._buffer.lstrip().startswith(SPECIAL_TOKENS):
             yield Content(self._buffer)
 
     def _at_start(self) -> Iterator[Part]:

@@ -32,7 +32,7 @@ class Delivered(Stage):
 
 
 def joiner(*ended: int) -> tuple[EndJoiner, Delivered]:
-    """Return a joiner for choices of which the indices `ended` have all their tokens."""
+    """Return a joiner and what it delivers. The choices `ended` have all their tokens."""
     delivered = Delivered()
     return EndJoiner(Counted(set(ended)), delivered), delivered
 

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.text.parsers.formats import CALL_FORMATS, REASONING_FORMATS, call_format, reasoning_format
+from gateway.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
+from gateway.text.parsers.formats import (
+    AUTO,
+    CALL_FORMATS,
+    NONE,
+    REASONING_FORMATS,
+    call_format,
+    reasoning_format,
+)
 from gateway.text.parsers.harmony import Harmony
 from gateway.text.parsers.message import MessageParser
 from gateway.text.parsers.parts import Parser, ReasoningParser
@@ -355,6 +363,11 @@ def test_template_selects_its_reasoning_format(family: str, name: str) -> None:
     found = reasoning_format("auto", TEMPLATES[family])
     assert found is not None and found.name == name
     assert reasoning_format("none", TEMPLATES[family]) is None
+
+
+def test_settings_name_each_format() -> None:
+    assert set(TOOL_CALL_PARSERS) == {AUTO, *CALL_FORMATS}
+    assert set(REASONING_PARSERS) == {AUTO, NONE, *REASONING_FORMATS}
 
 
 def test_open_tag_in_the_prompt_starts_reasoning() -> None:
