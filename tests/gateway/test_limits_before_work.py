@@ -27,6 +27,11 @@ async def gateway(start_gateway: Callable[..., Any], tmp_path: Path, request: py
     return await limited(start_gateway, tmp_path, **getattr(request, "param", {"tokens_per_minute": 1_000}))
 
 
+# Further APIs may add routes to both.
+GENERATING = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+READING_ANSWERS = {"/v1/responses/compact", "/v1/requests/{id}", "/v1/requests/{id}/events", "/v1/responses/{id}"}
+
+
 @pytest.fixture
 def account(gateway: Gateway) -> Account:
     return gateway.access.account(bearer(KEY))
@@ -63,7 +68,7 @@ async def refusal_of_unsent(gateway: Gateway, method: str, path: str) -> str:
             status_line, _, headers = (await reader.readuntil(b"\r\n\r\n")).decode().partition("\r\n")
             length = int(headers.partition("Content-Length: ")[2].partition("\r")[0])
             body = json.loads(await reader.readexactly(length))
-        named = body if isinstance(body["error"], str) else body["error"]  # Ollama's error is a text beside its code
+        named = body if path.startswith("/api/") else body["error"]  # Ollama's error is a text beside its code
         return named.get("code") or status_line.split()[1]
     finally:
         writer.transport.abort()
@@ -89,7 +94,7 @@ async def test_key_without_requests_left_costs_no_work(gateway: Gateway, account
 
 async def test_key_in_debt_costs_no_work(gateway: Gateway, account: Account, work: list[str]) -> None:
     account.spend(100_000)
-    assert len(generating(gateway)) >= 4
+    assert generating(gateway) >= GENERATING
     for path in generating(gateway):
         assert await refusal_of_unsent(gateway, "POST", path) in ("429", "tokens_per_minute_exceeded"), path
     assert work == []
@@ -105,7 +110,7 @@ async def test_request_that_is_not_admitted_costs_no_work(
         for _ in range(gateway.state.settings.max_num_streams * 4 // 5 + 1):
             open_requests.admit("test", account)
     asked = [(operation.method, operation.path) for operation in gateway.operations if operation.is_admitted]
-    assert len(asked) >= 8
+    assert {path for _, path in asked} >= generating(gateway) | READING_ANSWERS
     for method, path in asked:
         assert await refusal_of_unsent(gateway, method, path) in (status, code), (method, path)
     assert work == []

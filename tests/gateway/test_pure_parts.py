@@ -23,7 +23,7 @@ from gateway.model_service import ModelOptions, model_options
 from gateway.pipeline.choice_writer import ChoiceDelta
 from gateway.pipeline.plan import Tenant, plan_requests
 from gateway.pipeline.response_format import ReplyHeader, UsageCount, json_text
-from gateway.settings import GatewaySettings
+from gateway.settings import TOOL_CALL_PARSERS, GatewaySettings
 from gateway.text.served_model import ModelLimits
 from shared.choice_seeds import choice_seed
 from shared.messages import WorkerHeartbeat, WorkerPhase
@@ -172,7 +172,7 @@ def test_settings_are_parsed() -> None:
         (("--models-file", "FILE", "--served-model-name", "a"), "--served-model-name: expected no value"),
         (
             ("--models-file", "FILE"),
-            "tool_call_parser: expected one of auto, hermes, llama3_json, mistral, qwen3_coder",
+            f"tool_call_parser: expected one of {', '.join(TOOL_CALL_PARSERS)}; got 'x'",
         ),
     ],
 )
