@@ -1,7 +1,7 @@
 """What the gateway and the batch driver share as processes: event loop, clients of the store, tasks, and a clean end.
 
 return run(settings, parent_pid, serve(settings))           # main()
-return await serve_app(program, runner, connections, ...)   # the end of serve()
+return await serve_app(program, runner, addresses, ...)     # the end of serve()
 """
 
 import asyncio

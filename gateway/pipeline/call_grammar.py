@@ -25,7 +25,7 @@ def answer_or_calls(answer: Grammar, tools: ToolUse, family: str, special_id: Ca
     Args:
         answer: Grammar of the requested format.
         tools: Tools of the request.
-        family: A key of GRAMMAR_FAMILIES in parsing/tool_calls.py.
+        family: A key of GRAMMAR_FAMILIES in text/parsers/tool_calls.py.
         special_id: Function from a text to the id of the special token with that text, or None.
     """
 
