@@ -8,7 +8,6 @@
 """
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 from aiohttp import web
@@ -23,6 +22,7 @@ from gateway.http.shapes import LoadBody, ReadinessBody, StateBody, StoreReadine
 from gateway.http.state import STATE, GatewayState
 from gateway.model_service import ModelService
 from gateway.store.inference_client import StoreUnavailable
+from shared.version import VERSION
 
 OPENMETRICS = "application/openmetrics-text"
 _ALL_QUEUES = "all"
@@ -91,10 +91,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def show_version(request: web.Request) -> web.Response:
-    try:
-        return web.json_response({"version": version("pagestream")})
-    except PackageNotFoundError:  # run from a checkout that was not installed
-        return web.json_response({"version": "unknown"})
+    return web.json_response({"version": VERSION})
 
 
 async def show_description(request: web.Request) -> web.Response:

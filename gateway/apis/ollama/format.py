@@ -52,7 +52,7 @@ class ChatFormat(ResponseFormat):
         return self._whole({"content": ""}, self._reason, usage)
 
     def error(self, error: GatewayError) -> bytes:
-        return _encode({"error": error.message, "code": error.code}) + b"\n"
+        return _encode(error_object(error)) + b"\n"
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
         choice = next(iter(choices))
@@ -80,6 +80,10 @@ class GenerateFormat(ChatFormat):
     @staticmethod
     def shown(message: dict[str, Any]) -> dict[str, Any]:
         return {"response": message["content"], **{name: value for name, value in message.items() if name != "content"}}
+
+
+def error_object(error: GatewayError) -> dict[str, str]:
+    return {"error": error.message, "code": error.code}
 
 
 def _reason(name: str) -> str:

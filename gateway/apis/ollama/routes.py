@@ -3,11 +3,12 @@
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 from aiohttp import web
 
+from gateway.apis.ollama.format import error_object
 from gateway.apis.ollama.kinds import CHAT, GENERATE
 from gateway.apis.ollama.schema import GenerateBody, OllamaChatBody, model_name
 from gateway.apis.ollama.shapes import (
@@ -18,7 +19,8 @@ from gateway.apis.ollama.shapes import (
     ShownModelBody,
 )
 from gateway.auth.access import ACCOUNT
-from gateway.errors import GatewayError, ModelNotFound, NotServed, Unavailable
+from gateway.errors import ModelNotFound, NotServed, Unavailable
+from gateway.http import admin
 from gateway.http.body import received_body
 from gateway.http.dialect import Dialect
 from gateway.http.json_body import decode_body
@@ -28,7 +30,6 @@ from gateway.http.state import STATE
 from gateway.pipeline.api import Api
 from gateway.pipeline.context import context_of
 from gateway.pipeline.submit import generating
-from shared.version import VERSION
 
 LINES = "application/x-ndjson"
 # Clients expect these fields; a gateway reads a model's tokenizer only.
@@ -37,10 +38,6 @@ _DETAILS = {"format": "", "family": "", "families": [], "parameter_size": "", "q
 
 class ShowBody(msgspec.Struct, kw_only=True):
     model: str
-
-
-async def show_version(request: web.Request) -> web.Response:
-    return web.json_response({"version": VERSION})
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -77,10 +74,6 @@ async def refuse(request: web.Request) -> NoReturn:
     raise NotServed("Models are chosen when this server starts (--model, --models-file), and they only generate text.")
 
 
-def _error(error: GatewayError, request_id: str) -> dict[str, Any]:
-    return {"error": error.message, "code": error.code}
-
-
 _REASON = "names from memory"
 _OPERATIONS = (
     generating(
@@ -98,7 +91,7 @@ _OPERATIONS = (
     Operation("GET", "/api/tags", list_models, "List the models", answer=OllamaModelsBody, uncharged=_REASON),
     Operation("GET", "/api/ps", list_models, "List the loaded models", answer=OllamaModelsBody, uncharged=_REASON),
     Operation(
-        "GET", "/api/version", show_version, "Version of this gateway", answer=VersionBody, uncharged=_REASON
+        "GET", "/api/version", admin.show_version, "Version of this gateway", answer=VersionBody, uncharged=_REASON
     ),
     *(
         Operation(
@@ -114,5 +107,5 @@ _OPERATIONS = (
 API = Api(
     operations=tuple(replace(operation, error_body=OllamaErrorBody) for operation in _OPERATIONS),
     kinds=(CHAT, GENERATE),
-    dialect=Dialect(paths=("/api/",), error=_error),
+    dialect=Dialect(paths=("/api/",), error=lambda error, request_id: error_object(error)),
 )

@@ -74,7 +74,7 @@ _DEEPSEEK_TOKENS = (
 # The most specific marks come first: templates of several families contain <tool_call>.
 _CALLS = (
     _own_calls(
-        "harmony", (harmony.CHANNEL, harmony.MESSAGE), harmony.SPECIAL_TOKENS, lambda schemas: harmony.Harmony()
+        HARMONY, (harmony.CHANNEL, harmony.MESSAGE), harmony.SPECIAL_TOKENS, lambda schemas: harmony.Harmony()
     ),
     _own_calls(
         "gemma4", (gemma4_calls.MARK,), (gemma4_calls.MARK, gemma4_calls.END, gemma4_calls.QUOTE),
@@ -124,7 +124,7 @@ def _thinks(name: str, tags: tuple[str, str], tokens: tuple[str, ...], *marks: s
 
 _REASONING = (
     ReasoningFormat(
-        name="harmony",
+        name=HARMONY,
         marks=(harmony.CHANNEL, harmony.MESSAGE),
         special_tokens=harmony.SPECIAL_TOKENS,
         parser=harmony.Harmony,
