@@ -22,6 +22,7 @@ from redis.asyncio.connection import (
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
 _NOT_COMPLETE = object()
+_RESET = "the connection was reset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +93,25 @@ class CommandConnection:
         if self._opening is not None:
             self._opening.cancel()
         if self._open is not None:
-            self._open.close(ConnectionError("the connection was reset"))
+            self._open.close(ConnectionError(_RESET))
 
     async def _connected(self) -> "_Pipeline":
         """Return an open connection. Concurrent callers share one attempt and its error."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._connect())
             self._opening.add_done_callback(self._opened)
-        return await asyncio.shield(self._opening)
+        opening = self._opening
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if not opening.cancelled() or (caller is not None and caller.cancelling()):
+                raise
+            raise ConnectionError(_RESET) from None  # close() came before the attempt began
 
     def _opened(self, opening: "asyncio.Task[_Pipeline]") -> None:
         self._opening = None
-        if opening.exception() is None:
+        if not opening.cancelled() and opening.exception() is None:
             self._open = opening.result()
 
     async def _connect(self) -> "_Pipeline":

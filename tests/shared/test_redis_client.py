@@ -124,6 +124,22 @@ async def test_concurrent_commands_share_one_connection_in_order(valkey: Valkey)
         await connections.aclose()
 
 
+async def test_reset_before_connect_fails_commands_without_cancelling_them(valkey: Valkey) -> None:
+    connections, faults = connect(valkey.url), list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+    try:
+        for leave in (False, True):
+            call = asyncio.create_task(connections.commands.execute_command("PING"))
+            asyncio.get_running_loop().call_soon(connections.commands.connection_of_commands.close)
+            if leave:
+                asyncio.get_running_loop().call_soon(call.cancel)
+            with pytest.raises(asyncio.CancelledError if leave else ConnectionError):
+                await call
+        assert await connections.commands.ping() and faults == []
+    finally:
+        await connections.aclose()
+
+
 async def test_failed_connect_is_one_attempt_of_all_callers() -> None:
     num_accepted = 0
 
