@@ -13,8 +13,8 @@ from functools import partial
 from aiohttp import web
 
 from gateway.apis.registry import ALL_KINDS, APIS
-from gateway.app import RUNNER_OPTIONS, create_app
-from gateway.auth.access import Access, check_address
+from gateway.app import RUNNER_OPTIONS, access_of, create_app
+from gateway.auth.access import check_address
 from gateway.auth.api_keys import ApiKeysError
 from gateway.http.state import STATE
 from gateway.metrics import GatewayMetrics
@@ -47,12 +47,7 @@ async def serve(settings: GatewaySettings) -> int:
     """Serve until a signal or a failure. Return the exit status."""
     try:
         models = model_options(settings)
-        access = Access(
-            settings.api_key,
-            settings.api_keys_file,
-            allowed_hosts=settings.allowed_hosts,
-            open_routes=settings.open_routes,
-        )
+        access = access_of(settings)
         check_address(settings.host, access, allow_unauthenticated=settings.allow_unauthenticated)
         tracing = open_tracing(settings.otlp_traces_endpoint, "pagestream-gateway")
     except (ApiKeysError, SettingsError, TracingUnavailable) as error:

@@ -65,6 +65,16 @@ def operations_of(apis: Iterable[Api], *, has_page: bool = True) -> list[Operati
     return [*operations, *page.OPERATIONS] if has_page else operations
 
 
+def access_of(settings: GatewaySettings) -> Access:
+    """Read the keys of a gateway. Raises ApiKeysError."""
+    return Access(
+        settings.api_key,
+        settings.api_keys_file,
+        allowed_hosts=settings.allowed_hosts,
+        open_routes=settings.open_routes,
+    )
+
+
 def create_app(
     settings: GatewaySettings,
     clients: Mapping[ModelOptions, InferenceClient],
@@ -90,12 +100,7 @@ def create_app(
         OSError: If --files-dir cannot be used.
     """
     metrics = metrics or GatewayMetrics(vllm_names=settings.vllm_metric_names)
-    access = access or Access(
-        settings.api_key,
-        settings.api_keys_file,
-        allowed_hosts=settings.allowed_hosts,
-        open_routes=settings.open_routes,
-    )
+    access = access or access_of(settings)
     app = web.Application(
         middlewares=[
             leave_unread(),

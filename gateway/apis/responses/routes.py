@@ -68,7 +68,7 @@ async def cancel_response(http: web.Request) -> web.Response:
 
 async def delete_response(http: web.Request) -> web.Response:
     kept = await _cancelled(http, await _find(http))
-    if kept.state in ("queued", "running"):
+    if kept.is_open:
         raise unavailable("store_unavailable")
     try:
         await kept.service.client.archive.erase([request.request_id for request in kept.requests])
