@@ -15,9 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DescribedBatch:
-    """A batch of S sequences and T tokens, N of which need logits, with G block tables per sequence.
+    """The batch as arrays in host memory: S sequences with G block tables each, T tokens, and N rows of logits.
 
-    Tensors may be longer than used.
+    An array may be longer than its used part.
     """
 
     query_start_loc: Tensor  # [S + 1] int32

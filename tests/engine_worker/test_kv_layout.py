@@ -60,7 +60,7 @@ def test_layout_groups_must_have_equal_block_shapes() -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of which some layers have a window."""
+    """The attributes of a ModelShape that a layout depends on; `windows` has one window per layer."""
 
     windows: tuple[int, ...]
     num_kv_heads: int
