@@ -8,20 +8,18 @@ the read ceiling is measured in the same run. Writes DIR/experts.json.
 """
 
 import argparse
-import json
 import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from bench.kernel.device_ceilings import measure_ceilings
 from bench.kernel.expert_layers import MODELS, ExpertLayer, ExpertModel, random_layer
 from bench.kernel.graph_time import graph_microseconds
-from bench.provenance import provenance
+from bench.kernel.report import write_report
 from kernels.moe.routing import Routing
 
 ROWS = (1, 8, 32, 256, 2048)
@@ -80,14 +78,7 @@ def main(argv: list[str]) -> int:
             print(f"{name:20s} {num_rows:5d} {row['distinct_experts']:8.1f}", *times, ratio, flush=True)
         del layers
         torch.cuda.empty_cache()
-    origin = provenance(["experts", *argv]) | {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    content = {**origin, "ceilings": vars(ceilings), "experts": results}
-    (options.out / "experts.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out, "experts", argv, ceilings, results)
     return 0
 
 

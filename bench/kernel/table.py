@@ -8,19 +8,17 @@ the floor over the time. FlashAttention 3 times with blocks of 16 are from anoth
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from bench.kernel.attention import DECODE, PREFILL, time_case
 from bench.kernel.device_ceilings import Ceilings, measure_ceilings
 from bench.kernel.graph_time import graph_microseconds
 from bench.kernel.linear import LAYER, SHAPES, Layers
-from bench.provenance import provenance
+from bench.kernel.report import write_report
 
 PREFILL_CASES = ("prefill 8192", "prefill 32768", "mixed 64 x 1024 + 2048 new")
 LINEAR_ROWS = (1, 16, 32, 64, 256)
@@ -48,14 +46,7 @@ def main(argv: list[str]) -> int:
         rows += [with_ratio(row, ceilings) for row in measured()]
         torch.cuda.empty_cache()
     print(table(ceilings, rows))
-    origin = provenance(["kernels", *argv]) | {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    content = {**origin, "ceilings": vars(ceilings), "kernels": rows}
-    (options.out / "kernels.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out, "kernels", argv, ceilings, rows)
     return 0
 
 
