@@ -31,6 +31,8 @@ def method(stored: WeightFormat, device_type: str) -> LinearMethod:
     """Return the method of a format on a device type."""
     if stored.is_dequantized:
         logger.info("weights: %s: dequantized while loading: --quantization none", stored.name)
+    elif device_type == "cpu":
+        logger.info("experts: %s: kept as stored; dequantized for each step that chooses them, slower", stored.name)
     return Mxfp4Method(stored, device_type)
 
 
