@@ -81,11 +81,11 @@ class DeepSeekCalls(StepParser):
 
     def _before_arguments(self) -> Iterator[Part]:
         self._buffer = self._buffer.lstrip()
-        if self._buffer.startswith(_FENCE):
-            _, line_end, rest = self._buffer.partition("\n")
-            self._waits = not line_end
-            self._buffer = rest if line_end else self._buffer
-        elif self._buffer and _FENCE.startswith(self._buffer):
+        is_fence = self._buffer.startswith(_FENCE) or (self._buffer and _FENCE.startswith(self._buffer))
+        line_end = self._buffer.find("\n", 0, _MAX_HEAD_CHARS)
+        if is_fence and line_end >= 0:
+            self._buffer = self._buffer[line_end + 1 :]
+        elif is_fence and len(self._buffer) < _MAX_HEAD_CHARS:
             self._waits = True
         elif self._buffer.startswith("{"):
             self._step = self._in_arguments

@@ -330,6 +330,18 @@ def test_written_arguments_are_read_back(family: str, drawn: tuple[dict[str, Any
     assert json.loads(calls[0][1]) == values
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_fence_without_a_line_end_is_content(size: int) -> None:
+    text = DEEPSEEK_V31.partition("{")[0] + "```" + "x" * 1_000
+
+    def make() -> tuple[ReasoningParser | None, Parser | None]:
+        return None, CALL_FORMATS["deepseek_v3"].parser({})
+
+    content, _, calls = read(make, [text[at : at + size] for at in range(0, len(text), size)])
+    assert content == "x" * 1_000
+    assert [arguments for _, arguments in calls] == ["{}"]
+
+
 TEMPLATES = {
     "harmony": "<|start|>assistant<|channel|>final<|message|>",
     "gemma4": "<|tool_call>call:{{ name }}<tool_call|> <|channel>thought",
