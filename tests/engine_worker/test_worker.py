@@ -187,6 +187,7 @@ async def test_worker_cancel_hint_frees_blocks_before_next_step(connections: Red
     async with WorkerHarness(connections, keys, num_steps=3).serving() as harness:
         await harness.submit(request)
         await eventually(lambda: len(harness.gate.batches) == 4)  # three steps are done, the fourth waits
+        await harness.until_hints_arrive()
         await harness.scripts.cancel(request.request_id, "interactive")
         await eventually(lambda: harness.hinted)
         harness.gate.allow(1)

@@ -138,6 +138,13 @@ class WorkerHarness:
         assert isinstance(end, FinishEvent), end
         return await self.tokens(request_id), end
 
+    async def until_hints_arrive(self) -> None:
+        """Wait until the worker is subscribed to hints: earlier ones are lost, as the protocol allows."""
+        channel = self.keys.control_channel(self.incarnations[-1])
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (await self.scripts.redis.pubsub_numsub(channel))[0][1]:
+                await asyncio.sleep(0.002)
+
     async def num_unacknowledged(self) -> int:
         """Return the number of entries in all queues, claimed or not."""
         return sum([await self.scripts.redis.xlen(queue) for queue in self.keys.queues])

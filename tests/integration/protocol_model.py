@@ -54,7 +54,7 @@ SPEED = 20  # the product's timeouts pass 20 times as fast
 CAPACITY = 4  # sequences per worker
 GIVEN_BACK_RATIO = 0.1
 MAX_CUT_OFFS = 5  # per request: it must progress between two, or it would never end
-CUT_OFF = b"cut off: "  # published on a gateway's channel with the id of a request that was ended meanwhile
+CUT_OFF = b"cut off: "  # published on a gateway's channel with the id of a request whose journal was deleted
 POISON_AT_ONCE, POISON_LATER, POISON_LATER_INDEX = 666, 667, 3
 
 
@@ -127,6 +127,12 @@ class LossyScripts(RedisScripts):
                 await self.redis.publish(self.keys.gateway_channel(message.gateway_id), message.blob)
             messages = []
         return await super().emit(worker_id, step, frames, messages)
+
+    async def cancel(self, request_id: str, *arguments: Any, **options: Any) -> bool:
+        try:
+            return await super().cancel(request_id, *arguments, **options)
+        finally:  # also after a lost reply: the next journal of the request is a new one
+            await self.redis.publish(self.keys.gateway_channel("gateway0"), CUT_OFF + request_id.encode())
 
     async def _call(self, *arguments: Any) -> Any:
         reply = await super()._call(*arguments)
@@ -350,8 +356,6 @@ class World:
             self.cut_offs[request.request_id] += 1
             with suppress(ConnectionError):  # a lost reply
                 await self.scripts.cancel(request.request_id, request.priority_class, gone_gateway_id=gateway_id)
-            channel = self.keys.gateway_channel(gateway_id)
-            await self.connections.commands.publish(channel, CUT_OFF + request.request_id.encode())
             client.streams.need_journals(client.streams.of(request.request_id))
 
     async def reap_zombies(self) -> None:

@@ -1,7 +1,7 @@
-"""A gateway, a worker and their store as processes, under a load that produces every counted event.
+"""A gateway, a batch driver, a worker and their store as processes, under a load that produces every counted event.
 
-The load has samples, beams, swaps (few device blocks, free host blocks), prefix hits, refusals, failed requests and
-disconnecting clients.
+The load has samples, beams, swaps (few device blocks, free host blocks), prefix hits, refusals, failed requests, a
+batch and disconnecting clients.
 """
 
 import http.client
@@ -16,8 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from bench.serving.free_port import free_port
 from tests.conftest import Valkey
+from tests.e2e.batch_load import batch_lines
 from tests.e2e.fleet import START_SECONDS, Fleet, running_fleet
 from tests.patience import PATIENCE_SECONDS
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
@@ -27,6 +30,7 @@ NUM_BLOCKS, NUM_HOST_BLOCKS = 73, 257  # one longest request fits, with little r
 FAILING_TOKEN = 300
 MAX_MODEL_LEN = 256
 NUM_CLIENTS, MAX_STREAMS = 10, "9"  # one request is refused now and then
+NUM_LINES = 4
 SCRIPT = str(Path(__file__).parents[1] / "e2e" / "scripted_worker.py")
 
 KINDS: list[dict[str, Any]] = [
@@ -41,8 +45,8 @@ KINDS: list[dict[str, Any]] = [
 
 
 class LoadedStack:
-    def __init__(self, fleet: Fleet, worker_port: int) -> None:
-        self.ports = {"gateway": fleet.port, "engine_worker": worker_port}
+    def __init__(self, fleet: Fleet, worker_port: int, driver_port: int) -> None:
+        self.ports = {"gateway": fleet.port, "engine_worker": worker_port, "batches": driver_port}
         self._stopping = threading.Event()
         self._clients = [
             threading.Thread(target=self._ask_until_stopped, args=(number,)) for number in range(NUM_CLIENTS)
@@ -59,6 +63,7 @@ class LoadedStack:
             return False
 
     def start_load(self) -> None:
+        self._begin_batch()
         for client in self._clients:
             client.start()
 
@@ -66,6 +71,12 @@ class LoadedStack:
         self._stopping.set()
         for client in self._clients:
             client.join()
+
+    def _begin_batch(self) -> None:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{self.ports['gateway']}/v1", api_key="none") as client:
+            lines = "\n".join(batch_lines(NUM_LINES)).encode()
+            file = client.files.create(file=("in.jsonl", lines), purpose="batch")
+            client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
 
     def _ask_until_stopped(self, number: int) -> None:
         source = random.Random(number)
@@ -88,16 +99,18 @@ class LoadedStack:
 @contextmanager
 def loaded_stack(directory: Path, valkey: Valkey) -> Iterator[LoadedStack]:
     """Yield a running stack; its load has started and continues until the context exits."""
-    worker_port = free_port()
+    worker_port, driver_port = free_port(), free_port()
     common = ["--model", str(write_tiny_model(directory / MODEL, MAX_MODEL_LEN)), "--served-model-name", MODEL]
     common += ["--redis-url", valkey.url]
     script = ["--script-num-blocks", str(NUM_BLOCKS), "--script-num-host-blocks", str(NUM_HOST_BLOCKS)]
     script += ["--script-vocab-size", str(VOCAB_SIZE), "--script-failing-token", str(FAILING_TOKEN)]
     script += ["--script-step-seconds", "0.001"]
     with running_fleet(directory / "logs") as fleet:
-        stack = LoadedStack(fleet, worker_port)
+        stack = LoadedStack(fleet, worker_port, driver_port)
         fleet.start("worker", SCRIPT, *script, *common, "--metrics-port", str(worker_port), PYTHONPATH=".")
+        common += ["--files-dir", str(directory / "files")]
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port), "--max-num-streams", MAX_STREAMS)
+        fleet.start("driver", "-m", "gateway.batches.driver", *common, "--metrics-port", str(driver_port))
         deadline = time.monotonic() + START_SECONDS
         while not stack.is_ready():
             assert time.monotonic() < deadline and not fleet.has_lost_one(), fleet.all_logs()

@@ -177,7 +177,7 @@ def test_dashboard_variables_find_values(query: Callable[[str], list[Any]]) -> N
     for variable in dashboard["templating"]["list"][1:]:
         metric, label = variable["query"]["query"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
         found = {series["metric"][label] for series in query(_selected(metric))}
-        expected = {"job": {"gateway", "engine_worker"}, "model": {MODEL}}.get(variable["name"], found)
+        expected = {"job": {"gateway", "engine_worker", "batches"}, "model": {MODEL}}.get(variable["name"], found)
         assert found == expected and len(found) == len(expected) > 0
 
 

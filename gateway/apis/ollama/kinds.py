@@ -1,6 +1,7 @@
 """The kinds of answers of Ollama's API."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from gateway.apis.ollama.format import ChatFormat, GenerateFormat
 from gateway.apis.ollama.schema import GenerateBody, OllamaChatBody, model_name, parse_chat, parse_generate
@@ -25,6 +26,11 @@ async def with_checked_context(context: RequestContext, body: JsonBody) -> JsonB
     return body
 
 
+def _short_prompt(prompt: str, given: Mapping[str, Any]) -> str:
+    """Keep only that there is a prompt."""
+    return SOME_TEXT
+
+
 CHAT = AnswerKind(
     "ollama.chat",
     parse_chat,
@@ -38,6 +44,6 @@ GENERATE = AnswerKind(
     parse_generate,
     GenerateFormat,
     stored_fields(GenerateBody),
-    {"prompt": lambda prompt, given: SOME_TEXT},
+    {"prompt": _short_prompt},
     complete=with_checked_context,
 )
