@@ -21,7 +21,8 @@ from gateway.metrics import GatewayMetrics
 from gateway.model_service import model_options
 from gateway.process import CLOSE_SECONDS, Address, clients_of, new_event_loop, refuse_start, run, serve_app
 from gateway.settings import GatewaySettings
-from gateway.work.work_process import WorkProcesses
+from gateway.work.reader_pool import ReaderPool
+from gateway.work.reader_process import ReaderProcess
 from shared.redis_client import connect
 from shared.settings import SettingsError, settings_or_exit
 from shared.tracing import TracingUnavailable, open_tracing
@@ -32,6 +33,7 @@ PROGRAM = "pagestream gateway"
 # The longest time that another thread, such as one that encodes long JSON, keeps the interpreter from the event loop.
 # A first token takes about ten steps of the loop: with Python's default of 5 ms it would arrive 50 ms later.
 SWITCH_SECONDS = 0.0001
+MAX_PROCESSES = 2  # that read requests; each loads the tokenizer of each model: 110 MB for a vocabulary of 49,152
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +58,7 @@ async def serve(settings: GatewaySettings) -> int:
     connections = connect(settings.redis_url, observe=metrics.observe_redis, num_models=len(models))
     try:
         clients = clients_of(settings, models, connections)
-        app = create_app(settings, clients, APIS, metrics, access, tracing, WorkProcesses())
+        app = create_app(settings, clients, APIS, metrics, access, tracing, ReaderPool(ReaderProcess, MAX_PROCESSES))
     except OSError as error:
         return refuse_start(PROGRAM, f"--files-dir: {error}")
     if new_event_loop is asyncio.new_event_loop:

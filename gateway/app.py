@@ -23,7 +23,7 @@ from gateway.pipeline.api import Api
 from gateway.process import inference_clients, owner_task
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
-from gateway.work.work_process import WorkProcesses
+from gateway.work.reader_pool import ReaderPool
 from shared.tracing import Tracing
 
 
@@ -82,9 +82,9 @@ def create_app(
     metrics: GatewayMetrics | None = None,
     access: Access | None = None,
     tracing: Tracing | None = None,
-    processes: WorkProcesses | None = None,
+    readers: ReaderPool | None = None,
 ) -> web.Application:
-    """Build the application. It starts and closes `clients` and `processes` with itself.
+    """Build the application. It starts and closes `clients` and `readers` with itself.
 
     Args:
         settings: The gateway's settings.
@@ -93,7 +93,7 @@ def create_app(
         metrics: Default: a new registry.
         access: Default: from the settings.
         tracing: None: no spans.
-        processes: For long requests; None: threads.
+        readers: For long requests; None: threads.
 
     Raises:
         ApiKeysError: If the file of keys cannot be used.
@@ -117,7 +117,7 @@ def create_app(
     served = [api for api in apis if api.is_served(settings)]
     app[KINDS] = {kind.name: kind for api in served for kind in api.kinds}
     app[DIALECTS] = tuple(api.dialect for api in served if api.dialect is not None)
-    app[STATE] = GatewayState(settings, clients, metrics, processes)
+    app[STATE] = GatewayState(settings, clients, metrics, readers)
     app.on_response_prepare.append(set_headers)
     serve_operations(app, operations_of(served, has_page=settings.ui))
     state = app[STATE]

@@ -29,7 +29,7 @@ LONGEST_FIRST = (
     "tests/pagestream",
     "tests/engine_worker/scheduling",
     "tests/gateway/test_openapi.py",
-    "tests/gateway/test_work_process.py",
+    "tests/gateway/test_reader_process.py",
     "tests/deploy",
     "tests/gateway/batches",
     "tests/shared/test_messages.py",

@@ -30,7 +30,7 @@ PACKAGES = ("gateway", "engine_worker", "kernels", "shared", "pagestream", "benc
 # Calls that run code from data. All data between processes is MessagePack, JSON, TOML, or safetensors.
 DANGEROUS_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 # A gateway and its child processes, through private pipes: no byte of a client is unpickled.
-PICKLES_TO_ITSELF = {("gateway/work/work_process.py", "pickle")}
+PICKLES_TO_ITSELF = {("gateway/work/reader_process.py", "pickle")}
 DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load", "yaml.load"}
 
 # A new option must be added here and to the changelog. Its help text is its documentation.

@@ -19,13 +19,10 @@ from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.text.served_model import get_ready
 from gateway.work.background import BackgroundWork
-from gateway.work.fair_pool import FairPool
 from gateway.work.loop_scheduler import LoopScheduler
 from gateway.work.owner_tasks import OwnerTasks
-from gateway.work.work_process import WorkProcesses
+from gateway.work.reader_pool import ReaderPool
 from shared.model_files import ModelFilesError
-
-NUM_PROCESSES = 2  # each loads the tokenizer of each model: 110 MB for a vocabulary of 49,152
 
 TRACEPARENT = web.RequestKey("traceparent", str)  # set by a middleware
 
@@ -36,17 +33,16 @@ class GatewayState:
         settings: GatewaySettings,
         clients: Mapping[ModelOptions, InferenceClient],
         metrics: GatewayMetrics,
-        processes: WorkProcesses | None = None,
+        readers: ReaderPool | None = None,
     ) -> None:
-        """Create the state. Without `processes`, long requests are parsed in threads."""
+        """Create the state. `readers` parse long requests; default: the threads of `pool`."""
         self.settings = settings
         self.metrics = metrics
         self.watch = StreamWatch(
             settings.sse_keep_alive_seconds, settings.write_stall_seconds, metrics.write_stalls.inc
         )
-        self.pool = FairPool()
-        self._processes = processes
-        self.readers = FairPool() if processes is None else FairPool(NUM_PROCESSES, processes.run)
+        self.pool = ReaderPool()
+        self.readers = readers or self.pool
         self.background = BackgroundWork(metrics.handler_errors.inc)
         self.owners = OwnerTasks(lambda task, is_up: metrics.owner_task_up.labels(task).set(is_up))
         self.open_requests = OpenRequests(metrics.open_requests, settings.max_num_streams, self._count_refusal)
@@ -111,16 +107,13 @@ class GatewayState:
         """
         for service in self.models:
             await service.client.fleet.was_ready.wait()
-        if self._processes is not None:
-            models = [service.require_model() for service in self.models]
-            self._processes.keep_one_ready(partial(get_ready, models, readers), NUM_PROCESSES)
+        models = [service.require_model() for service in self.models]
+        self.readers.keep_one_ready(partial(get_ready, models, readers))
 
     def close(self) -> None:
         """End the pools without waiting."""
         self.pool.close()
         self.readers.close()
-        if self._processes is not None:
-            self._processes.close()
 
     async def write_probe(self) -> float:
         """Return the seconds that one write to the store took. Raises StoreUnavailable."""

@@ -1,7 +1,7 @@
 """Everything about a request except its body. A request came over HTTP, or is a line of a batch."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,7 +12,6 @@ from gateway.auth.rate_limits import Account
 from gateway.fleet import Timeouts
 from gateway.http.state import STATE, TRACEPARENT, GatewayState
 from gateway.pipeline.answer_kind import KINDS, AnswerKind
-from gateway.work.fair_pool import is_short
 
 _Result = TypeVar("_Result")
 
@@ -31,17 +30,13 @@ class RequestContext:
     for_batch: bool = False  # a line of a batch, which latency metrics leave out
     arrived_at: float = field(default_factory=time.monotonic)  # seconds
 
-    async def work(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
-        """Run work for the account without blocking the event loop, and return its result (fair_pool.py)."""
-        if is_short(num_bytes):  # the usual case, five times per request: saves two coroutines each
-            return work()
-        return await self.state.pool.run(self.account, num_bytes, work)
+    def work(self, num_bytes: int | None, work: Callable[[], _Result]) -> Awaitable[_Result]:
+        """Run work for the account without blocking the event loop, and return its result (reader_pool.py)."""
+        return self.state.pool.run(self.account, num_bytes, work)
 
-    async def read(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
+    def read(self, num_bytes: int | None, work: Callable[[], _Result]) -> Awaitable[_Result]:
         """Run the parsing of a request; if it is long, in a process, which does not hold this interpreter's lock."""
-        if is_short(num_bytes):
-            return work()
-        return await self.state.readers.run(self.account, num_bytes, work)
+        return self.state.readers.run(self.account, num_bytes, work)
 
 
 def context_of(http: web.Request) -> RequestContext:

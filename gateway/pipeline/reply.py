@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -33,7 +33,7 @@ _BYTES_OF_VALUE = 8  # of a body, to tell how long it takes to make it: 1 us a t
 class Work(Protocol):
     """RequestContext.work()."""
 
-    async def __call__(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result: ...
+    def __call__(self, num_bytes: int | None, work: Callable[[], _Result]) -> Awaitable[_Result]: ...
 
 
 class ChunkWriter(Stage):

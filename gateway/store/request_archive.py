@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from gateway.store.store_calls import StoreCalls, StoreUnavailable
-from gateway.work.fair_pool import FairPool
+from gateway.work.reader_pool import ReaderPool
 from shared.messages import (
     FormatError,
     GenerationRequest,
@@ -46,7 +46,7 @@ class RequestArchive:
         self._redis = redis
         self._keys = keys
         self._calls = calls
-        self._pool = FairPool(DECODING_THREADS)
+        self._pool = ReaderPool(max_readers=DECODING_THREADS)
 
     async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:
         """Return the requests with these ids, in order; None for each that the store does not have.

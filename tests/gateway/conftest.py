@@ -24,7 +24,7 @@ from gateway.model_service import ModelService, model_options
 from gateway.process import new_event_loop
 from gateway.settings import GatewaySettings
 from gateway.text.served_model import ServedModel, load_served_model
-from gateway.work.work_process import WorkProcesses
+from gateway.work.reader_pool import ReaderPool
 from tests.gateway.fake_inference import FakeInferenceClient
 from tests.tiny_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, MAX_MODEL_LEN, VOCAB_SIZE, write_tiny_model
 
@@ -114,7 +114,7 @@ async def start_gateway(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     async with AsyncExitStack() as stack:
 
         async def start(
-            *engines: FakeInferenceClient, wait: bool = True, processes: WorkProcesses | None = None, **changes: Any
+            *engines: FakeInferenceClient, wait: bool = True, readers: ReaderPool | None = None, **changes: Any
         ) -> Gateway:
             """Start a gateway with one engine per model: the tiny model, unless `models_file` names others."""
             model = None if "models_file" in changes else tiny_model_dir
@@ -129,7 +129,7 @@ async def start_gateway(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -
                 allowed_hosts=settings.allowed_hosts,
                 open_routes=settings.open_routes,
             )
-            app = create_app(settings, clients, APIS, metrics, access, processes=processes)  # type: ignore[arg-type]
+            app = create_app(settings, clients, APIS, metrics, access, readers=readers)  # type: ignore[arg-type]
             runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

@@ -45,7 +45,7 @@ def work(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "read": "gateway.http.body._read",
         "upload": "gateway.apis.files.files.receive_upload",
         "decode": "gateway.http.json_body.msgspec.json.decode",
-        "pool": "gateway.work.fair_pool.FairPool.run",
+        "pool": "gateway.work.reader_pool.ReaderPool.run",
         "store": "tests.gateway.fake_inference.FakeInferenceClient.stored",
     }.items():
         monkeypatch.setattr(target, lambda *_, name=name, **__: done.append(name))

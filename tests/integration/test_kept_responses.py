@@ -267,7 +267,7 @@ async def test_long_conversations_are_processed_off_event_loop(
     for module, name in ((responses_history, "_merged"), (kept, "_read")):
         monkeypatch.setattr(module, name, _watched(getattr(module, name), threads.setdefault(name, set())))
     world.worker.gate.allow(FOREVER_STEPS)
-    monkeypatch.setattr("gateway.work.fair_pool.INLINE_BYTES", 0)  # treats every conversation as long
+    monkeypatch.setattr("gateway.work.reader_pool.INLINE_BYTES", 0)  # treats every conversation as long
     first = await make(clients[0], world)
     second = await make(clients[0], world, previous_response_id=first.id)
     assert second.previous_response_id == first.id

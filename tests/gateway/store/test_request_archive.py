@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.store.request_archive import RequestArchive
-from gateway.work.fair_pool import INLINE_BYTES
+from gateway.work.reader_pool import INLINE_BYTES
 from shared.messages import GenerationRequest, JournalFrame, SamplingParams, encode
 
 

@@ -1,4 +1,4 @@
-"""Work of many keys on few threads: round-robin, never all threads for one key, and no work for callers that left."""
+"""Work of many keys in few readers: round-robin, never all readers for one key, and no work for callers that left."""
 
 import asyncio
 import contextlib
@@ -10,14 +10,14 @@ from functools import partial
 
 import pytest
 
-from gateway.work.fair_pool import INLINE_BYTES, FairPool
+from gateway.work.reader_pool import INLINE_BYTES, ReaderPool
 
 
 class Workshop:
     """A pool in which the test begins and ends each piece of work."""
 
     def __init__(self, num_threads: int) -> None:
-        self.pool = FairPool(num_threads)
+        self.pool = ReaderPool(max_readers=num_threads)
         self.begun: list[str] = []
         self._changed = threading.Condition()
         self._open = set[str]()
@@ -120,7 +120,7 @@ async def test_work_of_a_caller_that_left_is_not_begun(workshop: Callable[[int],
 
 
 async def test_short_work_runs_at_once_and_errors_reach_the_caller() -> None:
-    pool = FairPool(1)
+    pool = ReaderPool(max_readers=1)
     assert await pool.run("a", INLINE_BYTES, threading.get_ident) == threading.get_ident()
     assert await pool.run("a", INLINE_BYTES + 1, threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
@@ -139,7 +139,7 @@ async def test_error_holds_no_reference_to_its_work() -> None:
     gc.collect()
     gc.disable()
     try:
-        pool = FairPool(1)
+        pool = ReaderPool(max_readers=1)
         body = Body()
         is_there = weakref.ref(body)
         with contextlib.suppress(ValueError):
