@@ -1,11 +1,13 @@
 """Writes an answer to its client: deltas of its choices as events of a stream, or collected into one body."""
 
-import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from io import StringIO
+from typing import Protocol, TypeVar
 
 from aiohttp import web
 from msgspec import structs
@@ -19,14 +21,12 @@ from gateway.pipeline.choice_writer import ChoiceDelta, Stage
 from gateway.pipeline.continuous_usage import ContinuousUsage, EndJoiner
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import NOTHING, Body, ChoiceResult, Extra, ResponseFormat, UsageCount
-from gateway.text.parsers.message import whole_calls
-from shared.messages import EncodedLogprobs, FinishReason
+from gateway.text.parsers.message import ToolCallDelta, whole_calls
+from shared.messages import FinishReason
 
 logger = logging.getLogger("gateway")
 _Result = TypeVar("_Result")
 
-_FREED_SCORES = 1024  # at one time: 256,000 of a long request take 8 ms
-_FREED_TOKENS = 256  # at one time: 1 ms at most, each with 20 log-probabilities
 _BYTES_OF_VALUE = 8  # of a body, to tell how long it takes to make it: 1 us a token
 
 
@@ -104,16 +104,35 @@ class ChunkWriter(Stage):
         return event if self._numbers is None else self._numbers.of_end(event)
 
 
+class _Collected:
+    """What has come of one choice, in few objects: 16,000 deltas would take milliseconds to free."""
+
+    def __init__(self) -> None:
+        self.text, self.reasoning = StringIO(), StringIO()
+        self.token_ids = array("I")
+        self.tool_calls: list[ToolCallDelta] = []
+        self.finish_name = FinishReason.STOP.value
+        self.stop_string: str | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.text.write(delta.text)
+        self.reasoning.write(delta.reasoning)
+        self.token_ids.extend(delta.token_ids)
+        self.tool_calls += delta.tool_calls
+        if delta.reason is not None:
+            self.finish_name, self.stop_string = delta.finish_name, delta.stop_string
+
+
 class Collector(Stage):
-    """Collects deltas by choice, after the format has taken its part of them."""
+    """Collects the deltas of each choice, after the format has taken its part of them."""
 
     def __init__(self, num_choices: int, collect: Callable[[ChoiceDelta], ChoiceDelta]) -> None:
-        self.deltas: list[list[ChoiceDelta]] = [[] for _ in range(num_choices)]
+        self.choices = [_Collected() for _ in range(num_choices)]
         self._collect = collect
 
     def write(self, delta: ChoiceDelta, out: bytearray) -> None:
         """Keep the delta; nothing is sent before the body is complete."""
-        self.deltas[delta.index].append(self._collect(delta))
+        self.choices[delta.index].add(self._collect(delta))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +184,10 @@ class Delivery:
         try:
             await AnswerLoop(answer).to_end()
             await answer.scheduler.run(self.extras.write_scores(answer.prompt_scores))
-            work = partial(self._body_of, collector.deltas, answer.usage)
+            work = partial(self._body_of, collector.choices, answer.usage)
             return await self.work(self._num_bytes, work)
         finally:
-            self._let_go(collector.deltas)
+            self._let_go()
 
     @property
     def _num_bytes(self) -> int:
@@ -176,52 +195,22 @@ class Delivery:
         num_values += sum(map(len, self.answer.prompt_scores)) * 20 * self.completion.n
         return num_values * _BYTES_OF_VALUE
 
-    def _body_of(self, collected: list[list[ChoiceDelta]], usage: UsageCount) -> Body:
-        return self.response_format.body(self._results(collected), usage, self.extras.of_answer())
+    def _body_of(self, collected: Sequence[_Collected], usage: UsageCount) -> Body:
+        results = itertools.starmap(self._result, enumerate(collected))
+        return self.response_format.body(results, usage, self.extras.of_answer())
 
-    def _results(self, collected: list[list[ChoiceDelta]]) -> Iterator[ChoiceResult]:
-        """Yield one choice after the other; each is freed before the next is made."""
-        for index in range(len(collected)):
-            parts, collected[index] = collected[index], []
-            reason = next((part.finish_name for part in reversed(parts) if part.reason), FinishReason.STOP.value)
-            try:
-                yield ChoiceResult(
-                    index,
-                    "".join(part.text for part in parts),
-                    reason,
-                    self.completion.num_logprobs is not None,
-                    parts[-1].stop_string if parts else None,
-                    self.extras.of_choice(index, [token_id for part in parts for token_id in part.token_ids]),
-                    "".join(part.reasoning for part in parts),
-                    whole_calls(call for part in parts for call in part.tool_calls),
-                    parts,
-                )
-            finally:
-                for _ in _cleared(parts):
-                    pass
+    def _result(self, index: int, collected: _Collected) -> ChoiceResult:
+        return ChoiceResult(
+            index,
+            collected.text.getvalue(),
+            collected.finish_name,
+            self.completion.num_logprobs is not None,
+            collected.stop_string,
+            self.extras.of_choice(index, collected.token_ids),
+            collected.reasoning.getvalue(),
+            whole_calls(collected.tool_calls),
+        )
 
-    def _let_go(self, collected: Sequence[list[ChoiceDelta]] = ()) -> None:
-        """Free the memory of an answer that was sent or failed; one that goes on writes to nobody."""
-        answer = self.answer
-        answer.write_to(Stage())  # its stages may refer to it
-        scores = answer.prompt_scores if answer.is_over else []  # a stream that goes on counts them
-        if any(collected) or any(scores):
-            answer.service.background.start(_free(collected, scores))
-
-
-async def _free(collected: Iterable[list[ChoiceDelta]], scores: Iterable[dict[int, EncodedLogprobs]]) -> None:
-    for parts in collected:
-        for _ in _cleared(parts):
-            await asyncio.sleep(0)
-    for of_prompt in scores:
-        while of_prompt:
-            for _ in range(min(len(of_prompt), _FREED_SCORES)):
-                of_prompt.popitem()
-            await asyncio.sleep(0)
-
-
-def _cleared(values: list[Any]) -> Iterator[None]:
-    """Free in pieces: 16,000 tokens at once stop the event loop for milliseconds, in any thread."""
-    while values:
-        del values[-_FREED_TOKENS:]
-        yield
+    def _let_go(self) -> None:
+        """Free the stages of an answer that was sent or failed. One that goes on is read without them."""
+        self.answer.write_to(Stage())

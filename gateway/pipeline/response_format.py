@@ -93,7 +93,6 @@ class ChoiceResult:
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of the choice beyond OpenAI's
     reasoning: str = ""
     tool_calls: Sequence[ToolCallDelta] = ()  # whole ones
-    updates: Sequence[ChoiceDelta] = ()  # all of the above as it came, but for what the format took of it
 
 
 class ResponseFormat:

@@ -1,13 +1,12 @@
 """Long answers yield to other tasks while they are parsed, written, and built."""
 
 import asyncio
-import itertools
 import json
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,8 +35,6 @@ from tests.gateway.answers.test_prompt_echo import scores_prompt_and_says
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
 from tests.gateway.responses import checked_events
-from tests.gateway.text.test_logprobs import scored
-from tests.patience import PATIENCE_SECONDS
 
 NUM_TOKENS = 200
 TINY_SLICE_SECONDS = 1e-9  # shorter than any work
@@ -79,56 +76,16 @@ async def test_ready_answer_is_written_in_time_slices(
     assert counts[0] >= counts[1] + NUM_TOKENS / 2, "one time slice per token if each token fills a slice"
 
 
-async def test_collected_tokens_are_freed_in_pieces(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freed at once after a disconnect, 16,000 tokens with 20 logprobs each stop the loop for 70 ms."""
-    all_collected: list[pipeline_reply.Collector] = []
-
-    class Seen(pipeline_reply.Collector):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            all_collected.append(self)
-
-    monkeypatch.setattr(pipeline_reply, "Collector", Seen)
-    monkeypatch.setattr(pipeline_reply, "_FREED_TOKENS", 10)
-    gateway.engine.script = lambda request: [TokenEvent(request.request_id, 0, [5] * NUM_TOKENS)]  # and no end
-    asked = asyncio.create_task(gateway.session.post("/v1/completions", json=BODY))
-    while not all_collected or len(all_collected[0].deltas[0]) < NUM_TOKENS:
-        await asyncio.sleep(0.001)
-    asked.cancel()
-    sizes = [NUM_TOKENS]
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while sizes[-1]:
-            await asyncio.sleep(0)
-            sizes.append(len(all_collected[0].deltas[0]))
-    assert max(before - after for before, after in itertools.pairwise(sizes)) == 10
-
-
-@pytest.mark.parametrize("fields", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 1, "stream": True}])
-async def test_written_prompt_logprobs_are_freed_in_pieces(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
-    """Freed at once, those of 32 prompts of 8,000 tokens stop the loop for 8 ms."""
-    monkeypatch.setattr(pipeline_reply, "_FREED_SCORES", 10)
-    gateway.engine.script = None
-    asked = asyncio.create_task(gateway.session.post("/v1/completions", json={"prompt": [5] * 201, **fields}))
-    stream = await gateway.engine.next_stream()
-    for event in scores_prompt_and_says([5])(stream.request):
-        stream.send(event)
-    sizes = [len(stream.prompt_logprobs)]
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while sizes[-1]:
-            await asyncio.sleep(0)
-            sizes.append(len(stream.prompt_logprobs))
-        assert (await (await asked).text()).count('"finish_reason":"length"') == 1
-    assert {before - after for before, after in itertools.pairwise(sizes)} == {0, 10}
-    assert sizes[0] == 200
-
-
-def test_prompt_logprobs_of_a_kept_stream_are_not_freed() -> None:
-    """The client has left, but the answer is stored, and is complete once all of them have arrived."""
-    answer = SimpleNamespace(is_over=False, prompt_scores=[{1: scored(5)}], write_to=lambda _stage: None)
-    pipeline_reply.Delivery._let_go(SimpleNamespace(answer=answer))  # type: ignore[arg-type]
-    assert len(answer.prompt_scores[0]) == 1
+def test_collected_choice_keeps_no_delta() -> None:
+    """After a disconnect, 16,000 deltas with 20 logprobs each would stop the loop for 70 ms while they are freed."""
+    delta = ChoiceDelta(0, "ab", FinishReason.LENGTH, (), (5, 6), "c")
+    num_references = sys.getrefcount(delta)
+    collector = pipeline_reply.Collector(1, lambda delta: delta)
+    collector.write(delta, bytearray())
+    assert sys.getrefcount(delta) == num_references
+    (choice,) = collector.choices
+    assert (choice.text.getvalue(), choice.reasoning.getvalue()) == ("ab", "c")
+    assert (list(choice.token_ids), choice.finish_name) == ([5, 6], "length")
 
 
 @pytest.mark.parametrize("counts", [{}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}])

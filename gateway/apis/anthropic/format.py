@@ -7,6 +7,7 @@ stream's last event. There is one choice.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any, Literal
 
 import msgspec
@@ -84,20 +85,26 @@ class MessageBlocks:
         return Piece(kind, text, begins, call)
 
 
-def content_blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = []
-    texts: list[str] = []
-    for piece in pieces:
-        if piece.begins:
-            blocks.append(piece.start())
-            texts.append("")
-        texts[-1] += piece.text
-    for block, text in zip(blocks, texts, strict=True):
-        if block["type"] == "tool_use":
-            block["input"] = _arguments(text)
-        else:
-            block[block["type"]] = text
-    return blocks
+class ContentBlocks:
+    """The blocks of a message that is not streamed."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[dict[str, Any], StringIO]] = []
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece.begins:
+                self._blocks.append((piece.start(), StringIO()))
+            self._blocks[-1][1].write(piece.text)
+
+    def whole(self) -> list[dict[str, Any]]:
+        return [_with_text(block, text.getvalue()) for block, text in self._blocks]
+
+
+def _with_text(block: dict[str, Any], text: str) -> dict[str, Any]:
+    if block["type"] == "tool_use":
+        return {**block, "input": _arguments(text)}
+    return {**block, block["type"]: text}
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -125,8 +132,8 @@ class AnthropicFormat(ResponseFormat):
         self._head = {"id": f"msg_{header.response_id}", "type": "message", "role": "assistant", "model": header.model}
         self._prompt_tokens = header.prompt_tokens
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        self._shows_reasoning = bool(header.repeated.get("shows_reasoning"))
-        self._blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
+        self._blocks = MessageBlocks(shows_reasoning=bool(header.repeated.get("shows_reasoning")))
+        self._content = ContentBlocks()
         self._num_begun = 0  # blocks
 
     def begin(self) -> bytes:
@@ -153,14 +160,16 @@ class AnthropicFormat(ResponseFormat):
     def error(self, error: GatewayError) -> bytes:
         return named_event("error", anthropic_error(error, log_request_id.get()))
 
+    def collect(self, update: ChoiceDelta) -> ChoiceDelta:
+        """Keep the order of thinking, text, and calls."""
+        self._content.add(self._blocks.pieces(update.reasoning, update.tool_calls, update.text))
+        return update
+
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         choice = next(iter(choices))
-        blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
-        pieces = (piece for update in choice.updates for piece in
-                blocks.pieces(update.reasoning, update.tool_calls, update.text))  # fmt: skip
-        content = content_blocks([*pieces, *blocks.ending()])
+        self._content.add(self._blocks.ending())
         stop = _stop(choice.finish_reason, choice.stop_string)
-        return _encode({**self._head, "content": content, **stop, "usage": _usage(usage)})
+        return _encode({**self._head, "content": self._content.whole(), **stop, "usage": _usage(usage)})
 
     def _events(self, pieces: Iterable[Piece]) -> bytes:
         events = b""
