@@ -3,17 +3,18 @@
     scheduler = loop_scheduler.of(key)
     scheduler.submit(work)      # runs now if the key has time left in its slice, else in a later round
 
-Algorithm: deficit round robin over measured time. Each round gives a key one time slice; overrun is subtracted from its
-next slices. Between two rounds the loop handles sockets and store messages, so a key waits at most one round of the
-other keys. A key that is alone gets all the time. Only callbacks are queued, one per answer: tokens stay where they
-arrived, and overflow stays in the journal (gateway/store/inbox.py).
+Algorithm: fair queueing by measured time. A round gives slices to the keys with queued work, each to the one that has
+had the least time. So overrun is repaid. A key that returns counts as if it had had as much as that one, so unused time
+is not saved. Between two rounds the loop handles sockets and store messages. A key that is alone gets all the time.
+Only callbacks are queued, one per answer: tokens stay where they arrived, and overflow stays in the journal
+(gateway/store/inbox.py).
 """
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from operator import attrgetter
 from typing import TypeAlias
 
 SLICE_SECONDS = 0.0005  # per key and round: 30 tokens, or 12 with 20 logprobs; a token takes several rounds
@@ -25,9 +26,9 @@ Work: TypeAlias = Callable[[], bool]  # does a part, checks is_over, returns whe
 class LoopScheduler:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.num_rounds = 0
+        self.least_seconds = 0.0  # that each key has had, or counts as if it had
+        self.queued: dict[KeyScheduler, None] = {}  # keys with queued work, in order of arrival
         self._keys: dict[Hashable, KeyScheduler] = {}  # at most as many as the key file has keys
-        self._ring = deque[KeyScheduler]()  # keys with queued work, the next one first
         self._is_round_scheduled = False
 
     def of(self, key: Hashable) -> "KeyScheduler":
@@ -35,11 +36,6 @@ class LoopScheduler:
         if key not in self._keys:
             self._keys[key] = KeyScheduler(self)
         return self._keys[key]
-
-    def enqueue(self, key_scheduler: "KeyScheduler") -> None:
-        """Add a key that is not in the ring."""
-        self._ring.append(key_scheduler)
-        self.schedule_round()
 
     def schedule_round(self) -> None:
         """Start the next round in the next iteration of the event loop, which gives each key a new slice."""
@@ -49,17 +45,17 @@ class LoopScheduler:
 
     def _run_round(self) -> None:
         self._is_round_scheduled = False
-        # If every queued key owes slices, those rounds pass at once: no other key could use them.
-        self.num_rounds += 1 + min((key.num_slices_owed for key in self._ring), default=0)
+        if not self.queued:
+            self.least_seconds += SLICE_SECONDS
         until = self.clock() + ROUND_SECONDS
-        for _ in range(len(self._ring)):
-            if self._ring[0].run_slice():
-                self._ring.rotate(-1)
-            else:
-                self._ring.popleft()
+        for _ in range(len(self.queued)):
+            key_scheduler = min(self.queued, key=attrgetter("seconds"))
+            self.least_seconds = key_scheduler.seconds
+            if not key_scheduler.run_slice():
+                del self.queued[key_scheduler]
             if self.clock() >= until:
                 break
-        if self._ring:
+        if self.queued:
             self.schedule_round()
 
 
@@ -67,12 +63,10 @@ class KeyScheduler:
     """The time slices of one key; its answers share them round robin."""
 
     def __init__(self, loop_scheduler: LoopScheduler) -> None:
+        self.seconds = 0.0  # that it has had
         self._loop_scheduler = loop_scheduler
         self._clock = loop_scheduler.clock
         self._waiting = deque[Work]()
-        self._is_in_ring = False
-        self._seconds_left = SLICE_SECONDS  # of the slice; negative: owed
-        self._num_rounds = loop_scheduler.num_rounds  # when _seconds_left was updated
         self._ends_at = 0.0  # of the slice, by the clock, while work runs
 
     @property
@@ -80,20 +74,15 @@ class KeyScheduler:
         """Whether the slice is over: work that runs must return and leave the rest for the next slice."""
         return self._clock() >= self._ends_at
 
-    @property
-    def num_slices_owed(self) -> int:
-        """The number of new slices that only pay for overrun."""
-        return max(0, math.floor(-self._seconds_left / SLICE_SECONDS))
-
     def submit(self, work: Work) -> None:
         """Run work, or queue it if the slice is over. It must not be queued already."""
-        if self._num_rounds != self._loop_scheduler.num_rounds:
-            self._begin_slice()
-        if self._is_in_ring or self._seconds_left <= 0 or self._do(work):
+        scheduler = self._loop_scheduler
+        self.seconds = max(self.seconds, scheduler.least_seconds)
+        had_slice = self.seconds >= scheduler.least_seconds + SLICE_SECONDS
+        if self in scheduler.queued or had_slice or self._do(work):
             self._waiting.append(work)
-            if not self._is_in_ring:
-                self._is_in_ring = True
-                self._loop_scheduler.enqueue(self)
+            scheduler.queued[self] = None
+            scheduler.schedule_round()
 
     async def run(self, steps: Iterator[None]) -> None:
         """Run all steps, in as many slices as they take. Raises what a step raises."""
@@ -117,26 +106,21 @@ class KeyScheduler:
 
     def run_slice(self) -> bool:
         """Run queued work for one slice. Return whether more is queued."""
-        self._begin_slice()
         for _ in range(len(self._waiting)):
-            if self._seconds_left <= 0:
+            if self.seconds >= self._loop_scheduler.least_seconds + SLICE_SECONDS:
                 break
             work = self._waiting.popleft()
             if self._do(work):
                 self._waiting.append(work)
-        self._is_in_ring = bool(self._waiting)
-        return self._is_in_ring
-
-    def _begin_slice(self) -> None:
-        num_rounds = self._loop_scheduler.num_rounds
-        new_seconds = (num_rounds - self._num_rounds) * SLICE_SECONDS
-        self._num_rounds, self._seconds_left = num_rounds, min(SLICE_SECONDS, self._seconds_left + new_seconds)
+        return bool(self._waiting)
 
     def _do(self, work: Work) -> bool:
         began_at = self._clock()
-        self._ends_at = began_at + self._seconds_left
+        seconds_left = self._loop_scheduler.least_seconds + SLICE_SECONDS - self.seconds
+        self._ends_at = began_at + seconds_left
         has_more = work()
-        self._seconds_left -= self._clock() - began_at
-        if self._seconds_left <= 0:
+        seconds = self._clock() - began_at
+        self.seconds += seconds
+        if seconds >= seconds_left:
             self._loop_scheduler.schedule_round()
         return has_more

@@ -89,6 +89,19 @@ async def test_overloaded_keys_get_equal_shares() -> None:
     assert abs(done.count("many") - done.count("one")) <= 2 * MAX_PIECES_PER_SLICE
 
 
+async def test_idle_time_is_not_saved() -> None:
+    """A key that returns after long has no more than its share."""
+    loop = CountedLoop()
+    busy = Work(loop, "busy", 10_000)
+    busy.begin()
+    await loop.run(lambda: busy.num_left > 5_000)
+    before = len(loop.log)
+    returned = Work(loop, "returned", 100)
+    returned.begin()
+    await loop.run(lambda: returned.num_left > 0)
+    assert abs(loop.log[before:].count("busy") - 100) <= 2 * MAX_PIECES_PER_SLICE
+
+
 async def test_excess_time_is_repaid() -> None:
     """A key whose pieces are ten slices long (a long tool call) gets as much time as one with short pieces."""
     loop = CountedLoop()
