@@ -15,8 +15,8 @@ from aiohttp import web
 
 from gateway.auth.divided_resource import DividedResource
 from gateway.auth.rate_limits import Account
-from gateway.http.event_stream import PIECE_BYTES
 from gateway.http.long_body import COUNTED
+from gateway.http.open_response import PIECE_BYTES
 
 MAX_READS = 4  # concurrent reads of kept answers per key: each takes tens of megabytes until its body is built
 

@@ -9,7 +9,7 @@ from aiohttp import web
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.http import sse
-from gateway.http.event_stream import EventStream
+from gateway.http.open_response import OpenResponse
 from gateway.http.openapi import EVENTS, MODEL_PARAMETER, Operation
 from gateway.http.state import STATE
 from gateway.store.kv_watch import snapshots_of
@@ -22,7 +22,7 @@ async def stream_snapshots(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     services = state.selected_services(request.query.get("model"), request[ACCOUNT])
     tenant = request[ACCOUNT].tenant
-    stream = EventStream(request, {}, state.watch)
+    stream = OpenResponse(request, web.StreamResponse(headers=sse.HEADERS), state.watch, sse.KEEP_ALIVE)
     await stream.open()
     try:
         async with snapshots_of([service.client.kv for service in services]) as snapshots:

@@ -11,8 +11,8 @@ from aiohttp import web
 from gateway.auth.access import ACCOUNT
 from gateway.auth.rate_limits import Account
 from gateway.fleet import OpenRequests, Timeouts, bytes_in_flight
-from gateway.http.event_stream import StreamWatch
 from gateway.http.kept_bodies import KeptBodies
+from gateway.http.open_response import StreamWatch
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, ModelService, ModelTable
 from gateway.settings import GatewaySettings

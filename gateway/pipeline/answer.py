@@ -297,7 +297,7 @@ class _PromptChoices:
 
 
 class Output(Protocol):
-    """The part of EventStream that AnswerLoop uses."""
+    """The part of OpenResponse that AnswerLoop uses."""
 
     def push(self, data: bytes) -> bool: ...
 

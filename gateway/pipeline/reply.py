@@ -14,7 +14,7 @@ from msgspec import structs
 
 from gateway.errors import GatewayError, InternalError
 from gateway.http.event_numbers import EventNumbers
-from gateway.http.event_stream import EventStream
+from gateway.http.open_response import OpenResponse
 from gateway.pipeline.answer import Answer, AnswerLoop
 from gateway.pipeline.answer_extras import AnswerExtras
 from gateway.pipeline.choice_writer import ChoiceDelta, Stage
@@ -147,7 +147,7 @@ class Delivery:
     include_usage: bool
     numbers: EventNumbers | None = None  # of a kept answer's stream
 
-    async def stream(self, stream: EventStream) -> web.StreamResponse:
+    async def stream(self, stream: OpenResponse) -> web.StreamResponse:
         """Stream the answer: sends the 200, and any later error as an event of the stream."""
         answer = self.answer
         counts = ContinuousUsage(self.completion, answer) if self.completion.continuous_usage else None

@@ -20,10 +20,11 @@ from msgspec import structs
 from gateway.auth.rate_limits import TokenCharge
 from gateway.errors import GatewayError, KeyShareExceeded, RateLimited, Unavailable
 from gateway.fleet import share_full, unavailable
+from gateway.http import sse
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
-from gateway.http.event_stream import EventStream
 from gateway.http.kept_bodies import BuiltBody, SharedBody
+from gateway.http.open_response import OpenResponse
 from gateway.metrics import ModelMetrics
 from gateway.model_service import ModelService
 from gateway.pipeline.answer import Answer
@@ -156,8 +157,9 @@ class AnswerSubmission:
     async def stream(self, http: web.Request) -> web.StreamResponse:
         delivery = self._delivery()
         response_format = delivery.response_format
-        headers = {**self._headers, **response_format.stream_headers}
-        return await delivery.stream(EventStream(http, headers, self._context.state.watch, response_format.keep_alive))
+        response = web.StreamResponse(headers={**sse.HEADERS, **self._headers, **response_format.stream_headers})
+        watch = self._context.state.watch
+        return await delivery.stream(OpenResponse(http, response, watch, response_format.keep_alive))
 
     async def collect(self) -> Body:
         """Return the complete body. Raises the error that the answer ended with."""

@@ -15,7 +15,6 @@ from gateway.fleet import unavailable
 from gateway.http.body import received_body
 from gateway.http.headers import NAME_HEADER
 from gateway.http.json_body import JsonBody
-from gateway.http.long_body import write_long
 from gateway.http.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
 from gateway.model_service import ModelService, ReadModel, find_model
 from gateway.pipeline.answer_kind import AnswerKind
@@ -50,8 +49,7 @@ async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
         del data
         submission = await submitted(context, kind, body)
     try:
-        response = await submission.respond(http)
-        return await write_long(http, response, context.state.watch, partial(context.state.hold_bytes, http))
+        return await submission.respond(http)
     finally:
         submission.release()
 

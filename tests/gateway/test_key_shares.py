@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from gateway.http.event_stream import PIECE_BYTES
 from gateway.http.json_body import MAX_BODY_BYTES
+from gateway.http.open_response import PIECE_BYTES
 from shared.messages import GenerationRequest, StreamEvent, TokenEvent, TokenLogprobs, encoded_logprobs
 from shared.new_requests import RetentionTerms
 from tests.gateway.auth.test_access import KEY, OTHER, PROMPT, bearer, entry

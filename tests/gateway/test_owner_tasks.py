@@ -32,7 +32,7 @@ OWNERS = {
     "store_memory": "gateway.store.store_probe:StoreMemory.watch",
     "kv_watch": "gateway.store.kv_watch:KVWatch.run",
     "load_models": "gateway.model_service:ModelService.load",
-    "stream_watch": "gateway.http.event_stream:StreamWatch.run",
+    "stream_watch": "gateway.http.open_response:StreamWatch.run",
     "key_watch": "gateway.auth.access:Access.watch",
     "files_upkeep": "gateway.apis.files.directory:FilesDirectory.run",
     "settle": "gateway.http.state:GatewayState.keep_reader_ready",

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from gateway.app import RUNNER_OPTIONS
-from gateway.http.event_stream import MAX_UNSENT_BYTES, PIECE_BYTES, StreamWatch
 from gateway.http.long_body import write_long
+from gateway.http.open_response import MAX_UNSENT_BYTES, PIECE_BYTES, OpenResponse, StreamWatch
 from tests.patience import PATIENCE_SECONDS
 
 BODY = bytes(range(256)) * 2**15  # 8 MiB
@@ -76,21 +76,21 @@ async def test_reading_client_gets_the_whole_body(server: Server) -> None:
 async def test_long_body_yields_between_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Yield even if the client never blocks: a write alone is no pause."""
     loop, turns, seen = asyncio.get_running_loop(), [0], list[int]()
-    write = web.StreamResponse.write
+    push = OpenResponse.push
 
-    async def counted(response: web.StreamResponse, data: bytes) -> None:
+    def counted(response: OpenResponse, data: bytes) -> bool:
         seen.append(turns[0])
-        await write(response, data)
+        return push(response, data)
 
     def turn() -> None:
         turns[0] += 1
         loop.call_soon(turn)
 
-    monkeypatch.setattr(web.StreamResponse, "write", counted)
+    monkeypatch.setattr(OpenResponse, "push", counted)
     loop.call_soon(turn)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session, session.get("/") as reply:
         assert await reply.read() == BODY
-    assert len(seen) == len(set(seen)) == len(BODY) // PIECE_BYTES
+    assert len(seen) == len(set(seen)) == len(BODY) // PIECE_BYTES - 1  # the last piece ends the response
 
 
 async def test_unread_long_body_is_dropped_and_holds_little(server: Server) -> None:

@@ -1,20 +1,18 @@
-"""One open SSE response, and the watch over all of them: keep-alive comments, and an end for clients that stop reading.
+"""A response that is written piece by piece, and the watch over all of them: comments, and an end for stalled ones.
 
-aiohttp writes the head and the end. Events between them go to the transport directly, in our own chunks: aiohttp's
+aiohttp writes the head and the end. What is between them goes to the transport directly, in our own chunks: aiohttp's
 `write` costs two coroutines, three buffers, and 2.5 us per event, and needs a coroutine as caller. The watch checks
-every stream on one shared tick, because a timer per stream would have to be moved with every token.
+every response on one shared tick, because a timer per stream would have to be moved with every token.
 """
 
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from aiohttp import hdrs, web
 
-from gateway.http import sse
 from shared.ticks import next_tick
 
 TICK_SECONDS = 0.5
@@ -24,14 +22,14 @@ PIECE_BYTES = 65_536
 MAX_UNSENT_BYTES = 65_536
 
 
-class EventStream:
+class OpenResponse:
     def __init__(
-        self, request: web.Request, headers: Mapping[str, str], watch: "StreamWatch", keep_alive: bytes = sse.KEEP_ALIVE
+        self, request: web.Request, response: web.StreamResponse, watch: "StreamWatch", keep_alive: bytes = b""
     ) -> None:
-        """Create a stream; `keep_alive` is written when it is idle."""
+        """Create it, with a response that is not prepared; `keep_alive` is written when it is idle."""
+        self.response = response
         self.keep_alive = keep_alive
         self._request = request
-        self._response = web.StreamResponse(headers={**sse.HEADERS, **headers})
         self._watch = watch
         self._transport: asyncio.WriteTransport | None = None
         self._is_chunked = False
@@ -39,19 +37,15 @@ class EventStream:
         self.last_write_at = time.monotonic()
         self.write_began_at: float | None = None  # since then, written data waits for the client
 
-    @property
-    def response(self) -> web.StreamResponse:
-        return self._response
-
     async def open(self) -> None:
         """Send the response head. Raise ConnectionResetError if the client has gone."""
-        await self._response.prepare(self._request)
+        await self.response.prepare(self._request)
         self._transport = self._request.transport
         if self._transport is None:
             raise ConnectionResetError("the client has gone")
         connection = self._transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
-        self._is_chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"  # not for HTTP/1.0
+        self._is_chunked = self.response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"  # not for HTTP/1.0
         _, self._max_waiting_bytes = self._transport.get_write_buffer_limits()
         self._watch.add(self)
 
@@ -94,14 +88,15 @@ class EventStream:
         if not self.push(data):
             await self.drain()
 
-    async def end(self, data: bytes) -> None:
+    async def end(self, data: bytes | bytearray) -> None:
         """Write the last data and end the response; long data in pieces, because each write copies all its data."""
-        for start in range(0, len(data) - PIECE_BYTES, PIECE_BYTES):
-            await self.write(data[start : start + PIECE_BYTES])
+        start_of_last = max(0, len(data) - 1) // PIECE_BYTES * PIECE_BYTES
+        for start in range(0, start_of_last, PIECE_BYTES):
+            await self.write(bytes(data[start : start + PIECE_BYTES]))
             await asyncio.sleep(0)  # write() does not yield while the client keeps up
         self.write_began_at = self.last_write_at = time.monotonic()
         try:
-            await self._response.write_eof(data[_start_of_last(len(data)) :])
+            await self.response.write_eof(bytes(data[start_of_last:]))
         finally:
             self.write_began_at = None
 
@@ -113,26 +108,6 @@ class EventStream:
         self._watch.discard(self)
 
 
-def _start_of_last(num_bytes: int) -> int:
-    """Return the offset of the last piece; 0 if there is only one."""
-    return max(0, -(-num_bytes // PIECE_BYTES) - 1) * PIECE_BYTES
-
-
-class Watched(Protocol):
-    """The part of a response that StreamWatch uses."""
-
-    keep_alive: bytes
-    last_write_at: float
-    write_began_at: float | None
-
-    @property
-    def is_silent(self) -> bool: ...
-
-    def push(self, data: bytes) -> bool: ...
-
-    def abort(self) -> None: ...
-
-
 class StreamWatch:
     def __init__(
         self, keep_alive_seconds: float, stall_seconds: float, on_stall: Callable[[], None] = lambda: None
@@ -140,12 +115,12 @@ class StreamWatch:
         self._keep_alive_seconds = keep_alive_seconds
         self._stall_seconds = stall_seconds
         self._on_stall = on_stall
-        self._streams: set[Watched] = set()
+        self._streams: set[OpenResponse] = set()
 
-    def add(self, stream: Watched) -> None:
+    def add(self, stream: OpenResponse) -> None:
         self._streams.add(stream)
 
-    def discard(self, stream: Watched) -> None:
+    def discard(self, stream: OpenResponse) -> None:
         self._streams.discard(stream)
 
     async def run(self) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from gateway.http.event_stream import MAX_UNSENT_BYTES, PIECE_BYTES, EventStream, StreamWatch
+from gateway.http import sse
+from gateway.http.open_response import MAX_UNSENT_BYTES, PIECE_BYTES, OpenResponse, StreamWatch
 from gateway.text.served_model import ServedModel
 from shared.messages import TokenEvent
 from tests.gateway.conftest import Gateway
@@ -15,7 +16,7 @@ from tests.gateway.fake_inference import finish
 from tests.patience import PATIENCE_SECONDS
 
 
-class FakeEventStream:
+class FakeOpenResponse:
     def __init__(self, last_write_at: float, write_began_at: float | None = None) -> None:
         self.last_write_at = last_write_at
         self.write_began_at = write_began_at
@@ -41,7 +42,7 @@ def watch(*streams: Any) -> tuple[StreamWatch, list[int]]:
 
 
 def test_silent_stream_gets_a_comment() -> None:
-    silent, busy = FakeEventStream(last_write_at=0.0), FakeEventStream(last_write_at=5.0)
+    silent, busy = FakeOpenResponse(last_write_at=0.0), FakeOpenResponse(last_write_at=5.0)
     watching, _ = watch(silent, busy)
     watching.look(9.9)
     watching.look(10.0)
@@ -49,7 +50,7 @@ def test_silent_stream_gets_a_comment() -> None:
 
 
 def test_client_that_reads_nothing_is_dropped_once() -> None:
-    stalled, slow = FakeEventStream(0.0, write_began_at=0.0), FakeEventStream(1.0, write_began_at=1.0)
+    stalled, slow = FakeOpenResponse(0.0, write_began_at=0.0), FakeOpenResponse(1.0, write_began_at=1.0)
     watching, stalls = watch(stalled, slow)
     watching.look(30.0)
     watching.look(30.5)
@@ -79,7 +80,7 @@ class FullTransport:
 
 def test_comment_does_not_stall_an_idle_stream() -> None:
     """The answer's task would wait for the client and notice that it caught up; the watch does not."""
-    stream = EventStream(None, {}, StreamWatch(10.0, 30.0))  # type: ignore[arg-type]
+    stream = OpenResponse(None, web.StreamResponse(), StreamWatch(10.0, 30.0), sse.KEEP_ALIVE)  # type: ignore[arg-type]
     transport = FullTransport(waiting=60)
     stream._transport, stream._max_waiting_bytes, stream.last_write_at = transport, 64, 0.0  # type: ignore[assignment]
     watching, stalls = watch(stream)
@@ -128,7 +129,7 @@ async def test_unread_stream_has_little_written() -> None:
     written = asyncio.get_running_loop().create_future()
 
     async def endless(request: web.Request) -> web.StreamResponse:
-        stream = EventStream(request, {}, StreamWatch(10.0, 30.0))
+        stream = OpenResponse(request, web.StreamResponse(headers=sse.HEADERS), StreamWatch(10.0, 30.0))
         await stream.open()
         num_bytes = 0
         while num_bytes < 16 * MAX_UNSENT_BYTES and stream.push(bytes(1000)):
@@ -165,7 +166,7 @@ async def test_long_last_event_is_written_in_pieces() -> None:
         asyncio.get_running_loop().call_soon(turn)
 
     async def long(request: web.Request) -> web.StreamResponse:
-        stream = EventStream(request, {}, StreamWatch(10.0, 30.0))
+        stream = OpenResponse(request, web.StreamResponse(headers=sse.HEADERS), StreamWatch(10.0, 30.0))
         await stream.open()
         write = stream.write
 
