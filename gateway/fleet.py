@@ -1,10 +1,11 @@
 """Admission at the gateway: worker states, open requests, readiness, and the reasons of a refusal. Pure.
 
     Fleet           the heartbeats of one model's workers; ages use this process's monotonic clock
-    assess()        Readiness, the state of /ready: starting until a worker was ready; then ready; waiting while all
-                    workers are gone and the gateway waits for the next; no_worker after that wait; draining at the end
+    state_of()      starting until a worker was ready; then ready; waiting while all workers are gone and the gateway
+                    waits for the next; no_worker after that wait; draining at the end
+    assess()        Readiness, the body of /ready
     OpenRequests    the inference requests of all models that this gateway answers; a drain waits for them
-    admit()         the check before a request is encoded
+    check_state()   the check before a request is encoded
 
 The queue's limit is not checked here: only ACCEPT in the store knows the exact length, and it answers BUSY.
 """
@@ -30,6 +31,7 @@ STALE_AFTER_SECONDS = 10.0
 STALLED_AFTER_SECONDS = 15.0
 FORGET_AFTER_SECONDS = 60.0
 _PHASE_ORDER = tuple(WorkerPhase)
+_TAKES_REQUESTS = ("ready", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Readiness:
     @property
     def takes_requests(self) -> bool:
         """Whether requests are accepted. True also while the gateway waits for a worker."""
-        return self.state in ("ready", "waiting")
+        return self.state in _TAKES_REQUESTS
 
     def as_object(self) -> dict[str, Any]:
         return {
@@ -135,25 +137,35 @@ class Readiness:
         }
 
 
-def assess(
-    fleet: Sequence[WorkerStatus],
-    *,
-    model_loaded: bool,
-    was_ready: bool,
-    is_waited_for: bool,
-    draining: bool,
-    elapsed_seconds: float,
-) -> Readiness:
-    alive = [status for status in fleet if status.seconds_since_seen < STALE_AFTER_SECONDS]
-    num_ready = len(ready_workers(fleet))
+def state_of(*, draining: bool, model_loaded: bool, num_ready: int, was_ready: bool, is_waited_for: bool) -> str:
+    """Return the state of a model.
+
+    Args:
+        draining: The gateway takes no new requests.
+        model_loaded: The tokenizer is loaded.
+        num_ready: Number of ready workers.
+        was_ready: A worker has been ready since this gateway started.
+        is_waited_for: Requests are accepted while no worker is ready.
+    """
     if draining:
-        state = "draining"
-    elif num_ready and model_loaded:
-        state = "ready"
-    elif was_ready and model_loaded:
-        state = "waiting" if is_waited_for else "no_worker"
-    else:
-        state = "starting"
+        return "draining"
+    if not model_loaded or not (num_ready or was_ready):
+        return "starting"
+    if num_ready:
+        return "ready"
+    return "waiting" if is_waited_for else "no_worker"
+
+
+def check_state(state: str, *, store_has_room: bool) -> None:
+    """Raise Unavailable if no request can be accepted in this state."""
+    if state not in _TAKES_REQUESTS:
+        raise unavailable(state)
+    if not store_has_room:
+        raise unavailable("store_full")
+
+
+def assess(fleet: Sequence[WorkerStatus], state: str, elapsed_seconds: float) -> Readiness:
+    alive = [status for status in fleet if status.seconds_since_seen < STALE_AFTER_SECONDS]
     phase, progress, detail = _furthest(alive, state)
     return Readiness(
         state=state,
@@ -161,7 +173,7 @@ def assess(
         progress=progress,
         detail=detail,
         elapsed_seconds=elapsed_seconds,
-        ready_workers=num_ready,
+        ready_workers=len(ready_workers(fleet)),
         workers=tuple(status for status in alive if status.heartbeat.worker_id != SUPERVISOR_ID),
     )
 
@@ -316,30 +328,6 @@ _MESSAGES = {
     "name_contended": "Too many concurrent requests use this Idempotency-Key; try again.",
     "store_full": "The request store is nearly full; new requests are refused so that open ones can finish.",
 }
-
-
-@dataclass(frozen=True)
-class Load:
-    """The gateway's state at the time of a request."""
-
-    draining: bool
-    model_loaded: bool  # the tokenizer is loaded
-    ready_workers: int
-    was_ready: bool  # a worker has been ready since this gateway started
-    is_waited_for: bool  # requests are accepted while no worker is ready
-    store_has_room: bool
-
-
-def admit(load: Load) -> None:
-    """Raise Unavailable if no request can be accepted."""
-    if load.draining:
-        raise unavailable("draining")
-    if not load.model_loaded or (load.ready_workers == 0 and not load.was_ready):
-        raise unavailable("starting")
-    if load.ready_workers == 0 and not load.is_waited_for:
-        raise unavailable("no_worker")
-    if not load.store_has_room:
-        raise unavailable("store_full")
 
 
 @dataclass(frozen=True, slots=True)

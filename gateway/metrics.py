@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -220,24 +219,15 @@ class ModelMetrics(_Metrics):
         self.ready_workers = self._gauge("gateway_ready_workers", "Workers that are ready and not stalled")
 
 
-class Deliveries(Protocol):
-    """The counts that an inference client keeps."""
-
-    @property
-    def counts(self) -> DeliveryCounts: ...
-
-    @property
-    def streams(self) -> StreamTable: ...
-
-
 class DeliveryCollector(Collector):
-    """Reads the client's counts at a scrape, so that a token costs nothing here."""
+    """Reads the counts at a scrape, so that a token costs nothing here."""
 
-    def __init__(self, deliveries: Deliveries) -> None:
-        self._deliveries = deliveries
+    def __init__(self, counts: DeliveryCounts, streams: StreamTable) -> None:
+        self._counts = counts
+        self._streams = streams
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        counts, streams = self._deliveries.counts, self._deliveries.streams
+        counts, streams = self._counts, self._streams
         for name, documentation, value in (
             ("journal_reads", "Journal reads after a gap, a reconnect, or silence", counts.num_journal_reads),
             ("bad_messages", "Store messages that could not be decoded", counts.num_bad_messages),

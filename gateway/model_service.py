@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.auth.rate_limits import Account
 from gateway.errors import MissingParameter, ModelNotFound, Unavailable
-from gateway.fleet import Load, OpenRequests, Readiness, Timeouts, admit, assess, unavailable, without_worker
+from gateway.fleet import OpenRequests, Readiness, Timeouts, assess, check_state, state_of, unavailable, without_worker
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
@@ -120,7 +120,7 @@ class ModelService:
         self._worker_wait_seconds = worker_wait_seconds
         self._num_models = num_models
         self._started_at = time.monotonic()
-        metrics.registry.register(DeliveryCollector(client))
+        metrics.registry.register(DeliveryCollector(client.counts, client.streams))
 
     @property
     def name(self) -> str:
@@ -158,13 +158,16 @@ class ModelService:
 
     def readiness(self) -> Readiness:
         """Return the state for /ready."""
-        return assess(
-            self.client.fleet.snapshot(),
-            model_loaded=self.model is not None,
-            was_ready=self.client.fleet.last_ready is not None,
-            is_waited_for=self._is_waited_for(),
+        return assess(self.client.fleet.snapshot(), self._state(), time.monotonic() - self._started_at)
+
+    def _state(self) -> str:
+        num_ready = len(self.client.fleet.ready)
+        return state_of(
             draining=self._open_requests.draining,
-            elapsed_seconds=time.monotonic() - self._started_at,
+            model_loaded=self.model is not None,
+            num_ready=num_ready,
+            was_ready=self.client.fleet.last_ready is not None,
+            is_waited_for=not num_ready and self._is_waited_for(),
         )
 
     def _is_waited_for(self) -> bool:
@@ -180,17 +183,8 @@ class ModelService:
 
     def admit(self) -> ServedModel:
         """Check that a request can be accepted now, and return the tokenizer. Raises Unavailable."""
-        num_ready = len(self.client.fleet.ready)
-        load = Load(
-            draining=self._open_requests.draining,
-            model_loaded=self.model is not None,
-            ready_workers=num_ready,
-            was_ready=num_ready > 0 or self.client.fleet.last_ready is not None,
-            is_waited_for=num_ready == 0 and self._is_waited_for(),
-            store_has_room=self.client.store_memory.has_room,
-        )
         try:
-            admit(load)
+            check_state(self._state(), store_has_room=self.client.store_memory.has_room)
         except Unavailable as error:
             self.metrics.rejected.labels(error.code).inc()
             raise

@@ -6,6 +6,7 @@ docs/reference/families.md       model types with a file, and those of the tests
 docs/reference/api.md            every route of the gateway
 """
 
+import asyncio
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, Field
@@ -24,11 +25,11 @@ from gateway.batches.driver.metrics import DriverMetrics
 from gateway.batches.driver.settings import DriverSettings
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.settings import GatewaySettings
+from gateway.store.stream_table import DeliveryCounts, StreamTable
 from pagestream.serve_settings import ServeSettings
 from shared.settings import options
 from shared.vllm_metric_names import ALIASES
 from tests.engine_worker.model.family_cases import REFUSED, THROUGH_TRANSFORMERS
-from tests.gateway.fake_inference import FakeInferenceClient
 from tests.monitoring.loaded_worker import LoadedWorker
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -99,7 +100,7 @@ def batch_metrics() -> str:
 
 def model_metrics() -> str:
     registry = ModelMetrics(CollectorRegistry()).registry
-    registry.register(DeliveryCollector(FakeInferenceClient()))
+    registry.register(DeliveryCollector(DeliveryCounts(), StreamTable(asyncio.Event())))
     return _metrics(registry)
 
 

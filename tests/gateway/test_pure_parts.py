@@ -14,9 +14,9 @@ from gateway.fleet import (
     RETRY_AFTER_SECONDS,
     STALE_AFTER_SECONDS,
     Fleet,
-    Load,
-    admit,
+    check_state,
     ready_workers,
+    state_of,
 )
 from gateway.http.json_body import decode_body
 from gateway.model_service import ModelOptions, model_options
@@ -38,25 +38,25 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
         ({}, None),
         ({"draining": True}, "draining"),
         ({"model_loaded": False}, "starting"),
-        ({"ready_workers": 0, "was_ready": False}, "starting"),
-        ({"ready_workers": 0}, "no_worker"),
-        ({"ready_workers": 0, "is_waited_for": True}, None),
-        ({"ready_workers": 0, "is_waited_for": True, "was_ready": False}, "starting"),
-        ({"ready_workers": 0, "is_waited_for": True, "store_has_room": False}, "store_full"),
+        ({"num_ready": 0, "was_ready": False}, "starting"),
+        ({"num_ready": 0}, "no_worker"),
+        ({"num_ready": 0, "is_waited_for": True}, None),
+        ({"num_ready": 0, "is_waited_for": True, "was_ready": False}, "starting"),
+        ({"num_ready": 0, "is_waited_for": True, "store_has_room": False}, "store_full"),
         ({"store_has_room": False}, "store_full"),
     ],
 )
-def test_admission_checks_the_ready_workers(changes: dict[str, int], reason: str | None) -> None:
-    usual = {"draining": False, "model_loaded": True, "ready_workers": 1, "was_ready": True}
-    usual |= {"store_has_room": True, "is_waited_for": False}
-    load = Load(**{**usual, **changes})  # type: ignore[arg-type]
+def test_admission_checks_the_ready_workers(changes: dict[str, bool], reason: str | None) -> None:
+    usual = {"draining": False, "model_loaded": True, "num_ready": 1, "was_ready": True, "is_waited_for": False}
+    store_has_room = changes.get("store_has_room", True)
+    state = state_of(**{name: changes.get(name, value) for name, value in usual.items()})  # type: ignore[arg-type]
     if reason is None:
-        admit(load)
-    else:
-        with pytest.raises(Unavailable) as refused:
-            admit(load)
-        assert refused.value.code == reason and refused.value.message
-        assert refused.value.retry_after_seconds == RETRY_AFTER_SECONDS[reason] >= 1
+        check_state(state, store_has_room=store_has_room)
+        return
+    with pytest.raises(Unavailable) as refused:
+        check_state(state, store_has_room=store_has_room)
+    assert refused.value.code == reason and refused.value.message
+    assert refused.value.retry_after_seconds == RETRY_AFTER_SECONDS[reason] >= 1
 
 
 def test_ready_workers_are_evaluated_at_each_call() -> None:

@@ -1,5 +1,6 @@
 """Record the golden files: answers through the real gateway application, metrics, and the options of each program."""
 
+import asyncio
 import contextlib
 import io
 import json
@@ -22,10 +23,10 @@ from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import QueueFull, StoreUnavailable
+from gateway.store.stream_table import DeliveryCounts, StreamTable
 from pagestream.serve_settings import ServeSettings
 from shared.settings import load_settings
 from shared.vllm_metric_names import VllmNames
-from tests.gateway.fake_inference import FakeInferenceClient
 from tests.golden.cases import KINDS, Call, calls_of
 from tests.golden.engine import KeepingInferenceClient, fails, says_text
 from tests.golden.normalized import normalized
@@ -101,7 +102,7 @@ async def _running(
 def _metrics() -> str:
     """List name, type, labels and help text of every metric."""
     model = ModelMetrics(CollectorRegistry())
-    model.registry.register(DeliveryCollector(FakeInferenceClient()))
+    model.registry.register(DeliveryCollector(DeliveryCounts(), StreamTable(asyncio.Event())))
     vllm = CollectorRegistry()
     vllm.register(VllmNames(model.registry, "tiny"))
     registries = {

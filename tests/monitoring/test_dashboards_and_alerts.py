@@ -1,5 +1,6 @@
 """Dashboards and alerts use only exported metrics, and every panel is complete."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from gateway.batches.driver.metrics import DriverMetrics
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
+from gateway.store.stream_table import DeliveryCounts, StreamTable
 from monitoring.build_dashboards import DASHBOARDS, build
-from tests.gateway.fake_inference import FakeInferenceClient
 from tests.monitoring.loaded_worker import LoadedWorker
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
@@ -34,7 +35,7 @@ def exported() -> dict[str, str]:
     gateway = GatewayMetrics(CollectorRegistry()).registry
     DriverMetrics(gateway)
     ModelMetrics(gateway)
-    gateway.register(DeliveryCollector(FakeInferenceClient()))
+    gateway.register(DeliveryCollector(DeliveryCounts(), StreamTable(asyncio.Event())))
     return dict([*series_of(LoadedWorker().metrics.registry), *series_of(gateway)])
 
 

@@ -1,5 +1,6 @@
 """Check the Prometheus files with Prometheus: promtool, its rule tests and a running server."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -18,9 +19,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from bench.serving.free_port import free_port
 from gateway.batches.driver.metrics import DriverMetrics
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
+from gateway.store.stream_table import DeliveryCounts, StreamTable
 from monitoring.build_dashboards import DASHBOARDS
 from tests.conftest import Valkey
-from tests.gateway.fake_inference import FakeInferenceClient
 from tests.monitoring.loaded_stack import MODEL, LoadedStack, loaded_stack
 from tests.monitoring.loaded_worker import LoadedWorker
 from tests.monitoring.test_dashboards_and_alerts import MONITORING, expressions
@@ -191,7 +192,7 @@ def _gateway() -> GatewayMetrics:
     DriverMetrics(gateway.registry)
     for name in ("a", "b"):
         metrics = gateway.of_model(name)
-        metrics.registry.register(DeliveryCollector(FakeInferenceClient()))
+        metrics.registry.register(DeliveryCollector(DeliveryCounts(), StreamTable(asyncio.Event())))
         _serve_one_request(gateway, metrics)
     return gateway
 
