@@ -284,6 +284,7 @@ class Engine:
             sequence_index=number,
             num_scored_tokens=max(choice.prompt_logprobs, default=-1) + 1,
             kv=SequenceKV(cache_root=cache_root(request.tenant, request.cache_salt)),
+            pooling=request.pooling,
         )
 
     def _emit(self, updates: list[SequenceUpdate]) -> list[StreamEvent]:

@@ -15,17 +15,17 @@ from typing import Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 
 from gateway.auth.rate_limits import Account
-from gateway.errors import MissingParameter, ModelNotFound, Unavailable
+from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
 from gateway.fleet import OpenRequests, Readiness, Timeouts, assess, check_state, state_of, unavailable, without_worker
 from gateway.metrics import DeliveryCollector, ModelMetrics
-from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
+from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TASKS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.text.served_model import ModelLimits, ServedModel, is_complete, load_served_model
 from gateway.work.background import BackgroundWork
 from gateway.work.loop_scheduler import LoopScheduler
 from shared.messages import max_beam_width
-from shared.model_files import ModelFilesError
+from shared.model_files import ModelFilesError, Task, task_of
 from shared.models_file import ModelEntry, check_names, read_models
 from shared.settings import SettingsError
 
@@ -43,6 +43,7 @@ class ModelOptions:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     generation_config: str = "auto"
+    task: str = "auto"
 
     @property
     def name(self) -> str:
@@ -74,6 +75,7 @@ def _options(entry: ModelEntry, settings: GatewaySettings) -> ModelOptions:
         else _one_of(REASONING_PARSERS, reasoning_parser, "reasoning_parser"),
         generation_config=_one_of(GENERATION_CONFIGS, entry.generation_config, "generation_config")
         or settings.generation_config,
+        task=_one_of(TASKS, entry.task, "task") or settings.task,
     )
 
 
@@ -145,13 +147,16 @@ class ModelService:
                 max_model_len=options.max_model_len, generation_config=options.generation_config,
             )  # fmt: skip
             self.model = replace(
-                model, tool_call_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser
+                model,
+                tool_call_parser=options.tool_call_parser,
+                reasoning_parser=options.reasoning_parser,
+                task=task_of(directory) if options.task == "auto" else Task(options.task),
             )
         except ModelFilesError as error:
             logger.error("model %s: cannot be served: %s", self.name, error)
             raise
         self.loaded.set()
-        logger.info("model %s: tokenizer ready", self.name)
+        logger.info("model %s: tokenizer ready; task %s", self.name, self.model.task)
         if model.defaults:
             defaults = ", ".join(f"{name} {value:g}" for name, value in model.defaults.items())
             logger.info("model %s: defaults from generation_config.json: %s", self.name, defaults)
@@ -189,6 +194,21 @@ class ModelService:
             self.metrics.rejected.labels(error.code).inc()
             raise
         return self.require_model()
+
+    def check_task(self, task: Task, models: Sequence["ModelService"]) -> None:
+        """Check that the model is served for a task; `models` are those that the account may use.
+
+        Raises:
+            InvalidRequest: With the names of those that are.
+        """
+        own = self.require_model().task
+        if own is task:
+            return
+        names = ", ".join(repr(other.name) for other in models if other.model and other.model.task is task)
+        others = f"use {names}" if names else f"no model here has that task; --task {task} serves one for it"
+        raise InvalidRequest(
+            f"model: {self.name!r} is served with task {own}; this route needs task {task}: {others}.", param="model"
+        )
 
     def within_wait(self, timeouts: Timeouts) -> Timeouts:
         """Return the timeouts of a request admitted now: without a ready worker the queue time is bounded."""

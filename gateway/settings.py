@@ -6,6 +6,7 @@ Flags have vLLM's name where vLLM has the same option.
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.model_files import Task
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 TOOL_CALL_PARSERS = (
@@ -16,6 +17,7 @@ GENERATION_CONFIGS = ("auto", "vllm", "none")
 REASONING_PARSERS = (
     "auto", "none", "qwen3", "deepseek_r1", "glm45", "gemma4", "mistral", "harmony", "openai_gptoss",
 )  # fmt: skip
+TASKS = ("auto", *Task)
 NO_WORKER = ("wait", "refuse")
 MIN_BYTES_IN_FLIGHT = 4 * 2**20
 # Routes that --open-routes may name: scrapes and the probes of other engines, which send no key.
@@ -108,6 +110,10 @@ class GatewaySettings:
         "auto", choices=GENERATION_CONFIGS,
         help="defaults of temperature, top_p, top_k, min_p, repetition_penalty, and max_tokens: auto: the model's "
         "generation_config.json; vllm or none: the API's",
+    )  # fmt: skip
+    task: str = setting(
+        "auto", choices=TASKS,
+        help="what the model is served for: generate text, embed, or score (rerank); auto: from its files",
     )  # fmt: skip
     force_include_usage: bool = setting(False, help="send usage at the end of every stream")
 

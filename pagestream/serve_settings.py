@@ -40,6 +40,7 @@ GATEWAY_FLAGS = frozenset(
         "--tool-call-parser",
         "--reasoning-parser",
         "--generation-config",
+        "--task",
         "--force-include-usage",
         "--ui",
         "--api-key",

@@ -21,6 +21,7 @@ class Capability(IntFlag):
     ALLOWED_TOKEN_IDS = 1 << 0
     BAD_WORDS = 1 << 1
     LOGPROB_TOKEN_IDS = 1 << 2
+    POOLING = 1 << 3
 
 
 SUPPORTED = int(~Capability(0))  # of this release
@@ -48,6 +49,8 @@ def needs_of(request: GenerationRequest) -> int:
         needs |= Capability.BAD_WORDS.value
     if sampling.logprob_token_ids:
         needs |= Capability.LOGPROB_TOKEN_IDS.value
+    if request.pooling is not None:
+        needs |= Capability.POOLING.value
     return needs
 
 

@@ -34,7 +34,9 @@ MAX_TOKENS_PER_ARRAY = 2**20  # the longest context of any served model; bounds 
 
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-EncodedLogprobs: TypeAlias = msgspec.Raw  # TokenLogprobs as bytes: encoded_logprobs(), decoded_logprobs()
+# What is reported beside a token, as bytes: TokenLogprobs (encoded_logprobs(), decoded_logprobs()), or the vector of a
+# request with `pooling` (encoded_vector(), decoded_vector()).
+EncodedLogprobs: TypeAlias = msgspec.Raw
 
 
 class FormatError(ValueError):
@@ -120,6 +122,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
+class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The vector of a prompt: the last token's hidden state, cut to `dimensions`, then of length 1.
+
+    Such a request generates one token, which is not shown; the vector is reported in place of its log-probabilities.
+    """
+
+    dimensions: Index = 0  # 0: all
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All choices of one prompt. The gateway draws `request_id` (128 random bits); a client never chooses it."""
 
@@ -134,6 +145,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     queue_deadline: float | None = None  # time limit of the start, in the same clock
     tenant_weight: float = 1.0  # share of the tenant's running slots and KV blocks relative to other tenants
     tenant_max_running: int = 0  # maximum of running sequences of the tenant on a worker; 0 = no limit
+    pooling: Pooling | None = None  # None: the request generates text
 
 
 class RequestWithNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,6 +313,16 @@ def decoded_logprobs(encoded: Sequence[EncodedLogprobs]) -> list[TokenLogprobs]:
     return _decoded(msgspec.msgpack.encode(encoded), _LOGPROBS)
 
 
+def encoded_vector(values: bytes) -> EncodedLogprobs:
+    """Encode a vector, given as float32 in little-endian order."""
+    return msgspec.Raw(msgspec.msgpack.encode(values))
+
+
+def decoded_vector(encoded: EncodedLogprobs) -> bytes:
+    """Return the float32 values of encoded_vector()."""
+    return _decoded(bytes(encoded), _VECTOR)
+
+
 def encode_request(request: GenerationRequest, needs: int) -> bytes:
     """Return the body of a request. Workers without support for needs cannot decode one with `needs`."""
     body = encode(request)
@@ -432,6 +454,7 @@ _KV_SNAPSHOT = msgspec.msgpack.Decoder(KVSnapshot)
 _STORED_FRAME = msgspec.msgpack.Decoder(_StoredFrame)
 _JOURNAL_EXTRAS: msgspec.msgpack.Decoder[JournalExtras | None] = msgspec.msgpack.Decoder(JournalExtras | None)
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
+_VECTOR = msgspec.msgpack.Decoder(bytes)
 _TERMINAL_EVENT: msgspec.msgpack.Decoder[TerminalEvent] = msgspec.msgpack.Decoder(TerminalEvent)
 
 

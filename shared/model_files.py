@@ -1,12 +1,15 @@
-"""Read config.json and generation_config.json of a model directory, for gateway, worker, and estimate.
+"""Read the JSON files of a model directory, for gateway, worker, and estimate.
 
 In a checkpoint of several parts (for example text and images), the language model is in `text_config`. Only that part
 is served, so it is unwrapped here.
+
+The files of sentence-transformers, modules.json and the config.json of its Pooling module, mark an embedding model.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +23,17 @@ _OF_THE_WHOLE = (
 
 # Published files omit defaults of transformers' configuration classes; a gateway needs these.
 _DEFAULTS: Mapping[str, Json] = {"gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072}}
+
+
+_LAST_TOKEN = "pooling_mode_lasttoken"
+
+
+class Task(StrEnum):
+    """What a model is served for: `--task`."""
+
+    GENERATE = "generate"
+    EMBED = "embed"  # vectors of texts
+    SCORE = "score"  # the probability that the model answers yes
 
 
 class ModelFilesError(ValueError):
@@ -53,7 +67,37 @@ def read_model_files(directory: Path) -> ModelFiles:
         raise ModelFilesError(f"--model: {directory} {what}; expected a model directory in Hugging Face format")
     generation = directory / "generation_config.json"
     known = _with_modelopt(text_part(read_json(config)), directory / "hf_quant_config.json")
+    if _pooling_module(directory) is not None:
+        known = {**known, "tie_word_embeddings": True}  # the checkpoint has no head
     return ModelFiles(known, read_json(generation) if generation.is_file() else {})
+
+
+def task_of(directory: Path) -> Task:
+    """Return the task that the files of a model directory name.
+
+    Raises:
+        ModelFilesError: If it is an embedding model that does not pool the last token.
+    """
+    module = _pooling_module(directory)
+    if module is None:
+        return Task.SCORE if "classifier_from_token" in read_model_files(directory).config else Task.GENERATE
+    modes = read_json(directory / module / "config.json")
+    used = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
+    if used != [_LAST_TOKEN]:
+        raise ModelFilesError(
+            f"{module}/config.json: expected {_LAST_TOKEN}, the only supported pooling; got {', '.join(used) or 'none'}"
+        )
+    return Task.EMBED
+
+
+def _pooling_module(directory: Path) -> str | None:
+    """Return the folder of the Pooling module of sentence-transformers."""
+    path = directory / "modules.json"
+    modules = _read(path) if path.is_file() else []
+    for module in modules if isinstance(modules, list) else ():
+        if isinstance(module, dict) and str(module.get("type")).endswith(".Pooling"):
+            return str(module.get("path"))
+    return None
 
 
 def _with_modelopt(config: Json, beside: Path) -> Json:
@@ -83,10 +127,14 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelFilesError: If the file is not a JSON object.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path} is not JSON: {error}") from error
+    content = _read(path)
     if not isinstance(content, dict):
         raise ModelFilesError(f"{path} is not a JSON object")
     return content
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{path} is not JSON: {error}") from error

@@ -3,10 +3,11 @@
     [[models]]
     model = "/models/qwen"              # a value of --model
     names = ["qwen", "gpt-4o-mini"]     # name and aliases; default: the directory's name
-    max_model_len = 8192                # this and the next three override the flags of the same name
+    max_model_len = 8192                # this and the next four override the flags of the same name
     tool_call_parser = "hermes"
     reasoning_parser = "qwen3"
     generation_config = "none"
+    task = "embed"
     workers = 2                         # number of workers; only for `pagestream serve`
     worker = { kv-cache-memory-bytes = "4G" }   # further flags of `pagestream worker` for this model
 
@@ -31,6 +32,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     generation_config: str | None = None
+    task: str | None = None
     workers: Annotated[int, msgspec.Meta(ge=1)] | None = None
     worker: dict[str, str | int | float | bool] = {}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine_worker.kv.sequence_kv import SequenceKV
-from shared.messages import FinishReason, SamplingParams
+from shared.messages import FinishReason, Pooling, SamplingParams
 
 
 class SequenceStatus(StrEnum):
@@ -38,6 +38,7 @@ class Sequence:
     beam_score: float = 0.0  # of a beam: the sum of its tokens' logprobs
     status: SequenceStatus = SequenceStatus.WAITING
     kv: SequenceKV = field(default_factory=SequenceKV)
+    pooling: Pooling | None = None  # not None: the hidden state behind its first output token is reported with it
     num_inflight_tokens: int = 0  # sampled by steps that still run: 0 or 1 between two calls of the scheduler
     num_preemptions: int = 0
     num_tokens_when_preempted: int = 0

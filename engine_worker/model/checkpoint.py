@@ -32,6 +32,8 @@ _OTHER_PARTS = (
 )  # fmt: skip
 # transformers' names of fp8 scales (`inv` because they are multiplied where others divide).
 _SCALES = {".weight_scale_inv": f".{WEIGHT_SCALE}", ".activation_scale": f".{INPUT_SCALE}"}
+# A checkpoint of a bare decoder, as sentence-transformers writes.
+_BARE = ("embed_tokens.", "layers.", "norm.")
 _WRAPPED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 
 
@@ -55,7 +57,7 @@ def text_name(stored: str) -> str | None:
     for wrapped, bare in _WRAPPED.items():
         if stored.startswith(wrapped):
             return bare + stored.removeprefix(wrapped)
-    return stored
+    return f"model.{stored}" if stored.startswith(_BARE) else stored
 
 
 def is_ignored(name: str) -> bool:

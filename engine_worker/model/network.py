@@ -22,7 +22,7 @@ from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quant
 from engine_worker.model.parts.load import load_mixer, load_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.quantization import dense_tensor, linear_method
-from engine_worker.model.served_model import LogitsOf
+from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
@@ -159,7 +159,7 @@ class Network:
         self,
         model_input: ModelInput,
         device: Device,
-        look: Callable[[LogitsOf], None] | None = None,
+        look: Callable[[StepOutput], None] | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
         """Compute logits; see ServedModel."""
@@ -171,7 +171,11 @@ class Network:
         )
         if look is None:
             return self._logits_of(step, hidden, residual, logits)
-        look(lambda rows: self._logits_of(step, hidden[rows], residual[rows]))
+        output = StepOutput(
+            logits=lambda rows: self._logits_of(step, hidden[rows], residual[rows]),
+            hidden=lambda rows: add_norm(step, hidden[rows], residual[rows], self._norm)[0],
+        )
+        look(output)
         return self._logits_of(step, hidden[wanted], residual[wanted], logits)
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ Blueprint is known from config.json alone; ServedModel has the weights. Network 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,18 @@ from engine_worker.model.spec import ModelShape
 from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weights import WeightSource
 
-LogitsOf: TypeAlias = Callable[[Tensor], Tensor]  # rows [M] int64 of the step's tokens -> [M, vocab_size]
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step can give of any of its tokens. Each call computes the given rows, [M] int64, again.
+
+    Attributes:
+        logits: Returns [M, vocab_size], float32.
+        hidden: Returns the hidden states after the final norm, [M, hidden_size].
+    """
+
+    logits: Callable[[Tensor], Tensor]
+    hidden: Callable[[Tensor], Tensor]
 
 
 class ServedModel(Protocol):
@@ -35,7 +47,7 @@ class ServedModel(Protocol):
         self,
         model_input: ModelInput,
         device: Device,
-        look: Callable[[LogitsOf], None] | None = None,
+        look: Callable[[StepOutput], None] | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
         """Run one step: store the KV of all tokens and return the wanted logits.
@@ -43,7 +55,8 @@ class ServedModel(Protocol):
         Args:
             model_input: Inputs of the step.
             device: From attach().
-            look: May request the logits of other rows, piece by piece, because those of a long prompt would not fit.
+            look: May request hidden states, and the logits of other rows: piece by piece, because those of a long
+                prompt would not fit.
             logits: [N, vocab_size] float32 to write to; default: a new tensor.
 
         Returns:

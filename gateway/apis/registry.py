@@ -18,6 +18,7 @@ APIS: tuple[Api, ...] = tuple(
         (
             "chat",
             "completions",
+            "embeddings",
             "anthropic",
             "responses",
             "requests",

@@ -184,8 +184,8 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 )
 
 
-def asked_class(priority: int | None, header: str | None) -> str:
-    """Return the priority class of a request; the header takes precedence.
+def asked_class(priority: int | None, header: str | None, default: str = PRIORITY_CLASSES[0]) -> str:
+    """Return the priority class of a request; the header takes precedence, and `default` counts if neither is given.
 
     There are two classes, so a priority below 0 equals the default 0.
 
@@ -197,7 +197,9 @@ def asked_class(priority: int | None, header: str | None) -> str:
             allowed = " or ".join(PRIORITY_CLASSES)
             raise InvalidRequest(f"{PRIORITY_HEADER}: expected {allowed}; got {header[:40]!r}.", param=PRIORITY_HEADER)
         return header
-    return PRIORITY_CLASSES[1] if priority is not None and priority > 0 else PRIORITY_CLASSES[0]
+    if priority is None:
+        return default
+    return PRIORITY_CLASSES[1] if priority > 0 else PRIORITY_CLASSES[0]
 
 
 def check_extra_fields(fields: GenerationFields, *, stream: bool, use_beam_search: bool) -> None:

@@ -28,13 +28,15 @@ from gateway.text.served_model import ModelLimits, ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.choice_seeds import SEED_BITS
 from shared.grammars import GrammarError, check_grammar
-from shared.messages import GenerationRequest, Grammar, GrammarKind, SamplingParams
+from shared.messages import GenerationRequest, Grammar, GrammarKind, Pooling, SamplingParams
+from shared.model_files import Task
 from shared.redis_keys import PRIORITY_CLASSES
 
 # Tokens of one answer plus all their log-probabilities. Prompts, choices, tokens, and log-probabilities have limits of
 # their own, but the journal, the gateway, and the body hold their product. A value takes about 14 bytes of journal, 70
 # of body, and 300 of memory while the body is built: 2**19 are a tenth of the longest journal, and 150 MB here.
 MAX_VALUES = 2**19
+MAX_VECTOR_VALUES = 2**21  # of the vectors of one answer: 44 MB of JSON numbers, 11 MB of base64
 # Grammar, allowed tokens, and bad words are sent once and stored with the request of each prompt. The limit for all
 # prompts together is twice the longest body.
 MAX_RULE_BYTES = 4 * 2**20
@@ -69,6 +71,10 @@ def prepared(
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
     """Return the request with encoded bad words, and the engine requests; raise InvalidRequest."""
     request = with_defaults(_bound(request, model), model.defaults)
+    if request.task is Task.SCORE:
+        request = _with_answers(request, model)
+    elif request.pooling is not None:
+        _check_dimensions(request.pooling, len(request.prompts), model)
     token_ids = encode_prompts(model, limits, request)
     request = structs.replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
     planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
@@ -78,6 +84,36 @@ def prepared(
             param="thinking",
         )
     return request, planned
+
+
+def _with_answers(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
+    """Ask for the log-probabilities of the model's tokens for no and yes."""
+    token_ids = [model.encoder.encode_text(token, add_special_tokens=False) for token in model.answers]
+    if any(len(ids) != 1 for ids in token_ids):
+        raise InvalidRequest(
+            f"model: {model.answers[0]!r} and {model.answers[1]!r} must be single tokens of a model that scores; set "
+            "classifier_from_token in its config.json.",
+            param="model",
+        )
+    asked = [ids[0] for ids in token_ids]
+    return structs.replace(request, fields=structs.replace(request.fields, logprob_token_ids=asked))
+
+
+def _check_dimensions(pooling: Pooling, num_prompts: int, model: ServedModel) -> None:
+    """Raise InvalidRequest if the vectors are longer than the model's, or too many."""
+    size = model.hidden_size
+    if size and pooling.dimensions > size:
+        raise InvalidRequest(
+            f"dimensions: expected at most {size}, the size of this model's vectors; got {pooling.dimensions}.",
+            param="dimensions",
+        )
+    num_values = num_prompts * (pooling.dimensions or size)
+    if num_values > MAX_VECTOR_VALUES:
+        raise InvalidRequest(
+            f"input: {num_prompts} vectors have {num_values} values; at most {MAX_VECTOR_VALUES} in one request. Send "
+            "fewer inputs or set dimensions.",
+            param="input",
+        )
 
 
 def has_more_work(request: CompletionRequest) -> bool:
@@ -230,6 +266,7 @@ def plan_requests(
             tenant_max_running=tenant.max_running,
             cache_salt=request.fields.cache_salt or "",
             traceparent=traceparent,
+            pooling=request.pooling,
         )
         planned.append(generation)
     return planned

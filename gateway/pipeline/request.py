@@ -24,6 +24,9 @@ from gateway.pipeline.fields import (
 )
 from gateway.pipeline.grammar import AskedGrammar, ToolUse, asked_grammar
 from gateway.text.chat_template import ChatMessage, TemplateOptions
+from shared.messages import Pooling
+from shared.model_files import Task
+from shared.redis_keys import PRIORITY_CLASSES
 
 MAX_CHOICES = 64  # per request: best_of, or n, times the number of prompts
 
@@ -87,6 +90,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)  # fields that the response repeats
     num_logprobs: int | None = None  # None: no logprobs; 0: only of the chosen tokens
     bad_words: Words = ()  # token sequences; set once the model is known
+    task: Task = Task.GENERATE
+    pooling: Pooling | None = None  # of task embed
 
     @property
     def grammars(self) -> tuple[AskedGrammar, ...]:
@@ -99,6 +104,11 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.answer_grammar is not None and self.tools is not None and self.tools.mode == "auto"
 
     @property
+    def default_class(self) -> str:
+        """The priority class of a request that names none: prompts without an answer yield to chats."""
+        return PRIORITY_CLASSES[0 if self.task is Task.GENERATE else 1]
+
+    @property
     def n(self) -> int:
         """Number of returned choices per prompt."""
         return self.choices.n
@@ -108,6 +118,24 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Number of most likely tokens returned per prompt position, or None."""
         asked = (self.fields.prompt_logprobs, self.num_logprobs if self.echo else None)
         return max((count for count in asked if count is not None), default=None)
+
+
+def prompt_list(prompt: str | list[str | int | list[int]], param: str, max_prompts: int) -> tuple[Prompt, ...]:
+    """Return the prompts of a field that has one or several, as texts or token ids. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return (prompt,)  # type: ignore[return-value]
+    if kinds not in ({str}, {list}):
+        what = "is an empty list" if not prompt else "mixes texts, token ids and lists of token ids"
+        raise InvalidRequest(
+            f"{param}: {what}; expected a text, a list of texts, token ids, or a list of lists of token ids.",
+            param=param,
+        )
+    if len(prompt) > max_prompts:
+        raise InvalidRequest(f"{param}: {len(prompt)} prompts; at most {max_prompts} in one request.", param=param)
+    return tuple(prompt)  # type: ignore[arg-type]
 
 
 def check_other_fields(

@@ -117,8 +117,9 @@ async def _engine_requests(
     account = context.account
     timeouts = timeouts_of(completion.fields, context.default_timeouts, context.state.settings.max_timeout_seconds)
     model = service.admit()
+    service.check_task(completion.task, context.state.models.of(account))
     timeouts = service.within_wait(timeouts)
-    asked = asked_class(completion.fields.priority, context.headers.get(PRIORITY_HEADER))
+    asked = asked_class(completion.fields.priority, context.headers.get(PRIORITY_HEADER), completion.default_class)
     completion, planned = await context.read(
         None if has_more_work(completion) else body.num_bytes,
         partial(

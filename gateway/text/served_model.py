@@ -25,7 +25,7 @@ from gateway.text.parsers.formats import CallFormat, ReasoningFormat, call_forma
 from gateway.text.tokenization import PromptEncoder
 from shared.grammars import check_grammar
 from shared.messages import Grammar, GrammarKind
-from shared.model_files import Json, ModelFilesError, read_json, read_model_files
+from shared.model_files import Json, ModelFilesError, Task, read_json, read_model_files
 from shared.version import VERSION
 
 
@@ -116,11 +116,14 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int  # width of the logits; token ids must be smaller
+    hidden_size: int  # of a vector; 0: config.json does not say
+    answers: tuple[str, str]  # the tokens for no and yes, of a model with the task score
     fingerprint: str  # digest of the files read here and of the release
     tokenizer_info: dict[str, Any]
     defaults: dict[str, Any]  # sampling defaults by field name
     tool_call_parser: str = "auto"  # value of --tool-call-parser
     reasoning_parser: str = "auto"  # value of --reasoning-parser
+    task: Task = Task.GENERATE
     loaded_from: tuple[Path, int, str] | None = None  # directory, context length, --generation-config
 
     @property
@@ -182,11 +185,23 @@ def load_served_model(
         eos_token_ids=frozenset(files.eos_token_ids),
         max_model_len=max_model_len,
         vocab_size=vocab_size,
+        hidden_size=int(files.config.get("hidden_size") or 0),
+        answers=_answers(files.config.get("classifier_from_token", ["no", "yes"])),
         fingerprint=_fingerprint(directory),
         tokenizer_info=tokenizer_info(tokenizer_config, encoder.tokenizer, source),
         defaults=generation_defaults(generation_config, files.generation),
         loaded_from=(directory, max_model_len, generation_config),
     )
+
+
+def _answers(tokens: Any) -> tuple[str, str]:
+    """Read the field that vLLM takes from --hf-overrides."""
+    try:
+        return msgspec.convert(tokens, tuple[str, str])
+    except msgspec.ValidationError as error:
+        raise ModelFilesError(
+            f"config.json: classifier_from_token: expected the tokens for no and yes; {error}"
+        ) from error
 
 
 def _encoder(directory: Path, tokenizer_config: dict[str, Any], source: str | None) -> PromptEncoder:

@@ -44,7 +44,7 @@ PLANTED = [
     ("see `/v1/chats`", claims.false_routes, ["/v1/chats"]),
     ("`PUT /v1/files/ID` does", claims.false_routes, ["PUT /v1/files/{}"]),
     (NOT_THERE, claims.routes_that_are_there, ["/v1/models"]),
-    ("- `/v1/embeddings` answers 404", claims.false_statuses, ["/v1/embeddings 404"]),
+    ("- `/api/embed` answers 404", claims.false_statuses, ["/api/embed 404"]),
     ("then 504 `queue_timeout`", claims.false_statuses, ["504 queue_timeout"]),
     ("**ACCEPT** and **GIVE**, in `emits.lua`", claims.false_scripts, ["emits", "give"]),
     ("`{m}:w:<wid>`, `{m}:worker:<wid>`", claims.false_store_names, ["{m}:worker:*"]),

@@ -4,9 +4,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from shared.capabilities import SUPPORTED, UNREADABLE_MESSAGE, Abilities, Capability, needs_of
-from shared.messages import FormatError, GenerationRequest, SamplingParams, decode_request, encode, encode_request
+from shared.messages import (
+    FormatError,
+    GenerationRequest,
+    Pooling,
+    SamplingParams,
+    decode_request,
+    encode,
+    encode_request,
+)
 from shared.new_requests import NewRequest, RetentionTerms, Share
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
@@ -44,10 +53,14 @@ async def take(scripts: RedisScripts, worker_id: str, abilities: Abilities = ALL
 
 
 class TestNeeds:
-    @pytest.mark.parametrize("capability", Capability)
+    @pytest.mark.parametrize("capability", NEEDY)
     def test_needs_of_each_capability_has_its_bit(self, capability: Capability) -> None:
         assert needs_of(make_request(5, **NEEDY[capability])) == capability
         assert needs_of(make_request(5)) == 0
+
+    def test_pooling_has_its_bit(self) -> None:
+        assert needs_of(structs.replace(make_request(5), pooling=Pooling())) == Capability.POOLING
+        assert {*NEEDY, Capability.POOLING} == set(Capability)
 
     def test_supported_has_every_bit(self) -> None:
         assert SUPPORTED == sum(Capability) < 2**31
@@ -70,7 +83,7 @@ class TestNeeds:
         assert SamplingParams.__struct_fields__[21:] == ("allowed_token_ids", "bad_words", "logprob_token_ids")
         # A worker that ignores these divides slots unevenly between keys, but its outputs are correct.
         shares = ("tenant_weight", "tenant_max_running")
-        assert GenerationRequest.__struct_fields__[-4:] == ("deadline", "queue_deadline", *shares)
+        assert GenerationRequest.__struct_fields__[-5:] == ("deadline", "queue_deadline", *shares, "pooling")
 
 
 class TestTake:

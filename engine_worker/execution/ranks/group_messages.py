@@ -31,6 +31,7 @@ class RunStep(msgspec.Struct, tag=True, array_like=True, frozen=True):
     graph: tuple[int, bool] | None  # size, mixed; None: no graph
     looks: Sequence[tuple[int, int]]  # row ranges of additional logits, in order
     num_samples: int  # token ids that rank 0 broadcasts after the step; 0: no broadcast
+    pooled: Sequence[int] = ()  # rows of hidden states, after `looks`
 
     @property
     def step(self) -> StepDescription:

@@ -19,7 +19,7 @@ from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.replica import PreparedStep, Replica
 from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.kv.transfers import Transfers, TransferTime
-from engine_worker.model.served_model import LogitsOf
+from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import ModelShape
 from engine_worker.model.tensor_parallel import TensorParallel
 
@@ -69,19 +69,22 @@ class ReplicaGroup:
     def finished_transfers(self) -> list[TransferTime]:
         return self._replica.finished_transfers()
 
-    def prepare(self, description: StepDescription, looks: Sequence[range] = ()) -> PreparedStep:
+    def prepare(
+        self, description: StepDescription, looks: Sequence[range] = (), pooled: Sequence[int] = ()
+    ) -> PreparedStep:
         """Send a step to the followers, then begin it here. keep_samples() must follow if it has logits."""
-        graph = self._replica.graph_for(description, looks)
+        graph = self._replica.graph_for(description, has_looks=bool(looks or pooled))
         message = RunStep(
             description=description.to_bytes(),
             graph=(graph.size, graph.mixed) if graph is not None else None,
             looks=[(rows.start, rows.stop) for rows in looks],
             num_samples=description.num_logits,
+            pooled=pooled,
         )
         self._channel.send(encode(message))
         return self._replica.begin(description, graph)
 
-    def run(self, prepared: PreparedStep, look: Callable[[LogitsOf], None] | None = None) -> Tensor:
+    def run(self, prepared: PreparedStep, look: Callable[[StepOutput], None] | None = None) -> Tensor:
         try:
             return self._replica.run(prepared, look)
         except RuntimeError:
@@ -126,11 +129,13 @@ def carry_out(
 def _run_step(message: RunStep, replica: Replica, tensor_parallel: TensorParallel, device: torch.device) -> None:
     prepared = replica.begin(message.step, GraphKey(*message.graph) if message.graph is not None else None)
 
-    def look(logits_of: LogitsOf) -> None:
+    def look(output: StepOutput) -> None:
         for start, stop in message.looks:
-            logits_of(torch.arange(start, stop, device=device))
+            output.logits(torch.arange(start, stop, device=device))
+        if message.pooled:
+            output.hidden(torch.tensor(message.pooled, device=device))
 
-    replica.run(prepared, look if message.looks else None)
+    replica.run(prepared, look if message.looks or message.pooled else None)
     if message.num_samples:
         token_ids = torch.empty(message.num_samples, dtype=torch.int64, device=device)
         replica.keep_samples(tensor_parallel.broadcast(token_ids))

@@ -15,7 +15,7 @@ from engine_worker.execution.sampling.logprobs import DeviceLogprobs, launch_log
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling.sampling_inputs import LogprobRows
 from engine_worker.execution.sampling.sampling_pieces import to_device
-from engine_worker.model.served_model import LogitsOf
+from engine_worker.model.served_model import StepOutput
 from engine_worker.scheduling.batch import PromptScore, ScheduledSequence
 from shared.messages import EncodedLogprobs, PromptLogprobs, encoded_logprobs
 
@@ -42,16 +42,16 @@ class PromptScores:
 
     @property
     def looks(self) -> list[range]:
-        """Return the rows of each call of `logits_of` in launch()."""
+        """Return the rows of each call of `output.logits` in launch()."""
         return [rows for part in self._parts for _, rows in _pieces(part)]
 
-    def launch(self, logits_of: LogitsOf) -> None:
+    def launch(self, output: StepOutput) -> None:
         """Enqueue the computation and the copies to the host."""
         for part in self._parts:
             sequence = part.scheduled.sequence
             num_top = sequence.sampling.prompt_logprobs or 0
             for tokens, rows in _pieces(part):
-                self._launched.append(self._launch(logits_of, sequence, tokens, rows, num_top))
+                self._launched.append(self._launch(output, sequence, tokens, rows, num_top))
 
     def collect(self) -> list[PromptScore]:
         """Return the results. Call after the device has completed the step."""
@@ -62,9 +62,9 @@ class PromptScores:
         ]
 
     def _launch(
-        self, logits_of: LogitsOf, sequence: SampledSequence, tokens: range, rows: range, num_top: int
+        self, output: StepOutput, sequence: SampledSequence, tokens: range, rows: range, num_top: int
     ) -> DeviceLogprobs:
-        logits = logits_of(torch.arange(rows.start, rows.stop, device=self._device))
+        logits = output.logits(torch.arange(rows.start, rows.stop, device=self._device))
         targets = to_device(np.array(sequence.prompt_token_ids[tokens.start : tokens.stop]), self._device)
         places = torch.arange(len(tokens), device=self._device)
         asked = LogprobRows(places, [num_top] * len(tokens), [()] * len(tokens), None)

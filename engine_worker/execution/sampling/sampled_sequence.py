@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from shared.messages import SamplingParams
+from shared.messages import Pooling, SamplingParams
 
 
 class SampledSequence(Protocol):
@@ -10,6 +10,8 @@ class SampledSequence(Protocol):
     def request_id(self) -> str: ...
     @property
     def sampling(self) -> SamplingParams: ...
+    @property
+    def pooling(self) -> Pooling | None: ...
     @property
     def prompt_token_ids(self) -> list[int]: ...
     @property

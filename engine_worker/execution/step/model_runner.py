@@ -7,17 +7,20 @@ CUDA graph if one of its size was captured. Only this class drives a replica.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
 
 from engine_worker.execution.group_health import Group
 from engine_worker.execution.sampling.beam_candidates import DeviceCandidates, launch_beam_candidates
+from engine_worker.execution.sampling.pooling import PooledVectors
 from engine_worker.execution.sampling.prompt_scores import PromptScores
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling.sampler import SampledTokens, Sampler, Samples
 from engine_worker.execution.step.describe import StepDescriber
 from engine_worker.execution.step.replica import StepReplica
+from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import GREEDY, FinishedStep, ScheduledBatch, StepResult, synthetic_batch
 from shared.messages import EncodedLogprobs, Grammar, SamplingParams, encoded_logprobs
@@ -31,6 +34,7 @@ class SubmittedStep:
     tokens: SampledTokens | None  # None: the step samples nothing
     beams: DeviceCandidates | None
     scores: PromptScores | None
+    vectors: PooledVectors | None
     ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
     replica: StepReplica
     phase_seconds: dict[str, float]
@@ -45,17 +49,19 @@ class SubmittedStep:
             sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in sequences],
             failures=samples.failures,
             beam_candidates=self.beams.collect() if self.beams is not None else {},
-            logprobs=self._encoded(samples) if samples.logprobs else [],
+            logprobs=self._reports(samples) if samples.logprobs or self.vectors is not None else [],
             prompt_logprobs=self.scores.collect() if self.scores is not None else [],
             # On CUDA the other two times are those of enqueueing, and this one contains the host's whole wait.
             phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
             transfer_times=self.replica.finished_transfers(),
         )
 
-    def _encoded(self, samples: Samples) -> list[EncodedLogprobs | None]:
-        """Return one entry for each sequence of the batch."""
-        encoded = (None if one is None else encoded_logprobs(one) for one in samples.logprobs)
-        return [next(encoded) if scheduled.samples else None for scheduled in self.batch.sequences]
+    def _reports(self, samples: Samples) -> list[EncodedLogprobs | None]:
+        """Return one entry for each sequence of the batch: its logprobs, or its vector."""
+        vectors = self.vectors.collect() if self.vectors is not None else {}
+        encoded = chain((None if one is None else encoded_logprobs(one) for one in samples.logprobs), repeat(None))
+        of_samples = ((scheduled, next(encoded) if scheduled.samples else None) for scheduled in self.batch.sequences)
+        return [vectors.get(scheduled.sequence, logprobs) for scheduled, logprobs in of_samples]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +110,17 @@ class ModelRunner:
         if not batch.sequences:  # all runnable sequences wait for blocks from the host
             self.replica.move_blocks(batch.transfers)
             return FinishedStep(StepResult([], transfer_times=self.replica.finished_transfers()))
-        scores = self._prompt_scores(batch)
+        scores, vectors = self._prompt_scores(batch), self._vectors(batch)
         description = self._describer.describe(batch)
-        step = self.replica.prepare(description, scores.looks if scores is not None else ())
+        looks, pooled = scores.looks if scores is not None else (), vectors.rows if vectors is not None else ()
+        step = self.replica.prepare(description, looks, pooled)
         sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
         sequences = [s.sequence for s in sampling]
         indices = [s.output_index for s in sampling]
         if sequences:
             self._sampler.begin(sequences, indices)
         prepared = time.perf_counter()
-        logits = self.replica.run(step, scores.launch if scores is not None else None)
+        logits = self.replica.run(step, _look(scores, vectors))
         forwarded = time.perf_counter()
         beams = _launch_beams(batch, logits)  # before the tokens, whose copy to the host shows that these are complete
         tokens = self._launch_sampling(logits, sequences, indices) if sequences else None
@@ -123,12 +130,17 @@ class ModelRunner:
             "sample": time.perf_counter() - forwarded,
         }
         ended = _recorded_event() if tokens is None and logits.is_cuda else None
-        return SubmittedStep(batch, tokens, beams, scores, ended, self.replica, phase_seconds)
+        return SubmittedStep(batch, tokens, beams, scores, vectors, ended, self.replica, phase_seconds)
 
     def _prompt_scores(self, batch: ScheduledBatch) -> PromptScores | None:
         if not any(scheduled.scored_tokens for scheduled in batch.sequences):
             return None
         return PromptScores(self._describer.rows_of(batch), self._sampler.device)
+
+    def _vectors(self, batch: ScheduledBatch) -> PooledVectors | None:
+        if not any(scheduled.sequence.pooling is not None and scheduled.samples for scheduled in batch.sequences):
+            return None
+        return PooledVectors(self._describer.rows_of(batch), self._sampler.device)
 
     def _launch_sampling(
         self, logits: Tensor, sequences: Sequence[SampledSequence], indices: list[int]
@@ -139,6 +151,19 @@ class ModelRunner:
         self._describer.keep_samples(sequences)
         self.replica.keep_samples(tokens.token_ids)
         return tokens
+
+
+def _look(scores: PromptScores | None, vectors: PooledVectors | None) -> Callable[[StepOutput], None] | None:
+    """Return the function that reads the output of a step beside its logits."""
+    launches = [wanted.launch for wanted in (scores, vectors) if wanted is not None]
+    if len(launches) <= 1:
+        return launches[0] if launches else None
+
+    def look(output: StepOutput) -> None:
+        for launch in launches:
+            launch(output)
+
+    return look
 
 
 def _launch_beams(batch: ScheduledBatch, logits: Tensor) -> DeviceCandidates | None:

@@ -20,7 +20,7 @@ from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.kv.transfers import Transfers, TransferTime
 from engine_worker.model.decode_programs import decode_programs
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.served_model import LogitsOf, ServedModel
+from engine_worker.model.served_model import ServedModel, StepOutput
 from engine_worker.model.spec import ModelShape
 
 
@@ -49,14 +49,16 @@ class StepReplica(Protocol):
         """Enqueue block moves without a step."""
 
     def finished_transfers(self) -> list[TransferTime]: ...
-    def prepare(self, description: StepDescription, looks: Sequence[range] = ()) -> PreparedStep:
+    def prepare(
+        self, description: StepDescription, looks: Sequence[range] = (), pooled: Sequence[int] = ()
+    ) -> PreparedStep:
         """Enqueue the moves and the inputs of a step.
 
-        `looks` are the rows of each call of `logits_of` in run()'s `look`. A graph computes only the described logits,
-        so a step with `looks` does not run as one.
+        `looks` are the rows of each call of `logits` in run()'s `look`, and `pooled` those of the call of `hidden`
+        after them. A graph computes only the described logits, so a step with such calls does not run as one.
         """
 
-    def run(self, prepared: PreparedStep, look: Callable[[LogitsOf], None] | None = None) -> Tensor:
+    def run(self, prepared: PreparedStep, look: Callable[[StepOutput], None] | None = None) -> Tensor:
         """Return logits [N, vocab_size], float32; a graph overwrites those of the last one. `look`: see ServedModel."""
 
     def keep_samples(self, token_ids: Tensor) -> None:
@@ -94,12 +96,14 @@ class Replica:
     def finished_transfers(self) -> list[TransferTime]:
         return self.kv_cache.finished_transfers()
 
-    def prepare(self, description: StepDescription, looks: Sequence[range] = ()) -> PreparedStep:
-        return self.begin(description, self.graph_for(description, looks))
+    def prepare(
+        self, description: StepDescription, looks: Sequence[range] = (), pooled: Sequence[int] = ()
+    ) -> PreparedStep:
+        return self.begin(description, self.graph_for(description, has_looks=bool(looks or pooled)))
 
-    def graph_for(self, description: StepDescription, looks: Sequence[range] = ()) -> GraphKey | None:
+    def graph_for(self, description: StepDescription, *, has_looks: bool) -> GraphKey | None:
         """Choose the graph of a step, or None. In a group only rank 0 chooses."""
-        return self._graphs.key_for(description) if self._graphs is not None and not looks else None
+        return self._graphs.key_for(description) if self._graphs is not None and not has_looks else None
 
     def begin(self, description: StepDescription, graph: GraphKey | None) -> PreparedStep:
         """Prepare a step for the chosen graph."""
@@ -107,7 +111,7 @@ class Replica:
         return PreparedStep(self._inputs.unpack(description, graph.size if graph else None), graph)
 
     @torch.inference_mode()
-    def run(self, prepared: PreparedStep, look: Callable[[LogitsOf], None] | None = None) -> Tensor:
+    def run(self, prepared: PreparedStep, look: Callable[[StepOutput], None] | None = None) -> Tensor:
         if self._graphs is not None and prepared.graph is not None:
             return self._graphs.replay(prepared.graph)[: len(prepared.model_input.logits_indices)]
         if look is None and self._programs is not None:

@@ -15,7 +15,7 @@ from engine_worker.kv.layout import Place
 from engine_worker.model.architectures.config_keys import token_ids
 from engine_worker.model.devices import Device, attach_device
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.served_model import LogitsOf
+from engine_worker.model.served_model import StepOutput
 from engine_worker.model.sharding import check_one_rank
 from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.tensor_parallel import TensorParallel
@@ -135,7 +135,7 @@ class TransformersNetwork:
         self,
         model_input: ModelInput,
         device: Device,
-        look: Callable[[LogitsOf], None] | None = None,
+        look: Callable[[StepOutput], None] | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
         """Compute logits; see ServedModel."""
@@ -146,7 +146,7 @@ class TransformersNetwork:
         finally:
             self._step.operators = None
         if look is not None:
-            look(lambda rows: self._logits_of(hidden[rows]))
+            look(StepOutput(logits=lambda rows: self._logits_of(hidden[rows]), hidden=lambda rows: hidden[rows]))
         found = self._logits_of(hidden[model_input.logits_indices])
         return found if logits is None else logits.copy_(found)
 

@@ -7,7 +7,7 @@ from msgspec import Meta, structs
 from gateway.errors import InvalidRequest
 from gateway.http.json_body import JsonBody
 from gateway.pipeline.fields import GenerationFields, NumLogprobs, TokenId
-from gateway.pipeline.request import CompletionRequest, Prompt, check_other_fields, common_request
+from gateway.pipeline.request import CompletionRequest, check_other_fields, common_request, prompt_list
 
 MAX_PROMPTS = 32
 
@@ -24,7 +24,7 @@ def parse_completion(body: JsonBody) -> CompletionRequest:
     ignored = check_other_fields(CompletionBody, body.given)
     request = common_request(
         fields,
-        _prompts(fields.prompt),
+        prompt_list(fields.prompt, "prompt", MAX_PROMPTS),
         ignored,
         prompt_param="prompt",
         max_tokens_param="max_tokens",
@@ -35,20 +35,3 @@ def parse_completion(body: JsonBody) -> CompletionRequest:
     if fields.max_tokens == 0 and not fields.echo:
         raise InvalidRequest("max_tokens: 0 is only allowed with echo; expected at least 1.", param="max_tokens")
     return structs.replace(request, num_logprobs=fields.logprobs)
-
-
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    kinds = {type(item) for item in prompt}
-    if kinds == {int}:
-        return (prompt,)  # type: ignore[return-value]
-    if kinds not in ({str}, {list}):
-        what = "is an empty list" if not prompt else "mixes texts, token ids and lists of token ids"
-        raise InvalidRequest(
-            f"prompt: {what}; expected a text, a list of texts, token ids, or a list of lists of token ids.",
-            param="prompt",
-        )
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt: {len(prompt)} prompts; at most {MAX_PROMPTS} in one request.", param="prompt")
-    return tuple(prompt)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.sampling import prompt_scores
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.model.served_model import StepOutput
 from engine_worker.scheduling.batch import ScheduledSequence
 from shared.messages import EncodedLogprobs, GenerationRequest, TokenEvent, decoded_logprobs, scores_by_index
 from tests.builders import make_request, make_sequence
@@ -103,7 +104,7 @@ def test_prompt_logprobs_skip_tokens_sent_before() -> None:
         asked.extend(wanted.tolist())
         return torch.zeros(len(wanted), 32)
 
-    scores.launch(logits_of)
+    scores.launch(StepOutput(logits=logits_of, hidden=logits_of))
     ((scored, result),) = scores.collect()
     assert scored is sequence and (result.start, len(result.tokens)) == (4, 2)
     assert asked == [3 + 3, 3 + 4]  # after three rows of `before`: the positions that predict tokens 4 and 5

@@ -19,7 +19,7 @@ from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import CpuLinear
-from engine_worker.model.served_model import LogitsOf
+from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import ModelShape
 from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.weight_format import DENSE
@@ -61,7 +61,7 @@ def compiled_device(spec: ModelShape, pool: torch.Tensor) -> CompiledDevice:
 
 
 def logits_and_pool(
-    model: Network, device_class: Callable[..., Device], look: Callable[[LogitsOf], None] | None = None
+    model: Network, device_class: Callable[..., Device], look: Callable[[StepOutput], None] | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Run three steps: part of a prompt, its next part beside a whole one, and its rest beside a decode."""
     config = model.spec
@@ -149,7 +149,7 @@ def test_last_layer_computes_only_wanted_tokens(model: Network, monkeypatch: pyt
     all_but_the_last = model.spec.num_layers - 1
     assert rows == [6] * all_but_the_last + [0] + [16] * all_but_the_last + [1] + [18] * all_but_the_last + [2]
     # A callback that reads other rows gets all of them, and nothing else changes.
-    of_all_rows, pool_of_all_rows = logits_and_pool(model, CpuDevice, look=lambda logits_of: None)
+    of_all_rows, pool_of_all_rows = logits_and_pool(model, CpuDevice, look=lambda output: None)
     torch.testing.assert_close(logits, of_all_rows, atol=1e-5, rtol=1e-5)
     assert torch.equal(pool, pool_of_all_rows)
 

@@ -81,7 +81,7 @@ def three_steps(ranks: TensorParallel, config: dict[str, Any], is_deterministic:
     found = [
         model.forward(step(0, PROMPT), device),
         model.forward(step(len(PROMPT), [5]), device),
-        model.forward(step(len(PROMPT) + 1, [9, 8]), device, lambda of: looked.append(of(torch.tensor([1, 0])))),
+        model.forward(step(len(PROMPT) + 1, [9, 8]), device, lambda of: looked.append(of.logits(torch.tensor([1, 0])))),
     ]
     return [*found, *looked]
 
