@@ -119,6 +119,11 @@ def parse_score(body: JsonBody) -> CompletionRequest:
     return _scored(body, fields, list(zip(first, second, strict=True)), "text_2", {})
 
 
+def rendered_pair(query: str, document: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
+    """Return the prompt of Qwen3-Reranker for a query and a document."""
+    return _PAIR.format(instruction=instruction, query=query, document=document)
+
+
 def _texts(field: tuple[str, str | list[str] | None], other: tuple[str, str | list[str] | None]) -> list[str]:
     """Return the texts of one of two fields of the same meaning."""
     (name, texts), (other_name, other_texts) = field, other
@@ -133,8 +138,8 @@ def _scored(
     body: JsonBody, fields: _PairFields, pairs: list[tuple[str, str]], param: str, repeated: dict[str, Any]
 ) -> CompletionRequest:
     instruction = fields.instruction or DEFAULT_INSTRUCTION
-    prompts = [_PAIR.format(instruction=instruction, query=query, document=document) for query, document in pairs]
-    return _request(body, fields, tuple(prompts), param, task=Task.SCORE, num_logprobs=0, repeated=repeated)
+    prompts = tuple(rendered_pair(query, document, instruction) for query, document in pairs)
+    return _request(body, fields, prompts, param, task=Task.SCORE, num_logprobs=0, repeated=repeated)
 
 
 def _request(
