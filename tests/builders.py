@@ -4,6 +4,7 @@ FakeModelRunner has its own KV cache, block by block, and samples a hash of what
 an output equals expected_output() only if every token was computed in a slot that no other sequence has written.
 """
 
+import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -38,6 +39,7 @@ from shared.messages import (
     TokenEvent,
     TokenLogprobs,
     encoded_logprobs,
+    encoded_vector,
 )
 from tests.request_ids import next_request_id
 
@@ -232,14 +234,24 @@ class FakeModelRunner:
 
 
 def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[EncodedLogprobs | None]:
-    """Return log-probabilities like the real executor: for requests that ask, and an empty list without any."""
-    asking = [scheduled.sequence.sampling.logprobs is not None for scheduled in batch.sequences]
-    if not any(asking):
+    """Return log-probabilities and vectors like the real executor: for requests that ask, and an empty list without."""
+    sequences = [scheduled.sequence for scheduled in batch.sequences]
+    if not any(sequence.sampling.logprobs is not None or sequence.pooling is not None for sequence in sequences):
         return []
     return [
-        fake_logprobs(token_id) if asks and token_id is not None else None
-        for asks, token_id in zip(asking, sampled, strict=True)
+        None if token_id is None else _report(sequence, token_id)
+        for sequence, token_id in zip(sequences, sampled, strict=True)
     ]
+
+
+def _report(sequence: Sequence, token_id: int) -> EncodedLogprobs | None:
+    if sequence.pooling is not None:
+        return encoded_vector(fake_vector(token_id, sequence.num_prompt_tokens))
+    return None if sequence.sampling.logprobs is None else fake_logprobs(token_id)
+
+
+def fake_vector(token_id: int, num_prompt_tokens: int) -> bytes:
+    return struct.pack("<2f", token_id, num_prompt_tokens)
 
 
 def _prompt_logprobs(batch: ScheduledBatch) -> Iterator[tuple[Sequence, PromptLogprobs]]:

@@ -47,6 +47,7 @@ class AnswerKind:
         stand_ins: Shorter values for some of them, from the value and all fields: texts that were encoded.
         ids: The field that may list token ids.
         complete: Adds to a body what it refers to; its first argument is a RequestContext.
+        has_events: Whether the answer can be streamed.
     """
 
     name: str
@@ -56,6 +57,7 @@ class AnswerKind:
     stand_ins: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]]
     ids: str = ""
     complete: Callable[[Any, JsonBody], Awaitable[JsonBody]] | None = None
+    has_events: bool = True
 
     def decode(self, data: bytes) -> JsonBody:
         """Decode a body. Raises InvalidRequest."""

@@ -22,6 +22,7 @@ from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.text.served_model import ServedModel, load_served_model
+from shared.capabilities import SUPPORTED
 from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
@@ -163,7 +164,7 @@ class World:
 
     async def beat(self) -> None:
         """Publish one heartbeat of the worker."""
-        beat = encode(WorkerHeartbeat(worker_id="w.1", phase=WorkerPhase.READY))
+        beat = encode(WorkerHeartbeat(worker_id="w.1", phase=WorkerPhase.READY, capabilities=SUPPORTED))
         await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
 
     async def _wait_for_worker(self, gateway: Gateway) -> None:

@@ -25,7 +25,13 @@ def _short_documents(documents: Any, given: Mapping[str, Any]) -> Any:
 
 
 EMBEDDING = AnswerKind(
-    "embedding", parse_embedding, EmbeddingFormat, stored_fields(EmbeddingBody), {"input": _short}, ids="input"
+    "embedding",
+    parse_embedding,
+    EmbeddingFormat,
+    stored_fields(EmbeddingBody),
+    {"input": _short},
+    ids="input",
+    has_events=False,
 )
 RERANK = AnswerKind(
     "rerank",
@@ -33,6 +39,7 @@ RERANK = AnswerKind(
     RerankFormat,
     stored_fields(RerankBody) - {"instruction"},
     {"query": lambda query, given: SOME_TEXT, "documents": _short_documents},
+    has_events=False,
 )
 SCORE = AnswerKind(
     "score",
@@ -40,4 +47,5 @@ SCORE = AnswerKind(
     ScoreFormat,
     stored_fields(ScoreBody) - {"instruction"},
     dict.fromkeys(("text_1", "text_2", "queries", "documents"), _short),
+    has_events=False,
 )

@@ -32,6 +32,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "max_chunks_per_doc": (),
     "rank_fields": ([],),
     "messages": (),
+    "stream": (False,),
     "late_chunking": (False,),
     "lora_request": (),
     "normalize": (True,),

@@ -66,6 +66,8 @@ async def stream_request(http: web.Request) -> web.StreamResponse:
     context = context_of(http)
     async with context.state.kept_bodies.turn(context.account.owner_key_hash):
         answer = await _find(http)
+    if not answer.kind.has_events:
+        raise InvalidRequest(f"id: an answer of kind {answer.kind.name} has no events; read it as a whole.", param="id")
     return await stream_again(http, answer)
 
 

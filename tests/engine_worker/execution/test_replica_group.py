@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec import structs
 
 from engine_worker.execution.load.rank_group import RankGroup
 from engine_worker.execution.step.model_runner import ModelRunner
@@ -18,8 +20,10 @@ from shared.messages import (
     GenerationRequest,
     Grammar,
     GrammarKind,
+    Pooling,
     TokenEvent,
     decoded_logprobs,
+    decoded_vector,
     scores_by_index,
 )
 from tests.builders import Transcript, make_prompt, make_request
@@ -183,6 +187,17 @@ def test_group_logprobs_equal_one_rank(alone: ModelRunner, group: ModelRunner) -
         other = found.prompt_logprobs[name].values()
         assert values(other) == pytest.approx(values(by_index.values()), abs=1e-4)
     assert len(found.prompt_logprobs["r90"]) == 89
+
+
+def test_group_vectors_equal_one_rank(alone: ModelRunner, group: ModelRunner) -> None:
+    vectors = [structs.replace(request, pooling=Pooling()) for request in requests_of(5, max_tokens=1)]
+    texts = [make_request(11, "text", max_tokens=6), make_request(20, "scored", max_tokens=3, prompt_logprobs=0)]
+    expected, found = (answers(runner, [*texts, *vectors], max_num_batched_tokens=24) for runner in (alone, group))
+    assert found.transcript.tokens == expected.transcript.tokens
+    for request in vectors:
+        ((one,), (other,)) = (of.logprobs[request.request_id] for of in (expected, found))
+        of_one, of_other = (np.frombuffer(decoded_vector(vector), "<f4") for vector in (one, other))
+        assert len(of_one) == 96 and of_one == pytest.approx(of_other, abs=1e-5)  # fp32, other order of sums
 
 
 def values(scores: Iterable[EncodedLogprobs]) -> list[float]:

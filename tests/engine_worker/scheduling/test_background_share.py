@@ -8,7 +8,7 @@ from engine_worker.engine import Engine
 from engine_worker.scheduling.background_share import ALONE_AFTER_STEPS, BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
-from shared.messages import GenerationRequest
+from shared.messages import FinishReason, GenerationRequest, Pooling
 from tests.builders import FakeModelRunner, make_engine, make_request
 
 SETTINGS: dict[str, Any] = {"num_blocks": 401, "block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 128}
@@ -32,6 +32,12 @@ class Watched:
             self.engine.add_request(
                 structs.replace(request, priority_class="batch" if name.startswith("b") else "interactive")
             )
+
+    def add_vectors(self, number: int, prompt: int) -> None:
+        """Add batch requests that end with their prompts."""
+        for index in range(number):
+            request = make_request(prompt, f"v{index}", max_tokens=1)
+            self.engine.add_request(structs.replace(request, priority_class="batch", pooling=Pooling()))
 
     def step(self) -> dict[str, int]:
         self.engine.step()
@@ -97,3 +103,16 @@ def test_background_share_grows_after_interactive_ends() -> None:
     assert (share.num_slots, share.prefill_budget(8)) == (2, 8)
     share.count_step(has_interactive=False)
     assert (share.num_slots, share.prefill_budget(8)) == (24, 120)
+
+
+def test_vectors_do_not_delay_a_chat() -> None:
+    watched = Watched()
+    watched.add_vectors(40, prompt=100)
+    assert sum(watched.step().values()) == 128
+    watched.add("i0", prompt=120)
+    assert watched.step() == {"i0": 120}  # no prompt of a vector beside the chat's
+    steps = [watched.step() for _ in range(39)]
+    assert all(tokens["i0"] == 1 and 0 < sum(tokens.values()) - 1 <= 8 for tokens in steps)
+    while watched.engine.has_work:
+        watched.step()
+    assert watched.engine.stats().counters.finished[FinishReason.LENGTH] == 41
