@@ -23,6 +23,9 @@ FILES = {
     "model.safetensors.index.json": json.dumps(INDEX).encode(),
     "model-00001-of-00002.safetensors": b"a" * 300_000,
     "model-00002-of-00002.safetensors": b"b" * 300_000,
+    "modules.json": b"[]",
+    "1_Pooling/config.json": b"{}     ",
+    "1_Pooling/model.safetensors": b"never",
     "pytorch_model.bin": b"never",
     "consolidated.safetensors": b"the same once more",
     "original/model.safetensors": b"never",
@@ -59,7 +62,8 @@ async def prepare(model: str = "org/tiny", revision: str = "main") -> tuple[Path
 
 async def test_only_served_files_are_downloaded_once(hub: FakeHub) -> None:
     directory, reports = await prepare()
-    assert sorted(path.name for path in directory.iterdir()) == WANTED
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    assert sorted(str(path.relative_to(directory)) for path in files) == WANTED
     assert (directory / "model-00002-of-00002.safetensors").read_bytes() == FILES["model-00002-of-00002.safetensors"]
     assert sorted(hub.downloads()) == WANTED
     assert reports[0] == ("download", 0.0) and reports[-1] == ("download", 1.0)

@@ -36,7 +36,7 @@ class ExpiresAfter(msgspec.Struct, kw_only=True):
 
 class CreateBatchBody(msgspec.Struct, kw_only=True):
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]  # OpenAI's only value; batches do not expire here
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from gateway.apis.chat.kinds import CHAT
 from gateway.apis.completions.kinds import COMPLETION
+from gateway.apis.embeddings.kinds import EMBEDDING
 from gateway.apis.registry import ALL_KINDS
 from gateway.apis.responses.kinds import RESPONSE
 from gateway.auth.rate_limits import Account
@@ -38,6 +39,7 @@ KIND_OF_ENDPOINT: dict[str, AnswerKind] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSE,
+    "/v1/embeddings": EMBEDDING,
 }
 DETACH_SECONDS = 600.0  # a line in flight waits this long for another driver when this one stops
 MAX_LIVES = 5  # submissions of a line that the server cancels because no driver returned in time

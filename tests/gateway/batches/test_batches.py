@@ -1,7 +1,8 @@
 """/v1/files and /v1/batches with the openai client: results, errors, limits, owners, gateway restart."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import struct
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from gateway.apis.files.batches import CreateBatchBody
 from gateway.batches.driver import lines as batch_lines
 from gateway.batches.driver.line_answers import KIND_OF_ENDPOINT
+from shared.messages import GenerationRequest, StreamEvent, TokenEvent, encoded_vector
 from tests.gateway.batches.batch_clients import (
     ENDPOINT,
     KEYS,
@@ -82,6 +84,22 @@ async def test_responses_batch_returns_results(client: openai.AsyncOpenAI) -> No
     good, bad = await results(client, batch.output_file_id), await results(client, batch.error_file_id)
     assert good["a"]["response"]["body"]["object"] == "response"
     assert bad["b"]["response"]["body"]["error"]["param"] == "previous_response_id"
+
+
+async def test_embeddings_batch_returns_vectors(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    def script(request: GenerationRequest) -> Iterable[StreamEvent]:
+        vector = encoded_vector(struct.pack("<2f", len(request.prompt_token_ids), 0.5))
+        yield TokenEvent(request.request_id, 0, [7], logprobs=[vector])
+        yield finish(request, 1)
+
+    gateway = await start_gateway(FakeInferenceClient(script), files_dir=tmp_path / "kept", task="embed")
+    one: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings"}
+    async with client_of(gateway) as client:
+        lines = jsonl(one | {"body": {"input": [[5, 6, 7], [8]]}}, one | {"custom_id": "b", "body": {"input": []}})
+        batch = await ended(client, await begun(client, lines, "/v1/embeddings"))
+        good, bad = await results(client, batch.output_file_id), await results(client, batch.error_file_id)
+    assert [item["embedding"] for item in good["a"]["response"]["body"]["data"]] == [[3.0, 0.5], [1.0, 0.5]]
+    assert bad["b"]["response"]["body"]["error"]["param"] == "input"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +326,7 @@ async def test_invalid_upload_is_refused(start_gateway: Callable[..., Any], tmp_
     [
         ({"input_file_id": "file-../../x"}, "input_file_id"),
         ({"input_file_id": None}, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/rerank"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
