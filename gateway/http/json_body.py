@@ -14,7 +14,7 @@ fraction halfway between two floats, 13 us for 1e308, and 100 us for an integer 
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -208,7 +208,16 @@ def typed_fields(given: Mapping[str, Any], kind: type[_Body]) -> _Body:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise invalid_field(str(error)) from error
+        raise invalid_field(_with_allowed_values(str(error), kind)) from error
+
+
+def _with_allowed_values(message: str, kind: type[msgspec.Struct]) -> str:
+    """Add the values of a top-level field to msgspec's error for an unknown one, which does not list them."""
+    problem, path = _problem_and_path(message)
+    hint = get_type_hints(kind).get(path) if problem.startswith("Invalid enum value") else None
+    literals = [option for option in (hint, *get_args(hint)) if get_origin(option) is Literal]
+    allowed = [repr(value) for literal in literals for value in get_args(literal)]
+    return f"{problem}; expected {' or '.join(allowed)} - at `$.{path}`" if allowed else message
 
 
 def _checked_text(data: bytes, max_depth: int) -> str:
