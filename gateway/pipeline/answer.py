@@ -413,7 +413,7 @@ def _output_text(
     eos_token_ids = frozenset[int]() if sampling.ignore_eos else model.eos_token_ids
     return OutputText(
         model.encoder.detokenizer(generation.prompt_token_ids, skip_special_tokens=skip_special_tokens),
-        StopStrings(request.stops, include_in_output=include_stop),
+        StopStrings(request.stops, include_in_output=include_stop) if request.stops else None,
         terminal_token_ids=eos_token_ids.union(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
         include_stop_token=include_stop,

@@ -124,10 +124,6 @@ class AnswerExtras:
         self._prompt_in_choice = prompt_in_choice
         self._written: dict[int, LongArray] = {}  # scores, by number of the prompt
 
-    def __bool__(self) -> bool:
-        """Return whether any extra field was requested; called once per token."""
-        return self._with_token_ids or self._with_prompt_logprobs
-
     def write_scores(self, scores: Sequence[Scores]) -> Iterator[None]:
         """Encode prompt log-probabilities in steps; must finish before of_answer() and of_choice() are called."""
         for number, token_ids in enumerate(self._prompts if self._with_prompt_logprobs else ()):

@@ -123,13 +123,13 @@ class ChoiceWriter:
             logprobs = scores[place] if scores else None
             num_tokens = output.num_tokens
             text = output.push(token_id)
-            if self._held is _NOTHING and output.held_terminal is None and not output.stopped:  # nearly always
+            if self._held is _NOTHING and output.held_terminal is None and output.stop_string is None:  # nearly always
                 entries = () if logprobs is None else self._entries(token_id, logprobs)
                 self.next(ChoiceDelta(self._index, text, None, entries, (token_id,)), out)
                 continue
             is_consumed = output.num_tokens > num_tokens  # unless the one held before completed a stop string
             sent_ids, entries = self._consumed_tokens(token_id, logprobs) if is_consumed else self._held
-            if output.stopped:
+            if output.stop_string is not None:
                 self.stopped_early = reason is None
                 self._end(text, FinishReason.STOP, entries, sent_ids, out)
                 return
@@ -143,7 +143,7 @@ class ChoiceWriter:
         text = self._output.finish(reason)
         held_ids, entries = self._held
         shown = entries if self._scores_every_token or self._output.shows_terminal(reason) else ()
-        self._end(text, FinishReason.STOP if self._output.stopped else reason, shown, held_ids, out)
+        self._end(text, FinishReason.STOP if self._output.stop_string is not None else reason, shown, held_ids, out)
 
     def record_end(self, reason: str) -> None:
         self.finished = True

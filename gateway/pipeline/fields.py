@@ -270,8 +270,11 @@ class ChoiceCount:
     n: int  # returned
     num_candidates: int  # computed: best_of, or the beam width
     use_beam_search: bool
-    length_penalty: float
-    early_stopping: bool | Literal["never"]
+
+    @property
+    def num_sent(self) -> int:
+        """Number of sequences that the engine sends; it drops the unused ones of a beam search."""
+        return self.n if self.use_beam_search else self.num_candidates
 
     @property
     def is_best_of(self) -> bool:
@@ -286,13 +289,7 @@ def choice_count(fields: Any) -> ChoiceCount:
     num_candidates = n if fields.best_of is None else fields.best_of
     for param, problem in _problems(fields, n, num_candidates, use_beam_search):
         raise InvalidRequest(f"{param}: {problem}.", param=param)
-    return ChoiceCount(
-        n=n,
-        num_candidates=num_candidates,
-        use_beam_search=use_beam_search,
-        length_penalty=1.0 if fields.length_penalty is None else fields.length_penalty,
-        early_stopping=fields.early_stopping or False,
-    )
+    return ChoiceCount(n, num_candidates, use_beam_search)
 
 
 def _problems(fields: Any, n: int, num_candidates: int, use_beam_search: bool) -> Iterator[tuple[str, str]]:

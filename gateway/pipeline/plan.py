@@ -18,7 +18,7 @@ from msgspec import structs
 from gateway.errors import ContextLengthExceeded, InvalidRequest
 from gateway.fleet import Timeouts
 from gateway.pipeline.call_grammar import answer_or_calls
-from gateway.pipeline.fields import GenerationFields, Words, check_something_is_allowed, truncated, words_token_ids
+from gateway.pipeline.fields import GenerationFields, check_something_is_allowed, truncated, words_token_ids
 from gateway.pipeline.grammar import AskedGrammar
 from gateway.pipeline.harmony_grammar import in_channels
 from gateway.pipeline.request import CompletionRequest, Prompt
@@ -76,7 +76,9 @@ def prepared(
     elif request.pooling is not None:
         _check_dimensions(request.pooling, len(request.prompts), model)
     token_ids = encode_prompts(model, limits, request)
-    request = structs.replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
+    if request.fields.bad_words:
+        encode = partial(model.encoder.encode_text, add_special_tokens=False)
+        request = structs.replace(request, bad_words=words_token_ids(request.fields.bad_words, encode))
     planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
     if request.must_think and model.reasoning is None:
         raise InvalidRequest(
@@ -236,11 +238,6 @@ def _template_options(request: CompletionRequest, model: ServedModel) -> Templat
     return TemplateOptions(**{**request.template, "template_kwargs": kwargs})
 
 
-def encode_words(model: ServedModel, words: Sequence[str]) -> Words:
-    """Return the token sequences of `bad_words`; raise InvalidRequest."""
-    return words_token_ids(words, partial(model.encoder.encode_text, add_special_tokens=False)) if words else ()
-
-
 def plan_requests(
     request: CompletionRequest,
     prompts_token_ids: Sequence[list[int]],
@@ -250,8 +247,10 @@ def plan_requests(
     traceparent: str = "",
 ) -> list[GenerationRequest]:
     """Return one engine request per prompt, each with all its choices, in the order of the prompts."""
-    check_rules(request)
-    _check_beam_width(request, limits)
+    if len(request.prompts) > 1:
+        _check_rules(request)
+    if request.choices.use_beam_search:
+        _check_beam_width(request, limits)
     planned, limit = [], max_answer_tokens(request, prompts_token_ids)
     for token_ids in prompts_token_ids:
         check_prompt(token_ids, request.prompt_param, limits)
@@ -275,7 +274,7 @@ def plan_requests(
 def _check_beam_width(request: CompletionRequest, limits: ModelLimits) -> None:
     """Raise InvalidRequest for a search that is too wide for the smallest worker."""
     choices, limit = request.choices, limits.max_beam_width
-    if choices.use_beam_search and limit is not None and choices.num_candidates > limit:
+    if limit is not None and choices.num_candidates > limit:
         param = "n" if choices.num_candidates == choices.n else "best_of"
         raise InvalidRequest(
             f"{param}: a beam search of width {choices.num_candidates}; expected at most {limit}, half of a worker's "
@@ -284,21 +283,17 @@ def _check_beam_width(request: CompletionRequest, limits: ModelLimits) -> None:
         )
 
 
-def check_rules(request: CompletionRequest) -> None:
+def _check_rules(request: CompletionRequest) -> None:
     """Raise InvalidRequest if grammar, allowed tokens, and bad words of all prompts together are too long."""
-    num_prompts, of_each = len(request.prompts), _rule_bytes(request)
-    if num_prompts > 1 and num_prompts * of_each > MAX_RULE_BYTES:
+    grammar = len(request.grammar.grammar.text.encode()) if request.grammar else 0
+    num_ids = len(request.fields.allowed_token_ids or ()) + sum(map(len, request.bad_words))
+    num_prompts, of_each = len(request.prompts), grammar + _BYTES_OF_ID * num_ids
+    if num_prompts * of_each > MAX_RULE_BYTES:
         raise InvalidRequest(
             f"{request.prompt_param}: {num_prompts} prompts, each with {of_each} bytes of grammar, allowed_token_ids "
             f"and bad_words; at most {MAX_RULE_BYTES // of_each} such prompts per request.",
             param=request.prompt_param,
         )
-
-
-def _rule_bytes(request: CompletionRequest) -> int:
-    grammar = len(request.grammar.grammar.text.encode()) if request.grammar else 0
-    num_ids = len(request.fields.allowed_token_ids or ()) + sum(map(len, request.bad_words))
-    return grammar + _BYTES_OF_ID * num_ids
 
 
 def with_deadlines(
@@ -334,13 +329,14 @@ def context_exceeded(
 
 
 def max_answer_tokens(request: CompletionRequest, prompts_token_ids: Sequence[list[int]]) -> int:
-    """Return the maximum number of tokens per choice, at least 1.
+    """Return the maximum number of tokens per choice, at least 1, within MAX_VALUES.
 
     Raises:
         InvalidRequest: If the values returned for the prompts leave no room for an answer.
     """
     num_prompt_values = _num_prompt_values(request, sum(map(len, prompts_token_ids)))
-    limit = (MAX_VALUES - num_prompt_values) // (_num_choices(request) * _values_of_token(request))
+    num_choices = len(request.prompts) * request.choices.num_sent
+    limit = (MAX_VALUES - num_prompt_values) // (num_choices * _values_of_token(request))
     if limit < 1:
         param = "prompt_logprobs" if request.fields.prompt_logprobs is not None else request.prompt_param
         raise InvalidRequest(
@@ -366,25 +362,14 @@ def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: Mode
             max_tokens=request.max_tokens,
             limit=limits.max_model_len,
         )
-    check_size(request, request.max_tokens, limit)
-    return request.max_tokens
-
-
-def check_size(request: CompletionRequest, max_tokens: int, limit: int) -> None:
-    """Raise InvalidRequest if `max_tokens` exceeds `limit`, the result of max_answer_tokens()."""
-    if max_tokens > limit:
-        param = request.max_tokens_param
+    if request.max_tokens > limit:
+        param, num_choices = request.max_tokens_param, len(request.prompts) * request.choices.num_sent
         raise InvalidRequest(
-            f"{param}: {max_tokens} tokens x {_num_choices(request)} choices x {_values_of_token(request)} values "
+            f"{param}: {request.max_tokens} tokens x {num_choices} choices x {_values_of_token(request)} values "
             f"(token and log-probabilities) exceed {MAX_VALUES} values per answer; at most {limit} tokens here.",
             param=param,
         )
-
-
-def _num_choices(request: CompletionRequest) -> int:
-    """Return the number of choices that the engine sends; it drops the unused sequences of a beam search."""
-    choices = request.choices
-    return len(request.prompts) * (choices.n if choices.use_beam_search else choices.num_candidates)
+    return request.max_tokens
 
 
 def _values_of_token(request: CompletionRequest) -> int:
@@ -421,7 +406,7 @@ def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelL
     made = {
         "max_tokens": max_tokens,
         "seed": secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed & ((1 << SEED_BITS) - 1),
-        "n": choices.n if choices.use_beam_search else choices.num_candidates,
+        "n": choices.num_sent,
         "use_beam_search": choices.use_beam_search,
         "beam_width": choices.num_candidates if choices.use_beam_search else 0,
         "temperature": 0.0 if choices.use_beam_search or temperature < _GREEDY_BELOW_TEMPERATURE else temperature,

@@ -42,15 +42,15 @@ class ChunkWriter(Stage):
     def __init__(
         self,
         response_format: ResponseFormat,
-        extras: AnswerExtras,
+        extras: AnswerExtras | None,
         counts: ContinuousUsage | None = None,
         numbers: EventNumbers | None = None,
     ) -> None:
         self._format = response_format
-        self._extras = extras or None
+        self._extras = extras
         self._counts = counts
         self._numbers = numbers
-        self._adds_fields = counts is not None or numbers is not None or bool(extras)
+        self._adds_fields = counts is not None or numbers is not None or extras is not None
         self._begun: set[int] = set()  # choices
 
     def begin(self) -> bytes:
@@ -80,7 +80,7 @@ class ChunkWriter(Stage):
             events += self._format.delta(delta, usage)
         if delta.reason is not None:
             return events + self._ended(delta, usage, extra)
-        if has_calls and not (delta.text or delta.logprobs or extras):
+        if has_calls and extras is None and not (delta.text or delta.logprobs):
             return events
         return events + self._format.text(delta, usage, extra)
 
@@ -143,7 +143,7 @@ class Delivery:
     completion: CompletionRequest
     answer: Answer
     response_format: ResponseFormat
-    extras: AnswerExtras
+    extras: AnswerExtras | None
     include_usage: bool
     numbers: EventNumbers | None = None  # of a kept answer's stream
 
@@ -183,7 +183,8 @@ class Delivery:
         answer.write_to(collector)
         try:
             await AnswerLoop(answer).to_end()
-            await answer.scheduler.run(self.extras.write_scores(answer.prompt_scores))
+            if self.extras is not None:
+                await answer.scheduler.run(self.extras.write_scores(answer.prompt_scores))
             work = partial(self._body_of, collector.choices, answer.usage)
             return await self.work(self._num_bytes, work)
         finally:
@@ -197,7 +198,7 @@ class Delivery:
 
     def _body_of(self, collected: Sequence[_Collected], usage: UsageCount) -> Body:
         results = itertools.starmap(self._result, enumerate(collected))
-        return self.response_format.body(results, usage, self.extras.of_answer())
+        return self.response_format.body(results, usage, NOTHING if self.extras is None else self.extras.of_answer())
 
     def _result(self, index: int, collected: _Collected) -> ChoiceResult:
         return ChoiceResult(
@@ -206,7 +207,7 @@ class Delivery:
             collected.finish_name,
             self.completion.num_logprobs is not None,
             collected.stop_string,
-            self.extras.of_choice(index, collected.token_ids),
+            NOTHING if self.extras is None else self.extras.of_choice(index, collected.token_ids),
             collected.reasoning.getvalue(),
             whole_calls(collected.tool_calls),
         )

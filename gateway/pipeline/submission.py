@@ -79,6 +79,7 @@ class AnswerSubmission:
             InvalidRequest: If a stop string or parser does not fit the model.
             Unavailable: If the tokenizer is not loaded.
         """
+        self.answer_id = requests[0].request_id
         self._context = context
         self._service = service
         self._model = service.require_model()
@@ -88,17 +89,16 @@ class AnswerSubmission:
         self._created = created
         self._terms_of_each = terms_of_each
         self._detach_seconds = detach_seconds
-        self._headers, self._numbers = ignored_header(completion.ignored), None
+        always_uses = context.state.settings.force_include_usage
+        self._include_usage = completion.stream and (completion.include_usage or always_uses)
+        self._headers = ignored_header(completion.ignored) if completion.ignored else {}
+        self._numbers = None
         if detach_seconds is not None:
             self._headers |= {"Content-Location": f"/v1/requests/{self.answer_id}"}
             num_choices = len(completion.prompts) * completion.n
             self._numbers = EventNumbers(num_choices, context.headers.get(LAST_EVENT_ID, ""))
         self._answer: Answer | None = None  # once the store has it
         self._charge: TokenCharge | None = None  # if its key has a limit of tokens
-
-    @property
-    def answer_id(self) -> str:
-        return self._requests[0].request_id
 
     @property
     def shows_state(self) -> bool:
@@ -193,11 +193,6 @@ class AnswerSubmission:
             return sum(param.n * min(param.max_tokens, OPEN_OUTPUT_TOKENS) for param in params)
         return sum(param.n * param.max_tokens for param in params)
 
-    @property
-    def _include_usage(self) -> bool:
-        completion = self._completion
-        return completion.stream and (completion.include_usage or self._context.state.settings.force_include_usage)
-
     def _format(self) -> ResponseFormat:
         return self._kind.format(
             ReplyHeader(
@@ -215,13 +210,15 @@ class AnswerSubmission:
     def _delivery(self) -> Delivery:
         assert self._answer is not None, "submit"
         response_format, prompts = self._format(), [request.prompt_token_ids for request in self._requests]
-        in_choice = response_format.prompt_in_choice
+        in_choice, fields, extras = response_format.prompt_in_choice, self._completion.fields, None
+        if fields.return_token_ids or fields.prompt_logprobs is not None:
+            extras = AnswerExtras(self._completion, self._model.encoder, prompts, prompt_in_choice=in_choice)
         return Delivery(
             work=self._context.work,
             completion=self._completion,
             answer=self._answer,
             response_format=response_format,
-            extras=AnswerExtras(self._completion, self._model.encoder, prompts, prompt_in_choice=in_choice),
+            extras=extras,
             include_usage=self._include_usage,
             numbers=None if response_format.stream_headers else self._numbers,
         )

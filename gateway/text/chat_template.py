@@ -190,8 +190,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the prompt text; raise ChatTemplateError for any failure of the template."""
-        mark = _EndMark()
+        mark = None
         if continue_final_message:
+            mark = _EndMark()
             messages = [*messages[:-1], mark.after(messages[-1])]
         try:
             with limited(RENDER_SECONDS):
@@ -207,7 +208,7 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything, such as RecursionError
             reason = str(error)[:_SHOWN_CHARS]
             raise ChatTemplateError(f"the model's chat template refuses these messages: {reason}") from error
-        return mark.before(text) if continue_final_message else text
+        return text if mark is None else mark.before(text)
 
 
 class _EndMark:

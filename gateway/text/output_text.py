@@ -2,7 +2,7 @@ r"""The text of one choice: token ids in, text out, with stop strings and end-of
 
     text = OutputText(detokenizer, StopStrings(["\n\n"]), terminal_token_ids=frozenset({2}))
     text.push(318)             # -> " is": the text that is certain by now
-    text.stopped               # True after a stop string: stop generating
+    text.stop_string           # not None after a stop string: stop generating
     text.finish(reason)        # -> the rest
 
 Held back: bytes of an incomplete character (by the detokenizer), text that may become a stop string, and an
@@ -124,23 +124,20 @@ class StopStrings:
 
     def __init__(self, stops: Iterable[str], *, include_in_output: bool = False) -> None:
         self._stops = tuple(stops)
-        self.is_empty = not self._stops
         self._include_in_output = include_in_output
         self._held = ""
-        self.found: str | None = None  # the stop string that was found
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Return the text that is certain and whether a stop string was found."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text that is certain and the stop string that was found."""
         text = self._held + text
         found = self._first_match(text)
         if found is not None:
             start, end = found
             self._held = ""
-            self.found = text[start:end]
-            return text[: end if self._include_in_output else start], True
+            return text[: end if self._include_in_output else start], text[start:end]
         certain = len(text) - self._open_length(text)
         self._held = text[certain:]
-        return text[:certain], False
+        return text[:certain], None
 
     def flush(self) -> str:
         held, self._held = self._held, ""
@@ -170,7 +167,7 @@ class OutputText:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stops: StopStrings,
+        stops: StopStrings | None,
         *,
         terminal_token_ids: frozenset[int],
         min_tokens: int = 0,
@@ -178,20 +175,14 @@ class OutputText:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
-        self._has_stops = not stops.is_empty
         self._terminal_token_ids = terminal_token_ids
         self._min_tokens = min_tokens
         self._include_stop_token = include_stop_token
         self.held_terminal: int | None = None  # a last token that may not have ended this sequence
         self.num_tokens = 0  # consumed, including the one that completed a stop string
         self.token_start = 0  # offset of the last token in the text, in characters, held-back text included
-        self.stopped = False
+        self.stop_string: str | None = None  # that was found
         self._num_characters = 0
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that was found, or None."""
-        return self._stops.found
 
     def shows_terminal(self, reason: FinishReason) -> bool:
         """Return whether the token that ended the sequence is part of the text."""
@@ -199,8 +190,8 @@ class OutputText:
 
     def push(self, token_id: int) -> str:
         """Consume a token and return text that became certain; after a stop string nothing is consumed."""
-        released = "" if self.held_terminal is None else self._release_terminal()
-        if self.stopped:
+        released = "" if self.held_terminal is None else self._release(self.held_terminal)
+        if self.stop_string is not None:
             return released
         self.num_tokens += 1
         self.token_start = self._num_characters
@@ -209,35 +200,35 @@ class OutputText:
             return released
         text = self._detokenizer.push(token_id)
         self._num_characters += len(text)
-        if self._has_stops:
-            text = self._through_stops(text)
+        if self._stops is not None:
+            text = self._through(self._stops, text)
         return released + text if released else text
 
     def finish(self, reason: FinishReason) -> str:
         """Return the text still held back; empty after a stop string."""
-        if self.stopped:
+        if self.stop_string is not None:
             return ""
-        pieces = []
-        if self.shows_terminal(reason):
-            pieces.append(self._release_terminal())
-        if not self.stopped:
-            pieces.append(self._through_stops(self._detokenizer.flush()))
-        if not self.stopped:
-            pieces.append(self._stops.flush())
-        return "".join(pieces)
+        text = ""
+        if self.held_terminal is not None and self.shows_terminal(reason):
+            text = self._release(self.held_terminal)
+            if self.stop_string is not None:
+                return text
+        rest = self._detokenizer.flush()
+        if self._stops is not None:
+            rest = self._through(self._stops, rest)
+            if self.stop_string is None:
+                rest += self._stops.flush()
+        return text + rest
 
-    def _release_terminal(self) -> str:
+    def _release(self, terminal_id: int) -> str:
         """Return the text of the held token, which did not end the sequence or is shown."""
-        held, self.held_terminal = self.held_terminal, None
-        if held is None:
-            return ""
-        text = self._detokenizer.push(held)
+        self.held_terminal = None
+        text = self._detokenizer.push(terminal_id)
         self._num_characters += len(text)
-        return self._through_stops(text)
+        return text if self._stops is None else self._through(self._stops, text)
 
-    def _through_stops(self, text: str) -> str:
-        # Within min_tokens a stop string may not even begin.
-        if self._stops.is_empty or self.num_tokens <= self._min_tokens:
+    def _through(self, stops: StopStrings, text: str) -> str:
+        if self.num_tokens <= self._min_tokens:  # a stop string may not even begin
             return text
-        certain, self.stopped = self._stops.push(text)
+        certain, self.stop_string = stops.push(text)
         return certain

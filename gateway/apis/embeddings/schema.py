@@ -38,7 +38,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "normalize": (True,),
     "use_activation": (True,),
 }
-_ONE_ANSWER = ChoiceCount(1, 1, use_beam_search=False, length_penalty=1.0, early_stopping=False)
+_ONE_ANSWER = ChoiceCount(1, 1, use_beam_search=False)
 
 
 class _PromptFields(msgspec.Struct, kw_only=True):

@@ -137,7 +137,7 @@ def test_terminal_token_that_did_not_end_is_text() -> None:
 def test_withheld_terminal_token_completes_a_stop_string() -> None:
     text = output(["$"], terminal=ord("$"))
     assert [text.push(token_id) for token_id in ids("a$b")] == ["a", "", ""]
-    assert text.stopped and text.num_tokens == 2
+    assert text.stop_string is not None and text.num_tokens == 2
 
 
 def of_bytes(model: ServedModel, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
