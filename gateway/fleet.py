@@ -342,11 +342,6 @@ class Timeouts:
         return bool(self.total_seconds or self.queue_seconds)
 
 
-def without_worker(timeouts: Timeouts) -> Timeouts:
-    """Return the timeouts of a request that arrives while no worker is ready."""
-    return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
-
-
 def unavailable(reason: str, message: str = "") -> Unavailable:
     """Return the error of a reason.
 

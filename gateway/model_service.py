@@ -16,17 +16,18 @@ from prometheus_client import CollectorRegistry
 
 from gateway.auth.rate_limits import Account
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
-from gateway.fleet import OpenRequests, Readiness, Timeouts, assess, check_state, state_of, unavailable, without_worker
+from gateway.fleet import OpenRequests, Readiness, Timeouts, assess, check_state, state_of, unavailable
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TASKS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
-from gateway.store.inference_client import InferenceClient, Share
+from gateway.store.inference_client import InferenceClient
 from gateway.text.served_model import ModelLimits, ServedModel, is_complete, load_served_model
 from gateway.work.background import BackgroundWork
 from gateway.work.loop_scheduler import LoopScheduler
 from shared.messages import max_beam_width
 from shared.model_files import ModelFilesError, Task, task_of
 from shared.models_file import ModelEntry, check_names, read_models
+from shared.new_requests import Share
 from shared.settings import SettingsError
 
 logger = logging.getLogger("gateway")
@@ -212,7 +213,9 @@ class ModelService:
 
     def within_wait(self, timeouts: Timeouts) -> Timeouts:
         """Return the timeouts of a request admitted now: without a ready worker the queue time is bounded."""
-        return timeouts if self.client.fleet.ready else without_worker(timeouts)
+        if self.client.fleet.ready or timeouts.queue_seconds:
+            return timeouts
+        return replace(timeouts, queue_seconds=timeouts.no_worker_seconds)
 
     def share_of(self, account: Account) -> Share:
         """Return the account's share of the queue and of the store's memory."""

@@ -16,11 +16,11 @@ import ipaddress
 import logging
 import time
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, read_keys, single_key
 from gateway.auth.rate_limits import Account
@@ -83,9 +83,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Access:

@@ -7,6 +7,7 @@
           Both take ?model=NAME, because with several models some may be ready and others not
 """
 
+from dataclasses import replace
 from functools import cache
 
 import msgspec
@@ -21,7 +22,7 @@ from gateway.http.routing import OPERATIONS as ALL_OPERATIONS
 from gateway.http.shapes import LoadBody, ReadinessBody, StateBody, StoreReadinessBody, VersionBody
 from gateway.http.state import STATE, GatewayState
 from gateway.model_service import ModelService
-from gateway.store.inference_client import StoreUnavailable
+from gateway.store.store_calls import StoreUnavailable
 from shared.version import VERSION
 
 OPENMETRICS = "application/openmetrics-text"
@@ -77,7 +78,7 @@ async def readyz(request: web.Request) -> web.Response:
 def _asked(request: web.Request) -> list[Readiness]:
     """Return the readiness of the model that ?model= names; without it, of all models."""
     state, name = request.app[STATE], request.query.get("model")
-    services = state.models if name is None else [state.service(name, request[ACCOUNT])]
+    services = state.models if name is None else [state.models.find(name, request[ACCOUNT])]
     return [service.readiness() for service in services]
 
 
@@ -127,27 +128,19 @@ async def _refresh_model(service: ModelService) -> bool:
     return True
 
 
+_HEALTH = Operation(
+    "GET",
+    "/health",
+    health,
+    "Readiness as a status code",
+    other_statuses=(503,),
+    errors=(ModelNotFound,),
+    parameters=(MODEL_PARAMETER,),
+    uncharged=_FOR_OPERATORS,
+)
 OPERATIONS = (
-    Operation(
-        "GET",
-        "/health",
-        health,
-        "Readiness as a status code",
-        other_statuses=(503,),
-        errors=(ModelNotFound,),
-        parameters=(MODEL_PARAMETER,),
-        uncharged=_FOR_OPERATORS,
-    ),
-    Operation(
-        "GET",
-        "/ping",
-        health,
-        "Readiness as a status code, under SageMaker's name",
-        other_statuses=(503,),
-        errors=(ModelNotFound,),
-        parameters=(MODEL_PARAMETER,),
-        uncharged=_FOR_OPERATORS,
-    ),
+    _HEALTH,
+    replace(_HEALTH, path="/ping", summary="Readiness as a status code, under SageMaker's name"),
     Operation(
         "GET", "/load", load, "Number of open requests at this gateway", answer=LoadBody, uncharged=_FOR_OPERATORS
     ),

@@ -20,14 +20,14 @@ _encode = msgspec.json.encode
 
 async def stream_snapshots(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    services = state.selected_services(request.query.get("model"), request[ACCOUNT])
-    tenant = request[ACCOUNT].tenant
+    name, account = request.query.get("model"), request[ACCOUNT]
+    services = state.models.of(account) if name is None else [state.models.find(name, account)]
     stream = OpenResponse(request, web.StreamResponse(headers=sse.HEADERS), state.watch, sse.KEEP_ALIVE)
     await stream.open()
     try:
         async with snapshots_of([service.client.kv for service in services]) as snapshots:
             async for snapshot in snapshots:
-                await stream.write(sse.event(_encode(of_tenant(snapshot, tenant))))
+                await stream.write(sse.event(_encode(of_tenant(snapshot, account.tenant))))
     finally:
         stream.close()
     return stream.response

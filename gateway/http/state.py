@@ -9,7 +9,6 @@ from functools import partial
 from aiohttp import web
 
 from gateway.auth.access import ACCOUNT
-from gateway.auth.rate_limits import Account
 from gateway.fleet import OpenRequests, Timeouts, bytes_in_flight
 from gateway.http.kept_bodies import KeptBodies
 from gateway.http.open_response import StreamWatch
@@ -88,14 +87,6 @@ class GatewayState:
         return Timeouts(
             settings.default_timeout_seconds, settings.default_queue_timeout_seconds, settings.no_worker_wait_seconds
         )
-
-    def service(self, model_name: str | None, account: Account) -> ModelService:
-        """Return the model of a name. Raises ModelNotFound or MissingParameter."""
-        return self.models.find(model_name, account)
-
-    def selected_services(self, model_name: str | None, account: Account) -> list[ModelService]:
-        """Return the model of a name, or without a name all that the account may use. Raises ModelNotFound."""
-        return self.models.of(account) if model_name is None else [self.models.find(model_name, account)]
 
     async def keep_reader_ready(self, *readers: object) -> None:
         """Keep a started process ready for the next long request, which would wait 0.5 s for its start.

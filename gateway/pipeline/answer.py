@@ -27,7 +27,7 @@ from gateway.pipeline.choice_writer import Backlog, ChoiceDelta, ChoiceWriter, S
 from gateway.pipeline.message_parsers import ParserStage, message_parsers, needs_special_tokens
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import UsageCount
-from gateway.store.inference_client import Inbox
+from gateway.store.inbox import Inbox
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.parsers.message import MessageParser
 from gateway.text.served_model import ServedModel

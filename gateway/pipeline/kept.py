@@ -17,8 +17,9 @@ from gateway.model_service import ModelService
 from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.retention import AnswerRecord, Retention, attached_terms, decode_record
-from gateway.store.inference_client import Inbox, RequestGone, StoreUnavailable
+from gateway.store.inbox import Inbox
 from gateway.store.request_archive import StoredRequest
+from gateway.store.store_calls import RequestGone, StoreUnavailable
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
 from shared.new_requests import RetentionTerms
 

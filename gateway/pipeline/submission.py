@@ -36,16 +36,10 @@ from gateway.pipeline.reply import Delivery
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import Body, ReplyHeader, ResponseFormat
 from gateway.pipeline.retention import listed_names
-from gateway.store.inference_client import (
-    Inbox,
-    NeedsNewerWorker,
-    QueueFull,
-    QueueShareFull,
-    RetentionTerms,
-    ShareFull,
-    StoreUnavailable,
-)
+from gateway.store.inbox import Inbox
+from gateway.store.store_calls import NeedsNewerWorker, QueueFull, QueueShareFull, ShareFull, StoreUnavailable
 from shared.messages import GenerationRequest
+from shared.new_requests import RetentionTerms
 
 _REFUSALS = {
     QueueFull: "queue_full",

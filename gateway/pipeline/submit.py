@@ -25,8 +25,9 @@ from gateway.pipeline.plan import Tenant, encode_prompts, has_more_work, prepare
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.retention import Retention, new_terms, retention_of
 from gateway.pipeline.submission import AnswerSubmission, KeptSubmission
-from gateway.store.inference_client import NameTaken, StoreUnavailable
+from gateway.store.store_calls import StoreUnavailable
 from shared.messages import GenerationRequest
+from shared.redis_scripts import NameTaken
 
 MAX_ATTEMPTS = 8  # at what a name stands for: each but the first because another request changed it meanwhile
 
@@ -64,7 +65,7 @@ async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -
     if kind.complete is not None:
         body = await kind.complete(context, body)
     completion = await context.read(body.num_bytes, partial(kind.parse, body))
-    service = state.service(completion.model, account)
+    service = state.models.find(completion.model, account)
     name = context.headers.get(NAME_HEADER)
     retention = await context.read(0 if name is None else body.num_bytes, partial(
         retention_of, name, completion, kind.name, body, account.owner_key_hash,

@@ -13,51 +13,24 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from gateway.fleet import Fleet, WorkerStatus
+from gateway.fleet import Fleet
 from gateway.store.acceptance import Acceptance
 from gateway.store.duties import HeldAnswers, OverdueRequests, Withdrawals
-from gateway.store.inbox import Inbox, cancelled_event
+from gateway.store.inbox import cancelled_event
 from gateway.store.kv_watch import KVWatch
 from gateway.store.listening import Listening
 from gateway.store.recovery import QUIET_SECONDS, Recovery
 from gateway.store.request_archive import RequestArchive
-from gateway.store.store_calls import (
-    InferenceError,
-    NeedsNewerWorker,
-    QueueFull,
-    QueueShareFull,
-    RequestGone,
-    ShareFull,
-    StoreCalls,
-    StoreUnavailable,
-)
-from gateway.store.store_probe import QueueStats, StoreMemory, StoreProbe
+from gateway.store.store_calls import StoreCalls
+from gateway.store.store_probe import StoreMemory, StoreProbe
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.store.submission import Submission
 from gateway.work.owner_tasks import OwnerTasks
 from shared.fleet_clock import FleetClock
-from shared.new_requests import RetentionTerms, Share
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import NameTaken, RedisScripts
+from shared.redis_scripts import RedisScripts
 from shared.tasks import cancel_and_wait
-
-__all__ = [
-    "Inbox",
-    "InferenceClient",
-    "InferenceError",
-    "NameTaken",
-    "NeedsNewerWorker",
-    "QueueFull",
-    "QueueShareFull",
-    "QueueStats",
-    "RequestGone",
-    "RetentionTerms",
-    "Share",
-    "ShareFull",
-    "StoreUnavailable",
-    "WorkerStatus",
-]  # fmt: skip
 
 CLOSE_SECONDS = 2.0
 

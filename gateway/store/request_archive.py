@@ -63,7 +63,7 @@ class RequestArchive:
 
     async def keeps(self, request_id: str) -> bool:
         """Return whether the request and its answer are still stored. Raise StoreUnavailable."""
-        owner: Any = await self._calls.ask(self._read_owner(request_id))
+        (owner,) = await self._ask(self._redis.hmget(self._keys.request(request_id), ["owner"]))
         return owner is not None
 
     async def decoded(
@@ -92,16 +92,18 @@ class RequestArchive:
 
     async def named(self, digest: str) -> tuple[str, str] | None:
         """Return (id, fingerprint) of the request that has this client's name, or None. Raise StoreUnavailable."""
-        return await self._calls.ask(self._read_name(digest))
+        named = await self._ask(self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"]))
+        return (named[0].decode(), named[1].decode()) if all(named) else None
 
     async def forget(self, request_ids: Iterable[str], name: str) -> None:
         """Delete requests that have ended, and their client's name. What is not deleted now expires by itself."""
         keys = [key for id_ in request_ids for key in (self._keys.request(id_), self._keys.journal(id_))]
         with suppress(StoreUnavailable):
-            await self._calls.ask(self._unlink([*keys, self._keys.client_name(name)]))
+            await self._ask(self._redis.unlink(*keys, self._keys.client_name(name)))
 
-    async def _unlink(self, keys: list[str]) -> None:
-        await self._redis.unlink(*keys)
+    async def _ask(self, command: Any) -> Any:
+        """Return the reply of a command of redis-py, whose types allow no coroutine."""
+        return await self._calls.ask(command)
 
     async def read(self, request_ids: list[str], fields: Iterable[str]) -> list[tuple[Any, Any]]:
         """Return fields of the hash, and the journal, of each request; either may be the server's error.
@@ -122,14 +124,6 @@ class RequestArchive:
                 pipeline.hdel(self._keys.request(request_id), "body", "record", "owner")
                 pipeline.unlink(self._keys.journal(request_id))
             await pipeline.execute()
-
-    async def _read_owner(self, request_id: str) -> bytes | None:
-        fields: Any = await self._redis.hmget(self._keys.request(request_id), ["owner"])
-        return fields[0]  # type: ignore[no-any-return]
-
-    async def _read_name(self, digest: str) -> tuple[str, str] | None:
-        named: Any = await self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"])
-        return (named[0].decode(), named[1].decode()) if all(named) else None
 
 
 def _length_of(journal: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet import RETRY_AFTER_SECONDS
-from gateway.store.inference_client import QueueFull
+from gateway.store.store_calls import QueueFull
 from gateway.text.served_model import ServedModel
 from tests.clients.conftest import CLIENTS, run_client
 from tests.gateway.conftest import Gateway, gateway, start_gateway, tiny_model, tiny_model_dir  # noqa: F401  fixtures

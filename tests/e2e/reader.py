@@ -4,8 +4,9 @@ import asyncio
 import time
 from typing import Any
 
-from gateway.store.inference_client import InferenceClient, RetentionTerms
+from gateway.store.inference_client import InferenceClient
 from shared.messages import FinishEvent, GenerationRequest, TokenEvent
+from shared.new_requests import RetentionTerms
 from tests.builders import expected_output, make_request
 from tests.e2e.fleet import STOP_SECONDS
 from tests.inbox_reader import InboxReader

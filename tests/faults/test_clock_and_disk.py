@@ -14,7 +14,7 @@ import pytest
 import redis
 from tokenizers import Tokenizer
 
-from gateway.store.inference_client import StoreUnavailable
+from gateway.store.store_calls import StoreUnavailable
 from tests.builders import make_request
 from tests.e2e.fleet import STOP_SECONDS
 from tests.e2e.reader import Reader

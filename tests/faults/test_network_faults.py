@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.store.inference_client import RetentionTerms
+from shared.new_requests import RetentionTerms
 from tests.e2e.reader import Reader
 from tests.faults.conftest import StartWorld, World
 from tests.faults.tcp_proxy import TcpProxy

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.store.inference_client import StoreUnavailable
+from gateway.store.store_calls import StoreUnavailable
 from tests.builders import make_request
 from tests.faults.conftest import StartWorld, Store
 

@@ -5,9 +5,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from gateway.fleet import ready_workers
-from gateway.store.inference_client import QueueStats, RetentionTerms, Share, WorkerStatus
-from gateway.store.store_probe import QueueLoad, StoreMemory
+from gateway.fleet import WorkerStatus, ready_workers
+from gateway.store.store_probe import QueueLoad, QueueStats, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.work.owner_tasks import OwnerTasks
 from shared.kv_snapshot import KVSnapshot
@@ -23,6 +22,7 @@ from shared.messages import (
     WorkerPhase,
     scores_by_index,
 )
+from shared.new_requests import RetentionTerms, Share
 
 Script = Callable[[GenerationRequest], Iterable[StreamEvent]]
 

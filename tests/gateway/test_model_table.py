@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.auth.api_keys import digest_of
-from gateway.store.inference_client import StoreUnavailable
+from gateway.store.store_calls import StoreUnavailable
 from shared.kv_snapshot import KVMove, KVRequest, KVSnapshot
 from shared.messages import WorkerPhase
 from tests.gateway.conftest import MAX_MODEL_LEN, Gateway

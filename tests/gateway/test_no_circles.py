@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway.store.inference_client import QueueFull
+from gateway.store.store_calls import QueueFull
 from shared.messages import ErrorCode, ErrorEvent, GenerationRequest, StreamEvent, TokenEvent
 from tests.gateway.auth.test_access import KEY, bearer, entry
 from tests.gateway.conftest import Gateway

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.store.inference_client import QueueFull
+from gateway.store.store_calls import QueueFull
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent
 from tests.gateway.conftest import Gateway

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.store.inference_client import StoreUnavailable
+from gateway.store.store_calls import StoreUnavailable
 from gateway.text.served_model import ServedModel
 from shared.messages import FinishReason, WorkerPhase
 from tests.gateway.conftest import MAX_MODEL_LEN, Gateway

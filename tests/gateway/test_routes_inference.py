@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.store.inference_client import QueueFull, StoreUnavailable
+from gateway.store.store_calls import QueueFull, StoreUnavailable
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent, WorkerPhase
 from tests.gateway.conftest import IM_END, MAX_MODEL_LEN, Gateway

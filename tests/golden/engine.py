@@ -6,7 +6,6 @@ It answers token by token, with logprobs if the request asks for them.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gateway.store.inference_client import RetentionTerms, Share
 from gateway.store.request_archive import StoredRequest
 from shared.messages import (
     EncodedLogprobs,
@@ -20,6 +19,7 @@ from shared.messages import (
     TokenLogprobs,
     encoded_logprobs,
 )
+from shared.new_requests import RetentionTerms, Share
 from tests.gateway.fake_inference import FakeInferenceClient, FakeStream, finish
 
 

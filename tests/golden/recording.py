@@ -22,7 +22,7 @@ from gateway.http.state import STATE, GatewayState
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
-from gateway.store.inference_client import QueueFull, StoreUnavailable
+from gateway.store.store_calls import QueueFull, StoreUnavailable
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from pagestream.serve_settings import ServeSettings
 from shared.settings import load_settings

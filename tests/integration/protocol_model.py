@@ -23,8 +23,9 @@ from engine_worker.transport.claims import Claims
 from engine_worker.transport.reaper import Reaper
 from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import TokenPublisher
-from gateway.store.inbox import StreamState
-from gateway.store.inference_client import Inbox, InferenceClient, StoreUnavailable
+from gateway.store.inbox import Inbox, StreamState
+from gateway.store.inference_client import InferenceClient
+from gateway.store.store_calls import StoreUnavailable
 from shared.messages import (
     ErrorEvent,
     FinishEvent,

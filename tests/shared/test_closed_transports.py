@@ -15,7 +15,8 @@ from redis.exceptions import ConnectionError
 from engine_worker.transport.incarnation import register
 from engine_worker.transport.reaper import Reaper
 from gateway.store.inbox import Inbox
-from gateway.store.inference_client import InferenceClient, StoreUnavailable
+from gateway.store.inference_client import InferenceClient
+from gateway.store.store_calls import StoreUnavailable
 from gateway.work.owner_tasks import OwnerTasks
 from shared import command_connection, redis_client, store_errors
 from shared.messages import FinishEvent, FinishReason, TokenEvent, Usage

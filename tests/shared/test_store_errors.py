@@ -8,7 +8,9 @@ from redis.exceptions import RedisError, ResponseError
 
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.reaper import Reaper
-from gateway.store.inference_client import Inbox, InferenceClient, StoreUnavailable
+from gateway.store.inbox import Inbox
+from gateway.store.inference_client import InferenceClient
+from gateway.store.store_calls import StoreUnavailable
 from gateway.work.owner_tasks import OwnerTasks
 from shared import redis_client, store_errors
 from shared.fleet_clock import FleetClock

@@ -30,7 +30,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 async def retrieve_model(request: web.Request) -> web.Response:
     name = request.match_info["id"]
-    return web.json_response(_shown(request, request.app[STATE].service(name, request[ACCOUNT]), name))
+    return web.json_response(_shown(request, request.app[STATE].models.find(name, request[ACCOUNT]), name))
 
 
 def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ async def with_checked_context(context: RequestContext, body: JsonBody) -> JsonB
     options, name = body.given.get("options"), body.given.get("model")
     num_ctx = options.get("num_ctx") if isinstance(options, Mapping) else None
     if isinstance(num_ctx, int) and isinstance(name, str):
-        service = context.state.service(model_name(name), context.account)
+        service = context.state.models.find(model_name(name), context.account)
         limit = service.limits(service.require_model()).max_model_len
         if num_ctx > limit:
             raise InvalidRequest(

@@ -56,7 +56,7 @@ async def show_model(request: web.Request) -> web.Response:
     async with received_body(request) as data:
         body = await context.read(len(data), partial(decode_body, data))
     name = model_name(body.typed(ShowBody).model)
-    service = context.state.service(name, context.account)
+    service = context.state.models.find(name, context.account)
     model = service.require_model()
     capabilities = ["completion", *(["tools"] if model.encoder.template_source else [])]
     capabilities += ["thinking"] if model.reasoning is not None else []

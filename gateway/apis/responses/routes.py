@@ -32,7 +32,7 @@ from gateway.pipeline.context import context_of
 from gateway.pipeline.kept import KeptAnswer
 from gateway.pipeline.submission import show_again, stream_again
 from gateway.pipeline.submit import generating, num_prompt_tokens
-from gateway.store.inference_client import StoreUnavailable
+from gateway.store.store_calls import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"
 _MAX_NUMBER = 10**8

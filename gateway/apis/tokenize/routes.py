@@ -96,7 +96,7 @@ def _prompt(body: TokenizeBody) -> tuple[Prompt, str, bool, TemplateOptions | No
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
-    model = request.app[STATE].service(request.query.get("model"), request[ACCOUNT]).require_model()
+    model = request.app[STATE].models.find(request.query.get("model"), request[ACCOUNT]).require_model()
     return web.json_response(model.tokenizer_info)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.store.inference_client import Inbox, InferenceClient
+from gateway.store.inbox import Inbox
+from gateway.store.inference_client import InferenceClient
 from shared.messages import (
     FinishEvent,
     FinishReason,

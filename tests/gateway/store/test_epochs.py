@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.store.inbox import StreamState
-from gateway.store.inference_client import Inbox, InferenceClient
+from gateway.store.inbox import Inbox, StreamState
+from gateway.store.inference_client import InferenceClient
 from shared.messages import (
     PROTOCOL_VERSION,
     EventBatch,

@@ -6,7 +6,8 @@ import msgpack
 import pytest
 
 from gateway.store.inbox import StreamState, cancelled_event
-from gateway.store.inference_client import InferenceClient, QueueFull, QueueShareFull, Share, StoreUnavailable
+from gateway.store.inference_client import InferenceClient
+from gateway.store.store_calls import QueueFull, QueueShareFull, StoreUnavailable
 from shared.messages import (
     PROTOCOL_VERSION,
     ErrorCode,
@@ -20,7 +21,7 @@ from shared.messages import (
     WorkerPhase,
     encode,
 )
-from shared.new_requests import RetentionTerms
+from shared.new_requests import RetentionTerms, Share
 from shared.reaping import reap_worker
 from shared.redis_client import connect
 from shared.redis_keys import RESUMED

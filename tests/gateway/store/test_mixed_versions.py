@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.store.inference_client import InferenceClient, NeedsNewerWorker, RetentionTerms
+from gateway.store.inference_client import InferenceClient
+from gateway.store.store_calls import NeedsNewerWorker
 from shared.capabilities import NEEDS_NEWER_MESSAGE, SUPPORTED
 from shared.messages import (
     ErrorCode,
@@ -21,6 +22,7 @@ from shared.messages import (
     decode_request,
     encode,
 )
+from shared.new_requests import RetentionTerms
 from shared.redis_keys import GROUP, INTERACTIVE, NEWER, PRIORITY_CLASSES, RESUMED
 from shared.redis_scripts import Ending, RedisScripts, gateway_message, queue_entry
 from tests.gateway.store.conftest import HandPlayedWorker, num_waiting, rest
