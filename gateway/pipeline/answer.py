@@ -29,7 +29,6 @@ from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import UsageCount
 from gateway.store.inbox import Inbox
 from gateway.text.output_text import OutputText, StopStrings
-from gateway.text.parsers.message import MessageParser
 from gateway.text.served_model import ServedModel
 from gateway.work.loop_scheduler import KeyScheduler
 from shared.capabilities import NEEDS_NEWER_MESSAGE
@@ -136,8 +135,8 @@ class Answer:
                 if isinstance(event, TokenEvent):
                     num_tokens, writer = len(event.token_ids), prompt.writers[event.choice]
                     writer.write(event, out)
-                    if writer.finished:
-                        prompt.check_early_end()
+                    if writer.finished and prompt.ends_early():
+                        self._release(prompt, FinishReason.STOP)
                 else:
                     self._finish(prompt, event, out)
                 if prompt.is_over:
@@ -188,8 +187,6 @@ class Answer:
     def _close(self, prompt: "_PromptChoices") -> None:
         """Handle the end of a prompt."""
         self._open.remove(prompt)
-        if not prompt.has_ended:
-            self._release(prompt, FinishReason.STOP)
         if prompt.best_of is not None:
             self._backlog.append((prompt.ranked(prompt.best_of), prompt.best_of.write))
 
@@ -220,8 +217,7 @@ class _PromptChoices:
         metrics: ModelMetrics,
     ) -> None:
         self.inbox = inbox
-        self.has_ended = False  # the engine has nothing more of it
-        self.is_over = False  # so it is then, and when nothing more of it is wanted since a stop string was met
+        self.is_over = False  # the engine has nothing more of it, or stop strings have ended its choices
         self.ended_at = 0  # Unix seconds, once it is over
         self.cached_tokens = 0
         self._outputs = range(first_choice, first_choice + request.n)
@@ -248,16 +244,13 @@ class _PromptChoices:
         )
 
     def write_to(self, write: Write) -> None:
-        outputs = [self._parsed(self.parsers.get(index), write) for index in self._outputs]
+        parsers = self.parsers
+        outputs = [ParserStage(parsers[index], write).write if index in parsers else write for index in self._outputs]
         if self.best_of is not None:
             self.best_of.outputs = outputs
             outputs = [self.best_of.hold] * len(self.writers)
         for writer, output in zip(self.writers, outputs, strict=True):
             writer.next = output
-
-    @staticmethod
-    def _parsed(parser: MessageParser | None, write: Write) -> Write:
-        return write if parser is None else ParserStage(parser, write).write
 
     @property
     def num_tokens(self) -> int:
@@ -269,14 +262,15 @@ class _PromptChoices:
     def ranked(self, best_of: BestOf) -> Iterator[ChoiceDelta]:
         return best_of.ranked([writer.cumulative_logprob for writer in self.writers])
 
-    def check_early_end(self) -> None:
-        """Record that all choices have ended, one of them by a stop string, which the engine does not know."""
+    def ends_early(self) -> bool:
+        """Record and return whether all choices have ended, one by a stop string, which the engine does not know."""
         if any(writer.stopped_early for writer in self.writers) and all(writer.finished for writer in self.writers):
             self.is_over, self.ended_at = True, int(time.time())
+        return self.is_over
 
     def finish(self, event: TerminalEvent, out: bytearray) -> None:
         """Write the end of all choices that have none yet. Raise GatewayError if the request failed."""
-        self.has_ended = self.is_over = True
+        self.is_over = True
         if isinstance(event, ErrorEvent):
             self.record_end("error")
             raise _error_of(event)
@@ -343,7 +337,8 @@ class AnswerLoop:
                 self._stopped, self._is_waiting = asyncio.get_running_loop().create_future(), True
                 self._on_ready()
                 await self._stopped
-                self._raise_failure()
+                if self._failure is not None:
+                    self._raise_failure(self._failure)
                 if self._is_done:
                     return
                 if self._output is not None:
@@ -352,11 +347,10 @@ class AnswerLoop:
             self._stop()
             self._answer.listen(_ignore)  # or the two would hold each other, and all that the request had
 
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
+    def _raise_failure(self, failure: Exception) -> None:
+        self._failure = None
         try:
-            if failure is not None:
-                raise failure
+            raise failure
         finally:
             del failure  # its frames have this one: a circle that holds the request for long
 

@@ -217,10 +217,8 @@ def check_extra_fields(fields: GenerationFields, *, stream: bool, use_beam_searc
             raise InvalidRequest(f"{param}: set by the server; remove it.", param=param)
 
 
-def truncated(token_ids: list[int], truncate: int | None, side: str | None, room_tokens: int) -> list[int]:
+def truncated(token_ids: list[int], truncate: int, side: str | None, room_tokens: int) -> list[int]:
     """Return the prompt cut to `truncate` tokens; -1 cuts it to `room_tokens`, which leaves room for the answer."""
-    if truncate is None:
-        return token_ids
     num_kept = truncate if truncate > 0 else max(1, room_tokens)
     return token_ids[:num_kept] if side == "right" else token_ids[-num_kept:]
 

@@ -9,14 +9,12 @@ a second. Most of that time is spent without the interpreter lock.
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
-from gateway.fleet import Timeouts
 from gateway.pipeline.call_grammar import answer_or_calls
 from gateway.pipeline.fields import GenerationFields, check_something_is_allowed, truncated, words_token_ids
 from gateway.pipeline.grammar import AskedGrammar
@@ -30,7 +28,6 @@ from shared.choice_seeds import SEED_BITS
 from shared.grammars import GrammarError, check_grammar
 from shared.messages import GenerationRequest, Grammar, GrammarKind, Pooling, SamplingParams
 from shared.model_files import Task
-from shared.redis_keys import PRIORITY_CLASSES
 
 # Tokens of one answer plus all their log-probabilities. Prompts, choices, tokens, and log-probabilities have limits of
 # their own, but the journal, the gateway, and the body hold their product. A value takes about 14 bytes of journal, 70
@@ -49,27 +46,10 @@ _FEW_WORDS = 16  # each is two calls of the tokenizer, 20 us
 _FEW_MESSAGES = 64  # a template takes about 8 us per message
 
 
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """The API key of a request, as the scheduler knows it."""
-
-    name: str = ""
-    weight: float = 1.0  # relative to other tenants
-    max_running: int = 0  # limit of running sequences per worker; 0: no limit
-
-
-NO_TENANT = Tenant()
-
-
 def prepared(
-    model: ServedModel,
-    limits: ModelLimits,
-    request: CompletionRequest,
-    tenant: Tenant,
-    priority_class: str,
-    traceparent: str,
+    model: ServedModel, limits: ModelLimits, request: CompletionRequest
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
-    """Return the request with encoded bad words, and the engine requests; raise InvalidRequest."""
+    """Return the request with encoded bad words, and the engine requests, of no sender yet; raise InvalidRequest."""
     request = with_defaults(_bound(request, model), model.defaults)
     if request.task is Task.SCORE:
         request = _with_answers(request, model)
@@ -79,7 +59,7 @@ def prepared(
     if request.fields.bad_words:
         encode = partial(model.encoder.encode_text, add_special_tokens=False)
         request = structs.replace(request, bad_words=words_token_ids(request.fields.bad_words, encode))
-    planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
+    planned = plan_requests(request, token_ids, limits)
     if request.must_think and model.reasoning is None:
         raise InvalidRequest(
             "thinking: no reasoning parser is configured for this model; remove it or use disabled.",
@@ -188,7 +168,9 @@ def encode_prompts(model: ServedModel, limits: ModelLimits, request: CompletionR
     for prompt in request.prompts:
         checked = limits if truncate is None else None
         token_ids = encode_prompt(model, checked, prompt, request.prompt_param, request.add_special_tokens, template)
-        prompts.append(truncated(token_ids, truncate, request.fields.truncation_side, room_tokens))
+        if truncate is not None:
+            token_ids = truncated(token_ids, truncate, request.fields.truncation_side, room_tokens)
+        prompts.append(token_ids)
     return prompts
 
 
@@ -239,12 +221,7 @@ def _template_options(request: CompletionRequest, model: ServedModel) -> Templat
 
 
 def plan_requests(
-    request: CompletionRequest,
-    prompts_token_ids: Sequence[list[int]],
-    limits: ModelLimits,
-    tenant: Tenant = NO_TENANT,
-    priority_class: str = PRIORITY_CLASSES[0],
-    traceparent: str = "",
+    request: CompletionRequest, prompts_token_ids: Sequence[list[int]], limits: ModelLimits
 ) -> list[GenerationRequest]:
     """Return one engine request per prompt, each with all its choices, in the order of the prompts."""
     if len(request.prompts) > 1:
@@ -259,12 +236,7 @@ def plan_requests(
             request_id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
             sampling=_sampling_params(request, max_tokens, limits),
-            priority_class=priority_class,
-            tenant=tenant.name,
-            tenant_weight=tenant.weight,
-            tenant_max_running=tenant.max_running,
             cache_salt=request.fields.cache_salt or "",
-            traceparent=traceparent,
             pooling=request.pooling,
         )
         planned.append(generation)
@@ -294,15 +266,6 @@ def _check_rules(request: CompletionRequest) -> None:
             f"and bad_words; at most {MAX_RULE_BYTES // of_each} such prompts per request.",
             param=request.prompt_param,
         )
-
-
-def with_deadlines(
-    planned: Sequence[GenerationRequest], timeouts: Timeouts, now_seconds: float
-) -> list[GenerationRequest]:
-    deadline, queue_deadline = (
-        now_seconds + seconds if seconds else None for seconds in (timeouts.total_seconds, timeouts.queue_seconds)
-    )
-    return [structs.replace(request, deadline=deadline, queue_deadline=queue_deadline) for request in planned]
 
 
 def check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:

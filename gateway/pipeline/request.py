@@ -96,7 +96,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def grammars(self) -> tuple[AskedGrammar, ...]:
         """All grammars to check, including that of an answer that a forced call rules out."""
-        return tuple(dict.fromkeys(asked for asked in (self.answer_grammar, self.grammar) if asked is not None))
+        return tuple(dict.fromkeys(filter(None, (self.answer_grammar, self.grammar))))
 
     @property
     def may_answer_or_call(self) -> bool:
@@ -116,8 +116,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of most likely tokens returned per prompt position, or None."""
-        asked = (self.fields.prompt_logprobs, self.num_logprobs if self.echo else None)
-        return max((count for count in asked if count is not None), default=None)
+        if not self.echo or self.num_logprobs is None:
+            return self.fields.prompt_logprobs
+        return max(self.num_logprobs, self.fields.prompt_logprobs or 0)
 
 
 def prompt_list(prompt: str | list[str | int | list[int]], param: str, max_prompts: int) -> tuple[Prompt, ...]:

@@ -182,10 +182,11 @@ class AnswerSubmission:
 
     def _max_output_tokens(self) -> int:
         """Return the tokens to reserve for all choices."""
-        params = [request.sampling for request in self._requests]
-        if self._completion.max_tokens is None:
-            return sum(param.n * min(param.max_tokens, OPEN_OUTPUT_TOKENS) for param in params)
-        return sum(param.n * param.max_tokens for param in params)
+        num_tokens, is_open = 0, self._completion.max_tokens is None
+        for request in self._requests:
+            limit = request.sampling.max_tokens
+            num_tokens += request.sampling.n * (min(limit, OPEN_OUTPUT_TOKENS) if is_open else limit)
+        return num_tokens
 
     def _format(self) -> ResponseFormat:
         return self._kind.format(

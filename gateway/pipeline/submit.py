@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
+from msgspec import structs
 
 from gateway.fleet import unavailable
 from gateway.http.body import received_body
@@ -21,7 +22,7 @@ from gateway.pipeline.answer_kind import AnswerKind
 from gateway.pipeline.context import RequestContext, context_of
 from gateway.pipeline.fields import PRIORITY_HEADER, asked_class, timeouts_of
 from gateway.pipeline.kept import AnswerChanged, find_named
-from gateway.pipeline.plan import Tenant, encode_prompts, has_more_work, prepared, with_deadlines
+from gateway.pipeline.plan import encode_prompts, has_more_work, prepared
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.retention import Retention, new_terms, retention_of
 from gateway.pipeline.submission import AnswerSubmission, KeptSubmission
@@ -123,15 +124,20 @@ async def _engine_requests(
     asked = asked_class(completion.fields.priority, context.headers.get(PRIORITY_HEADER), completion.default_class)
     completion, planned = await context.read(
         None if has_more_work(completion) else body.num_bytes,
-        partial(
-            prepared, model, service.limits(model), completion,
-            Tenant(account.tenant, account.weight, account.max_running),
-            account.priority_class(asked), context.traceparent,
-        ),
-    )  # fmt: skip
+        partial(prepared, model, service.limits(model), completion),
+    )
+    sender: dict[str, Any] = {
+        "priority_class": account.priority_class(asked),
+        "tenant": account.tenant,
+        "tenant_weight": account.weight,
+        "tenant_max_running": account.max_running,
+        "traceparent": context.traceparent,
+    }
     if timeouts:
-        planned = with_deadlines(planned, timeouts, await _fleet_seconds(service))
-    return completion, planned
+        now = await _fleet_seconds(service)
+        sender["deadline"] = now + timeouts.total_seconds if timeouts.total_seconds else None
+        sender["queue_deadline"] = now + timeouts.queue_seconds if timeouts.queue_seconds else None
+    return completion, [structs.replace(request, **sender) for request in planned]
 
 
 async def _fleet_seconds(service: ModelService) -> float:

@@ -21,7 +21,7 @@ from gateway.fleet import (
 from gateway.http.json_body import decode_body
 from gateway.model_service import ModelOptions, model_options
 from gateway.pipeline.choice_writer import ChoiceDelta
-from gateway.pipeline.plan import Tenant, plan_requests
+from gateway.pipeline.plan import plan_requests
 from gateway.pipeline.response_format import ReplyHeader, UsageCount, json_text
 from gateway.settings import TOOL_CALL_PARSERS, GatewaySettings
 from gateway.text.served_model import ModelLimits
@@ -131,12 +131,6 @@ def test_seeds_are_derived_per_choice() -> None:
     assert seeds(',"seed":6')[1] != seeds(',"seed":5')[1]
     assert seeds("") != seeds("")
     assert all(0 <= seed < 2**63 for seed in [*seeds(""), *seeds(',"seed":-1')])
-
-
-def test_tenant_reaches_the_scheduler_with_its_limits() -> None:
-    request = parse_completion(decode_body(b'{"prompt":[1]}'))
-    (planned,) = plan_requests(request, [[1]], LIMITS, Tenant("a", 2.0, 8))
-    assert (planned.tenant, planned.tenant_weight, planned.tenant_max_running) == ("a", 2.0, 8)
 
 
 def test_default_length_fits_into_the_remaining_context() -> None:

@@ -263,8 +263,8 @@ async def test_files_and_batches_are_private_to_their_key(start_gateway: Callabl
         assert (await other.files.list()).data == [] and (await other.batches.list()).data == []
 
 
-async def test_batch_leaves_max_concurrent_to_the_scheduler(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "keys", "team-a", more="max_concurrent = 2")
+async def test_key_reaches_the_scheduler_with_its_limits(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", "team-a", more="max_concurrent = 2\nweight = 3.0")
     gateway = await start_gateway(files_dir=tmp_path / "kept", api_keys_file=keys)
     async with client_of(gateway, KEYS["team-a"]) as client:
         batch = await begun(client, jsonl(*map(line, "abc")))
@@ -272,7 +272,9 @@ async def test_batch_leaves_max_concurrent_to_the_scheduler(start_gateway: Calla
         own = asyncio.create_task(client.completions.create(model="tiny", prompt="hi"))
         streams.append(await gateway.engine.next_stream())
         assert [stream.request.priority_class for stream in streams] == ["batch"] * 3 + ["interactive"]
-        assert {stream.request.tenant_max_running for stream in streams} == {2}
+        requests = [stream.request for stream in streams]
+        senders = {(request.tenant, request.tenant_weight, request.tenant_max_running) for request in requests}
+        assert senders == {("team-a", 3.0, 2)}
         for stream in streams:
             stream.send(finish(stream.request, 0))
         await own
