@@ -38,7 +38,7 @@ RERANK = AnswerKind(
     parse_rerank,
     RerankFormat,
     stored_fields(RerankBody) - {"instruction"},
-    {"query": lambda query, given: SOME_TEXT, "documents": _short_documents},
+    {"query": _short, "documents": _short_documents},
     has_events=False,
 )
 SCORE = AnswerKind(
