@@ -55,9 +55,10 @@ class ReaderProcess:
     def end(self) -> None:
         """End the process. A thread that waits for its result gets EOFError."""
         self._has_ended = True
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        process = self._process  # the waiting thread drops it as soon as it is dead
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def _reap(self) -> None:
         process, self._process = self._process, None
