@@ -12,14 +12,17 @@ Source of copy-on-write: PagedAttention, section 4.4, https://arxiv.org/abs/2309
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import islice
+from typing import TypeVar
 
 from engine_worker.kv.block_pool import BlockPool
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import NULL_BLOCK_ID, Table
-from engine_worker.kv.span import KVSpans
+from engine_worker.kv.span import KVSpan, KVSpans
 from engine_worker.kv.transfers import BlockCopy
+
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 class AttentionTables:
@@ -34,13 +37,12 @@ class AttentionTables:
         self._is_shared = pool.is_shared
         self._spans = spans.groups
         self._block_size = spans.block_size
-        self._windows = [(group, span) for group, span in enumerate(spans.groups) if span.window]
         # Tables with a window are the shortest. Those with are equally long, whatever their windows, and those without.
-        self._shortest = self._windows[0][0] if self._windows else 0
-        kinds = Counter(bool(span.window) for span in spans.groups)
-        self._kinds = [  # a group of each kind, and how many there are
-            (next(group for group, span in enumerate(spans.groups) if bool(span.window) is has_window), count)
-            for has_window, count in kinds.items()
+        kinds = _groups_by(lambda span: span.window > 0, spans.groups)
+        self._shortest = kinds.get(True, [0])[0]
+        self._kinds = [(spans.groups[groups[0]], groups) for groups in kinds.values()]
+        self._windows = [
+            (span, groups) for span, groups in _groups_by(lambda span: span, spans.groups).items() if span.window
         ]
         self._advanced: list[Sequence] = []  # with a window, since release_outside_window()
 
@@ -50,11 +52,7 @@ class AttentionTables:
 
     def num_lacking(self, sequence: Sequence) -> int:
         """Return the number of blocks that the tables of `sequence` are too short."""
-        kv, num_tokens, num_lacking = sequence.kv, sequence.num_tokens, 0
-        for group, count in self._kinds:
-            num_needed = self._spans[group].num_blocks(kv.num_computed_tokens, num_tokens)
-            num_lacking += (num_needed - len(kv.tables[group].blocks)) * count
-        return num_lacking
+        return sum(number * len(groups) for number, groups in self._lacking(sequence))
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return whether a sequence with `num_tokens` tokens is missing blocks.
@@ -97,10 +95,11 @@ class AttentionTables:
 
     def extend(self, sequence: Sequence) -> None:
         """Complete the block tables, and leave shared blocks as they are."""
-        kv, num_tokens = sequence.kv, sequence.num_tokens
-        new = iter(self._pool.allocate(self.num_lacking(sequence)))
-        for table, span in zip(kv.tables, self._spans, strict=True):
-            table.blocks += islice(new, span.num_blocks(kv.num_computed_tokens, num_tokens) - len(table.blocks))
+        tables, lacking = sequence.kv.tables, self._lacking(sequence)
+        new = iter(self._pool.allocate(sum(number * len(groups) for number, groups in lacking)))
+        for number, groups in lacking:
+            for group in groups:
+                tables[group].blocks += islice(new, number)
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Return whether the parent still holds all blocks that the token after `num_tokens` sees."""
@@ -140,10 +139,12 @@ class AttentionTables:
         released: list[int] = []
         for sequence in self._advanced:
             kv = sequence.kv
-            for group, span in self._windows:
-                table, end = kv.tables[group], span.first_block(kv.num_computed_tokens)
-                if end > table.num_released:
-                    released += _release(table, end)
+            for span, groups in self._windows:
+                end = span.first_block(kv.num_computed_tokens)
+                for group in groups:
+                    table = kv.tables[group]
+                    if end > table.num_released:
+                        released += _release(table, end)
         self._advanced.clear()
         self._pool.free(released)
 
@@ -182,6 +183,14 @@ class AttentionTables:
             assert len(table.blocks) <= num_needed, f"{sequence.request_id} has more blocks than its tokens need"
             assert not any(map(self._is_shared, table.blocks[max(first, end) :])), "a shared block at the end"
 
+    def _lacking(self, sequence: Sequence) -> list[tuple[int, list[int]]]:
+        """Return per kind of group the blocks that each of its tables is too short, and the groups."""
+        kv, num_tokens = sequence.kv, sequence.num_tokens
+        return [
+            (span.num_blocks(kv.num_computed_tokens, num_tokens) - len(kv.tables[groups[0]].blocks), groups)
+            for span, groups in self._kinds
+        ]
+
     def _replace(self, table: Table, index: int, *, is_empty: bool) -> None:
         """Replace a shared block that the next step writes to, and copy its computed tokens."""
         source = table.blocks[index]
@@ -200,10 +209,18 @@ class AttentionTables:
         return [index for index in range(first, len(blocks)) if is_shared(blocks[index])]
 
 
+def _groups_by(kind: Callable[[KVSpan], Kind], spans: Iterable[KVSpan]) -> dict[Kind, list[int]]:
+    """Return the groups of each kind, in order."""
+    groups: dict[Kind, list[int]] = {}
+    for group, span in enumerate(spans):
+        groups.setdefault(kind(span), []).append(group)
+    return groups
+
+
 def _release(table: Table, end: int) -> list[int]:
     """Remove the blocks before `end` from a table, and return them."""
-    first, end = table.num_released, min(end, len(table.blocks))
+    first = table.num_released
     released = table.blocks[first:end]
-    table.blocks[first:end] = [NULL_BLOCK_ID] * len(released)
-    table.num_released = max(first, end)
+    table.num_released = first + len(released)
+    table.blocks[first : table.num_released] = [NULL_BLOCK_ID] * len(released)
     return released

@@ -158,14 +158,14 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Remove a reference from each. A block without references becomes cached if published, else free."""
-        now, blocks = self._durations.clock(), self._blocks
-        for block_id in block_ids:
+        now, blocks, freed = self._durations.clock(), self._blocks, list(block_ids)
+        for block_id in freed:
             block = blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed twice"
             block.ref_count -= 1
-            self._num_references -= 1
             if block.ref_count == 0 and block_id not in self._held:
                 self._give_up(block, now)
+        self._num_references -= len(freed)
 
     def hold(self, block_id: int) -> None:
         """Keep an active block from being allocated before release_held(), because a copy reads it."""

@@ -57,11 +57,13 @@ def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVAllocator) -> t
     needs_room = kv_cache.needs_room
     for group in running:
         found = background if group.is_background else interactive
-        may_decode, active = group.may_decode, group.active
+        active, may_decode = group.active, group.beam_search is None or group.may_decode
         for sequence in active:
-            if sequence.num_inflight_tokens and ends_with_inflight_token(sequence, group.max_num_tokens):
+            num_inflight = sequence.num_inflight_tokens
+            if num_inflight and ends_with_inflight_token(sequence, group.max_num_tokens):
                 continue
-            num_tokens = sequence.num_tokens
+            # Sequence.num_tokens without a call, because this is done per running sequence and step.
+            num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids) + num_inflight
             if needs_room(sequence, num_tokens):
                 found.needs_blocks.append((group, sequence))
             num_lacking = num_tokens - sequence.kv.num_computed_tokens
