@@ -60,14 +60,26 @@ def write_model_of_words(directory: Path, **changes: Any) -> Path:
     return write_model(write_tiny_model(directory), vocab_size=VOCAB_SIZE, **changes)
 
 
+def load_transformers(directory: Path, **options: Any) -> Any:
+    """Load a causal model of transformers; `options` as of from_pretrained()."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - see above
+
+    model = AutoModelForCausalLM.from_pretrained(directory, **options)
+    apply_swiglu_limit(model)
+    return model
+
+
+def apply_swiglu_limit(model: Any) -> None:
+    """Set the limit of gpt-oss's experts to that of the config: some releases of transformers always use 7.0."""
+    if model.config.model_type == "gpt_oss":
+        for layer in model.get_decoder().layers:
+            layer.mlp.experts.limit = model.config.swiglu_limit
+
+
 class Reference:
     def __init__(self, directory: Path, *, attention: str | None = None) -> None:
         """Load the model. `attention` names a transformers attention function (default: transformers' choice)."""
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - see above
-
-        self._model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=attention
-        )
+        self._model = load_transformers(directory, dtype=torch.float32, attn_implementation=attention)
         self._shortfalls: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
 
     @torch.inference_mode()

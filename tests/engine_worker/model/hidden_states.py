@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from engine_worker.model.devices import DeviceStep
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import DecoderLayer, Network
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.weights import SafetensorsWeights
+from tests.engine_worker.execution.reference import load_transformers
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 
 NUM_BLOCKS = 5  # blocks of step() and block 0
@@ -48,7 +48,7 @@ def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
 def of_transformers(directory: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return the same of transformers, by hooks: the last state of `output_hidden_states` is already normed."""
     # The default form of experts takes no float64.
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation="eager")
+    model = load_transformers(directory, dtype=dtype, experts_implementation="eager")
     states: list[Tensor] = []
 
     def keep(_module: object, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
