@@ -19,7 +19,7 @@ from gateway.pipeline.call_grammar import answer_or_calls
 from gateway.pipeline.fields import GenerationFields, check_something_is_allowed, truncated, words_token_ids
 from gateway.pipeline.grammar import AskedGrammar
 from gateway.pipeline.harmony_grammar import in_channels
-from gateway.pipeline.request import CompletionRequest, Prompt
+from gateway.pipeline.request import CompletionRequest, FilledPrompt, Prompt
 from gateway.text.chat_template import ChatTemplateError, TemplateOptions
 from gateway.text.parsers.formats import HARMONY
 from gateway.text.served_model import ModelLimits, ServedModel
@@ -43,6 +43,7 @@ _GREEDY_BELOW_TEMPERATURE = 1e-5
 # Fields that the engine receives unchanged.
 _AS_GIVEN = frozenset(SamplingParams.__struct_fields__) & frozenset(GenerationFields.__struct_fields__)
 _FEW_WORDS = 16  # each is two calls of the tokenizer, 20 us
+_FEW_PAIRS = 8  # each is encoded with an instruction of 400 characters, 140 us
 _FEW_MESSAGES = 64  # a template takes about 8 us per message
 
 
@@ -100,8 +101,11 @@ def _check_dimensions(pooling: Pooling, num_prompts: int, model: ServedModel) ->
 
 def has_more_work(request: CompletionRequest) -> bool:
     """Return whether planning may cost more than the body size suggests."""
-    num_parts = len(request.prompts[0]) + len(request.template.get("tools", ())) if request.is_chat else 0
-    return bool(request.grammars) or len(request.fields.bad_words or ()) > _FEW_WORDS or num_parts > _FEW_MESSAGES
+    first = request.prompts[0]
+    num_parts = len(first) + len(request.template.get("tools", ())) if isinstance(first, tuple) else 0
+    if num_parts > _FEW_MESSAGES or (request.task is Task.SCORE and len(request.prompts) > _FEW_PAIRS):
+        return True
+    return bool(request.grammars) or len(request.fields.bad_words or ()) > _FEW_WORDS
 
 
 def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> CompletionRequest:
@@ -187,7 +191,7 @@ def encode_prompt(
     Args:
         model: Model with the tokenizer and template.
         limits: If given, a text that is certainly too long is refused before it is encoded.
-        prompt: Messages, text, or token ids.
+        prompt: Messages, text, token ids, or a template of this server with texts.
         param: Field to name in errors.
         add_special_tokens: Whether the tokenizer adds its special tokens.
         template: Options of a chat.
@@ -201,6 +205,8 @@ def encode_prompt(
     if isinstance(prompt, str):
         check(prompt)
         return encoder.encode_text(prompt, add_special_tokens=add_special_tokens)
+    if isinstance(prompt, FilledPrompt):
+        return encoder.encode_filled(prompt.template, prompt.texts, check=check)
     try:
         return encoder.encode_chat(prompt, add_special_tokens=add_special_tokens, check=check, **(template or {}))
     except ChatTemplateError as error:

@@ -58,7 +58,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-Prompt: TypeAlias = tuple[ChatMessage, ...] | str | list[int]  # a chat, a text, or token ids
+class FilledPrompt(msgspec.Struct, frozen=True):
+    """A format string of this server, and the client's texts for its fields."""
+
+    template: str
+    texts: Mapping[str, str]
+
+
+Prompt: TypeAlias = tuple[ChatMessage, ...] | str | list[int] | FilledPrompt  # a chat, a text, or token ids
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,11 +1,12 @@
 """Text to token ids, with the model's tokenizer and chat template. Pure.
 
-Special tokens in a chat come only from the template; otherwise a message that contains `<|im_end|>` could end its own
-turn and speak as the system. Special-token texts in client text are replaced by random placeholders before rendering.
-The rendered text is split at the remaining special tokens, which the template wrote. The text between them is encoded,
-with the original text restored, by a tokenizer that treats special tokens as plain text. Text without such spellings is
-encoded whole, exactly as transformers does. Both ways agree except for tokenizers that treat the start of a text
-specially (a SentencePiece dummy prefix): these may differ by a space in messages that contain a special token.
+Special tokens in a chat, and in a pair of texts to score, come only from the template; otherwise a message that
+contains `<|im_end|>` could end its own turn and speak as the system. Special-token texts in client text are replaced by
+random placeholders before rendering. The rendered text is split at the remaining special tokens, which the template
+wrote. The text between them is encoded, with the original text restored, by a tokenizer that treats special tokens as
+plain text. Text without such spellings is encoded whole, exactly as transformers does. Both ways agree except for
+tokenizers that treat the start of a text specially (a SentencePiece dummy prefix): these may differ by a space in
+messages that contain a special token.
 
 Not covered: the prompt of /v1/completions, which is raw by definition, and added tokens that are not marked special.
 """
@@ -88,13 +89,22 @@ class PromptEncoder:
         """
         text, stand_ins = self.render_chat(messages, **options)
         check(text)
-        from_template = self._special_pattern.findall(text)
-        if not stand_ins.used:
-            ids = self._encode(self._tokenizer, text)
-            # More special tokens than the template wrote come from normalization, such as full-width letters.
-            if sum(token_id in self._special_id_set for token_id in ids) == len(from_template):
-                return self._wrapped(ids, add_special_tokens)
-        return self._wrapped(self._encode_apart(text, stand_ins), add_special_tokens)
+        return self._wrapped(self._encode_rendered(text, stand_ins), add_special_tokens)
+
+    def encode_filled(
+        self, template: str, texts: Mapping[str, str], *, check: Callable[[str], None] = lambda text: None
+    ) -> list[int]:
+        """Encode a template of this server, a format string, filled with texts of a client.
+
+        Args:
+            template: The only source of special tokens.
+            texts: By name of the template's fields.
+            check: Called with the filled text before it is encoded; may raise.
+        """
+        stand_ins = self._stand_ins()
+        text = template.format_map(stand_ins.hide(texts))
+        check(text)
+        return self._encode_rendered(text, stand_ins)
 
     def render_chat(
         self, messages: Sequence[ChatMessage], **options: Unpack[TemplateOptions]
@@ -109,7 +119,7 @@ class PromptEncoder:
         tools = options.get("tools", ())
         if not template.takes_tools:
             messages, tools = with_tools_as_text(messages, tools), ()
-        stand_ins = StandIns(self._special_pattern, list(self._special_ids))
+        stand_ins = self._stand_ins()
         options["tools"] = [stand_ins.hide(tool) for tool in tools]
         options["template_kwargs"] = stand_ins.hide(options.get("template_kwargs") or {})
         text = template.render([stand_ins.hide(message) for message in messages], **options)
@@ -130,6 +140,18 @@ class PromptEncoder:
         if self._byte_level is not None:
             return self._byte_level.detokenizer(skip_special_tokens=skip_special_tokens)
         return IncrementalDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _stand_ins(self) -> "StandIns":
+        return StandIns(self._special_pattern, list(self._special_ids))
+
+    def _encode_rendered(self, text: str, stand_ins: "StandIns") -> list[int]:
+        from_template = self._special_pattern.findall(text)
+        if not stand_ins.used:
+            ids = self._encode(self._tokenizer, text)
+            # More special tokens than the template wrote come from normalization, such as full-width letters.
+            if sum(token_id in self._special_id_set for token_id in ids) == len(from_template):
+                return ids
+        return self._encode_apart(text, stand_ins)
 
     def _encode_apart(self, chat: str, stand_ins: "StandIns") -> list[int]:
         ids: list[int] = []

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from gateway.apis.embeddings.schema import rendered_pair
+from gateway.apis.embeddings.schema import DEFAULT_INSTRUCTION, PAIR
 from tests.clients.conftest import CLIENTS, run_client
 from tests.e2e.test_serve import Serve
 from tests.embedding_model import write_embedding_model_of_words
@@ -71,7 +71,8 @@ def scores(models: Path) -> list[float]:
     reference = Reference(models / "rank")
     tokenizer = Tokenizer.from_file(str(models / "rank" / "tokenizer.json"))
     answers = [tokenizer.token_to_id(token) for token in "ny"]
-    prompts = [tokenizer.encode(rendered_pair(QUERY, document)).ids for document in DOCUMENTS]
+    texts = [PAIR.format(instruction=DEFAULT_INSTRUCTION, query=QUERY, document=document) for document in DOCUMENTS]
+    prompts = [tokenizer.encode(text).ids for text in texts]
     logits = [reference.logits(prompt, 1)[0][answers] for prompt in prompts]
     return [torch.softmax(both, 0)[1].item() for both in logits]
 

@@ -13,13 +13,13 @@ from msgspec import Meta
 from gateway.errors import InvalidRequest, MissingParameter
 from gateway.http.json_body import JsonBody
 from gateway.pipeline.fields import ChoiceCount, GenerationFields, TokenId
-from gateway.pipeline.request import NO_EFFECT, CompletionRequest, Prompt, check_other_fields, prompt_list
+from gateway.pipeline.request import NO_EFFECT, CompletionRequest, FilledPrompt, Prompt, check_other_fields, prompt_list
 from shared.messages import Pooling
 from shared.model_files import Task
 
 MAX_INPUTS = 1024  # the default of --max-num-queued-reqs: they are queued together
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-_PAIR = (
+PAIR = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -120,11 +120,6 @@ def parse_score(body: JsonBody) -> CompletionRequest:
     return _scored(body, fields, list(zip(first, second, strict=True)), "text_2", {})
 
 
-def rendered_pair(query: str, document: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
-    """Return the prompt of Qwen3-Reranker for a query and a document."""
-    return _PAIR.format(instruction=instruction, query=query, document=document)
-
-
 def _texts(field: tuple[str, str | list[str] | None], other: tuple[str, str | list[str] | None]) -> list[str]:
     """Return the texts of one of two fields of the same meaning."""
     (name, texts), (other_name, other_texts) = field, other
@@ -139,7 +134,10 @@ def _scored(
     body: JsonBody, fields: _PairFields, pairs: list[tuple[str, str]], param: str, repeated: dict[str, Any]
 ) -> CompletionRequest:
     instruction = fields.instruction or DEFAULT_INSTRUCTION
-    prompts = tuple(rendered_pair(query, document, instruction) for query, document in pairs)
+    prompts = tuple(
+        FilledPrompt(PAIR, {"instruction": instruction, "query": query, "document": document})
+        for query, document in pairs
+    )
     return _request(body, fields, prompts, param, task=Task.SCORE, num_logprobs=0, repeated=repeated)
 
 
