@@ -9,11 +9,13 @@ others receive the sampled ids on their devices, in stream order, as the next st
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine_worker.execution.ranks.group_messages import MoveBlocks, RunStep, encode, work_of
 from engine_worker.execution.ranks.step_channel import MessageReceiver, MessageSender
+from engine_worker.execution.sampling.sampling_pieces import to_device
 from engine_worker.execution.step.cuda_graphs import GraphKey
 from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.replica import PreparedStep, Replica
@@ -133,7 +135,7 @@ def _run_step(message: RunStep, replica: Replica, tensor_parallel: TensorParalle
         for start, stop in message.looks:
             output.logits(torch.arange(start, stop, device=device))
         if message.pooled:
-            output.hidden(torch.tensor(message.pooled, device=device))
+            output.hidden(to_device(np.array(message.pooled), device))
 
     replica.run(prepared, look if message.looks or message.pooled else None)
     if message.num_samples:

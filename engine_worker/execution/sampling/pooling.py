@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
+from engine_worker.execution.sampling.sampling_pieces import to_device
 from engine_worker.model.served_model import StepOutput
 from engine_worker.scheduling.batch import ScheduledSequence
 from shared.messages import EncodedLogprobs, encoded_vector
@@ -29,7 +30,7 @@ class PooledVectors:
 
     def launch(self, output: StepOutput) -> None:
         """Enqueue the computation and the copy to the host."""
-        hidden = output.hidden(torch.tensor(self.rows, device=self._device))
+        hidden = output.hidden(to_device(np.array(self.rows), self._device))
         self._on_host = hidden.float().to("cpu", non_blocking=True)
 
     def collect(self) -> dict[SampledSequence, EncodedLogprobs]:
