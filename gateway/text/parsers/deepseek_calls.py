@@ -10,7 +10,7 @@
 import re
 from collections.abc import Iterator
 
-from gateway.text.parsers.json_scanner import Scan, ValueScanner
+from gateway.text.parsers.json_scanner import ValueScanner
 from gateway.text.parsers.parts import Arguments, CallBegins, Content, Part, StepParser
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -94,11 +94,8 @@ class DeepSeekCalls(StepParser):
             self._step = self._between_calls
 
     def _in_arguments(self) -> Iterator[Part]:
-        for place, char in enumerate(self._buffer):
-            scan = self._arguments.take(char)
-            if scan is not Scan.MORE:
-                yield Arguments(self._buffer[: place + 1])
-                self._buffer, self._step = self._buffer[place + 1 :], self._between_calls
-                return
-        yield Arguments(self._buffer)
-        self._buffer = ""
+        end = self._arguments.end_in(self._buffer)
+        yield Arguments(self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._step = self._between_calls

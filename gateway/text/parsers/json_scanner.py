@@ -31,6 +31,14 @@ class ValueScanner:
         self._is_escaped = False
         self._is_bare = False  # a number, true, false, null
 
+    def end_in(self, text: str) -> int | None:
+        """Read a text; return where the value ends in it, or None if it continues."""
+        for place, char in enumerate(text):
+            scan = self.take(char)
+            if scan is not Scan.MORE:
+                return place + (scan is Scan.LAST)
+        return None
+
     def take(self, char: str) -> Scan:
         if self._in_string:
             return self._in_a_string(char)

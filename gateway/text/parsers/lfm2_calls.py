@@ -43,17 +43,11 @@ class Lfm2Calls(StepParser):
         self._num_chars += len(before)
         if end:
             calls = "".join(self._calls)
-            self._step = self._after_calls
+            self._after_space(self._in_text)
             yield from self._called(calls, MARK + calls + END)
         elif self._num_chars > _MAX_CHARS:
             yield Content(MARK + "".join(self._calls))
             self._step = self._in_text
-
-    def _after_calls(self) -> Iterator[Part]:
-        self._buffer = self._buffer.lstrip()
-        if self._buffer:
-            self._step = self._in_text
-        yield from ()
 
     def _called(self, calls: str, raw: str) -> Iterator[Part]:
         if calls.lstrip().lstrip("[").lstrip().startswith("{"):

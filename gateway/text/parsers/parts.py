@@ -61,12 +61,21 @@ class StepParser:
         self._buffer = ""
         self._step = first_step
         self._waits = False
+        self._skips_space = False  # before the next step
 
     def push(self, text: str) -> Iterator[Part]:
         self._buffer += text
         self._waits = False
         while self._buffer and not self._waits:
-            yield from self._step()
+            if self._skips_space:
+                self._buffer = self._buffer.lstrip()
+                self._skips_space = not self._buffer
+            else:
+                yield from self._step()
+
+    def _after_space(self, step: Callable[[], Iterator[Part]]) -> None:
+        """Select the next step, which begins with the first character that is no white space."""
+        self._step, self._skips_space = step, True
 
     def _text_before(self, tags: Sequence[str]) -> tuple[str, str]:
         """Consume the text before the first of `tags`, and that tag. Return both; the tag is "" if none is there.

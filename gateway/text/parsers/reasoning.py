@@ -24,7 +24,7 @@ class ThinkTags(StepParser):
 
     @property
     def is_over(self) -> bool:
-        return self._step in (self._before_content, self._in_content)
+        return self._step == self._in_content
 
     def finish(self) -> Iterator[Part]:
         is_thinking = self._step == self._thinking or (self._step == self._at_start and self._begins_thinking)
@@ -34,30 +34,21 @@ class ThinkTags(StepParser):
         begun = self._buffer.lstrip()
         if begun.startswith(self._begin):
             self.has_thought = True
-            self._buffer, self._step = begun[len(self._begin) :], self._before_reasoning
+            self._buffer = begun[len(self._begin) :]
+            self._after_space(self._thinking)
         elif self._begin.startswith(begun):
             self._waits = True
+        elif self._begins_thinking:
+            self._after_space(self._thinking)
         else:
-            self._step = self._before_reasoning if self._begins_thinking else self._in_content
-        yield from ()
-
-    def _before_reasoning(self) -> Iterator[Part]:
-        self._buffer = self._buffer.lstrip()
-        if self._buffer:
-            self._step = self._thinking
+            self._step = self._in_content
         yield from ()
 
     def _thinking(self) -> Iterator[Part]:
         before, end = self._text_before((self._end,))
         yield Reasoning(before)
         if end:
-            self._step = self._before_content
-
-    def _before_content(self) -> Iterator[Part]:
-        self._buffer = self._buffer.lstrip()
-        if self._buffer:
-            self._step = self._in_content
-        yield from ()
+            self._after_space(self._in_content)
 
     def _in_content(self) -> Iterator[Part]:
         yield Content(self._buffer)

@@ -165,14 +165,8 @@ class TaggedCalls(StepParser):
         if tag == self._tags.key:
             self._step = self._in_key
         elif tag or (self._buffer and not self._waits):  # without an end tag, the call ends at anything else
-            self._step = self._before_call if self._tags.outer else self._after_call
+            self._after_space(self._before_call if self._tags.outer else self._in_text)
             yield Arguments("}")
-
-    def _after_call(self) -> Iterator[Part]:
-        self._buffer = self._buffer.lstrip()
-        if self._buffer:
-            self._step = self._in_text
-        yield from ()
 
     def _in_key(self) -> Iterator[Part]:
         place, tag = first_tag(self._buffer, (self._tags.key_end,))

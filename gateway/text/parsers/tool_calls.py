@@ -138,15 +138,11 @@ class MarkedCalls(StepParser):
             yield from self._no_call("")
 
     def _in_arguments(self) -> Iterator[Part]:
-        for position, char in enumerate(self._buffer):
-            scan = self._arguments.take(char)
-            if scan is not Scan.MORE:
-                end = position + (scan is Scan.LAST)
-                yield Arguments(self._buffer[:end])
-                self._buffer, self._step = self._buffer[end:], self._before_call
-                return
-        yield Arguments(self._buffer)
-        self._buffer = ""
+        end = self._arguments.end_in(self._buffer)
+        yield Arguments(self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is not None:
+            self._step = self._before_call
 
     def _no_call(self, text: str) -> Iterator[Part]:
         """Emit the text since the marker as content and parse `text` again, within the budget."""
