@@ -20,6 +20,7 @@ from bench.serving.profiled import LAST_PHASE
 
 STARTING, IDLE, SHORT, LONG = range(4)
 IDLE_SECONDS = 6.0  # longer than each period of the idle work
+AFTER_SECONDS = 0.2  # for what follows the last byte of an answer
 SHORT_TOKENS, LONG_TOKENS = 8, 72
 NUM_PROCESSES = 2  # a gateway and a worker
 WRITE_SECONDS = 60.0  # for their counts
@@ -65,12 +66,13 @@ async def _run(options: argparse.Namespace, phase_file: Path) -> None:
     launcher = ["bench.serving.profiled", str(phase_file)]
     async with own_fleet(options.model, flags, worker=worker, launcher=launcher) as fleet:
         _chat(fleet, SHORT_TOKENS)  # what is loaded on first use
+        await asyncio.sleep(AFTER_SECONDS)
         _enter(phase_file, IDLE)
         await asyncio.sleep(IDLE_SECONDS)
         for phase, num_tokens in ((SHORT, SHORT_TOKENS), (LONG, LONG_TOKENS)):
             _enter(phase_file, phase)
             _chat(fleet, num_tokens)
-            await asyncio.sleep(0.2)  # what follows the last byte
+            await asyncio.sleep(AFTER_SECONDS)
         _enter(phase_file, LAST_PHASE)
         async with asyncio.timeout(WRITE_SECONDS):
             while len(list(phase_file.parent.glob("phase-*.json"))) < NUM_PROCESSES:

@@ -58,10 +58,9 @@ class Answer:
         ended_at: int = 0,
     ) -> None:
         """`inboxes`: one per prompt; `ended_at`: Unix seconds, of an answer that has ended before."""
-        planned = [inbox.request for inbox in inboxes]
-        prompts = [generation.prompt_token_ids for generation in planned]
+        prompts = [inbox.request.prompt_token_ids for inbox in inboxes]
         self.service = service
-        self.scheduler: KeyScheduler = service.loop_scheduler.of(planned[0].tenant)
+        self.scheduler: KeyScheduler = service.loop_scheduler.of(inboxes[0].request.tenant)
         self.prompt_scores = [inbox.prompt_logprobs for inbox in inboxes]  # by prompt; complete before its first delta
         self._ended_at = ended_at
         self._backlog: Backlog = deque()

@@ -102,19 +102,19 @@ class Retention:
 def retention_of(
     name: str | None, request: CompletionRequest, kind: str, body: JsonBody, owner_key_hash: str,
     *, default_detach_seconds: float, max_detach_seconds: float,
-) -> Retention | None:  # fmt: skip
-    """None: an answer for this connection alone. `name`: its client's own. Raises InvalidRequest."""
+) -> Retention:  # fmt: skip
+    """Return how an answer is kept. `name`: its client's own. Raises InvalidRequest."""
     detach_seconds = max_detach_seconds if request.background else request.fields.detach_seconds
-    if detach_seconds is not None and detach_seconds > max_detach_seconds:
+    if detach_seconds is None:
+        detach_seconds = min(default_detach_seconds, max_detach_seconds)
+    if detach_seconds > max_detach_seconds:
         raise InvalidRequest(
             f"detach_seconds: expected at most {max_detach_seconds:g}; got {detach_seconds:g}.", param="detach_seconds"
         )
     if name is None:
-        return None if detach_seconds is None else Retention(owner_key_hash, detach_seconds)
+        return Retention(owner_key_hash, detach_seconds)
     if not _NAME.fullmatch(name):
         raise InvalidRequest(f"{NAME_HEADER}: expected 1 to 255 visible ASCII characters.", param=NAME_HEADER)
-    if detach_seconds is None:
-        detach_seconds = min(default_detach_seconds, max_detach_seconds)
     canonical = json.dumps(body.given, sort_keys=True).encode()
     fingerprint = _digest(kind.encode(), canonical)
     return Retention(owner_key_hash, detach_seconds, name_digest(owner_key_hash, name), fingerprint)

@@ -80,6 +80,8 @@ class AnswerSubmission:
         self._kind = kind
         self._completion = completion
         self._requests = requests
+        self._prompts = [request.prompt_token_ids for request in requests]
+        self._num_prompt_tokens = sum(map(len, self._prompts))
         self._created = created
         self._terms_of_each = terms_of_each
         self._detach_seconds = detach_seconds
@@ -109,8 +111,8 @@ class AnswerSubmission:
             raise
 
     async def _submit(self) -> None:
-        num_prompt = sum(len(request.prompt_token_ids) for request in self._requests)
-        self._charge = self._context.account.reserve(num_prompt, self._max_output_tokens(), self._num_used_tokens)
+        account, max_output = self._context.account, self._max_output_tokens()
+        self._charge = account.reserve(self._num_prompt_tokens, max_output, self._num_used_tokens)
         metrics = self._service.unrecorded if self._context.for_batch else self._service.metrics
         self._follow(await self._accepted(), metrics)
 
@@ -194,7 +196,7 @@ class AnswerSubmission:
                 response_id=self.answer_id,
                 model=self._service.name,
                 created=self._created,
-                prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
+                prompt_tokens=self._num_prompt_tokens,
                 sampling=self._requests[0].sampling,
                 repeated=self._completion.repeated,
                 system_fingerprint=self._service.fingerprint or self._model.fingerprint,
@@ -204,10 +206,14 @@ class AnswerSubmission:
 
     def _delivery(self) -> Delivery:
         assert self._answer is not None, "submit"
-        response_format, prompts = self._format(), [request.prompt_token_ids for request in self._requests]
-        in_choice, fields, extras = response_format.prompt_in_choice, self._completion.fields, None
+        response_format, fields, extras = self._format(), self._completion.fields, None
         if fields.return_token_ids or fields.prompt_logprobs is not None:
-            extras = AnswerExtras(self._completion, self._model.encoder, prompts, prompt_in_choice=in_choice)
+            extras = AnswerExtras(
+                self._completion,
+                self._model.encoder,
+                self._prompts,
+                prompt_in_choice=response_format.prompt_in_choice,
+            )
         return Delivery(
             work=self._context.work,
             completion=self._completion,

@@ -68,11 +68,13 @@ async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -
     completion = await context.read(body.num_bytes, partial(kind.parse, body))
     service = state.models.find(completion.model, account)
     name = context.headers.get(NAME_HEADER)
-    retention = await context.read(0 if name is None else body.num_bytes, partial(
-        retention_of, name, completion, kind.name, body, account.owner_key_hash,
-        default_detach_seconds=context.default_detach_seconds,
-        max_detach_seconds=state.settings.max_detach_seconds,
-    ))  # fmt: skip
+    retention = None  # an answer for this connection alone
+    if name is not None or completion.background or completion.fields.detach_seconds is not None:
+        retention = await context.read(0 if name is None else body.num_bytes, partial(
+            retention_of, name, completion, kind.name, body, account.owner_key_hash,
+            default_detach_seconds=context.default_detach_seconds,
+            max_detach_seconds=state.settings.max_detach_seconds,
+        ))  # fmt: skip
     for _ in range(MAX_ATTEMPTS):
         kept = None
         if retention is not None and retention.name:

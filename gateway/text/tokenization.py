@@ -120,10 +120,9 @@ class PromptEncoder:
         if not template.takes_tools:
             messages, tools = with_tools_as_text(messages, tools), ()
         stand_ins = self._stand_ins()
-        options["tools"] = [stand_ins.hide(tool) for tool in tools]
+        options["tools"] = stand_ins.hide(list(tools))
         options["template_kwargs"] = stand_ins.hide(options.get("template_kwargs") or {})
-        text = template.render([stand_ins.hide(message) for message in messages], **options)
-        return text, stand_ins
+        return template.render(stand_ins.hide(list(messages)), **options), stand_ins
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         # The batch call releases the interpreter lock; the single call holds it, 1 us per token.
@@ -149,7 +148,7 @@ class PromptEncoder:
         if not stand_ins.used:
             ids = self._encode(self._tokenizer, text)
             # More special tokens than the template wrote come from normalization, such as full-width letters.
-            if sum(token_id in self._special_id_set for token_id in ids) == len(from_template):
+            if sum(map(self._special_id_set.__contains__, ids)) == len(from_template):
                 return ids
         return self._encode_apart(text, stand_ins)
 
