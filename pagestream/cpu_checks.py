@@ -36,6 +36,16 @@ def check_cpu_kernels(is_available: bool, status: str, found: list[str]) -> Find
     return Finding("cpu kernels", "ok", f"{status}{has}{slower}")
 
 
+def check_cpu_layers(is_compiled: bool, form: str) -> list[Finding]:
+    """Report the code of the model's layers besides linear ones; nothing if the model cannot be read yet.
+
+    Args:
+        is_compiled: Whether it is C++.
+        form: The code, with the reason if it is not C++; "" for an unknown model.
+    """
+    return [Finding("cpu layers", "ok" if is_compiled else "warn", form)] if form else []
+
+
 def check_number_format(status: str) -> Finding:
     """Report `status`, the worker's choice for `--quantization auto`; empty if the model has no blocks yet."""
     default = "--quantization auto uses the checkpoint's format; as-stored for GGUF files in Q4_0, Q4_1 or Q8_0"

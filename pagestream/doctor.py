@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestream.address import AddressInUse, require_free_port
-from pagestream.cpu_checks import check_cpu_kernels, check_number_format, instruction_sets
+from pagestream.cpu_checks import check_cpu_kernels, check_cpu_layers, check_number_format, instruction_sets
 from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
 from pagestream.embedded_store import server_binary
@@ -42,6 +42,7 @@ import json, sys, torch
 from pathlib import Path
 from engine_worker.execution.load.kv_dtype_choice import describe_formats
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.load.layer_forms import describe_cpu_layers
 from kernels.cpu.__main__ import look
 cuda = torch.cuda.is_available()
 kernels = look()
@@ -55,7 +56,8 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
     [i, j] for i in range(torch.cuda.device_count() if cuda else 0) for j in range(torch.cuda.device_count())
     if i != j and torch.cuda.can_device_access_peer(i, j)
 ], "cpu_capability": torch.backends.cpu.get_cpu_capability(), "cpu_kernels": kernels,
-"number_format": formats}))
+"number_format": formats,
+"cpu_layers": describe_cpu_layers(settings, "" if kernels[0] else kernels[1])}))
 """
 
 
@@ -121,7 +123,7 @@ def _directory(model: str) -> Path:
         return Path(model)
 
 
-def probe_torch(model: Path) -> dict[str, object] | str:
+def probe_torch(model: Path) -> dict[str, Any] | str:
     """Return torch's properties and devices, or the error of the probe. `model` is a directory."""
     try:
         probe = subprocess.run(
@@ -132,7 +134,7 @@ def probe_torch(model: Path) -> dict[str, object] | str:
         return f"its import takes longer than {TORCH_PROBE_SECONDS:.0f} s"
     if probe.returncode != 0:
         return (probe.stderr.strip().splitlines() or ["it ended without a message"])[-1]
-    answer: dict[str, object] = json.loads(probe.stdout)
+    answer: dict[str, Any] = json.loads(probe.stdout)
     return answer
 
 
@@ -145,7 +147,7 @@ def nvidia_driver(file: Path = NVIDIA_DRIVER) -> str:
     return found[1] if found else "of unknown version"
 
 
-def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
+def check_torch(answer: dict[str, Any] | str, driver: str) -> list[Finding]:
     """Check torch and the device. `driver` is the result of nvidia_driver()."""
     if isinstance(answer, str):
         hint = "pip install 'pagestream[serve]', or make setup in a clone; a gateway needs no torch"
@@ -164,6 +166,7 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
     has_kernels, message = of_kernels
     on_cpu = [
         check_cpu_kernels(has_kernels, message, instruction_sets()),
+        *check_cpu_layers(*answer["cpu_layers"]),
         check_number_format(str(answer["number_format"])),
     ]
     if not driver:

@@ -163,7 +163,9 @@ def _attach_cpu(
     from kernels.cpu.build import NoLibrary  # noqa: PLC0415
 
     try:
-        return CompiledDevice(shape, kv_pool, step_kernels(shape, dtype, kv_pool.dtype), scales, places)
+        kernels = step_kernels(shape, dtype, kv_pool.dtype)
+        logger.info("steps: C++ kernels, %s", kernels.instruction_set.name)
+        return CompiledDevice(shape, kv_pool, kernels, scales, places)
     except NoLibrary as error:
         logger.info("steps: falling back to torch operators, slower and not batch-invariant: %s", error)
     return CpuDevice(shape, kv_pool, dtype, scales, places)

@@ -75,6 +75,13 @@ def served_instruction_sets(library: CpuLibrary, head_dim: int) -> list[Instruct
     return [one for one in library.instruction_sets if head_dim % _WIDTHS[one] == 0]
 
 
+def refused_head(head_dim: int) -> str:
+    """Return why no processor serves heads of `head_dim` elements; "" if one with AVX2 does."""
+    width = min(_WIDTHS.values())
+    why = f"head size {head_dim} is not supported by the C++ kernels, which need a multiple of {width}"
+    return why if head_dim % width else ""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepArguments:
     """Arguments shared by the kernel calls of a step; `held` keeps the tensors alive that it points to."""
@@ -137,9 +144,9 @@ class StepKernels:
         Raises:
             ValueError: If the kernels do not support `head_dim` or a dtype.
         """
+        if why := refused_head(head_dim):
+            raise ValueError(why)
         served = served_instruction_sets(library, head_dim)
-        if not served:
-            raise ValueError(f"head size {head_dim} is not supported by the C++ kernels, which need a multiple of 8")
         if dtype not in DTYPES or kv_dtype not in POOL_DTYPES:
             raise ValueError(
                 f"{dtype} with a KV cache in {kv_dtype} is not supported by the C++ kernels, "
@@ -147,7 +154,8 @@ class StepKernels:
             )
         self.dtype = dtype
         self._types = DTYPES[dtype], POOL_DTYPES[kv_dtype]
-        suffix = SUFFIXES[instruction_set or served[-1]]
+        self.instruction_set = instruction_set or served[-1]
+        suffix = SUFFIXES[self.instruction_set]
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library.functions, f"pagestream_{name}_{suffix}")
             function.argtypes, function.restype = list(arguments), None

@@ -8,11 +8,11 @@ from kernels.moe.combine import combine
 from kernels.moe.gate import Gate
 from kernels.moe.gather import gather_rows
 from kernels.moe.grouped_product import grouped_product, tiles_of
-from kernels.moe.list_product import is_hopper, list_product, list_tiles_of, reads_tokens
+from kernels.moe.list_product import is_hopper, list_product, list_tiles_of, max_listed_tokens, reads_tokens
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.reference import apply_experts_reference
 from kernels.moe.routing import Routing
-from kernels.moe.weights import ExpertProduct, ScaledExperts
+from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
 
 
 def apply_experts(x: Tensor, routing: Routing, gate_up: ExpertProduct, down: ExpertProduct, gate: Gate) -> Tensor:
@@ -38,6 +38,16 @@ def apply_experts_triton(
 ) -> Tensor:
     gated = _product(x, gate_up, routing, gate)
     return combine(_product(gated, down, routing, None), routing)
+
+
+def kernel_of(weight: ExpertWeight, *, is_gated: bool, on_hopper: bool) -> str:
+    """Name the kernels that serve a weight with activations in bfloat16."""
+    if isinstance(weight, Mxfp4Experts):
+        return "list kernel, MXFP4 dequantized in registers"
+    if isinstance(weight, ScaledExperts):
+        return "grouped product in fp8"
+    num_tokens = max_listed_tokens(weight, is_gated) if on_hopper else 0
+    return f"list kernel up to {num_tokens} tokens, then grouped product" if num_tokens else "grouped product"
 
 
 def _product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | None) -> Tensor:

@@ -29,7 +29,8 @@ from kernels.skinny_linear import NUM_SMS
 
 _SHARED_BYTES = 225 * 1024  # of an SM, less barriers
 _REGISTERS = 65_536  # of an SM; the hardware reserves four warps for the loading one
-_MAX_LISTED_TOKENS = 16  # of bfloat16 weights
+# With more tokens of bfloat16 weights, grouped_product is as fast and reads the rows without a copy.
+_MAX_LISTED_TOKENS = 16
 _OUTPUT_SCALE = gl.constexpr(OUTPUT_SCALE)
 # Four registers of A per word: ((w << a) & magnitudes) | ((w << b) & signs), times the scale of the row.
 _UNPACK_WORD = """
@@ -430,18 +431,23 @@ def is_hopper(device: torch.device) -> bool:
 
 def list_tiles_of(weight: ExpertWeight, is_gated: bool, routing: Routing) -> ListTiles | None:
     """Return the tiles for a weight on a Hopper GPU; None: grouped_product.py serves it."""
-    if isinstance(weight, ScaledExperts) or not (isinstance(weight, Mxfp4Experts) or weight.dtype == torch.bfloat16):
+    if isinstance(weight, ScaledExperts):
         return None
-    _, num_rows, num_inputs = weight.shape
-    chunks = num_inputs // TILE
+    chunks = weight.shape[2] // TILE
     if isinstance(weight, Mxfp4Experts):
         return _mxfp4_tiles(chunks, is_gated, len(routing.ids), routing.block_rows)
-    # With more tokens, grouped_product is as fast and reads the rows without a copy.
-    if len(routing.ids) > _MAX_LISTED_TOKENS or num_rows % (TILE * (1 + is_gated)) or num_inputs % TILE:
+    if len(routing.ids) > max_listed_tokens(weight, is_gated):
         return None
     if len(routing.ids) <= 4:
         return ListTiles(_largest_divisor(chunks, 2), programs_per_sm=2)
     return ListTiles(_largest_divisor(chunks, 4))
+
+
+def max_listed_tokens(weight: Tensor, is_gated: bool) -> int:
+    """Return up to how many tokens of a step this kernel serves a weight in 16 or 32 bits; 0: it does not."""
+    _, num_rows, num_inputs = weight.shape
+    is_served = weight.dtype == torch.bfloat16 and num_rows % (TILE * (1 + is_gated)) == 0 and num_inputs % TILE == 0
+    return _MAX_LISTED_TOKENS if is_served else 0
 
 
 def reads_tokens(routing: Routing) -> bool:

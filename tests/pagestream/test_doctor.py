@@ -35,13 +35,14 @@ def torch_says(cuda: str | None, *devices: dict[str, object]) -> dict[str, objec
         "devices": list(devices),
         "cpu_capability": "AVX512",
         "cpu_kernels": [True, "AVX2, /cache/cpu-0.so"],
+        "cpu_layers": [True, "C++ kernels"],
         "number_format": "--quantization auto is as-stored",
     }
 
 
 def test_compiler_is_required_only_with_a_cuda_device() -> None:
     on_cpu = doctor.check_torch(torch_says(None), "")
-    assert [finding.check for finding in on_cpu] == ["torch", "device", "cpu kernels", "number format"]
+    assert [finding.check for finding in on_cpu] == ["torch", "device", "cpu kernels", "cpu layers", "number format"]
     assert on_cpu[-1].message == "--quantization auto is as-stored"
     on_gpu = torch_says("13.0", {"name": "H200", "free_bytes": 139 * 2**30, "capability": [9, 0]})
     findings = doctor.check_torch(on_gpu, "570.86.15")

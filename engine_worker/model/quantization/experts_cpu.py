@@ -4,7 +4,9 @@ Each expert has the linear layers of the weight format, so a row's bits do not d
 The weighted results are added in float32 in expert order.
 """
 
+import logging
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
 from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
 from engine_worker.model.weights import WeightSource
+
+logger = logging.getLogger("worker")
 
 _MIN_SUM = 1e-20  # added to a sum of sigmoids, as in transformers
 
@@ -31,7 +35,14 @@ def load_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) 
     for expert in load.spec.experts:
         gate_up, down = load.linears(expert)
         experts.append((method.load(gate_up, weights), method.load(down, weights)))
+    _log_form()
     return LoopedExperts(load.spec, load.router, experts)
+
+
+@cache
+def _log_form() -> None:
+    """Log the form of experts on a CPU, once for all layers."""
+    logger.info("experts: a loop in torch over the chosen ones, with the linear layers of the number format")
 
 
 class LoopedExperts:

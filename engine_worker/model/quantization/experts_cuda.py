@@ -3,7 +3,9 @@
 No launch depends on the choice of experts, so CUDA graphs can hold a step.
 """
 
+import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,11 +16,14 @@ from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.weights import WeightSource, joined
-from kernels.moe.experts import apply_experts
+from kernels.moe.experts import apply_experts, kernel_of
 from kernels.moe.gate import Gate
+from kernels.moe.list_product import is_hopper
 from kernels.moe.route import route
 from kernels.moe.routing import Router
 from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
+
+logger = logging.getLogger("worker")
 
 OneWeight = Callable[[LinearSpec, WeightSource], tuple[Tensor, Tensor]]  # values [N, K], scales of one expert
 
@@ -37,11 +42,20 @@ class CudaExperts:
         linears = [load.linears(expert) for expert in spec.experts]
         products = ([gate_up for gate_up, _ in linears], [down for _, down in linears])
         self._gate_up, self._down = (ExpertProduct(read(each, weights), _biases(each, weights)) for each in products)
+        for name, product, is_gated in (("gate and up", self._gate_up, True), ("down", self._down, False)):
+            on_hopper = is_hopper(load.router.weight.device)
+            _log_kernel(name, kernel_of(product.weight, is_gated=is_gated, on_hopper=on_hopper))
 
     def __call__(self, x: Tensor) -> Tensor:
         router = self._router
         routing = route(x, router.weight, self._values, router.bias, router.correction_bias, self._owned)
         return apply_experts(x, routing, self._gate_up, self._down, self._gate)
+
+
+@cache
+def _log_kernel(name: str, kernel: str) -> None:
+    """Log the kernel of a product of experts, once for all layers."""
+    logger.info("experts, %s: %s", name, kernel)
 
 
 def dense_weight(linears: list[LinearSpec], source: WeightSource) -> Tensor:

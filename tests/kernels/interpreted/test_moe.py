@@ -7,9 +7,10 @@ import torch
 
 from bench.kernel.cases import measure_error, rounding_tolerance
 from kernels.fp8_kv import E4M3
-from kernels.moe.experts import apply_experts_triton
+from kernels.moe.experts import apply_experts_triton, kernel_of
 from kernels.moe.gate import Gate, gated_reference
 from kernels.moe.grouped_product import grouped_product, tiles_of
+from kernels.moe.mxfp4 import pack_mxfp4
 from kernels.moe.reference import apply_experts_reference, choose_reference, route_reference, sort_reference
 from kernels.moe.route import route_triton
 from kernels.moe.routing import Router, Routing
@@ -161,3 +162,17 @@ def test_fp8_product_equals_float64(gate: Gate | None, is_grouped: bool) -> None
     exact = torch.cat([of_pairs[offsets[expert] : offsets[expert + 1]] @ weight[expert].T for expert in range(3)])
     error = measure_error(found, gated_reference(exact, gate) if gate else exact, rounding_tolerance(torch.float32))
     assert error.passed, error
+
+
+def test_kernel_of_names_what_serves_a_weight() -> None:
+    weight = torch.empty(2, 128, 64, dtype=torch.bfloat16)
+    assert kernel_of(weight, is_gated=True, on_hopper=True) == "list kernel up to 16 tokens, then grouped product"
+    assert kernel_of(weight[:, :64], is_gated=True, on_hopper=True) == "grouped product"  # no whole tile of gate and up
+    assert kernel_of(weight, is_gated=True, on_hopper=False) == "grouped product"
+    assert kernel_of(weight.half(), is_gated=False, on_hopper=True) == "grouped product"
+    scaled = ScaledExperts(weight.to(E4M3), torch.ones(2, 128))
+    assert kernel_of(scaled, is_gated=True, on_hopper=True) == "grouped product in fp8"
+    packed = pack_mxfp4(
+        torch.zeros(2, 128, 2, 16, dtype=torch.uint8), torch.full((2, 128, 2), 127, dtype=torch.uint8), is_gated=True
+    )
+    assert kernel_of(packed, is_gated=True, on_hopper=True) == "list kernel, MXFP4 dequantized in registers"
