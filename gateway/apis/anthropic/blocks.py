@@ -152,7 +152,6 @@ def chat_tools(tools: AnthropicTools) -> list[ToolFields]:
 
     Raises:
         UnsupportedParameter: For a tool that Anthropic's servers would run.
-        InvalidRequest: For a repeated name.
     """
     chosen = []
     for index, tool in enumerate(tools):
@@ -162,8 +161,6 @@ def chat_tools(tools: AnthropicTools) -> list[ToolFields]:
                 f"{param}.type: server-side tools are not supported; expected 'custom', got {tool.type[:64]!r}.",
                 param=f"{param}.type",
             )
-        if tool.name in {other.name for other in tools[:index]}:
-            raise InvalidRequest(f"{param}.name: {tool.name!r} is given more than once.", param=f"{param}.name")
         function = FunctionFields(
             name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
         )
@@ -171,18 +168,10 @@ def chat_tools(tools: AnthropicTools) -> list[ToolFields]:
     return chosen
 
 
-def chat_tool_choice(choice: AnthropicToolChoice, tools: AnthropicTools) -> ToolChoice:
-    """Convert tool_choice; raise InvalidRequest if it names no tool of the request."""
+def chat_tool_choice(choice: AnthropicToolChoice) -> ToolChoice:
     if choice.type != "tool":
         return "required" if choice.type == "any" else choice.type
-    names = [tool.name for tool in tools]
-    if choice.name not in names:
-        known = ", ".join(names[:10]) or "none"
-        raise InvalidRequest(
-            f"tool_choice.name: {(choice.name or '')[:128]!r} is not one of the tools; expected one of: {known}.",
-            param="tool_choice.name",
-        )
-    return NamedTool(function=NamedFunction(choice.name))
+    return NamedTool(function=NamedFunction(choice.name or ""))
 
 
 def _check_role(block: Block, role: str, param: str) -> None:
@@ -217,8 +206,12 @@ def _text_of(block: TextBlock | DocumentBlock) -> str:
 class _Calls:
     """The calls of the assistant's last turn."""
 
-    paths: dict[str, str] = field(default_factory=dict)  # call id -> path in the body
+    unanswered: dict[str, str] = field(default_factory=dict)  # call id -> path in the body
     answered: set[str] = field(default_factory=set)
+
+    def check_all_answered(self) -> None:
+        for param in self.unanswered.values():
+            raise InvalidRequest(f"{param}: this tool_use has no tool_result in the next turn.", param=param)
 
 
 def check_turns(messages: Sequence[AnthropicMessage]) -> None:
@@ -231,35 +224,29 @@ def check_turns(messages: Sequence[AnthropicMessage]) -> None:
         if message.role == "system":
             continue
         if message.role == "assistant" and role != "assistant":
-            _check_all_answered(calls)
+            calls.check_all_answered()
             calls = _Calls()
         role = message.role
         if not isinstance(message.content, str):
             _note_calls(message, path, calls)
-    _check_all_answered(calls)
+    calls.check_all_answered()
 
 
 def _note_calls(message: AnthropicMessage, path: str, calls: _Calls) -> None:
     for place, block in _blocks(message, path):
         if isinstance(block, ToolUseBlock):
-            calls.paths[block.id] = place
+            calls.unanswered[block.id] = place
         elif isinstance(block, ToolResultBlock):
             _check_result(block, f"{place}.tool_use_id", calls)
 
 
 def _check_result(block: ToolResultBlock, param: str, calls: _Calls) -> None:
     shown = repr(block.tool_use_id[:100])
-    if block.tool_use_id not in calls.paths:
-        raise InvalidRequest(f"{param}: no tool_use {shown} in the assistant's previous turn.", param=param)
     if block.tool_use_id in calls.answered:
         raise InvalidRequest(f"{param}: {shown} already has a result.", param=param)
+    if calls.unanswered.pop(block.tool_use_id, None) is None:
+        raise InvalidRequest(f"{param}: no tool_use {shown} in the assistant's previous turn.", param=param)
     calls.answered.add(block.tool_use_id)
-
-
-def _check_all_answered(calls: _Calls) -> None:
-    for call_id, param in calls.paths.items():
-        if call_id not in calls.answered:
-            raise InvalidRequest(f"{param}: this tool_use has no tool_result in the next turn.", param=param)
 
 
 def _check_says_something(message: AnthropicMessage, path: str) -> None:

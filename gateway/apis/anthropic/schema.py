@@ -125,7 +125,7 @@ def _prompt(fields: PromptFields) -> dict[str, Any]:
         "messages": messages,
         "continue_final_message": _is_begun(fields),
         "tools": chat_tools(tools),
-        "tool_choice": chat_tool_choice(choice, tools) if choice else None,
+        "tool_choice": chat_tool_choice(choice) if choice else None,
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "response_format": _response_format(fields),
         "chat_template_kwargs": _template_kwargs(fields),
