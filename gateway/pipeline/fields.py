@@ -20,6 +20,7 @@ leading space; other spellings in tokens are not found.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -128,21 +129,6 @@ class GenerationFields(SamplingFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None  # with logprobs: token_id:123 instead of the token's text
 
 
-def check_token_fields(fields: Any) -> None:
-    """Check logprob_token_ids of a chat or completion against other fields.
-
-    Raises:
-        InvalidRequest: If the combination is not allowed.
-    """
-    if not fields.logprob_token_ids:
-        return
-    param = "logprob_token_ids"
-    if fields.logprobs is None or fields.logprobs is False:
-        raise InvalidRequest(f"{param}: only allowed when logprobs is given.", param=param)
-    if getattr(fields, "echo", None):
-        raise InvalidRequest(f"{param}: cannot be given together with echo.", param=param)
-
-
 def words_token_ids(words: Iterable[str], encode: Callable[[str], list[int]]) -> Words:
     """Return the token sequences of `words`, each with and without a leading space.
 
@@ -200,21 +186,6 @@ def asked_class(priority: int | None, header: str | None, default: str = PRIORIT
     if priority is None:
         return default
     return PRIORITY_CLASSES[1] if priority > 0 else PRIORITY_CLASSES[0]
-
-
-def check_extra_fields(fields: GenerationFields, *, stream: bool, use_beam_search: bool) -> None:
-    """Raise InvalidRequest for combinations of extension fields that are not allowed."""
-    if fields.prompt_logprobs is not None and stream:
-        raise InvalidRequest("prompt_logprobs: not available when stream is true.", param="prompt_logprobs")
-    if fields.prompt_logprobs is not None and use_beam_search:
-        raise InvalidRequest("prompt_logprobs: has no meaning with use_beam_search.", param="prompt_logprobs")
-    if fields.truncate_prompt_tokens == 0:
-        param = "truncate_prompt_tokens"
-        raise InvalidRequest(f"{param}: expected -1, or 1 or more; got 0.", param=param)
-    for name in fields.chat_template_kwargs or ():
-        if name in RESERVED_TEMPLATE_NAMES:
-            param = f"chat_template_kwargs.{name}"
-            raise InvalidRequest(f"{param}: set by the server; remove it.", param=param)
 
 
 def truncated(token_ids: list[int], truncate: int, side: str | None, room_tokens: int) -> list[int]:
@@ -281,16 +252,32 @@ class ChoiceCount:
 
 
 def choice_count(fields: Any) -> ChoiceCount:
-    """`fields`: GenerationFields, whose types are checked already. Raises InvalidRequest."""
+    """`fields`: GenerationFields, whose types are checked. Raises InvalidRequest if they do not fit together."""
     n = fields.n or 1
-    use_beam_search = bool(fields.use_beam_search)
-    num_candidates = n if fields.best_of is None else fields.best_of
-    for param, problem in _problems(fields, n, num_candidates, use_beam_search):
+    choices = ChoiceCount(n, n if fields.best_of is None else fields.best_of, bool(fields.use_beam_search))
+    for param, problem in chain(_problems_of_choices(fields, choices), _problems_of_extensions(fields)):
         raise InvalidRequest(f"{param}: {problem}.", param=param)
-    return ChoiceCount(n, num_candidates, use_beam_search)
+    return choices
 
 
-def _problems(fields: Any, n: int, num_candidates: int, use_beam_search: bool) -> Iterator[tuple[str, str]]:
+def _problems_of_extensions(fields: Any) -> Iterator[tuple[str, str]]:
+    if fields.prompt_logprobs is not None and fields.stream:
+        yield "prompt_logprobs", "not available when stream is true"
+    if fields.prompt_logprobs is not None and fields.use_beam_search:
+        yield "prompt_logprobs", "has no meaning with use_beam_search"
+    if fields.truncate_prompt_tokens == 0:
+        yield "truncate_prompt_tokens", "expected -1, or 1 or more; got 0"
+    for name in fields.chat_template_kwargs or ():
+        if name in RESERVED_TEMPLATE_NAMES:
+            yield f"chat_template_kwargs.{name}", "set by the server; remove it"
+    if fields.logprob_token_ids and (fields.logprobs is None or fields.logprobs is False):
+        yield "logprob_token_ids", "only allowed when logprobs is given"
+    if fields.logprob_token_ids and getattr(fields, "echo", None):
+        yield "logprob_token_ids", "cannot be given together with echo"
+
+
+def _problems_of_choices(fields: Any, choices: ChoiceCount) -> Iterator[tuple[str, str]]:
+    n, num_candidates, use_beam_search = choices.n, choices.num_candidates, choices.use_beam_search
     most = MAX_BEAM_WIDTH if use_beam_search else MAX_SAMPLES
     if n > most:
         yield "n", f"expected `int` <= {most}; got {n}"

@@ -18,8 +18,6 @@ from gateway.pipeline.fields import (
     GenerationFields,
     StreamOptions,
     Words,
-    check_extra_fields,
-    check_token_fields,
     choice_count,
 )
 from gateway.pipeline.grammar import AskedGrammar, ToolUse, asked_grammar
@@ -189,8 +187,6 @@ def common_request(
     stream = bool(fields.stream)
     if fields.stream_options is not None and not stream:
         raise InvalidRequest("stream_options: only allowed when stream is true.", param="stream_options")
-    check_extra_fields(fields, stream=stream, use_beam_search=choices.use_beam_search)
-    check_token_fields(fields)
     options, grammar = fields.stream_options or StreamOptions(), asked_grammar(fields)
     return CompletionRequest(
         model=fields.model,
