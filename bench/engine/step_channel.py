@@ -31,7 +31,6 @@ from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.kv.transfers import Transfers
 
 BLOCK_SIZE, CONTEXT_TOKENS = 16, 1040  # tables are as wide as the longest sequence's; cases are named "x 1k"
-SLOT_BYTES = 1 << 20
 ROUND_SENDS = 200
 BETWEEN_SECONDS = 0.001
 ROOT = Path(__file__).parents[2]
@@ -64,13 +63,18 @@ def main(argv: list[str]) -> int:
         default=[1, 32, 256],
         help="sequences per step, comma separated",
     )
+    parser.add_argument("--context-tokens", metavar="N", type=int, default=CONTEXT_TOKENS, help="tokens per sequence")
+    parser.add_argument(
+        "--groups", metavar="N", type=int, default=1, help="groups of layers, each with its block table"
+    )
     parser.add_argument("--rounds", metavar="N", type=int, default=20)
     parser.add_argument("--output", metavar="PATH", type=Path, help="file to write the JSON to")
     options = parser.parse_args(argv)
     cases = []
     for size in options.ranks:
         for num_sequences in options.sequences:
-            cases.append(case(size, num_sequences, options.rounds, ROUND_SENDS))
+            step = decode_of(num_sequences, options.context_tokens, options.groups)
+            cases.append(case(size, step, options.rounds, ROUND_SENDS))
             print(", ".join(f"{name} {value}" for name, value in cases[-1].items()), file=sys.stderr, flush=True)
     result = {**provenance(["step-channel", *argv]), "cores": os.cpu_count(), "cases": cases}
     text = json.dumps(result, indent=1)
@@ -80,11 +84,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def case(size: int, num_sequences: int, num_rounds: int, round_sends: int) -> dict[str, Any]:
+def case(size: int, step: StepDescription, num_rounds: int, round_sends: int) -> dict[str, Any]:
     """Return the figures of a group of `size` ranks, in microseconds."""
-    step = decode_of(num_sequences)
     message = message_of(step)
-    with followers(size) as sender, sleepers(size - 1) as wake:
+    with followers(size, 2 * len(message)) as sender, sleepers(size - 1) as wake:
         parts = {"encode": lambda: message_of(step), "send": lambda: sender.send(message), "wake": wake}
         rounds = [{name: _median(part, step, round_sends) for name, part in parts.items()} for _ in range(num_rounds)]
     least = {
@@ -93,22 +96,24 @@ def case(size: int, num_sequences: int, num_rounds: int, round_sends: int) -> di
         }
         for name in parts
     }
-    return {"ranks": size, "sequences": num_sequences, "message_bytes": len(message), **least}
+    sizes = {"message_bytes": len(message), "table_bytes": step.block_tables.nbytes}
+    return {"ranks": size, "sequences": step.num_sequences, **sizes, **least}
 
 
-def decode_of(num_sequences: int) -> StepDescription:
-    """Describe one token each for sequences of a thousand tokens."""
+def decode_of(num_sequences: int, context_tokens: int = CONTEXT_TOKENS, num_groups: int = 1) -> StepDescription:
+    """Describe one token each for sequences of `context_tokens`."""
     rows = np.arange(num_sequences, dtype=np.int32)
-    num_blocks = CONTEXT_TOKENS // BLOCK_SIZE
+    num_blocks = -(-context_tokens // BLOCK_SIZE)
+    table = rows[:, None] * num_blocks + np.arange(num_blocks, dtype=np.int32)
     return StepDescription(
         query_start_loc=np.arange(num_sequences + 1, dtype=np.int32),
-        seq_lens=np.full(num_sequences, CONTEXT_TOKENS, dtype=np.int32),
+        seq_lens=np.full(num_sequences, context_tokens, dtype=np.int32),
         feedback=rows,
         token_ids=np.zeros(num_sequences, dtype=np.int32),
         logits_indices=rows,
-        block_tables=(rows[:, None] * num_blocks + np.arange(num_blocks, dtype=np.int32))[None],
+        block_tables=np.stack([table] * num_groups),
         max_query_len=1,
-        max_seq_len=CONTEXT_TOKENS,
+        max_seq_len=context_tokens,
         transfers=Transfers(),
     )
 
@@ -118,10 +123,10 @@ def message_of(step: StepDescription) -> bytes:
 
 
 @contextmanager
-def followers(size: int) -> Iterator[RingSender]:
+def followers(size: int, slot_bytes: int) -> Iterator[RingSender]:
     """Yield rank 0's end of a ring that all other ranks read."""
     sender = RingSender(size)
-    sender.make_slots(SLOT_BYTES)
+    sender.make_slots(slot_bytes)
     with ExitStack() as processes:
         for rank in range(1, size):
             fds = sender.fds(rank)
