@@ -65,7 +65,7 @@ class AttentionTables:
             return True
         first = kv.num_computed_tokens // self._block_size
         if first == len(blocks) - 1:  # the usual case
-            return self._is_shared(blocks[first])
+            return self._pool.blocks[blocks[first]].ref_count > 1  # is_shared() without a call
         return any(map(self._is_shared, blocks[first:]))
 
     def can_allocate(self, *sequences: Sequence) -> bool:

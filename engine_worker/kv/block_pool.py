@@ -52,7 +52,8 @@ class BlockPool:
         """
         if num_blocks < 2:
             raise ValueError(f"num_blocks: expected at least 2, because block 0 is padding; got {num_blocks}")
-        self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
+        # By id; read-only for callers, which need no call per sequence and step.
+        self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         # A stack: the block freed last is still in the CPU's caches. The lowest ids are allocated first.
         self._free_block_ids = list(range(num_blocks - 1, PADDING_BLOCK_ID, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # block ids, least recently used first
@@ -66,7 +67,7 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        return len(self._blocks) - 1
+        return len(self.blocks) - 1
 
     @property
     def num_free_blocks(self) -> int:
@@ -98,7 +99,7 @@ class BlockPool:
         now = self._durations.clock()
         for _ in range(num_blocks):
             block_id = self._free_block_ids.pop() if self._free_block_ids else self._evict(now)
-            block = self._blocks[block_id]
+            block = self.blocks[block_id]
             block.ref_count, block.since_seconds = 1, now
             block_ids.append(block_id)
         self._num_references += num_blocks
@@ -106,7 +107,7 @@ class BlockPool:
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each of these active or cached blocks, for another block table."""
-        now, blocks = self._durations.clock(), self._blocks
+        now, blocks = self._durations.clock(), self.blocks
         for block_id in block_ids:
             block = blocks[block_id]
             if block.ref_count == 0 and block_id not in self._held:
@@ -118,10 +119,10 @@ class BlockPool:
             self._num_references += 1
 
     def ref_count(self, block_id: int) -> int:
-        return self._blocks[block_id].ref_count
+        return self.blocks[block_id].ref_count
 
     def is_shared(self, block_id: int) -> bool:
-        return self._blocks[block_id].ref_count > 1
+        return self.blocks[block_id].ref_count > 1
 
     def is_cached(self, block_id: int) -> bool:
         """Return whether sharing the block makes one block less available."""
@@ -129,7 +130,7 @@ class BlockPool:
 
     def publish(self, block_id: int, key: BlockKey) -> bool:
         """Make an active block findable by its key. Return False if the block or the content is published already."""
-        block = self._blocks[block_id]
+        block = self.blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is not active"
         if block.key is not None or self._by_key.setdefault(key, block_id) != block_id:
             return False
@@ -138,7 +139,7 @@ class BlockPool:
 
     def published(self, block_ids: Iterable[int]) -> list[int]:
         """Return those of the blocks that find() returns."""
-        blocks = self._blocks
+        blocks = self.blocks
         return [block_id for block_id in block_ids if blocks[block_id].key is not None]
 
     def retract(self, key: BlockKey) -> int | None:
@@ -146,7 +147,7 @@ class BlockPool:
         block_id = self._by_key.pop(key, None)
         if block_id is None:
             return None
-        block = self._blocks[block_id]
+        block = self.blocks[block_id]
         block.key = None
         if block_id in self._cached:
             now = self._durations.clock()
@@ -158,7 +159,7 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Remove a reference from each. A block without references becomes cached if published, else free."""
-        now, blocks, freed = self._durations.clock(), self._blocks, list(block_ids)
+        now, blocks, freed = self._durations.clock(), self.blocks, list(block_ids)
         for block_id in freed:
             block = blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed twice"
@@ -169,20 +170,20 @@ class BlockPool:
 
     def hold(self, block_id: int) -> None:
         """Keep an active block from being allocated before release_held(), because a copy reads it."""
-        assert self._blocks[block_id].ref_count > 0, f"block {block_id} is not active"
+        assert self.blocks[block_id].ref_count > 0, f"block {block_id} is not active"
         self._held.add(block_id)
 
     def release_held(self) -> None:
         """Release held blocks. Call it after planning a step, whose copies run before its writes."""
         now = self._durations.clock()
         for block_id in self._held:
-            if self._blocks[block_id].ref_count == 0:
-                self._give_up(self._blocks[block_id], now)
+            if self.blocks[block_id].ref_count == 0:
+                self._give_up(self.blocks[block_id], now)
         self._held.clear()
 
     def states(self) -> str:
         """Return one letter per block, by id: p(adding), f(ree), c(ached), a(ctive), s(hared)."""
-        letters = ["f" if block.ref_count == 0 else "a" if block.ref_count == 1 else "s" for block in self._blocks]
+        letters = ["f" if block.ref_count == 0 else "a" if block.ref_count == 1 else "s" for block in self.blocks]
         letters[PADDING_BLOCK_ID] = "p"
         for block_id in self._cached:
             letters[block_id] = "c"
@@ -190,7 +191,7 @@ class BlockPool:
 
     def shared_blocks(self) -> list[tuple[int, int]]:
         """Return id and reference count of each block with more than one reference."""
-        return [(block.block_id, block.ref_count) for block in self._blocks if block.ref_count > 1]
+        return [(block.block_id, block.ref_count) for block in self.blocks if block.ref_count > 1]
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless all `block_tables` together explain every reference and each block's state."""
@@ -198,7 +199,7 @@ class BlockPool:
         references = Counter(block_id for block_table in block_tables for block_id in block_table)
         assert references[PADDING_BLOCK_ID] == 0, "the padding block is in a block table"
         assert self._num_references == references.total(), f"{self._num_references} != {references.total()} references"
-        counts = {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
+        counts = {block.block_id: block.ref_count for block in self.blocks if block.ref_count}
         wrong = counts.items() ^ references.items()
         assert not wrong, f"block ids and references in the block tables or in the pool alone: {sorted(wrong)}"
         free = set(self._free_block_ids)
@@ -209,7 +210,7 @@ class BlockPool:
         assert not unused & references.keys(), f"free and in use: {unused & references.keys()}"
         counted = len(unused) + len(+references)
         assert counted == self.num_usable_blocks, f"free + active + cached is {counted}, not {self.num_usable_blocks}"
-        published = {block.key: block.block_id for block in self._blocks if block.key is not None}
+        published = {block.key: block.block_id for block in self.blocks if block.key is not None}
         assert published == self._by_key, "blocks and keys disagree"
         assert not free & set(published.values()), "a free block is published"
 
@@ -223,7 +224,7 @@ class BlockPool:
 
     def _evict(self, now: float) -> int:
         block_id, _ = self._cached.popitem(last=False)
-        block = self._blocks[block_id]
+        block = self.blocks[block_id]
         self._durations.cached.add(now - block.since_seconds)
         assert block.key is not None
         key, block.key = block.key, None

@@ -140,7 +140,7 @@ def finish_reason(sequence: Sequence, max_num_tokens: int) -> FinishReason | Non
 def ends_with_inflight_token(sequence: Sequence, max_num_tokens: int) -> bool:
     """Return whether the token in flight is the last by length, so that nothing is left to compute."""
     num_inflight = sequence.num_inflight_tokens
+    num_output = len(sequence.output_token_ids) + num_inflight
     return num_inflight > 0 and (
-        sequence.num_output_tokens + num_inflight >= sequence.sampling.max_tokens
-        or sequence.num_tokens >= max_num_tokens
+        num_output >= sequence.sampling.max_tokens or len(sequence.prompt_token_ids) + num_output >= max_num_tokens
     )
