@@ -123,7 +123,7 @@ def test_checkpoint_is_dequantized_on_a_cpu(model: Fp8Model, caplog: pytest.LogC
     network = found.build(weights, 64, is_deterministic=False)
     assert isinstance(network, Network)
     assert torch.equal(logits_of(network), exact_logits(model))
-    assert caplog.messages == [f"weights: {found.weight_format}: dequantized while loading: cpu does not support fp8"]
+    assert f"weights: {found.weight_format}: dequantized while loading: cpu does not support fp8" in caplog.messages
     assert weights.loaded_bytes == 4 * found.shape.num_parameters()
 
 
