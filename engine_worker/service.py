@@ -154,6 +154,7 @@ class WorkerService:
                     self._until_lost(),
                     self._heartbeats.run(),
                     self._fleet_clock.run(),
+                    self._connections.follow_primary(),
                     self._beat_each_second(),
                     self._reaper.run(),
                     KVFeed(

@@ -10,6 +10,7 @@ from pathlib import Path
 from engine_worker.execution.settings import ExecutionSettings, check_at_least_one
 from engine_worker.scheduling.settings import SchedulingSettings
 from shared.settings import SettingsError, setting
+from shared.store_address import store_url
 
 MIN_DEAD_AFTER_SECONDS = 3  # one heartbeat per second, which may be late by a step
 
@@ -22,7 +23,11 @@ class WorkerSettings:
     served_model_name: tuple[str, ...] = setting(
         (), help="model name in the API and in store keys; workers ignore aliases; default: the directory's name"
     )
-    redis_url: str = setting("redis://127.0.0.1:6379/0", help="URL of the store, or unix:///path/to/socket")
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0",
+        parse=store_url,
+        help="URL of the store: redis://, rediss://, unix:///PATH, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE",
+    )
     worker_id: str = setting("", help="prefix of this worker's ids; default: host name and process id")
     drain_seconds: float = setting(30.0, help="time to finish running requests after SIGTERM")
     step_timeout_seconds: int = setting(

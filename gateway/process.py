@@ -143,6 +143,7 @@ async def serve_app(
     Returns:
         The exit status.
     """
+    runner.app.cleanup_ctx.append(owner_task("store_primary", connections.follow_primary))
     await runner.setup()
     state = runner.app[STATE]
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shared.model_files import Task
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
+from shared.store_address import store_url
 
 TOOL_CALL_PARSERS = (
     "auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml", "glm45", "glm47", "gemma4", "lfm2",
@@ -33,7 +34,11 @@ class GatewaySettings:
         (), help="model name in the API and in store keys, then aliases; default: the directory's name"
     )
     models_file: Path | None = setting(None, parse=Path, help="TOML file of several models; replaces --model")
-    redis_url: str = setting("redis://127.0.0.1:6379/0", help="URL of the store, or unix:///path/to/socket")
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0",
+        parse=store_url,
+        help="URL of the store: redis://, rediss://, unix:///PATH, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE",
+    )
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, parse=int, help="port to listen on; 0: a free port, which is logged")
     reuse_port: bool = setting(False, help="share the port with other gateways that set this (SO_REUSEPORT)")

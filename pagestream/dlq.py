@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     url = options.redis_url or EmbeddedStore.at(state_directory() / "store", 0).url
     try:
         asyncio.run(_run(options, url))
-    except (NoSuchLetter, RedisError, OSError) as error:
+    except (NoSuchLetter, RedisError, OSError, ValueError) as error:
         sys.stderr.write(f"pagestream dlq: {error}\n")
         return 1
     return 0

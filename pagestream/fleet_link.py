@@ -44,10 +44,11 @@ class FleetLink:
         self._own_phase = None
 
     async def run(self) -> None:
-        """Run both directions until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen())
             tasks.create_task(self._beat())
+            tasks.create_task(self._connections.follow_primary())
 
     async def store_answers(self) -> str:
         """Return an empty text if the store answers, else the error."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
+from shared.store_address import store_url
 
 DEMO = "demo"
 MAX_WORKERS = 64
@@ -78,7 +79,12 @@ class ServeSettings:
     tensor_parallel_size: int = setting(
         1, help="number of GPUs per worker, which share the model; must divide heads and intermediate size"
     )
-    redis_url: str = setting("", help="URL of a running Redis or Valkey; default: an embedded Valkey")
+    redis_url: str = setting(
+        "",
+        parse=store_url,
+        help="URL of a running Redis or Valkey, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; default: an embedded "
+        "Valkey",
+    )
     store_max_memory_bytes: int = setting(
         256 * 2**20, parse=parse_bytes, help="memory limit of the embedded store, in bytes"
     )

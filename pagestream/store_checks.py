@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from pagestream.embedded_store import StoreError
 from shared.redis_client import connect
+from shared.store_address import PrimaryReport
 
 REDIS_MINIMUM = (7, 0)
 NUM_CLOCK_READINGS = 5  # the one with the fastest reply counts
@@ -49,16 +50,36 @@ def check_embedded_store(find_binary: Callable[[], Path]) -> list[Finding]:
 
 async def check_redis(url: str) -> list[Finding]:
     connections = connect(url)
+    reports = [] if connections.sentinels is None else await connections.sentinels.reports()
     try:
         server = await connections.commands.info("server")
         memory = await connections.commands.info("memory")
         persistence = await connections.commands.info("persistence")
         clock = await read_clock(connections.commands.time)
     except (RedisError, OSError, ValueError) as error:
-        return [Finding("store", "fail", f"{url}: {error}", "is it running, and is the URL right?")]
+        return [
+            *judge_sentinels(reports),
+            Finding("store", "fail", f"{url}: {error}", "is it running, and is the URL right?"),
+        ]
     finally:
         await connections.aclose()
-    return [*judge_redis(server, memory, persistence), judge_clock(clock)]
+    return [*judge_sentinels(reports), *judge_redis(server, memory, persistence), judge_clock(clock)]
+
+
+def judge_sentinels(reports: Sequence[PrimaryReport]) -> list[Finding]:
+    """Return a finding unless the store has a fixed address: whether all Sentinels lead to one primary."""
+    if not reports:
+        return []
+    primaries = sorted({report.primary for report in reports if report.primary})
+    problems = [f"{report.sentinel}: {report.problem}" for report in reports if report.problem]
+    if not primaries:
+        return [Finding("sentinels", "fail", "; ".join(problems), "are these addresses of Sentinels of the service?")]
+    if len(primaries) > 1:
+        problems.append(f"they report {len(primaries)} primaries: {', '.join(primaries)}")
+    if problems:
+        hint = "a failover may not happen, or take longer; see SENTINEL MASTER and SENTINEL SENTINELS"
+        return [Finding("sentinels", "warn", "; ".join(problems), hint)]
+    return [Finding("sentinels", "ok", f"{len(reports)} report {primaries[0]}, with a quorum")]
 
 
 def judge_redis(server: dict[str, object], memory: dict[str, object], persistence: dict[str, object]) -> list[Finding]:

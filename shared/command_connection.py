@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ from redis.exceptions import ConnectionError, InvalidResponse, RedisError, Timeo
 _NOT_COMPLETE = object()
 _RESET = "the connection was reset"
 
+FindPrimary = Callable[[], Awaitable[tuple[str, int]]]  # returns host and port; raises ConnectionError
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -35,9 +38,10 @@ class Address:
     tls: ssl.SSLContext | None
     keepalive: tuple[tuple[int, int, int], ...]  # options of a TCP socket
     greeting: tuple[tuple[Any, ...], ...]  # AUTH and SELECT
+    find_primary: FindPrimary | None = None  # replaces `host` and `port`
 
     @classmethod
-    def of(cls, pool: ConnectionPool) -> "Address":
+    def of(cls, pool: ConnectionPool, find_primary: FindPrimary | None = None) -> "Address":
         """Return the address of the pool's connections, which redis-py has read from a URL."""
         sample: Any = pool.make_connection()  # type: ignore[no-untyped-call]
         greeting: list[tuple[Any, ...]] = []
@@ -51,19 +55,26 @@ class Address:
         tls = sample.ssl_context.get() if isinstance(sample, SSLConnection) else None
         keepalive = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(sample.socket_keepalive))]
         keepalive += [(socket.SOL_TCP, option, value) for option, value in sample.socket_keepalive_options.items()]
-        return cls("", sample.host, sample.port, tls, tuple(keepalive), tuple(greeting))
+        return cls("", sample.host, sample.port, tls, tuple(keepalive), tuple(greeting), find_primary)
 
     async def connect(self, protocol: asyncio.Protocol) -> None:
         loop = asyncio.get_running_loop()
         if self.path:
             await loop.create_unix_connection(lambda: protocol, self.path)
             return
-        transport, _ = await loop.create_connection(lambda: protocol, self.host, self.port, ssl=self.tls)
+        host, port = (self.host, self.port) if self.find_primary is None else await self.find_primary()
+        transport, _ = await loop.create_connection(lambda: protocol, host, port, ssl=self.tls)
         for option in self.keepalive:
             transport.get_extra_info("socket").setsockopt(*option)
 
     def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
+        return "the primary" if self.find_primary else self.path or f"{self.host}:{self.port}"
+
+
+def check_is_primary(role: Any) -> None:
+    """Raise ConnectionError unless `role`, the reply of ROLE, is that of a primary: Sentinels may be late."""
+    if role[0] != b"master":
+        raise ConnectionError("the Sentinel's address is not, or not yet, that of a primary")
 
 
 class CommandConnection:
@@ -121,6 +132,8 @@ class CommandConnection:
                 await self._address.connect(pipeline)
                 for command in self._address.greeting:
                     await pipeline.send(command)
+                if self._address.find_primary is not None:
+                    check_is_primary(await pipeline.send(("ROLE",)))
         except RedisError as error:
             pipeline.close(error)
             raise

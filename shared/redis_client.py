@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from redis.asyncio import (
@@ -27,12 +28,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
-from shared.command_connection import Address, CommandConnection
+from shared.command_connection import Address, CommandConnection, FindPrimary, check_is_primary
+from shared.store_address import Sentinels, store_address
 from shared.store_errors import rule_of
 
 SOCKET_TIMEOUT_SECONDS = 5.0
 BLOCK_SECONDS = 1.0  # maximum of a blocking read, which ends on a tick; far below the socket time-out
 RESET_SECONDS = 1.0  # minimum between two resets, because many commands fail together
+FOLLOW_SECONDS = 0.5  # between two questions to a Sentinel
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,23 @@ class RedisConnections:
     commands: "CommandRedis"  # short commands and scripts
     blocking: Redis  # XREADGROUP BLOCK of one reader
     subscriber: Redis  # pub/sub
+    sentinels: Sentinels | None = None  # None: the address is fixed
+
+    async def follow_primary(self) -> None:
+        """Reset the connections when the Sentinels report another primary. Runs until cancelled.
+
+        A primary that is stopped or cut off closes nothing: its connections would wait for their time-outs.
+        """
+        known: tuple[str, int] | None = None
+        while True:
+            if self.sentinels is not None:
+                with suppress(RedisError, OSError):  # who needs an address now logs the error
+                    found = await self.sentinels.find_primary()
+                    if known not in (None, found):
+                        logger.warning("store: the primary is now %s:%d", *found)
+                        await self.reset()
+                    known = found
+            await asyncio.sleep(FOLLOW_SECONDS)
 
     async def reset(self) -> None:
         """Close all connections, including those in use. Their commands fail, and subscribers reconnect."""
@@ -55,6 +75,8 @@ class RedisConnections:
     async def aclose(self) -> None:
         for client in (self.commands, self.blocking, self.subscriber):
             await client.aclose(close_connection_pool=True)
+        if self.sentinels is not None:
+            await self.sentinels.aclose()
 
 
 Observe = Callable[[str, float, bool], None]  # command, seconds until its reply, whether it failed
@@ -64,15 +86,19 @@ def connect(url: str, *, observe: Observe | None = None, num_models: int = 1) ->
     """Create the clients, which connect on first use.
 
     Args:
-        url: A redis://, rediss:// or unix:// URL.
+        url: A URL of store_address.py.
         observe: Called after each command of `commands`, except pipelines.
         num_models: Number of models that share the connections.
     """
-    pool = _pool(url, BlockingConnectionPool, 8 * num_models, timeout=SOCKET_TIMEOUT_SECONDS)
-    commands = CommandRedis(pool, observe or _not_observed)
-    blocking = _BlockingRedis(connection_pool=_pool(url, ConnectionPool, 2))
-    subscriber = Redis(connection_pool=_pool(url, ConnectionPool, 8 * num_models))
-    connections = RedisConnections(commands, blocking, subscriber)
+    address = store_address(url)
+    sentinels = None if address.service is None else Sentinels(address, address.service)
+    find_primary = None if sentinels is None else sentinels.find_primary
+    pool = partial(_pool, address.url, find_primary)
+    shared_pool = pool(BlockingConnectionPool, 8 * num_models, timeout=SOCKET_TIMEOUT_SECONDS)
+    commands = CommandRedis(shared_pool, Address.of(shared_pool, find_primary), observe or _not_observed)
+    blocking = _BlockingRedis(connection_pool=pool(ConnectionPool, 2))
+    subscriber = Redis(connection_pool=pool(ConnectionPool, 8 * num_models))
+    connections = RedisConnections(commands, blocking, subscriber, sentinels)
     commands.on_demoted = blocking.on_demoted = _Resets(connections).request
     return connections
 
@@ -96,6 +122,24 @@ def _with_connection_errors(connection_class: Any) -> Any:
                 raise ConnectionError(f"the connection was closed while a command was written: {error}") from error
 
     return Sending
+
+
+def _at_primary(connection_class: Any, find_primary: FindPrimary) -> Any:
+    """Return a subclass that connects to the primary, and raises ConnectionError if the server there is none."""
+
+    class AtPrimary(connection_class):  # type: ignore[misc]
+        async def connect(self) -> None:
+            if not self.is_connected:
+                self.host, self.port = await find_primary()
+            await super().connect()
+
+    return AtPrimary
+
+
+async def _greet_primary(connection: Any) -> None:
+    await connection.on_connect()  # redis-py's AUTH and SELECT
+    await connection.send_command("ROLE")
+    check_is_primary(await connection.read_response())
 
 
 _CONNECTION_CLASSES: dict[type[Any], type[Any]] = {
@@ -124,10 +168,10 @@ class CommandRedis(Redis):
 
     on_demoted: Callable[[Exception], None]  # called for errors after which all open connections are useless
 
-    def __init__(self, pool: ConnectionPool, observe: Observe) -> None:
-        """Create the client. `pool` is for redis-py's pipelines, and names the address."""
+    def __init__(self, pool: ConnectionPool, address: Address, observe: Observe) -> None:
+        """Create the client. `pool` is for redis-py's pipelines."""
         super().__init__(connection_pool=pool)
-        self.connection_of_commands = CommandConnection(Address.of(pool), SOCKET_TIMEOUT_SECONDS)
+        self.connection_of_commands = CommandConnection(address, SOCKET_TIMEOUT_SECONDS)
         self._observe = observe
 
     async def execute_command(self, *words: Any, **options: Any) -> Any:
@@ -168,7 +212,13 @@ def _not_observed(_command: str, _seconds: float, _failed: bool) -> None:
     pass
 
 
-def _pool(url: str, pool_class: type[ConnectionPool], max_connections: int, **pool_options: Any) -> ConnectionPool:
+def _pool(
+    url: str,
+    find_primary: FindPrimary | None,
+    pool_class: type[ConnectionPool],
+    max_connections: int,
+    **pool_options: Any,
+) -> ConnectionPool:
     pool = pool_class.from_url(
         url,
         max_connections=max_connections,
@@ -179,4 +229,7 @@ def _pool(url: str, pool_class: type[ConnectionPool], max_connections: int, **po
         **pool_options,
     )
     pool.connection_class = _CONNECTION_CLASSES[pool.connection_class]
+    if find_primary is not None:
+        pool.connection_class = _at_primary(pool.connection_class, find_primary)
+        pool.connection_kwargs["redis_connect_func"] = _greet_primary
     return pool

@@ -57,10 +57,11 @@ def _haproxy() -> str | None:
 
 @dataclass
 class StoreSite:
-    """A replicated store; `url` leads to the present primary, by haproxy's check for `role:master`."""
+    """A replicated store. `url` leads to the present primary, by haproxy's check for `role:master`."""
 
     directory: Path
     min_replicas_to_write: int = 0
+    has_proxy: bool = True
     port: int = field(default_factory=free_port)  # port of haproxy
     servers: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)  # by port
     _sentinels: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
@@ -70,6 +71,10 @@ class StoreSite:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @property
+    def sentinel_url(self) -> str:
+        return f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in self._sentinels)}/{SERVICE}"
+
     def start(self) -> None:
         primary, replica = free_port(), free_port()
         self.start_server(primary)
@@ -78,7 +83,8 @@ class StoreSite:
         self._wait(lambda: self._is_in_step(replica), "the replica is not in step")
         for _ in range(NUM_SENTINELS):
             self._start_sentinel(primary)
-        self._start_haproxy()
+        if self.has_proxy:
+            self._start_haproxy()
         self.wait_until_whole()
 
     def stop(self) -> None:
@@ -131,6 +137,12 @@ class StoreSite:
         self.servers[port].wait()
         return port
 
+    def stop_primary(self) -> int:
+        """Stop it (SIGSTOP), so that its sockets stay open, and return its port."""
+        port = self.primary
+        self.servers[port].send_signal(signal.SIGSTOP)
+        return port
+
     def wait_until_primary_is_not(self, port: int) -> None:
         self._wait(lambda: self.primary != port and self._role(self.primary) == b"master", "no failover")
 
@@ -149,7 +161,7 @@ class StoreSite:
                     return False
                 if len(client.execute_command("SENTINEL", "REPLICAS", SERVICE)) != 1:
                     return False
-        with redis.Redis(port=self.port) as client:
+        with redis.Redis(port=self.port if self.has_proxy else self.primary) as client:
             return client.role()[0] == b"master" and bool(client.set("probe", b"1"))
 
     def _is_in_step(self, replica: int) -> bool:
@@ -195,9 +207,11 @@ class StoreSite:
 
 
 @contextmanager
-def running_store_site(directory: Path, *, min_replicas_to_write: int = 0) -> Iterator[StoreSite]:
+def running_store_site(
+    directory: Path, *, min_replicas_to_write: int = 0, has_proxy: bool = True
+) -> Iterator[StoreSite]:
     directory.mkdir()
-    site = StoreSite(directory, min_replicas_to_write)
+    site = StoreSite(directory, min_replicas_to_write, has_proxy)
     try:
         site.start()
         yield site

@@ -14,8 +14,10 @@ from pagestream.store_checks import (
     check_redis,
     judge_clock,
     judge_redis,
+    judge_sentinels,
     read_clock,
 )
+from shared.store_address import PrimaryReport
 
 GOOD_SERVER: dict[str, object] = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
 GOOD_MEMORY: dict[str, object] = {"maxmemory_policy": "noeviction", "maxmemory": 2**30, "total_system_memory": 2**34}
@@ -57,6 +59,24 @@ async def test_real_store_is_checked(valkey) -> None:
 async def test_unreachable_store_fails() -> None:
     (finding,) = await check_redis("unix:///nowhere/valkey.sock")
     assert finding.status == "fail"
+
+
+A, B = PrimaryReport("s1:26379", "a:6379"), PrimaryReport("s2:26379", "b:6379")
+DOWN = PrimaryReport("s3:26379", "", "Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([], {}),
+        ([A, A], {"sentinels": "ok"}),
+        ([A, B], {"sentinels": "warn"}),
+        ([A, DOWN], {"sentinels": "warn"}),
+        ([DOWN, DOWN], {"sentinels": "fail"}),
+    ],
+)
+def test_sentinels_must_agree(reports: list[PrimaryReport], expected: dict[str, str]) -> None:
+    assert statuses(judge_sentinels(reports)) == expected
 
 
 def test_embedded_store_is_checked() -> None:
