@@ -123,9 +123,10 @@ class Acceptance:
             except (RedisError, OSError) as error:
                 if not attempts_left or not got_no_reply(error):
                     raise StoreUnavailable(str(error)) from error
-                if any(stream.num_tokens for stream in streams):
-                    return AcceptStatus.OK  # a worker has it; accepting again could drop these tokens
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
+                if any(stream.num_tokens for stream in streams):
+                    # A worker has it. If the store has lost it meanwhile, only restore() keeps these tokens.
+                    return AcceptStatus.OK
         raise AssertionError("the last attempt returns or raises")
 
     def _queue_name(self, requests: Sequence[NewRequest]) -> str:
