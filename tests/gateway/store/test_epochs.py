@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gateway.store import acceptance
 from gateway.store.inbox import Inbox, StreamState
 from gateway.store.inference_client import InferenceClient
 from shared.messages import (
@@ -158,14 +157,11 @@ async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, w
 
 
 @pytest.mark.parametrize("begins_first", [True, False])
-async def test_repeated_acceptance_of_a_begun_request_stores_nothing(
-    client, flaky, worker, wire, monkeypatch, begins_first
-):
+async def test_repeated_acceptance_of_a_begun_request_stores_nothing(client, flaky, worker, wire, begins_first):
     """Lose the first reply, then the request. It is restored with its token, not from the beginning.
 
     The token comes before the loss of the reply, or while the gateway waits to repeat the call.
     """
-    monkeypatch.setattr(acceptance, "ACCEPT_RETRY_SECONDS", 0.5)  # longer than the steps below
     flaky.fail("accept", "lose")
     held = flaky.hold("accept")
     submitting = asyncio.create_task(client.submission.submit(make_request()))
