@@ -212,11 +212,8 @@ def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
     if device == "cpu":
         return f"{choice.reason}\n" if choice.reason else ""
     on_cpu = chosen_quantization(settings, "cpu", why_no_kernels=lambda: "").quantization
-    return (
-        "Use --device cpu for a CPU, which multiplies the GGUF file's blocks directly.\n"
-        if on_cpu == "as-stored"
-        else ""
-    )
+    hint = "Use --device cpu for a CPU, which multiplies 4- and 8-bit weights directly."
+    return "".join(f"{line}\n" for line in (choice.reason, hint if on_cpu == "as-stored" else "") if line)
 
 
 def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) -> Estimate:

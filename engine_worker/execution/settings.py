@@ -53,9 +53,10 @@ class ExecutionSettings:
     quantization: str = setting(
         "auto",
         choices=QUANTIZATIONS,
-        help="weights of linear layers; auto: the checkpoint's, or as-stored for GGUF on a CPU with C++ "
-        "kernels; none: 16 bits; fp8: quantized at load; mxfp4: the checkpoint must have it; int8: quantized at load "
-        "(cpu); as-stored: GGUF blocks Q4_0, Q4_1 and Q8_0 (cpu)",
+        help="weights of linear layers; auto: the checkpoint's, or as-stored for GGUF and 4-bit integers on a CPU with "
+        "C++ kernels; none: 16 bits; fp8: quantized at load; mxfp4: the checkpoint must have it; int8: quantized at "
+        "load (cpu); as-stored: GGUF blocks Q4_0, Q4_1 and Q8_0, and 4-bit integers of compressed-tensors, gptq and "
+        "awq (cpu)",
     )
     max_model_len: int | None = setting(
         None, parse=parse_count, help="maximum of prompt and output, in tokens; default: the model's"

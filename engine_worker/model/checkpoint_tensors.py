@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.part import Role, Shape, TensorSpec
-from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE, Scheme, TensorForm
+from engine_worker.model.weight_format import (
+    GPTQ_GROUPS,
+    GPTQ_SCALES,
+    INPUT_SCALE,
+    WEIGHT_SCALE,
+    Int4Scheme,
+    Packing,
+    Scheme,
+    TensorForm,
+)
 
 
 def network_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
@@ -43,8 +52,18 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 def scale_names(spec: ModelSpec) -> list[str]:
     """Return the names of all float scales."""
-    suffixes = (f".{WEIGHT_SCALE}", f".{INPUT_SCALE}")
+    suffixes = (f".{WEIGHT_SCALE}", f".{INPUT_SCALE}", GPTQ_SCALES)
     return [name for name in checkpoint_forms(spec) if name.endswith(suffixes)]
+
+
+def group_indices(spec: ModelSpec) -> dict[int, list[str]]:
+    """Return the names of GPTQ's group indices, by the number of inputs per group."""
+    found: dict[int, list[str]] = {}
+    for tensor in network_tensors(spec):
+        scheme = _stored_scheme(spec, tensor)
+        if isinstance(scheme, Int4Scheme) and scheme.packing is Packing.GPTQ:
+            found.setdefault(scheme.group, []).append(_module(tensor) + GPTQ_GROUPS)
+    return found
 
 
 def weights_bytes(spec: ModelSpec, itemsize: int) -> int:

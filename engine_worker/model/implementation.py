@@ -41,9 +41,9 @@ class NativeBlueprint:
 
     def weights_bytes(self, size: int, itemsize: int) -> int:
         share = self.share(size)
-        return (
-            grouped_weights_bytes(share, itemsize) if share.quantization.in_groups else weights_bytes(share, itemsize)
-        )
+        stored = share.quantization
+        in_blocks = stored.in_groups and not stored.groups
+        return grouped_weights_bytes(share, itemsize) if in_blocks else weights_bytes(share, itemsize)
 
     @property
     def weight_format(self) -> str:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
-from engine_worker.model.checkpoint_tensors import scale_names
+from engine_worker.model.checkpoint_tensors import group_indices, scale_names
 from engine_worker.model.implementation import is_native
 from engine_worker.model.quantization_config import refuse_quantized
-from engine_worker.model.scale_values import check_scales
+from engine_worker.model.scale_values import check_group_order, check_scales
 from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size, with_expert_shares
 from shared.model_files import read_model_files
 
@@ -48,3 +48,5 @@ def check_files(
     if spec is not None:
         check_checkpoint(spec, found)
         check_scales(found[name] for name in scale_names(spec))
+        for group, names in group_indices(spec).items():
+            check_group_order((found[name] for name in names), group)

@@ -1,11 +1,11 @@
-"""Check the values of fp8 scales in a checkpoint, without torch.
+"""Check the values of scales, and of GPTQ's order of inputs, in a checkpoint, without torch.
 
 numpy has no bfloat16, so safetensors files are read directly: an 8-byte header length, a JSON header with the offsets
-of each tensor, the tensors (version 1 of the format). Scales are at most a thousandth of a checkpoint.
+of each tensor, the tensors (version 1 of the format). These are at most a thirtieth of a checkpoint.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import numpy as np
@@ -21,21 +21,46 @@ def check_scales(scales: Iterable[StoredTensor]) -> None:
     Raises:
         ModelFilesError: For the first scale that is not.
     """
-    for path, tensors in groupby(sorted(scales, key=lambda tensor: (tensor.path, tensor.name)), key=lambda t: t.path):
+    for tensor, content in _contents(scales):
+        _check(tensor, _floats(content, tensor.dtype))
+
+
+def check_group_order(indices: Iterable[StoredTensor], group: int) -> None:
+    """Check that the inputs of each group of `group` inputs are adjacent; 0: all inputs are one group.
+
+    Args:
+        indices: GPTQ's `g_idx`, [K] int32: the group of each input.
+        group: Inputs per group.
+
+    Raises:
+        ModelFilesError: For the first weight whose inputs are reordered.
+    """
+    for tensor, content in _contents(indices):
+        found = np.frombuffer(content, "<i4")
+        if not np.array_equal(found, np.arange(len(found)) // (group or max(1, len(found)))):
+            raise ModelFilesError(
+                f"{tensor.name}: inputs are reordered between groups (desc_act, act-order), which is not supported; "
+                "supported: a checkpoint made with desc_act false"
+            )
+
+
+def _contents(tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, bytes]]:
+    ordered = sorted(tensors, key=lambda tensor: (tensor.path, tensor.name))
+    for path, of_file in groupby(ordered, key=lambda tensor: tensor.path):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-            for tensor in tensors:
+            for tensor in of_file:
                 start, end = header[tensor.name]["data_offsets"]
                 file.seek(8 + length + start)
-                _check(tensor, _floats(file.read(end - start), tensor.dtype))
+                yield tensor, file.read(end - start)
 
 
 def _check(tensor: StoredTensor, values: npt.NDArray[np.floating]) -> None:
     wrong = values[~(np.isfinite(values) & (values >= 0))]
     if len(wrong):
         raise ModelFilesError(
-            f"{tensor.name} has {float(wrong[0])} in {tensor.path.name}; fp8 scales must be finite and >= 0"
+            f"{tensor.name} has {float(wrong[0])} in {tensor.path.name}; scales must be finite and >= 0"
         )
 
 

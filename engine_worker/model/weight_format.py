@@ -21,9 +21,12 @@ _SCALE_BYTES = 4  # float32
 
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 MXFP4_GROUP = 32  # columns per scale
+INT4_GROUP = 32  # columns per scale of the C++ kernels
 
 FLOATS = ("F32", "F16", "BF16")  # safetensors' notation
 FP8, BYTES = ("F8_E4M3",), ("U8",)
+INT32, INT64 = ("I32",), ("I64",)
+NIBBLES = 8  # 4-bit integers in an int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,113 @@ class Mxfp4Scheme:
         return math.prod(shape) // 2 + math.prod(shape) // MXFP4_GROUP
 
 
-Scheme = Fp8Scheme | Mxfp4Scheme
+class Packing(StrEnum):
+    """Who wrote 4-bit integers, which decides names and layout of their tensors."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    GPTQ = "gptq"
+    AWQ = "awq"
+
+
+ROWS, COLUMNS, GROUP = 0, 1, 0  # dimensions of a weight; GROUP as a number of elements is that of the scheme
+# For each dimension of a stored tensor: the dimension of the weight, and the elements of it that one entry covers.
+Axes = tuple[tuple[int, int], ...]
+INT4_VALUES, INT4_SCALES, INT4_ZEROS = ".weight_packed", ".weight_scale", ".weight_zero_point"
+GPTQ_VALUES, GPTQ_SCALES, GPTQ_ZEROS, GPTQ_GROUPS = ".qweight", ".scales", ".qzeros", ".g_idx"
+INT4_SHAPE = ".weight_shape"
+_PER_GROUP: dict[str, Axes] = {
+    GPTQ_ZEROS: ((COLUMNS, GROUP), (ROWS, NIBBLES)),
+    GPTQ_SCALES: ((COLUMNS, GROUP), (ROWS, 1)),
+}
+_AXES: dict[Packing, dict[str, Axes]] = {
+    Packing.COMPRESSED_TENSORS: {
+        INT4_VALUES: ((ROWS, 1), (COLUMNS, NIBBLES)),
+        INT4_SCALES: ((ROWS, 1), (COLUMNS, GROUP)),
+        INT4_ZEROS: ((ROWS, NIBBLES), (COLUMNS, GROUP)),
+    },
+    Packing.GPTQ: {GPTQ_VALUES: ((COLUMNS, NIBBLES), (ROWS, 1)), **_PER_GROUP},
+    Packing.AWQ: {GPTQ_VALUES: ((COLUMNS, 1), (ROWS, NIBBLES)), **_PER_GROUP},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4Scheme:
+    """A weight of 4-bit integers with a scale per group of columns: (integer - zero point) * scale.
+
+    Sources: compressed-tensors' `pack-quantized` compressor, AutoGPTQ's and AutoAWQ's quantized linear layers.
+
+    Attributes:
+        packing: The layout.
+        group: Columns per scale; 0: all columns of a row.
+        has_zeros: Zero points are stored; otherwise each is 8.
+        zeros_less_one: Stored zero points are one less (GPTQ's first version).
+    """
+
+    kind: ClassVar[str] = "int4"
+    packing: Packing
+    group: int
+    has_zeros: bool = True
+    zeros_less_one: bool = False
+
+    @property
+    def granule(self) -> tuple[int, int]:
+        """Rows and columns that a rank must not cut."""
+        units = {
+            dim: [unit for axes in self.axes.values() for at, unit in axes if at == dim] for dim in (ROWS, COLUMNS)
+        }
+        return math.lcm(*filter(None, units[ROWS])), math.lcm(*filter(None, [*units[COLUMNS], self.group]))
+
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """The axes of each tensor, by what is added to the module's name."""
+        found = _AXES[self.packing]
+        return found if self.has_zeros else {suffix: axes for suffix, axes in found.items() if suffix != INT4_ZEROS}
+
+    def tensors(self, shape: Shape) -> dict[str, TensorForm]:
+        """Return the tensors of a weight [rows, columns]; see Fp8Scheme.
+
+        Raises:
+            ValueError: If groups or packed integers do not divide the weight.
+        """
+        for length, unit, what in zip(shape, self.granule, ("outputs", "inputs"), strict=True):
+            if length % unit:
+                raise ValueError(
+                    f"config.json: quantization_config ({self.packing}): a linear layer has {length} {what}, which is "
+                    f"not a multiple of {unit}"
+                )
+        found = {
+            suffix: TensorForm(
+                tuple(-(-shape[dim] // self._unit(unit, shape[COLUMNS])) for dim, unit in axes),
+                FLOATS if suffix in {INT4_SCALES, GPTQ_SCALES} else INT32,
+            )
+            for suffix, axes in self.axes.items()
+        }
+        unread = {
+            Packing.COMPRESSED_TENSORS: {INT4_SHAPE: TensorForm((2,), INT64)},
+            Packing.GPTQ: {GPTQ_GROUPS: TensorForm((shape[COLUMNS],), INT32)},  # checked before (group_order.py)
+        }
+        return found | unread.get(self.packing, {})
+
+    def parts(self, part: Part) -> dict[str, Part]:
+        """Return the parts of these tensors; see Fp8Scheme."""
+        found: dict[str, Part] = {}
+        for suffix, axes in self.axes.items():
+            for place, (dim, unit) in enumerate(axes):
+                size = unit or self.group
+                if dim == part.dim and size:  # a row's only scale is replicated
+                    found[suffix] = Part(place, tuple((start // size, end // size) for start, end in part.ranges))
+        return found
+
+    def num_bytes(self, shape: Shape) -> int:
+        """Return the size of a weight [rows, columns] as a CPU multiplies it: two bytes per scale of 32 columns."""
+        scale_bytes = 4 if self.has_zeros else 2
+        return math.prod(shape) // 2 + math.prod(shape) // INT4_GROUP * scale_bytes
+
+    def _unit(self, unit: int, columns: int) -> int:
+        return unit or self.group or columns
+
+
+Scheme = Fp8Scheme | Mxfp4Scheme | Int4Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +246,12 @@ class WeightFormat:
     ignored: tuple[str, ...] = ()  # module patterns
     is_online: bool = False  # 16- or 32-bit weights are quantized while loading
     is_dequantized: bool = False  # dequantized while loading on every device
-    in_groups: bool = False  # 4 and 8 bits with scales per group of 32 inputs, on a CPU
-    blocks: Path | None = None  # file of stored blocks; None: quantized while loading
+    in_groups: bool = False  # multiplied in 4 and 8 bits with scales per group of 32 inputs, on a CPU
+    blocks: Path | None = None  # file of stored blocks; without it and `groups`, quantized while loading
 
     @property
     def kind(self) -> str:
-        """`fp8` or `mxfp4`, the kind of all schemes, or an empty string."""
+        """`fp8`, `mxfp4` or `int4`, the kind of all schemes, or an empty string."""
         return self.groups[0].scheme.kind if self.groups else ""
 
     def scheme_of(self, module: str) -> Scheme | None:
@@ -186,10 +295,13 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
     Raises:
         ValueError: If the checkpoint does not have the requested format.
     """
+    if quantization == "as-stored" and stored.kind == "int4":
+        return replace(stored, in_groups=True)
     if quantization == "as-stored" and blocks is None:
         raise ValueError(
-            f"--quantization as-stored needs {STORED_BLOCKS}, which the conversion of a GGUF file writes for "
-            "Q4_0, Q4_1 and Q8_0; --quantization int8 quantizes other weights while loading"
+            f"--quantization as-stored needs 4-bit integers (compressed-tensors, gptq, awq), or {STORED_BLOCKS}, which "
+            "the conversion of a GGUF file writes for Q4_0, Q4_1 and Q8_0; --quantization int8 quantizes other weights "
+            "while loading"
         )
     if quantization == "as-stored":
         return replace(AS_STORED, blocks=blocks)

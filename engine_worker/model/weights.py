@@ -16,13 +16,14 @@ from torch import Tensor
 
 from engine_worker.model.checkpoint import StoredTensor, is_ignored, is_shape, stored_tensors
 from engine_worker.model.specs.part import NOTHING, Part, Shape
-from engine_worker.model.weight_format import MXFP4_SCALES
+from engine_worker.model.weight_format import GPTQ_ZEROS, INT4_ZEROS, MXFP4_SCALES
 from engine_worker.model.weight_upload import uploader
 
 # Random fp8 weights with deviation 0.02 are 82 in e4m3, whose maximum is 448.
 _RANDOM_SCALE = 2.0**-12
 # Random e2m1 values have the deviation 2.9; with 2^-7 it is 0.023. An e8m0 scale is the exponent plus 127.
 _RANDOM_E8M0 = 120
+_RANDOM_ZEROS = 0x77777777  # zero points of 7, near the middle of 0 to 15
 
 Report = Callable[[float, str], None]  # progress 0..1, current activity
 
@@ -197,8 +198,14 @@ class RandomWeights:
     def _quantized(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if dtype == torch.uint8 and name.endswith(MXFP4_SCALES):
             return torch.full(shape, _RANDOM_E8M0, device=self.device, dtype=dtype)
-        if dtype == torch.uint8:
-            return torch.randint(256, shape, generator=self._generator(name), device=self.device, dtype=dtype)
+        if name.endswith((GPTQ_ZEROS, INT4_ZEROS)):
+            return torch.full(shape, _RANDOM_ZEROS, device=self.device, dtype=dtype)
+        if not dtype.is_floating_point:
+            bounds = torch.iinfo(dtype)
+            numbers = torch.randint(
+                bounds.min, bounds.max, shape, generator=self._generator(name), device=self.device, dtype=torch.int64
+            )
+            return numbers.to(dtype)
         if dtype != torch.float8_e4m3fn:
             return torch.full(shape, _RANDOM_SCALE, device=self.device, dtype=dtype)
         largest = torch.finfo(dtype).max

@@ -19,6 +19,10 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
         from engine_worker.model.quantization import mxfp4  # noqa: PLC0415 - only such models need it
 
         return mxfp4.method(stored, device_type)
+    if stored.kind == "int4":
+        from engine_worker.model.quantization import grouped  # noqa: PLC0415 - only such models need it
+
+        return grouped.int4_method(stored, device_type)
     if stored.groups:
         from engine_worker.model.quantization import fp8  # noqa: PLC0415 - only fp8 models need it
 
@@ -33,7 +37,7 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
 
 
 def dense_tensor(source: WeightSource, stored: WeightFormat, name: str, shape: tuple[int, int]) -> Tensor:
-    """Return a weight in 16 or 32 bits, dequantized if the checkpoint has it in fp8."""
+    """Return a weight in 16 or 32 bits, dequantized if the checkpoint has it in fp8 or 4 bits."""
     if stored.stored_scheme(name.removesuffix(".weight")) is None:
         return source.get(name, shape)
     from engine_worker.model.quantization.dequantized import DequantizedWeights  # noqa: PLC0415 - as above

@@ -1,6 +1,6 @@
-"""Dequantize fp8 weights to 16 or 32 bits while they load: weight = e4m3 * scale in float32, rounded once.
+"""Dequantize fp8 and 4-bit weights to 16 or 32 bits while they load: number * scale in float32, rounded once.
 
-It serves devices without fp8, and is the reference of the fp8 kernels.
+It serves devices without kernels for them, and is the reference of those kernels.
 """
 
 from collections.abc import Collection, Sequence
@@ -8,12 +8,15 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from engine_worker.model.linear import Experts, ExpertsLoad, Head, Linear, LinearMethod, LinearSpec
+from engine_worker.model.quantization.int4 import Int4Weight, read_int4
 from engine_worker.model.specs.part import Part
 from engine_worker.model.weight_format import (
     BLOCK,
     INPUT_SCALE,
     WEIGHT_SCALE,
     Fp8Scheme,
+    Int4Scheme,
     ScalePer,
     WeightFormat,
 )
@@ -50,15 +53,22 @@ class DequantizedWeights:
     ) -> Tensor:
         module = name.removesuffix(".weight")
         scheme = self._format.scheme_of(module) if len(shape) == 2 and module != name else None
-        if not isinstance(scheme, Fp8Scheme) or dtype is not None:
+        if not isinstance(scheme, Fp8Scheme | Int4Scheme) or dtype is not None:
             return self._source.get(name, shape, part, dtype)
         assert part is None, "wrap the source of parts; parts of dequantized weights are not supported"
+        if isinstance(scheme, Int4Scheme):
+            return self._kept(read_int4(self._source, module, shape, scheme))
         if self._format.is_online:
             rows = quantize_rows_reference(self._source.get(name, shape))
             return dequantized(rows.values, rows.scales, scheme.per).to(self.dtype)
         weight, scale, _ = read_fp8(self._source, module, shape, scheme)
         made = dequantized(weight, scale, scheme.per).to(self.dtype)
         self._source.keep_as(weight.nbytes + scale.nbytes, made.nbytes)
+        return made
+
+    def _kept(self, weight: Int4Weight) -> Tensor:
+        made = weight.exact().to(self.dtype)
+        self._source.keep_as(0, made.nbytes)
         return made
 
     def keep_as(self, handed_out: int, kept: int) -> None:
@@ -69,6 +79,22 @@ class DequantizedWeights:
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         self._source.check_all_used(ignored)
+
+
+class DequantizedMethod:
+    """Weights that are dequantized to 16 or 32 bits."""
+
+    def __init__(self, stored: WeightFormat, multiplied: LinearMethod) -> None:
+        self._format, self._dense = stored, multiplied
+
+    def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
+        return self._dense.load(spec, DequantizedWeights(source, self._format))
+
+    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
+        return self._dense.experts(load, DequantizedWeights(source, self._format))
+
+    def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
+        return self._dense.head(weight, name, source)
 
 
 def read_fp8(

@@ -14,10 +14,7 @@ from torch import Tensor
 
 from engine_worker.model.linear import Experts, ExpertsLoad, Head, Linear, LinearMethod, LinearSpec
 from engine_worker.model.quantization import dense
-from engine_worker.model.quantization.dequantized import (
-    DequantizedWeights,
-    read_fp8,
-)
+from engine_worker.model.quantization.dequantized import DequantizedMethod, read_fp8
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import BLOCK, Fp8Scheme, ScalePer, WeightFormat
@@ -35,22 +32,6 @@ def method(stored: WeightFormat, device_type: str, is_deterministic: bool) -> Li
         return DequantizedMethod(stored, dense.method(device_type))
     cuda = import_module("engine_worker.model.quantization.fp8_cuda")  # imports triton
     return Fp8Method(stored, dense.method(device_type), partial(cuda.Fp8Linear, is_deterministic=is_deterministic))
-
-
-class DequantizedMethod:
-    """fp8 weights that are dequantized to 16 or 32 bits."""
-
-    def __init__(self, stored: WeightFormat, multiplied: LinearMethod) -> None:
-        self._format, self._dense = stored, multiplied
-
-    def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
-        return self._dense.load(spec, DequantizedWeights(source, self._format))
-
-    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
-        return self._dense.experts(load, DequantizedWeights(source, self._format))
-
-    def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
-        return self._dense.head(weight, name, source)
 
 
 class Fp8Method:

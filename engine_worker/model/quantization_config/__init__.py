@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine_worker.model.quantization_config import compressed_tensors, fine_grained, modelopt, mxfp4
+from engine_worker.model.quantization_config import awq, compressed_tensors, fine_grained, gptq, modelopt, mxfp4
 from engine_worker.model.weight_format import DENSE, WeightFormat
 
 READERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
+    "awq": awq.weight_format,
     "compressed-tensors": compressed_tensors.weight_format,
     "fp8": fine_grained.weight_format,
+    "gptq": gptq.weight_format,
     "modelopt": modelopt.weight_format,
     "mxfp4": mxfp4.weight_format,
 }

@@ -1,5 +1,6 @@
 """`--quantization auto`: a CPU with kernels multiplies GGUF blocks directly; otherwise the reason is logged."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def not_asked() -> str:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / STORED_BLOCKS).touch()
+    (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
 
@@ -63,3 +65,13 @@ def test_quantization_explicit_gpu_or_no_blocks_is_kept(model: Path, tmp_path: P
     assert chosen(model, not_asked, device="cuda") == "auto"
     (model / STORED_BLOCKS).unlink()
     assert chosen(tmp_path, not_asked) == "auto"
+
+
+def test_quantization_auto_4_bit_integers_are_multiplied_on_cpu_only(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert chosen(tmp_path) == "as-stored"
+    assert chosen(tmp_path, not_asked, dtype="bfloat16") == "none"
+    on_gpu = chosen_quantization(ExecutionSettings(model=tmp_path), "cuda", not_asked)
+    assert (on_gpu.quantization, on_gpu.lacks_kernels) == ("none", False)
+    assert "awq int4, groups of 128) are dequantized to 16 bits" in on_gpu.reason

@@ -14,23 +14,40 @@ from engine_worker.estimate import main as estimate
 from engine_worker.model.devices import check_weight_format
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
+from tests.engine_worker.model import int4_checkpoints
 from tests.engine_worker.model.fp8_checkpoints import LAYOUTS, PER_TOKEN, STATIC, Fp8Model, compressed, write_fp8
+from tests.engine_worker.model.int4_checkpoints import AWQ, gptq
 
 GATE = "model.layers.1.mlp.gate_proj"
 COMPRESSED = "quantization_config (compressed-tensors) with "
 FINE = "quantization_config (fp8) with "
 
 
+GPTQ = "quantization_config (gptq) with "
+
+
 def int4(**weights: Any) -> dict[str, Any]:
     return {**compressed("group", PER_TOKEN, num_bits=4, type="int", group_size=128, **weights)}
 
 
+def w4a16(group: int, **weights: Any) -> dict[str, Any]:
+    return int4_checkpoints.compressed(group, symmetric=True, **weights)
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another method": ({"quant_method": "awq", "bits": 4}, "('awq') is not supported; supported: compressed-tensors"),
+    "another method": ({"quant_method": "hqq", "bits": 4}, "('hqq') is not supported; supported: awq, compressed-"),
     "no method": ({"bits": 4}, "quantization_config (None) is not supported"),
     "a method that is no word": ({"quant_method": ["fp8"]}, "(['fp8']) is not supported"),
-    "int4": (int4(), COMPRESSED + "weights of 4 bits (int)"),
-    "packed int4": ({**int4(), "format": "pack-quantized"}, COMPRESSED + "format = 'pack-quantized'"),
+    "int4 with quantized inputs": (int4(), COMPRESSED + "input_activations of 8 bits beside weights of 4 bits"),
+    "int4 in groups of 48": (w4a16(48), COMPRESSED + "weights with strategy 'group' and group_size 48"),
+    "int4, reordered": (w4a16(128, actorder="group"), COMPRESSED + "actorder 'group', which reorders inputs"),
+    "int3": (w4a16(128, num_bits=3), COMPRESSED + "weights of 3 bits (int)"),
+    "gptq, 8 bits": (gptq(128, bits=8), GPTQ + "bits = 8 is not supported; supported: 4"),
+    "gptq, groups of 48": (gptq(48), GPTQ + "group_size = 48 is not supported; supported: -1, or a multiple of 32"),
+    "gptq, several formats": (gptq(128, dynamic={"x": {}}), GPTQ + "dynamic (formats of single modules)"),
+    "gptq, another layout": (gptq(128, checkpoint_format="marlin"), GPTQ + "checkpoint_format = 'marlin'"),
+    "awq, gemv": ({**AWQ, "version": "gemv"}, "quantization_config (awq) with version = 'gemv'"),
+    "awq, groups do not divide": ({**AWQ, "group_size": 224}, "(awq): a linear layer has 160 inputs, which is not a"),
     "nvfp4": ({**compressed("tensor_group", PER_TOKEN, num_bits=4), "format": "nvfp4-pack-quantized"}, "nvfp4"),
     "int8": (compressed("channel", PER_TOKEN, type="int"), COMPRESSED + "weights of 8 bits (int)"),
     "weights alone": (
@@ -157,7 +174,7 @@ def test_invalid_scales_are_refused_before_loading(
         tensors[scale].view(-1)[-1] = value
 
     directory = changed(write_fp8(tmp_path, LAYOUTS[layout]), spoil)
-    with pytest.raises(ValueError, match=rf"{scale} has {value} in model.safetensors; fp8 scales must be finite"):
+    with pytest.raises(ValueError, match=rf"{scale} has {value} in model.safetensors; scales must be finite"):
         check_files(directory)
 
 

@@ -58,14 +58,19 @@ def _observe(quantization: Any, module: Any) -> None:
         low, high = observed.amin(1, keepdim=True), observed.amax(1, keepdim=True)
     elif weights.strategy == "tensor":
         low, high = observed.amin()[None], observed.amax()[None]
+    elif weights.strategy == "group":
+        groups = observed.unflatten(1, (-1, weights.group_size))
+        low, high = groups.amin(2), groups.amax(2)
     else:
         rows, columns = (-(-size // 128) * 128 for size in observed.shape)
         padded = torch.zeros(rows, columns)
         padded[: observed.shape[0], : observed.shape[1]] = observed.detach()
         blocks = padded.view(rows // 128, 128, columns // 128, 128)
         low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
-    scale, _ = quantization.utils.calculate_qparams(low, high, weights)
+    scale, zero_point = quantization.utils.calculate_qparams(low, high, weights)
     module.weight_scale.data.copy_(scale)
+    if hasattr(module, "weight_zero_point"):
+        module.weight_zero_point.data.copy_(zero_point)
     if hasattr(module, "input_scale"):
         module.input_scale.data.fill_(0.125)
 
