@@ -33,6 +33,7 @@ FORMATS: dict[str, list[str]] = {
     BASE: ["--quantization", "none"],
     "as-stored": ["--quantization", "as-stored", *_SERVED_ON_A_CPU],
     "as-stored and float32 KV": ["--quantization", "as-stored", *_SERVED_ON_A_CPU, "--kv-cache-dtype", "float32"],
+    "int4": ["--quantization", "int4", *_SERVED_ON_A_CPU],
     "int8": ["--quantization", "int8", *_SERVED_ON_A_CPU],
     "fp8 KV": ["--quantization", "none", "--kv-cache-dtype", "fp8"],
     "fp8": ["--quantization", "fp8"],

@@ -75,7 +75,7 @@ def check_quantization(quantization: str, device_type: str) -> None:
     Raises:
         ValueError: If the device type does not support `quantization`.
     """
-    if quantization in {"int8", "as-stored"} and device_type != "cpu":
+    if quantization in {"int4", "int8", "as-stored"} and device_type != "cpu":
         raise ValueError(f"--quantization {quantization} needs --device cpu; on {device_type} use auto, none or fp8")
 
 

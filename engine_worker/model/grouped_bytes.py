@@ -17,18 +17,19 @@ from engine_worker.model.specs.part import Role, Shape
 
 GROUP, OUTPUTS = 32, 16  # inputs per scale, outputs per block
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # ggml-common.h
-_INT8 = "Q8_0"  # same number of bytes
+_INT4, _INT8 = "Q4_1", "Q8_0"  # same number of bytes
 
 
 def grouped_weights_bytes(spec: ModelSpec, itemsize: int) -> int:
     """Return the size of all weights; `itemsize` is the size of an element outside groups."""
-    tensors, blocks = checkpoint_tensors(spec), spec.quantization.blocks
-    types = stored_types(blocks) if blocks is not None else dict.fromkeys(tensors, _INT8)
+    tensors, stored = checkpoint_tensors(spec), spec.quantization
+    head = spec.names.embedding if spec.tie_word_embeddings else spec.names.head
+    rounded = dict.fromkeys(tensors, _INT4 if stored.has_4_bits else _INT8) | {head: _INT8}
+    types = rounded if stored.blocks is None else stored_types(stored.blocks)
     total = sum(map(math.prod, tensors.values())) * itemsize
     for names, halves in _linear_layers(spec):
         if size := _in_groups(names, halves, tensors, types):
             total += size - sum(math.prod(tensors[name]) for name in names) * itemsize
-    head = spec.names.embedding if spec.tie_word_embeddings else spec.names.head
     return total + _in_groups((head,), 1, tensors, types)
 
 

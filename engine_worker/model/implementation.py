@@ -99,7 +99,7 @@ def blueprint_from_directory(
     Args:
         directory: The model directory.
         wanted: auto, native or transformers.
-        quantization: auto, none, fp8, mxfp4, int8 or as-stored.
+        quantization: auto, none, fp8, mxfp4, int4, int8 or as-stored.
         enable_expert_parallel: Ranks share whole experts.
 
     Raises:

@@ -29,7 +29,7 @@ def check_files(
         model_impl: auto, native or transformers.
         load_format: auto or dummy; dummy needs no weights.
         tensor_parallel_size: Number of ranks.
-        quantization: auto, none, fp8, mxfp4, int8 or as-stored.
+        quantization: auto, none, fp8, mxfp4, int4, int8 or as-stored.
         enable_expert_parallel: Ranks share whole experts.
 
     Raises:

@@ -247,6 +247,7 @@ class WeightFormat:
     is_online: bool = False  # 16- or 32-bit weights are quantized while loading
     is_dequantized: bool = False  # dequantized while loading on every device
     in_groups: bool = False  # multiplied in 4 and 8 bits with scales per group of 32 inputs, on a CPU
+    has_4_bits: bool = False  # of linear layers that are quantized to groups while loading; otherwise 8
     blocks: Path | None = None  # file of stored blocks; without it and `groups`, quantized while loading
 
     @property
@@ -280,7 +281,9 @@ ONLINE = WeightFormat(
     name="fp8, quantized while loading", groups=(FormatGroup(scheme=Fp8Scheme(per=ScalePer.ROW)),), is_online=True
 )
 INT8 = WeightFormat(name="int8 in groups of 32, quantized while loading", in_groups=True)
+INT4 = WeightFormat(name="int4 in groups of 32, quantized while loading", in_groups=True, has_4_bits=True)
 AS_STORED = WeightFormat(name="blocks of 4 and 8 bits, as the GGUF file has them", in_groups=True)
+_ROUNDED = {"int4": INT4, "int8": INT8}
 STORED_BLOCKS = "stored_blocks.safetensors"  # next to the dequantized weights of a GGUF file
 
 
@@ -300,8 +303,8 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
     if quantization == "as-stored" and blocks is None:
         raise ValueError(
             f"--quantization as-stored needs 4-bit integers (compressed-tensors, gptq, awq), or {STORED_BLOCKS}, which "
-            "the conversion of a GGUF file writes for Q4_0, Q4_1 and Q8_0; --quantization int8 quantizes other weights "
-            "while loading"
+            "the conversion of a GGUF file writes for Q4_0, Q4_1 and Q8_0; --quantization int8 and int4 quantize other "
+            "weights while loading"
         )
     if quantization == "as-stored":
         return replace(AS_STORED, blocks=blocks)
@@ -310,10 +313,10 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
             f"--quantization mxfp4: the checkpoint has {stored.name or 'no quantized'} weights; use auto, or a "
             "checkpoint in MXFP4"
         )
-    if quantization == "int8" and stored.groups:
-        raise ValueError(f"--quantization int8: the checkpoint is {stored.name}; use auto or none")
-    if quantization == "int8":
-        return INT8
+    if quantization in _ROUNDED and stored.groups:
+        raise ValueError(f"--quantization {quantization}: the checkpoint is {stored.name}; use auto or none")
+    if quantization in _ROUNDED:
+        return _ROUNDED[quantization]
     if quantization == "none" and stored.groups:
         return replace(stored, is_dequantized=True)
     return ONLINE if quantization == "fp8" and not stored.groups else stored

@@ -20,7 +20,7 @@ from kernels.cpu.library import InstructionSet, address, cpu_library, num_thread
 
 GROUP = 32  # inputs per scale
 _OUTPUTS = 16  # per block
-_INT8_MAX = 127
+_INT8_MAX, _INT4_MAX = 127, 15
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}  # values of csrc/linear_weight.h
 _FUNCTIONS = {InstructionSet.AVX2: "pagestream_linear_avx2", InstructionSet.AVX512_VNNI: "pagestream_linear_avx512"}
 _PLAIN = "pagestream_linear_plain"
@@ -119,6 +119,31 @@ def _quantize(weight: Tensor, quants: Tensor, scales: Tensor) -> None:
     quants.copy_(
         (groups / exact.masked_fill_(exact == 0, 1)).add_(_ROUNDING).sub_(_ROUNDING).clamp_(-_INT8_MAX, _INT8_MAX)
     )
+
+
+def quantized_to_4_bits(weight: Tensor) -> GroupedWeight:
+    """Quantize a weight [N, K] to INT4_MINIMUM, with the smallest number of each group at 0 and the largest at 15.
+
+    Numbers are rounded against the stored float16 scale and minimum.
+
+    Raises:
+        ValueError: If a scale or minimum does not fit float16.
+    """
+    parts = [_quantized_to_4_bits(part) for part in weight.split(max(1, _QUANTIZED_AT_ONCE // max(1, weight.shape[1])))]
+    return joined_rows(parts)
+
+
+def _quantized_to_4_bits(weight: Tensor) -> GroupedWeight:
+    groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    low = groups.amin(2)
+    scales, minima = ((groups.amax(2) - low) / _INT4_MAX).half(), low.half()
+    if not (scales.isfinite().all() and minima.isfinite().all()):
+        raise ValueError("cannot quantize to 4 bits: a weight is NaN, infinite or too large for a float16 scale")
+    exact = scales.float()[..., None]
+    numbers = (groups - minima.float()[..., None]).div_(exact.masked_fill_(exact == 0, 1))
+    values = numbers.add_(_ROUNDING).sub_(_ROUNDING).clamp_(0, _INT4_MAX).to(torch.uint8)
+    quants = values[..., : GROUP // 2] | values[..., GROUP // 2 :] << 4
+    return GroupedWeight(GroupFormat.INT4_MINIMUM, quants, scales, minima)
 
 
 class _LinearWeight(ctypes.Structure):

@@ -71,7 +71,7 @@ class LoadPlan:
 class LoadedReplica:
     replica: Replica
     weights_bytes: int
-    quantization: str  # of the linear layers: none, fp8, int8 or as-stored
+    quantization: str  # of the linear layers: none, fp8, int4, int8 or as-stored
 
 
 def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:

@@ -1,7 +1,7 @@
 """4- and 8-bit weights with scales per group of 32 inputs, on a CPU (kernels/cpu/linear.py).
 
-They come from a GGUF file's blocks, are 4-bit integers of a checkpoint, or are quantized to 8 bits while they load. A
-layer without such numbers, or with parts in several formats, stays in 16 bits.
+They come from a GGUF file's blocks, are 4-bit integers of a checkpoint, or are quantized to 4 or 8 bits while they
+load. A layer without such numbers, or with parts in several formats, stays in 16 bits.
 """
 
 import logging
@@ -33,7 +33,16 @@ from engine_worker.model.weight_format import Int4Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import cpu_library
-from kernels.cpu.linear import GROUP, Gate, GroupedWeight, PackedLinear, joined_rows, linear_kernels, quantized
+from kernels.cpu.linear import (
+    GROUP,
+    Gate,
+    GroupedWeight,
+    PackedLinear,
+    joined_rows,
+    linear_kernels,
+    quantized,
+    quantized_to_4_bits,
+)
 
 logger = logging.getLogger("worker")
 
@@ -54,7 +63,7 @@ def method(stored: WeightFormat, device_type: str) -> LinearMethod:
     """Return the method, or that of 16-bit weights with a log line if there are no C++ kernels."""
     assert device_type == "cpu", "checked by devices.check_quantization()"
     multiplied = dense.method(device_type)
-    numbers = StoredNumbers(StoredBlocks(stored.blocks)) if stored.blocks else RoundedNumbers()
+    numbers = StoredNumbers(StoredBlocks(stored.blocks)) if stored.blocks else RoundedNumbers(stored.has_4_bits)
     return multiplied if _lacks_kernels() else _grouped(stored, numbers, multiplied)
 
 
@@ -90,12 +99,15 @@ class Numbers(Protocol):
 
 
 class RoundedNumbers:
-    """16- or 32-bit weights, rounded to 8 bits."""
+    """16- or 32-bit weights, rounded to 4 or 8 bits. The head has 8 bits."""
+
+    def __init__(self, has_4_bits: bool) -> None:
+        self._quantized = quantized_to_4_bits if has_4_bits else quantized
 
     def rows(self, spec: LinearSpec, source: WeightSource) -> GroupedWeight | None:
         rows = rows_of(spec, source, "weight", (spec.inputs,))
         source.keep_as(rows.nbytes, 0)
-        return quantized(rows)
+        return self._quantized(rows)
 
     def head(self, weight: Tensor, name: str) -> GroupedWeight | None:
         return quantized(weight)

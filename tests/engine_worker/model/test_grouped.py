@@ -115,6 +115,13 @@ def test_model_in_8_bits_has_nearly_the_same_logits(directory: Path, dtype: torc
 
 
 @needs_library
+def test_model_in_4_bits_has_similar_logits(directory: Path) -> None:
+    """An error of 1 / 30 of a group's range makes a fifth of the deviation after three random layers."""
+    exact, quantized = logits_of(directory, "none"), logits_of(directory, "int4")
+    assert float((exact - quantized).std()) < 0.4 * float(exact.std())
+
+
+@needs_library
 def test_layers_of_mixed_formats_stay_in_16_bits(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="worker")
     write_stored_blocks(directory, {"model.layers.0.self_attn.q_proj.weight": TYPES[0]})
@@ -142,9 +149,9 @@ def test_missing_library_falls_back_to_16_bits_and_logs(
 
 def test_unavailable_format_is_refused(directory: Path) -> None:
     (directory / STORED_BLOCKS).unlink()
-    with pytest.raises(ValueError, match=r"as-stored needs .* stored_blocks.safetensors.* int8 quantizes"):
+    with pytest.raises(ValueError, match=r"as-stored needs .* stored_blocks.safetensors.* int8 and int4 quantize"):
         blueprint_from_directory(directory, quantization="as-stored")
-    for quantization in ("int8", "as-stored"):
+    for quantization in ("int4", "int8", "as-stored"):
         with pytest.raises(
             ValueError, match=f"--quantization {quantization} needs --device cpu; on cuda use auto, none or fp8"
         ):
@@ -175,7 +182,7 @@ def test_worker_start_uses_gguf_blocks_and_float32(directory: Path, caplog: pyte
 
 
 @needs_library
-@pytest.mark.parametrize("quantization", ["as-stored", "int8"])
+@pytest.mark.parametrize("quantization", ["as-stored", "int4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_estimate_matches_the_held_bytes(directory: Path, quantization: str, dtype: torch.dtype) -> None:
     """The model has several formats, a separate head, and a token count that is not a multiple of 16."""

@@ -5,6 +5,7 @@ The AVX-512 source runs on any machine: it is compiled with SIMDe, which emulate
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,7 +16,16 @@ from torch import Tensor
 
 from kernels.cpu import build, linear
 from kernels.cpu.library import InstructionSet, cpu_library
-from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantized
+from kernels.cpu.linear import (
+    GROUP,
+    Gate,
+    GroupedWeight,
+    GroupFormat,
+    PackedLinear,
+    joined_rows,
+    quantized,
+    quantized_to_4_bits,
+)
 from tests.kernels.cpu.emulation import emulated as emulated_functions
 
 try:
@@ -204,10 +214,20 @@ def test_quantization_error_is_at_most_half_a_step(rows: int, columns: int, seed
     assert not values[:, columns:].any()
 
 
+@given(rows=st.integers(1, 5), columns=st.integers(1, 100), seed=st.integers(0, 2**16))
+def test_error_of_4_bits_is_at_most_half_a_step(rows: int, columns: int, seed: int) -> None:
+    weight = torch.randn((rows, columns), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    made = quantized_to_4_bits(weight)
+    steps = made.scales.float().repeat_interleave(GROUP, 1)[:, :columns]
+    # Scale and minimum are rounded to float16: 15 / 2048 of a step, and 1 / 2048 of a minimum of at most 5.
+    assert ((made.values()[:, :columns] - weight.float()).abs() <= steps * (0.5 + 15 / 2048) + 5 / 2048).all()
+
+
+@pytest.mark.parametrize("quantize", [quantized, quantized_to_4_bits])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), 1e30])
-def test_weights_without_a_scale_are_refused(strange: float) -> None:
+def test_weights_without_a_scale_are_refused(strange: float, quantize: Callable[[torch.Tensor], GroupedWeight]) -> None:
     with pytest.raises(ValueError, match="NaN, infinite or too large"):
-        quantized(torch.tensor([[1.0, strange]]))
+        quantize(torch.tensor([[1.0, strange]]))
 
 
 def test_weights_of_several_formats_are_not_fused() -> None:
