@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
+from gateway.http.listener import Listener, listen
 from gateway.http.state import STATE, GatewayState
 from gateway.large_buffers import return_large_buffers
 from gateway.model_service import ModelOptions
@@ -146,32 +147,44 @@ async def serve_app(
     runner.app.cleanup_ctx.append(owner_task("store_primary", connections.follow_primary))
     await runner.setup()
     state = runner.app[STATE]
+    listeners: list[Listener] = []
     try:
         try:
-            sites = [await listen(runner, address, _names(state)) for address in addresses]
+            for address in addresses:
+                listeners.append(await listen_at(runner, address, _names(state)))
         except OSError as error:
             sys.stderr.write(f"{program}: cannot listen on {error}\n")
             return EXIT_FAILED
-        is_drained = await _until_drained(state, sites, settle)
+        is_drained = await _until_drained(state, listeners, settle)
         if state.owners.failed.is_set():
             _end_at_once(EXIT_CANNOT_START if state.owners.is_refused else EXIT_FAILED)
         return 0 if is_drained else EXIT_FAILED
     finally:
+        await _close(listeners)
         await runner.cleanup()
         await connections.aclose()
 
 
-async def listen(runner: web.AppRunner, address: Address, label: str) -> web.TCPSite:
+async def listen_at(runner: web.AppRunner, address: Address, label: str) -> Listener:
     """Listen, and log the address with `label`. The message of the OSError that it raises names the address."""
-    reuse_port = address.is_shared or None
-    site = web.TCPSite(runner, address.host, address.port, backlog=LISTEN_BACKLOG, reuse_port=reuse_port)
     try:
-        await site.start()
+        listener = await listen(
+            address.host, address.port, _protocol_of(runner), backlog=LISTEN_BACKLOG, reuse_port=address.is_shared
+        )
     except OSError as error:
         raise OSError(f"{address.host}:{address.port}: {error.strerror}") from error
-    host, port = runner.addresses[-1][:2]
-    logger.info("listening on http://%s:%s", host, port, extra={"model": label})
-    return site
+    logger.info("listening on http://%s:%s", *listener.address, extra={"model": label})
+    return listener
+
+
+async def _close(listeners: Sequence[Listener]) -> None:
+    for listener in listeners:
+        await listener.close()
+
+
+def _protocol_of(runner: web.AppRunner) -> web.Server:
+    assert runner.server is not None, "the runner is set up"
+    return runner.server
 
 
 def _names(state: GatewayState) -> str:
@@ -185,7 +198,7 @@ def _end_at_once(status: int) -> NoReturn:
 
 
 async def _until_drained(
-    state: GatewayState, sites: Sequence[web.BaseSite], settle: Callable[[], Coroutine[Any, Any, None]]
+    state: GatewayState, listeners: Sequence[Listener], settle: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
     """Serve until a signal, then drain. Return False if the model cannot be served or an owner task failed."""
     settling = state.owners.start("settle", _settle(state, settle), may_return=lambda: True)
@@ -195,8 +208,7 @@ async def _until_drained(
     finally:
         settling.cancel()
     state.open_requests.draining = True
-    for site in sites:
-        await site.stop()
+    await _close(listeners)
     await _until_first(_drain(state), state.owners.failed.wait())
     return not state.owners.failed.is_set()
 

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from bench.serving.free_port import free_port
-from gateway.process import Address, listen, new_event_loop
+from gateway.process import Address, listen_at, new_event_loop
 from tests.patience import PATIENCE_SECONDS
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -145,8 +145,9 @@ async def test_burst_of_connections_waits_for_the_loop() -> None:
     """1,000 clients connect while the event loop is busy; aiohttp's default backlog takes 128 of them."""
     runner = web.AppRunner(web.Application())
     await runner.setup()
-    await listen(runner, Address("127.0.0.1", 0), "m")
+    listener = await listen_at(runner, Address("127.0.0.1", 0), "m")
     with contextlib.ExitStack() as stack:
         for _ in range(1000):
-            stack.enter_context(socket.create_connection(runner.addresses[0][:2], timeout=0.5))
+            stack.enter_context(socket.create_connection(listener.address, timeout=0.5))
+    await listener.close()
     await runner.cleanup()
