@@ -26,9 +26,9 @@ class CompiledAttention:
         places: Sequence[Place] = (),
     ) -> None:
         """Hold the views; `kv_scales` are per layer for an e4m3 pool, default 1; `places` as in attach_device()."""
-        scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
+        scales = kv_scales or (UNIT_SCALES,) * len(shape.cache_layers)
         self.kernels, self.kv_pool, self.num_heads = kernels, kv_pool, shape.num_heads
-        places = LayerGroups(shape.attentions, places).places
+        self.places = places = LayerGroups(shape.cache_layers, places).places
         self.groups = [group for group, _ in places]  # by layer
         self.layers = [(kv_pool[:, place, 0], scales[layer]) for layer, (_, place) in enumerate(places)]
 

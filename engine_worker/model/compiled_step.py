@@ -4,12 +4,14 @@ A row's bits depend only on its own sequence (kernels/cpu/step.py).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from engine_worker.kv.layout import Place
 from engine_worker.model.compiled_attention import CompiledAttention
+from engine_worker.model.convolutions import ConvolutionPlan
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
@@ -56,9 +58,14 @@ class CompiledDevice:
 class CompiledStep:
     def __init__(self, device: CompiledDevice, model_input: ModelInput) -> None:
         spec, self._kernels = device.spec, device.kernels
+        self._attention, self._input = device.attention, model_input
         self._query_size = spec.num_heads * spec.head_dim
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
         self._plan = device.attention.begin(model_input)
+
+    @cached_property
+    def convolutions(self) -> ConvolutionPlan:
+        return ConvolutionPlan(self._attention.kv_pool, self._attention.places, self._input)
 
     def follow(self, model_input: ModelInput) -> None:
         """Point to another step of the same shape, for a recorded program."""

@@ -27,10 +27,10 @@ class CpuAttention:
         places: Sequence[Place] = (),
     ) -> None:
         """Hold the views; `places` as in attach_device()."""
-        scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
+        scales = kv_scales or (UNIT_SCALES,) * len(shape.cache_layers)
         self.kv_pool, self.dtype = kv_pool, dtype
         self.layout = CacheLayout.of(kv_pool[:, 0, 0], kv_pool[:, 0, 1])
-        self.groups = LayerGroups(shape.attentions, places)
+        self.groups = LayerGroups(shape.cache_layers, places)
         self.layers = [
             self.layout.layer(kv_pool[:, place, 0], layer_scales)
             for (_, place), layer_scales in zip(self.groups.places, scales, strict=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.kv.layout import Place
+from engine_worker.model.convolutions import ConvolutionPlan
 from engine_worker.model.cuda_attention import CudaAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
@@ -46,6 +47,10 @@ class CudaStep:
         self._device = device
         self._input = model_input
         self._plan = device.attention.begin(model_input)
+
+    @property
+    def convolutions(self) -> ConvolutionPlan:
+        raise NotImplementedError("short convolutions on CUDA are refused before the model loads")
 
     def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine_worker.kv.layout import Place
+from engine_worker.kv.layout import ITEMSIZES, Place
+from engine_worker.model.convolutions import ConvolutionPlan
 from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
@@ -46,6 +47,10 @@ class DeviceStep(Protocol):
     def attend(
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor: ...
+
+    @property
+    def convolutions(self) -> ConvolutionPlan:
+        """The step's short convolutions, planned when the first one runs."""
 
 
 class Device(Protocol):
@@ -128,6 +133,23 @@ def check_kv_dtype(kv_dtype: str, model_dtype: str, capability: tuple[int, int] 
         )
 
 
+def check_convolutions(shape: ModelShape, device_type: str, kv_dtype: str) -> None:
+    """Check a model with short convolutions against the device and the KV dtype.
+
+    Raises:
+        ValueError: If the device or the dtype does not support them.
+    """
+    if len(shape.attentions) == shape.num_layers:
+        return
+    if device_type != "cpu":
+        raise ValueError(f"--device {device_type}: the model has short convolutions, which run on a CPU only; use cpu")
+    if ITEMSIZES[kv_dtype] == 1:
+        raise ValueError(
+            f"--kv-cache-dtype {kv_dtype}: the model's short convolutions keep their inputs in the KV cache, "
+            "which fp8 would round to 4 bits; use auto, bf16 or fp32"
+        )
+
+
 def attach_device(
     shape: ModelShape,
     kv_pool: Tensor,
@@ -146,7 +168,7 @@ def attach_device(
         kv_scales: Per layer, for an e4m3 pool; default 1.
         places: The group and the place of each layer in the pool (KVLayout.places); (): one group, in their order.
     """
-    scales = tuple(kv_scales) if kv_scales and kv_pool.dtype == E4M3 else (UNIT_SCALES,) * shape.num_layers
+    scales = tuple(kv_scales) if kv_scales and kv_pool.dtype == E4M3 else (UNIT_SCALES,) * len(shape.cache_layers)
     if kv_pool.is_cuda:
         from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU worker lacks
 

@@ -14,10 +14,10 @@ class Windowed(Protocol):
 class LayerGroups:
     """`places` has the group and the place of each layer, `windows` the distinct windows of each group's layers."""
 
-    def __init__(self, attentions: Sequence[Windowed], places: Sequence[Place] = ()) -> None:
+    def __init__(self, layers: Sequence[Windowed], places: Sequence[Place] = ()) -> None:
         """Group the layers; without `places` they form one group, in their order."""
-        self.places = tuple(places) or tuple((0, layer) for layer in range(len(attentions)))
+        self.places = tuple(places) or tuple((0, layer) for layer in range(len(layers)))
         found: dict[int, set[int]] = {}
-        for (group, _), attention in zip(self.places, attentions, strict=True):
-            found.setdefault(group, set()).add(attention.window)
+        for (group, _), layer in zip(self.places, layers, strict=True):
+            found.setdefault(group, set()).add(layer.window)
         self.windows = [sorted(found[group]) for group in range(len(found))]

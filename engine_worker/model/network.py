@@ -7,6 +7,7 @@ the DeviceStep. The only state is the weights.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +106,7 @@ class Network:
         method = method or linear_method(spec.quantization, weights.device.type, is_deterministic)
         names = spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
-        ropes = dict.fromkeys(layer.mixer.rope for layer in spec.layers)
+        ropes = dict.fromkeys(attention.rope for attention in spec.attentions)
         device = self._embedding.device
         tables = {rope: RotaryTable.of(index, rope, spec.head_dim, max_len, device) for index, rope in enumerate(ropes)}
         shapes = NormShapes(
@@ -116,6 +117,7 @@ class Network:
             takes_sums=takes_sums(spec.layers, ranks),
             is_deterministic=is_deterministic,
         )
+        ends = list(accumulate(spec.num_cache_layers, initial=0))
         self._layers = [
             DecoderLayer(
                 layer,
@@ -127,6 +129,7 @@ class Network:
                     shapes,
                     tables,
                     index,
+                    range(*ends[index : index + 2]),
                     is_summed=not shapes.takes_sums,
                     reduce=ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce,
                 ),

@@ -1,6 +1,7 @@
 """The parts of a decoder-only network as frozen values, made by a family's file and used to build or size a network.
 
-    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py) and an MLP (gated_mlp.py, experts.py)
+    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py, specs/short_conv.py) and an MLP
+    (specs/gated_mlp.py, specs/experts.py)
 
 A feature that a network lacks is a neutral value (no norm, a factor of 1), never a branch over families. NamesSpec has
 the names of the checkpoint's tensors.
@@ -9,7 +10,8 @@ the names of the checkpoint's tensors.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from functools import cached_property
+from typing import Any, Protocol, Self
 
 from engine_worker.kv.layout import MAX_GROUPS, KVGroup, KVLayout, group_layers
 from engine_worker.model.specs.attention import AttentionSpec
@@ -17,6 +19,7 @@ from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.part import Part, TensorSpec
+from engine_worker.model.specs.short_conv import ShortConvSpec
 from engine_worker.model.weight_format import DENSE, WeightFormat
 
 
@@ -24,11 +27,16 @@ from engine_worker.model.weight_format import DENSE, WeightFormat
 class LayerSpec:
     """A mixer and an MLP, with norms before a part (on its input), after it (on what it adds), or both."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | ShortConvSpec
     mlp: GatedMlpSpec | ExpertsSpec
     norms_before: bool = True
     norms_after: bool = False
     residual_scale: float = 1.0  # factor of what a part adds
+
+    def with_attention(self, **changes: Any) -> Self:
+        """Return a layer that attends with changed fields of its AttentionSpec."""
+        assert isinstance(self.mixer, AttentionSpec), "only attention can be changed"
+        return replace(self, mixer=replace(self.mixer, **changes))
 
     def tensors(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         """Yield all tensors of the layer; names are relative to its prefix."""
@@ -61,6 +69,14 @@ class LayerSpec:
         return f"{self.mixer.sizes}, {self.mlp.sizes}"
 
 
+class CacheLayer(Protocol):
+    """What a layer of the KV pool belongs to."""
+
+    @property
+    def window(self) -> int:
+        """Tokens visible to a token, including itself; 0: all before it."""
+
+
 class ModelShape(Protocol):
     """What is known of any network before its weights are loaded."""
 
@@ -82,7 +98,11 @@ class ModelShape(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The attention of each layer."""
+        """The attention of each layer that attends."""
+
+    @property
+    def cache_layers(self) -> tuple[CacheLayer, ...]:
+        """The layers of the KV pool: one per attention, and one or more per short convolution."""
 
     def num_parameters(self) -> int: ...
 
@@ -96,7 +116,7 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: str, max_groups: int = 
         dtype: A key of ITEMSIZES.
         max_groups: Upper bound of the groups; 1: all layers free their blocks together, by the widest window.
     """
-    divided = group_layers([attention.window for attention in shape.attentions], max_groups)
+    divided = group_layers([layer.window for layer in shape.cache_layers], max_groups)
     num_places = max(len(layers) for _, layers in divided)
     groups = tuple(
         KVGroup(
@@ -134,26 +154,42 @@ class ModelSpec:
     unused: tuple[str, ...] = ()  # patterns of tensors that a checkpoint may have and the network does not read
     head_rows: tuple[int, int] | None = None  # [start, end) of the tokens whose logits a rank computes
 
-    # All layers have the same KV shape.
+    # All attentions have the same KV shape.
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
     def num_heads(self) -> int:
-        return self.layers[0].mixer.num_heads
+        return self._attention.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].mixer.num_kv_heads
+        return self._attention.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].mixer.head_dim
+        return self._attention.head_dim
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        return tuple(layer.mixer for layer in self.layers)
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def cache_layers(self) -> tuple[CacheLayer, ...]:
+        numbers = self.num_cache_layers
+        return tuple(layer.mixer for layer, number in zip(self.layers, numbers, strict=True) for _ in range(number))
+
+    @property
+    def num_cache_layers(self) -> tuple[int, ...]:
+        """The layers of the KV pool that each layer has."""
+        size = 2 * self._attention.kv_size
+        return tuple(layer.mixer.num_cache_layers(size) for layer in self.layers)
+
+    @cached_property
+    def _attention(self) -> AttentionSpec:
+        """The first attention. A step reads its sizes."""
+        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     def num_parameters(self) -> int:
         first, end = self.head_rows or (0, self.vocab_size)

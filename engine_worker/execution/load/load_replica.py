@@ -35,7 +35,13 @@ from engine_worker.execution.step.memory import DeviceMemory, measure_memory
 from engine_worker.execution.step.replica import Replica
 from engine_worker.kv.layout import KVLayout, kv_cache_dtype
 from engine_worker.model.attention_backend import refuse_attention
-from engine_worker.model.devices import check_kv_dtype, check_quantization, check_weight_format, chosen_device
+from engine_worker.model.devices import (
+    check_convolutions,
+    check_kv_dtype,
+    check_quantization,
+    check_weight_format,
+    chosen_device,
+)
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.quantization.grouped import why_no_kernels
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
@@ -94,6 +100,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     settings = _with_dtypes(settings, blueprint.shape.dtype, device)
     max_model_len = _max_model_len(settings, blueprint.shape)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
+    check_convolutions(blueprint.shape, device.type, kv_cache_dtype(settings.kv_cache_dtype, settings.dtype))
     return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
 
 

@@ -26,6 +26,7 @@ MODULES = {
     "granitemoe": "granitemoe",
     "granite_swa": "granite_swa",
     "helium": "helium",
+    "lfm2": "lfm2",
     "llama": "llama",
     "ministral": "mistral",
     "ministral3": "ministral3",

@@ -38,10 +38,7 @@ def mlp_spec(config: Config, *, bias: bool = False, gate: GateSpec = SILU) -> Ga
 
 def with_windows(spec: ModelSpec, windows: Sequence[int]) -> ModelSpec:
     """Return `spec` with one window per layer; 0: none."""
-    layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, window=window))
-        for layer, window in zip(spec.layers, windows, strict=True)
-    )
+    layers = tuple(layer.with_attention(window=window) for layer, window in zip(spec.layers, windows, strict=True))
     return replace(spec, layers=layers)
 
 

@@ -20,7 +20,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     kinds = layer_types_of(config, lambda index: index % 4 > 0)
     whole = granite.decoder(config, generation)
     layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, rope=rope, window=window, sinks=True))
+        layer.with_attention(rope=rope, window=window, sinks=True)
         for layer, rope, window in zip(whole.layers, _ropes(config), windows_of(config, kinds), strict=True)
     )
     return replace(whole, layers=layers)

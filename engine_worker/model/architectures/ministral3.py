@@ -20,8 +20,8 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     whole = llama.decoder(config, generation)
     scale = _query_scale(config["rope_parameters"])
     layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, rope=replace(layer.mixer.rope, query_scale=scale)))
-        for layer in whole.layers
+        layer.with_attention(rope=replace(attention.rope, query_scale=scale))
+        for layer, attention in zip(whole.layers, whole.attentions, strict=True)
     )
     window = positive_int(config, "sliding_window") if config.get("sliding_window") else 0
     is_used = window < whole.max_position_embeddings

@@ -17,7 +17,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     }
     whole = olmo2.decoder(config, generation)
     layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, rope=ropes[kind], window=window))
+        layer.with_attention(rope=ropes[kind], window=window)
         for layer, kind, window in zip(whole.layers, kinds, windows_of(config, kinds), strict=True)
     )
     return replace(whole, layers=layers)

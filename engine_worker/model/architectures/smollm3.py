@@ -22,7 +22,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         mixer=attention_spec(config, rope=rope, qkv_bias=bias, out_bias=bias),
         mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
     )
-    unrotated = replace(rotated, mixer=replace(rotated.mixer, rope=RopeSpec(dim=0)))
+    unrotated = rotated.with_attention(rope=RopeSpec(dim=0))
     whole = model_spec({"tie_word_embeddings": True, **config}, generation, rotated)
     interval = config.get("no_rope_layer_interval", 4)
     is_rotated = config.get("no_rope_layers") or [(index + 1) % interval for index in range(whole.num_layers)]

@@ -63,7 +63,7 @@ def load_attention(spec: AttentionSpec, source: LayerSource) -> Attention:
         key_norm=_qk_norm(weights, f"{prefix}{names.key_norm}.weight", spec, spec.num_kv_heads, norm, order),
         rules=ScoreRules(spec.window, spec.softcap, _sinks(weights, prefix + names.sinks, spec)),
     )
-    return Attention(loaded, source.index)
+    return Attention(loaded, source.cache_layers.start)
 
 
 def _sinks(source: WeightSource, name: str, spec: AttentionSpec) -> Tensor | None:

@@ -25,6 +25,7 @@ class LayerSource:
         norm: What the norms share.
         tables: Rotary tables of the network.
         index: Index of the layer.
+        cache_layers: Its layers of the KV pool.
         is_summed: A part's last linear layer sums over the ranks; otherwise the next norm does.
         reduce: Sums over the ranks, for a part that is more than one linear layer.
     """
@@ -36,5 +37,6 @@ class LayerSource:
     norm: NormShape
     tables: Mapping[RopeSpec, RotaryTable]
     index: int
+    cache_layers: range
     is_summed: bool = True
     reduce: Callable[[Tensor], Tensor] = SINGLE.all_reduce

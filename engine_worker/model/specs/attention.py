@@ -99,6 +99,10 @@ class AttentionSpec:
     def _qkv_sizes(self) -> tuple[int, int, int]:
         return self.query_size, self.kv_size, self.kv_size
 
+    def num_cache_layers(self, values_per_token: int) -> int:
+        """Return 1: its keys and values are one layer of the KV pool."""
+        return 1
+
     def tensors(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         """Yield the tensors; see PartSpec."""
         yield from linear_tensors(Role.QKV, names.qkv, self._qkv_sizes, hidden, bias=self.qkv_bias)

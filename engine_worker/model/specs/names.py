@@ -41,6 +41,9 @@ class NamesSpec:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
+    conv: str = "conv.conv"
+    conv_in: str = "conv.in_proj"
+    conv_out: str = "conv.out_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     experts: ExpertNames = EXPERTS

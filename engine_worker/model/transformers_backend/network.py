@@ -46,6 +46,10 @@ class ProbedShape:
     attentions: tuple[AttentionSpec, ...]
     parameters: int
 
+    @property
+    def cache_layers(self) -> tuple[AttentionSpec, ...]:
+        return self.attentions
+
     def num_parameters(self) -> int:
         return self.parameters
 

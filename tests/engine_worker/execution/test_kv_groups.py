@@ -20,7 +20,7 @@ from tests.engine_worker.model.family_cases import NATIVE
 SCHEDULE: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 8}
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "granite_swa"])
+@pytest.fixture(scope="module", params=["gemma3_text", "granite_swa", "lfm2"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family(tmp_path_factory.mktemp("grouped"), NATIVE[request.param])
 

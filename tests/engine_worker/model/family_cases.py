@@ -106,6 +106,12 @@ NATIVE = {
     "mixtral": Case("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral with a window": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 13}),
     "olmoe": Case("olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "head_dim": None}),
+    "lfm2": Case("lfm2", {"head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True,
+                          "num_key_value_heads": 3, "block_multiple_of": 8}),
+    "lfm2, wide filters in two parts": Case("lfm2", {
+        "head_dim": None, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "conv_L_cache": 5, "block_auto_adjust_ff_dim": False, "num_key_value_heads": 2,
+        "num_attention_heads": 6}),
     "granitemoe": Case("granitemoe", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
         "residual_multiplier": 0.4, "logits_scaling": 2.0, "head_dim": None}),

@@ -37,7 +37,7 @@ def parse(generation: dict[str, Any] | None = None, **changes: Any) -> ModelSpec
 def test_config_defaults_match_transformers() -> None:
     config = parse(num_key_value_heads=None)
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
-    assert config.layers[0].mixer.rope == RopeSpec(dim=16, theta=10_000.0)
+    assert config.attentions[0].rope == RopeSpec(dim=16, theta=10_000.0)
     assert not config.tie_word_embeddings
 
 
@@ -52,7 +52,7 @@ def test_rope_is_read_from_old_and_new_formats() -> None:
     old = parse(rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
     new = parse(rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5})
     assert old == new
-    assert new.layers[0].mixer.rope == RopeSpec(dim=16, theta=5e5, scaling=scaling)
+    assert new.attentions[0].rope == RopeSpec(dim=16, theta=5e5, scaling=scaling)
 
 
 def test_generation_config_gives_the_eos_tokens() -> None:

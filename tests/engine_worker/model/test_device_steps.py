@@ -103,7 +103,7 @@ def test_devices_give_the_same_logits_and_cache(
     ("head_dim", "is_served"), [(64, True), (80, True), (96, True), (128, True), (256, True), (512, False)]
 )
 def test_unsupported_head_dim_error_names_the_kernel(head_dim: int, is_served: bool, tmp_path: Path) -> None:
-    shape = replace(spec_from_directory(write_model(tmp_path)).layers[0].mixer, head_dim=head_dim)
+    shape = replace(spec_from_directory(write_model(tmp_path)).attentions[0], head_dim=head_dim)
     spec = spec_from_directory(tmp_path)
     spec = replace(spec, layers=(replace(spec.layers[0], mixer=shape),))
     refuse_attention(spec.attentions, "bfloat16", "cpu")
@@ -125,7 +125,7 @@ def test_windows_caps_and_gates_match_on_all_devices(
     spec = spec_from_directory(directory)
     assert {attention.window for attention in spec.attentions} - {0}
     # Windows end inside the prompt of 30 tokens, in blocks of 8.
-    shorter = [replace(each.mixer, window=min(each.mixer.window, 11)) for each in spec.layers]
+    shorter = [replace(each, window=min(each.window, 11)) for each in spec.attentions]
     layers = [replace(each, mixer=attention) for each, attention in zip(spec.layers, shorter, strict=True)]
     short = replace(spec, layers=tuple(layers))
     on_cpu, cpu_pool = logits_and_pool(Network(short, weights, max_len=256), device_class)
