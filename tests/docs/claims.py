@@ -166,7 +166,8 @@ def false_decisions(text: str) -> list[str]:
 FAMILY_NAMES = {
     "Ernie 4.5": "ernie4_5", "Gemma 2": "gemma2", "Gemma 3": "gemma3_text", "GLM-4": "glm4", "Granite 3": "granite",
     "Granite SWA": "granite_swa",
-    "Helium": "helium", "LFM2": "lfm2", "Llama": "llama", "Ministral": "ministral", "Ministral 3": "ministral3",
+    "Helium": "helium", "LFM2": "lfm2", "LFM2-MoE": "lfm2_moe",
+    "Llama": "llama", "Ministral": "ministral", "Ministral 3": "ministral3",
     "Mistral": "mistral", "OLMo 2": "olmo2",
     "OLMo 3": "olmo3", "Phi-3": "phi3", "Phi-4": "phi3", "Qwen2": "qwen2", "Qwen2.5": "qwen2", "Qwen3": "qwen3",
     "Qwen3-MoE": "qwen3_moe", "Mixtral": "mixtral", "OLMoE": "olmoe", "Granite MoE": "granitemoe",

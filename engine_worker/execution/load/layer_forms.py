@@ -1,8 +1,10 @@
 """Name the code that computes a model's layers on a CPU, for `pagestream doctor`. A worker logs the same."""
 
+from collections.abc import Iterator
+
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
-from engine_worker.model.spec import ModelSpec
+from engine_worker.model.spec import ModelShape, ModelSpec
 from engine_worker.model.specs.experts import ExpertsSpec
 from kernels.cpu.step import refused_head
 
@@ -23,5 +25,12 @@ def describe_cpu_layers(settings: ExecutionSettings, why_no_kernels: str) -> tup
         return False, ""
     reason = why_no_kernels or refused_head(shape.head_dim)
     form = f"torch operators, slower and not batch-invariant: {reason}" if reason else "C++ kernels"
-    has_experts = isinstance(shape, ModelSpec) and any(isinstance(layer.mlp, ExpertsSpec) for layer in shape.layers)
-    return not reason, form + ("; experts: a loop in torch over the chosen ones" if has_experts else "")
+    return not reason, "; ".join((form, *_parts_in_torch(shape)))
+
+
+def _parts_in_torch(shape: ModelShape) -> Iterator[str]:
+    """Yield the parts that have no C++ kernel."""
+    if len(shape.attentions) < shape.num_layers:
+        yield "short convolutions: torch operators"
+    if isinstance(shape, ModelSpec) and any(isinstance(layer.mlp, ExpertsSpec) for layer in shape.layers):
+        yield "experts: a loop in torch over the chosen ones"

@@ -27,6 +27,7 @@ MODULES = {
     "granite_swa": "granite_swa",
     "helium": "helium",
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2_moe",
     "llama": "llama",
     "ministral": "mistral",
     "ministral3": "ministral3",

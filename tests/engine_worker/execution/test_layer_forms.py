@@ -12,6 +12,7 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
 }  # fmt: skip
+LFM2 = {**LLAMA, "model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 OLMOE = {**LLAMA, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -26,6 +27,7 @@ def described(directory: Path, config: dict[str, object], why_no_kernels: str = 
         (LLAMA, "", "C++ kernels"),
         (LLAMA, "no compiler", "torch operators, slower and not batch-invariant: no compiler"),
         ({**LLAMA, "head_dim": 12}, "", "head size 12 is not supported by the C++ kernels, which need a multiple of 8"),
+        (LFM2, "", "C++ kernels; short convolutions: torch operators"),
         (OLMOE, "", "C++ kernels; experts: a loop in torch over the chosen ones"),
     ],
 )

@@ -35,7 +35,7 @@ def write_family(directory: Path, case: Case) -> Path:
         elif name.endswith((".gate.weight", "router.weight")):
             spread_experts(parameter.data)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             buffer.uniform_(-0.2, 0.2, generator=generator)
     model.save_pretrained(directory)
     return directory

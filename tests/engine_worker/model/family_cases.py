@@ -112,6 +112,9 @@ NATIVE = {
         "head_dim": None, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"],
         "conv_L_cache": 5, "block_auto_adjust_ff_dim": False, "num_key_value_heads": 2,
         "num_attention_heads": 6}),
+    "lfm2_moe": Case("lfm2_moe", {
+        "head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}),
     "granitemoe": Case("granitemoe", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
         "residual_multiplier": 0.4, "logits_scaling": 2.0, "head_dim": None}),

@@ -46,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2, "residual_multiplier": 0.4},
     "helium": {"attention_bias": True},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv", "conv"], "num_experts": 5, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 24, "num_dense_layers": 1},
     "llama": {"rope_parameters": ROPE},
     "ministral": {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}},
