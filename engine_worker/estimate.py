@@ -127,21 +127,21 @@ def estimate(
         tensor_parallel_size=tensor_parallel_size,
         weight_format=weight_format,
         window=min(windows, default=0) and max(windows),
-        kv_groups=_groups(layout),
+        kv_groups=_groups(layout, share.cache_owners),
     )
 
 
-def _groups(layout: KVLayout) -> tuple[GroupEstimate, ...]:
-    """Return the groups of layers; those with equal windows are added up."""
+def _groups(layout: KVLayout, owners: Sequence[int]) -> tuple[GroupEstimate, ...]:
+    """Return the groups of layers; those with equal windows are added up. `owners`: see ModelShape.cache_owners."""
     counts = Counter(group.window for group in layout.groups)
     token_bytes, found = layout.groups[0].block_bytes(1), []
     for window, count in counts.items():
-        num_layers = sum(len(group.layers) for group in layout.groups if group.window == window)
+        layers = {owners[layer] for group in layout.groups if group.window == window for layer in group.layers}
         span = KVSpan(layout.block_size, window)
         kept = span.max_blocks(_UNLIMITED_TOKENS) * layout.block_bytes * count if window else None
         found.append(
             GroupEstimate(
-                layers=num_layers,
+                layers=len(layers),
                 window=window,
                 bytes_per_token=token_bytes * count,
                 max_sequence_bytes=kept,

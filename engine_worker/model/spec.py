@@ -104,6 +104,10 @@ class ModelShape(Protocol):
     def cache_layers(self) -> tuple[CacheLayer, ...]:
         """The layers of the KV pool: one per attention, and one or more per short convolution."""
 
+    @property
+    def cache_owners(self) -> tuple[int, ...]:
+        """The model's layer that each of them belongs to."""
+
     def num_parameters(self) -> int: ...
 
 
@@ -177,8 +181,11 @@ class ModelSpec:
 
     @property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
-        numbers = self.num_cache_layers
-        return tuple(layer.mixer for layer, number in zip(self.layers, numbers, strict=True) for _ in range(number))
+        return tuple(self.layers[index].mixer for index in self.cache_owners)
+
+    @property
+    def cache_owners(self) -> tuple[int, ...]:
+        return tuple(index for index, number in enumerate(self.num_cache_layers) for _ in range(number))
 
     @property
     def num_cache_layers(self) -> tuple[int, ...]:

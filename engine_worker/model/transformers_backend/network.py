@@ -50,6 +50,10 @@ class ProbedShape:
     def cache_layers(self) -> tuple[AttentionSpec, ...]:
         return self.attentions
 
+    @property
+    def cache_owners(self) -> tuple[int, ...]:
+        return tuple(range(self.num_layers))
+
     def num_parameters(self) -> int:
         return self.parameters
 

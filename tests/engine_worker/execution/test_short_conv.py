@@ -8,14 +8,15 @@ import torch
 from torch.nn.functional import conv1d
 from transformers import AutoModelForCausalLM
 
+from engine_worker.estimate import estimate
 from engine_worker.kv.layout import ITEMSIZES
 from engine_worker.model.architectures import spec_from_directory, spec_from_json
 from engine_worker.model.devices import check_convolutions
 from engine_worker.model.sharding import check_tensor_parallel_size
 from engine_worker.model.spec import kv_layout
 from kernels.short_conv import convolve, read_inputs, store_inputs, window_slots
-from shared.messages import TokenEvent
-from tests.builders import make_prompt, make_request
+from shared.messages import StoredChoice, TokenEvent
+from tests.builders import Transcript, make_prompt, make_request, run_to_end
 from tests.engine_worker.execution.reference import make_engine, make_runner, run_engine_to_end
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import NATIVE
@@ -100,6 +101,23 @@ def test_beams_match_transformers(directory: Path, max_num_batched_tokens: int) 
     assert [transcript.choice("beams", index) for index in range(width)] == [
         answer[len(PROMPT) :].tolist() for answer in answers
     ]
+
+
+def test_takeover_continues_with_the_same_tokens(directory: Path) -> None:
+    request = make_request(PROMPT, "taken", max_tokens=30, ignore_eos=True)
+    runner = make_runner(directory, num_blocks=400, block_size=8, num_threads=1)
+    expected = run_engine_to_end(make_engine(runner, max_num_seqs=8, max_num_batched_tokens=16), [request])
+    engine, transcript = make_engine(runner, max_num_seqs=8, max_num_batched_tokens=64), Transcript()
+    sent = expected.tokens["taken"][:11]
+    engine.add_request(request, [StoredChoice(list(sent))])
+    transcript.resume("taken", sent)
+    assert run_to_end(engine, transcript).tokens == expected.tokens
+
+
+def test_estimate_counts_layers_of_the_model(directory: Path) -> None:
+    spec = spec_from_directory(directory)
+    found = estimate(spec, memory_bytes=10**8, block_size=16, max_model_len=256, dtype="float32")
+    assert {group.window: group.layers for group in found.kv_groups} == {0: 1, 5: 3}
 
 
 def test_convolutions_keep_only_their_window() -> None:
