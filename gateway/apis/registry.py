@@ -26,6 +26,7 @@ APIS: tuple[Api, ...] = tuple(
             "tokenize",
             "files",
             "ollama",
+            "unserved",
         ),
     )
 )

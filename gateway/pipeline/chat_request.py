@@ -22,6 +22,9 @@ FieldWords: TypeAlias = Sequence[tuple[str, str]]  # (name in a chat, name in an
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
+TEXT_ONLY = "this server reads text only"
+
+
 class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
@@ -159,7 +162,7 @@ def _content(message: MessageFields, path: str) -> str:
     for index, part in enumerate(message.content):
         if part.type != "text":
             raise UnsupportedParameter(
-                f"{path}[{index}].type: expected 'text'; other parts are not supported.", param=f"{path}[{index}].type"
+                f"{path}[{index}].type: expected 'text'; {TEXT_ONLY}.", param=f"{path}[{index}].type"
             )
         if part.text is None:
             raise InvalidRequest(f"{path}[{index}].text: expected a text.", param=f"{path}[{index}].text")

@@ -130,7 +130,7 @@ MESSAGES = [
         "image part",
         UNSUPPORTED,
         "messages[0].content[1].type",
-        "'text'",
+        "expected 'text'; this server reads text only",
         messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
     ),
     chat(
@@ -310,7 +310,8 @@ OTHER_FIELDS = [
     chat("model is a number", VALUE, "model", "str", model=3),
 ]
 HTTP = [
-    Bad("unknown URL", 404, "unknown_url", url="/v1/audio/speech", body=b"{}"),
+    Bad("unknown URL", 404, "unknown_url", url="/v1/audio", body=b"{}"),
+    Bad("sound", 501, "not_served", says="text only", url="/v1/audio/speech", body=b"{}"),
     Bad("unknown model by id", 404, "model_not_found", "model", url="/v1/models/gpt", method="GET"),
     Bad("GET", 405, "method_not_allowed", says="POST", method="GET"),
     Bad("DELETE", 405, "method_not_allowed", says="POST", method="DELETE"),
@@ -358,6 +359,7 @@ TYPES = {
     405: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    501: "invalid_request_error",
 }
 
 

@@ -125,6 +125,27 @@ async def test_invalid_request_gets_an_anthropic_error(
     assert body["request_id"].startswith("req_")
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+
+
+@pytest.mark.parametrize(
+    ("block", "param"),
+    [
+        (IMAGE, "messages[2].content[0].type"),
+        (
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [IMAGE]},
+            "messages[2].content[0].content[0].type",
+        ),
+    ],
+)
+async def test_image_is_refused_by_name(gateway: Gateway, block: dict[str, Any], param: str) -> None:
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+    messages = [*HI["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [block]}]
+    status, body = await post(gateway, {**HI, "messages": messages})
+    expected = f"{param}: 'image' is not supported; this server reads text only."
+    assert (status, body["error"]["param"], body["error"]["message"]) == (400, param, expected)
+
+
 async def test_error_within_a_stream_is_its_last_event(gateway: Gateway) -> None:
     def breaks(request: Any) -> Any:
         yield TokenEvent(request.request_id, 0, [70])

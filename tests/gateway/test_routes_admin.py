@@ -106,9 +106,17 @@ async def test_model_name_with_a_slash_is_found(start_gateway: Any) -> None:
 
 
 async def test_other_paths_are_unknown(gateway: Gateway) -> None:
-    for path in ("moderations", "audio/transcriptions", "images/generations", "embeddings/x"):
+    for path in ("moderations", "audio/x", "embeddings/x"):
         async with gateway.session.post(f"/v1/{path}", json={}) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (404, "unknown_url")
+
+
+async def test_sound_and_images_are_not_served(gateway: Gateway) -> None:
+    for path in ("audio/speech", "audio/transcriptions", "images/generations", "images/edits"):
+        async with gateway.session.post(f"/v1/{path}", data=b"a form") as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (501, "not_served")
+            assert error["message"] == "This server reads and writes text only."
 
 
 async def test_version_is_reported(gateway: Gateway) -> None:

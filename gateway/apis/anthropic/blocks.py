@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
-from gateway.pipeline.chat_request import ContentPart, MessageFields
+from gateway.pipeline.chat_request import TEXT_ONLY, ContentPart, MessageFields
 from gateway.pipeline.grammar import (
     MAX_TOOLS,
     CalledFunction,
@@ -65,6 +65,12 @@ class DocumentBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="documen
     citations: Citations | None = None
 
 
+class ImageBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="image"):
+    """Refused with its place, wherever a block may be."""
+
+    source: dict[str, Any] | None = None
+
+
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
@@ -73,7 +79,7 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
 
 class ToolResultBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock | DocumentBlock] | None = None
+    content: str | list[TextBlock | DocumentBlock | ImageBlock] | None = None
     is_error: bool | None = None
 
 
@@ -86,7 +92,9 @@ class RedactedThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag=
     data: str
 
 
-Block: TypeAlias = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+Block: TypeAlias = (
+    TextBlock | DocumentBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+)
 # All roles may send texts; reasoning and calls belong to the assistant.
 _OF_THE_USER = (DocumentBlock, ToolResultBlock)
 
@@ -121,14 +129,15 @@ def chat_messages(message: AnthropicMessage, path: str) -> list[MessageFields]:
         path: Its path, for errors.
 
     Raises:
-        InvalidRequest: If a block does not fit the role.
+        InvalidRequest: If a block does not fit the role, or is an image.
     """
     if isinstance(message.content, str):
         return [MessageFields(message.role, message.content)]
     texts, calls, results = list[ContentPart](), list[ToolCallFields](), list[MessageFields]()
     thoughts = list[str]()
     for index, block in enumerate(message.content):
-        _check_role(block, message.role, f"{path}.content[{index}].type")
+        param = f"{path}.content[{index}]"
+        _check_role(block, message.role, f"{param}.type")
         match block:
             case TextBlock() | DocumentBlock():
                 texts.append(ContentPart("text", _text_of(block)))
@@ -136,11 +145,13 @@ def chat_messages(message: AnthropicMessage, path: str) -> list[MessageFields]:
                 function = CalledFunction(block.name, json.dumps(block.input, ensure_ascii=False))
                 calls.append(ToolCallFields(id=block.id.removeprefix(CALL_ID_PREFIX), function=function))
             case ToolResultBlock():
-                results.append(_result(block))
+                results.append(_result(block, param))
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case RedactedThinkingBlock():
                 pass
+            case ImageBlock():
+                raise _no_images(param)
     if results and not texts:
         return results
     content, reasoning = list[ContentPart](texts), "\n".join(thoughts) or None
@@ -174,24 +185,33 @@ def chat_tool_choice(choice: AnthropicToolChoice) -> ToolChoice:
     return NamedTool(function=NamedFunction(choice.name or ""))
 
 
+def _no_images(param: str) -> UnsupportedParameter:
+    return UnsupportedParameter(f"{param}.type: 'image' is not supported; {TEXT_ONLY}.", param=f"{param}.type")
+
+
 def _check_role(block: Block, role: str, param: str) -> None:
     owner = "user" if isinstance(block, _OF_THE_USER) else "assistant"
-    if isinstance(block, TextBlock) or owner == role:
+    if isinstance(block, TextBlock | ImageBlock) or owner == role:
         return
     kind = type(block).__struct_config__.tag
     raise InvalidRequest(f"{param}: blocks of type {kind!r} are not allowed in a {role} message.", param=param)
 
 
-def _result(block: ToolResultBlock) -> MessageFields:
+def _result(block: ToolResultBlock, param: str) -> MessageFields:
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(map(_text_of, content))
+    if isinstance(content, str):
+        text = content
+    else:
+        text = "\n".join(_text_of(part, f"{param}.content[{place}]") for place, part in enumerate(content))
     text = f"Error: {text}" if block.is_error else text
     return MessageFields("tool", text, tool_call_id=block.tool_use_id.removeprefix(CALL_ID_PREFIX))
 
 
-def _text_of(block: TextBlock | DocumentBlock) -> str:
+def _text_of(block: TextBlock | DocumentBlock | ImageBlock, param: str = "") -> str:
     if isinstance(block, TextBlock):
         return block.text
+    if isinstance(block, ImageBlock):
+        raise _no_images(param)
     source = block.source
     if isinstance(source, PlainTextSource):
         text = source.data

@@ -1,0 +1,1 @@
+"""OpenAI's routes for sound and images, which get one clear refusal."""
