@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from pagestream.embedded_store import StoreError
 from shared.redis_client import connect
-from shared.store_address import PrimaryReport
+from shared.sentinels import PrimaryReport
 
 REDIS_MINIMUM = (7, 0)
 NUM_CLOCK_READINGS = 5  # the one with the fastest reply counts

@@ -29,7 +29,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
 from shared.command_connection import Address, CommandConnection, FindPrimary, check_is_primary
-from shared.store_address import Sentinels, store_address
+from shared.sentinels import Sentinels
+from shared.store_address import store_address
 from shared.store_errors import rule_of
 
 SOCKET_TIMEOUT_SECONDS = 5.0
@@ -54,15 +55,17 @@ class RedisConnections:
 
         A primary that is stopped or cut off closes nothing: its connections would wait for their time-outs.
         """
+        if self.sentinels is None:
+            await asyncio.Event().wait()
+            return
         known: tuple[str, int] | None = None
         while True:
-            if self.sentinels is not None:
-                with suppress(RedisError, OSError):  # who needs an address now logs the error
-                    found = await self.sentinels.find_primary()
-                    if known not in (None, found):
-                        logger.warning("store: the primary is now %s:%d", *found)
-                        await self.reset()
-                    known = found
+            with suppress(RedisError, OSError):  # who needs an address now logs the error
+                found = await self.sentinels.find_primary()
+                if known not in (None, found):
+                    logger.warning("store: the primary is now %s:%d", *found)
+                    await self.reset()
+                known = found
             await asyncio.sleep(FOLLOW_SECONDS)
 
     async def reset(self) -> None:

@@ -67,7 +67,7 @@ class Shape:
     head_dim: int
 
     @property
-    def attentions(self) -> list[SimpleNamespace]:
+    def cache_layers(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(window=window) for window in self.windows]
 
 

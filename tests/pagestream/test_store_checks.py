@@ -17,7 +17,7 @@ from pagestream.store_checks import (
     judge_sentinels,
     read_clock,
 )
-from shared.store_address import PrimaryReport
+from shared.sentinels import PrimaryReport
 
 GOOD_SERVER: dict[str, object] = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
 GOOD_MEMORY: dict[str, object] = {"maxmemory_policy": "noeviction", "maxmemory": 2**30, "total_system_memory": 2**34}

@@ -27,7 +27,7 @@ def test_sentinel_url_names_service_hosts_and_credentials() -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://h", "redis://"),
+        ("http://h", "redis://, rediss://, unix://"),
         ("redis://h:port", "Port"),
         ("redis+sentinel://h/", "service's name is missing"),
         ("redis+sentinel:///store", "host is missing"),

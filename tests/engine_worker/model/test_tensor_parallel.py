@@ -96,8 +96,11 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
+ONE_RANK = {"lfm2", "lfm2_moe"}  # ranks cannot share short convolutions, and several are refused
+
+
 def test_every_family_has_a_case() -> None:
-    assert set(CASES) == set(MODULES)
+    assert set(CASES) == set(MODULES) - ONE_RANK
 
 
 # Six KV heads are two or three per rank; two KV heads are one per pair of ranks.
