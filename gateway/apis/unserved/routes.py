@@ -6,6 +6,7 @@ from aiohttp import web
 
 from gateway.errors import NotServed
 from gateway.http.openapi import Operation
+from gateway.http.shapes import ErrorBody
 from gateway.pipeline.api import Api
 
 _PATHS = (
@@ -22,7 +23,7 @@ API = Api(
     operations=tuple(
         Operation(
             "POST", f"/v1/{path}", refuse, "Not supported",
-            errors=(NotServed,), status=NotServed.status, uncharged="refused without reading the body",
+            answer=ErrorBody, status=NotServed.status, uncharged="refused without reading the body",
         )
         for path in _PATHS
     )
