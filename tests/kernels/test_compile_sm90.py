@@ -16,8 +16,8 @@ from pagestream.directories import cache_directory
 from tests.kernels.ingredients import are_the_same, ingredients
 from tests.kernels.kept_answers import KeptAnswers
 
-# The first test waits for a minute of compiling on two idle cores.
-pytestmark = pytest.mark.timeout(1200)
+# The first test waits for minutes of compiling on two idle cores: `make compiled`.
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 # An SM has 228 KiB, of which 1 KiB per block is reserved.

@@ -10,6 +10,7 @@ from bench.serving import neighbor
 from bench.serving.hostile_patterns import PATTERNS
 
 
+@pytest.mark.long
 def test_polite_chats_are_whole_beside_hostile_ones(tmp_path: Path, demo_model_dir: Path) -> None:
     """How long they wait says nothing on a loaded machine: that bound is not asked for here."""
     path = tmp_path / "result.json"
