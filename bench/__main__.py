@@ -11,6 +11,7 @@ PROGRAMS = {
     "linear": "kernel.linear",
     "skinny-tiles": "kernel.skinny_tiles",  # the fastest tiles of skinny linear layers, for a model or one of its ranks
     "all-reduce": "kernel.all_reduce",  # all-reduces between GPUs of one host
+    "w4": "kernel.w4",  # linear layers of 4-bit weights against the read ceiling
     "experts": "kernel.experts",  # a layer of experts against the read ceiling
     "sum-norm": "kernel.sum_norm",  # all-reduce, residual addition and norm in one launch and in two
     "sampling": "kernel.sampling",

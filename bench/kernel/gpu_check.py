@@ -43,6 +43,7 @@ from bench.kernel.fp8_checks import fp8_checks
 from bench.kernel.fp8_kv_checks import fp8_kv_checks
 from bench.kernel.linear_shapes import MODELS, Shape, linear_shapes_of
 from bench.kernel.score_rules_checks import score_rules_checks
+from bench.kernel.w4_checks import w4_checks
 from kernels.attention.paged_attention import paged_attention
 from kernels.kv_block_copy import copy_kv_blocks
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -236,7 +237,7 @@ def _linear_checks() -> dict[str, Check]:
 
 
 def all_checks() -> dict[str, Check]:
-    checks = _linear_checks() | fp8_checks() | expert_checks()
+    checks = _linear_checks() | fp8_checks() | expert_checks() | w4_checks()
     for shape in HEAD_SHAPES:
         for dtype in DTYPES:
             name = f"{shape} {str(dtype).removeprefix('torch.')}"

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine_worker.kv.layout import KV_CACHE_DTYPES
+from engine_worker.model.weight_format import METHODS
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
 IN_GROUPS = ("int4", "int8", "as-stored")  # 4- and 8-bit weights with a scale per group of inputs, on a CPU
-QUANTIZATIONS = ("auto", "none", "fp8", "mxfp4", *IN_GROUPS)
+QUANTIZATIONS = ("auto", "none", "fp8", "mxfp4", *METHODS, *IN_GROUPS)
 MODEL_IMPLS = ("auto", "native", "transformers")
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 
@@ -54,9 +55,9 @@ class ExecutionSettings:
         "auto",
         choices=QUANTIZATIONS,
         help="weights of linear layers; auto: the checkpoint's, or as-stored for GGUF and 4-bit integers on a CPU with "
-        "C++ kernels; none: 16 bits; fp8: quantized at load; mxfp4: the checkpoint must have it; int4, int8: "
-        "quantized at load (cpu); as-stored: GGUF blocks Q4_0, Q4_1 and Q8_0, and 4-bit integers of "
-        "compressed-tensors, gptq and awq (cpu)",
+        "C++ kernels; none: 16 bits; fp8: quantized at load; mxfp4, awq, gptq, compressed-tensors: as auto, and the "
+        "checkpoint must have it; int4, int8: quantized at load (cpu); as-stored: GGUF blocks Q4_0, Q4_1 and Q8_0, and "
+        "4-bit integers of compressed-tensors, gptq and awq (cpu)",
     )
     max_model_len: int | None = setting(
         None, parse=parse_count, help="maximum of prompt and output, in tokens; default: the model's"

@@ -78,7 +78,11 @@ def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
     for tensor in network_tensors(spec):
         is_layer = tensor.product not in {None, Role.HEAD}
         if is_layer and (scheme := stored.scheme_of(_module(tensor))) is not None:
-            total += scheme.num_bytes(tensor.shape) - math.prod(tensor.shape) * itemsize
+            if stored.in_groups and isinstance(scheme, Int4Scheme):
+                size = scheme.bytes_in_groups(tensor.shape)
+            else:
+                size = scheme.num_bytes(tensor.shape)
+            total += size - math.prod(tensor.shape) * itemsize
     return total
 
 

@@ -90,7 +90,7 @@ def check_weight_format(name: str, kind: str, device: torch.device, dtype: torch
     Raises:
         ValueError: If the device does not support the format `name` of `kind`, or not with `dtype`.
     """
-    if not kind or device.type != "cuda":
+    if kind not in _CAPABILITIES or device.type != "cuda":
         return
     if dtype != torch.bfloat16:
         dtype_name = str(dtype).removeprefix("torch.")

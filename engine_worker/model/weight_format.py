@@ -22,6 +22,8 @@ _SCALE_BYTES = 4  # float32
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 MXFP4_GROUP = 32  # columns per scale
 INT4_GROUP = 32  # columns per scale of the C++ kernels
+INT4_GROUPS = (128, 64, 32)  # columns per scale of the GPU's kernels
+METHODS = ("awq", "gptq", "compressed-tensors")  # values of `quant_method` that `--quantization` can require
 
 FLOATS = ("F32", "F16", "BF16")  # safetensors' notation
 FP8, BYTES = ("F8_E4M3",), ("U8",)
@@ -215,9 +217,16 @@ class Int4Scheme:
         return found
 
     def num_bytes(self, shape: Shape) -> int:
-        """Return the size of a weight [rows, columns] as a CPU multiplies it: two bytes per scale of 32 columns."""
-        scale_bytes = 4 if self.has_zeros else 2
-        return math.prod(shape) // 2 + math.prod(shape) // INT4_GROUP * scale_bytes
+        """Return the size of a weight [rows, columns] as a GPU multiplies it: two bytes per scale and zero point."""
+        group = self.group or shape[COLUMNS]
+        return self._num_bytes(shape, next((size for size in INT4_GROUPS if group % size == 0), group))
+
+    def bytes_in_groups(self, shape: Shape) -> int:
+        """Return the size of a weight [rows, columns] as a CPU multiplies it: one scale per 32 columns."""
+        return self._num_bytes(shape, INT4_GROUP)
+
+    def _num_bytes(self, shape: Shape, group: int) -> int:
+        return math.prod(shape) // 2 + math.prod(shape) // group * (4 if self.has_zeros else 2)
 
     def _unit(self, unit: int, columns: int) -> int:
         return unit or self.group or columns
@@ -242,6 +251,7 @@ class WeightFormat:
     """The format of a whole model."""
 
     name: str = ""  # used in messages; empty if all weights have 16 or 32 bits
+    method: str = ""  # `quant_method` of config.json
     groups: tuple[FormatGroup, ...] = ()
     ignored: tuple[str, ...] = ()  # module patterns
     is_online: bool = False  # 16- or 32-bit weights are quantized while loading
@@ -287,6 +297,19 @@ _ROUNDED = {"int4": INT4, "int8": INT8}
 STORED_BLOCKS = "stored_blocks.safetensors"  # next to the dequantized weights of a GGUF file
 
 
+def check_method(stored: WeightFormat, quantization: str) -> None:
+    """Check a checkpoint's method, if `--quantization` requires one.
+
+    Raises:
+        ValueError: If the checkpoint has another method, or none.
+    """
+    if quantization in METHODS and stored.method != quantization:
+        raise ValueError(
+            f"--quantization {quantization}: the checkpoint has {stored.name or 'no quantized'} weights; use auto, or "
+            f"a checkpoint of {quantization}"
+        )
+
+
 def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None = None) -> WeightFormat:
     """Return the format to serve.
 
@@ -298,6 +321,7 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
     Raises:
         ValueError: If the checkpoint does not have the requested format.
     """
+    check_method(stored, quantization)
     if quantization == "as-stored" and stored.kind == "int4":
         return replace(stored, in_groups=True)
     if quantization == "as-stored" and blocks is None:

@@ -98,8 +98,8 @@ async def test_usual_answer_matches_its_description(
 @pytest.mark.timeout(600)  # thousands of requests by a separate process: 10 CPU seconds, longer on a busy machine
 async def test_any_answer_matches_its_description_without_faults(gateway: Gateway, tmp_path: Path) -> None:
     gateway.engine.script = says([5, 6], [7])
-    # /debug/kv/stream is endless, sounds, images and some of /api answer 501 by design, and some routes have several paths.
-    # The other routes get valid and invalid bodies.
+    # /debug/kv/stream is endless, sounds, images and some of /api answer 501 by design, and some routes have several
+    # paths. The other routes get valid and invalid bodies.
     command = [
         str(SCHEMATHESIS), "run", f"http://127.0.0.1:{gateway.port}/openapi.json", "--phases=examples,coverage,fuzzing",
         "--checks=not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"

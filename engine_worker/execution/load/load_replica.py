@@ -97,7 +97,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     settings = settings.for_device(device.type)
     if not blueprint.is_capturable:
         settings = replace(settings, cudagraph_mode="none")
-    settings = _with_dtypes(settings, blueprint.shape.dtype, device)
+    settings = _with_dtypes(settings, blueprint, device)
     max_model_len = _max_model_len(settings, blueprint.shape)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     check_convolutions(blueprint.shape, device.type, kv_cache_dtype(settings.kv_cache_dtype, settings.dtype))
@@ -112,8 +112,12 @@ def _with_quantization(settings: ExecutionSettings, device: torch.device) -> Exe
     return replace(settings, quantization=choice.quantization)
 
 
-def _with_dtypes(settings: ExecutionSettings, saved: str, device: torch.device) -> ExecutionSettings:
-    """Resolve `auto` of both types. Logs the reason if the KV cache does not have the model's compute type."""
+def _with_dtypes(settings: ExecutionSettings, blueprint: Blueprint, device: torch.device) -> ExecutionSettings:
+    """Resolve `auto` of both types. Logs the reason if one is not the checkpoint's type."""
+    saved = blueprint.shape.dtype
+    if settings.dtype == "auto" and saved == "float16" and blueprint.weight_kind == "int4" and device.type == "cuda":
+        logger.info("--dtype auto is bfloat16, the type of the kernels for 4-bit weights; the checkpoint has float16")
+        settings = replace(settings, dtype="bfloat16")
     choice = chosen_kv_cache_dtype(settings, saved)
     if choice.reason:
         logger.info("%s", choice.reason)

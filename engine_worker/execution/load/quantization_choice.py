@@ -1,15 +1,14 @@
 """Resolve `--quantization auto` for a model on a device, with the reason.
 
-For a GGUF file and for 4-bit integers it is `as-stored` on a CPU with the C++ kernels, else `none`.
+On a CPU it is `as-stored` for a GGUF file and for 4-bit integers with the C++ kernels, else `none`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.quantization_config import weight_format
-from engine_worker.model.weight_format import STORED_BLOCKS
+from engine_worker.model.weight_format import METHODS, STORED_BLOCKS, check_method
 from shared.model_files import read_model_files
 
 
@@ -30,11 +29,9 @@ def chosen_quantization(
         device: `cpu` or `cuda`.
         why_no_kernels: Returns why the C++ kernels are missing, or an empty text. Called last; it may compile them.
     """
-    if settings.quantization != "auto" or not (what := _in_groups(settings.model, device)):
+    is_auto = settings.quantization in {"auto", *METHODS}
+    if not is_auto or device != "cpu" or not (what := _in_groups(settings)):
         return QuantizationChoice(quantization=settings.quantization)
-    if device != "cpu":
-        reason = f"--quantization auto is none: {what} are dequantized to 16 bits while loading: no kernels on {device}"
-        return QuantizationChoice(quantization="none", reason=reason)
     if wanted := _asked_for_more(settings):
         return QuantizationChoice(quantization="none", reason=f"--quantization auto is none: {wanted}")
     if lacking := why_no_kernels():
@@ -48,11 +45,12 @@ def chosen_quantization(
     return QuantizationChoice(quantization="as-stored", reason=reason)
 
 
-def _in_groups(directory: Path, device: str) -> str:
-    """Return what the model has in groups of 4 or 8 bits; empty if it has nothing or the device needs no choice."""
-    if device == "cpu" and (directory / STORED_BLOCKS).is_file():
+def _in_groups(settings: ExecutionSettings) -> str:
+    """Return what the model has in groups of 4 or 8 bits, or an empty string."""
+    if settings.quantization == "auto" and (settings.model / STORED_BLOCKS).is_file():
         return "the GGUF file's 4- and 8-bit blocks"
-    stored = weight_format(read_model_files(directory).config)
+    stored = weight_format(read_model_files(settings.model).config)
+    check_method(stored, settings.quantization)
     return f"the 4-bit integers ({stored.name})" if stored.kind == "int4" else ""
 
 

@@ -19,6 +19,10 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
         from engine_worker.model.quantization import mxfp4  # noqa: PLC0415 - only such models need it
 
         return mxfp4.method(stored, device_type)
+    if stored.kind == "int4" and device_type == "cuda" and not stored.is_dequantized:
+        from engine_worker.model.quantization import int4_cuda  # noqa: PLC0415 - imports triton
+
+        return int4_cuda.method(stored, is_deterministic)
     if stored.kind == "int4":
         from engine_worker.model.quantization import grouped  # noqa: PLC0415 - only such models need it
 

@@ -21,7 +21,7 @@ from engine_worker.model.weight_format import (
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.linear import GROUP, GroupedWeight, GroupFormat
 
-_MIDDLE = 8  # zero point of symmetric weights
+MIDDLE = 8  # zero point of symmetric weights
 # Places of eight numbers in AWQ's int32, lowest bits first: number 1 has the bits 16 to 19.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -61,7 +61,7 @@ def in_groups(weight: Int4Weight) -> GroupedWeight | None:
     quants = values[..., : GROUP // 2] | values[..., GROUP // 2 :] << 4
     repeats = columns // groups // GROUP
     spread = scales.repeat_interleave(repeats, 1)
-    if bool((weight.zeros == _MIDDLE).all()):
+    if bool((weight.zeros == MIDDLE).all()):
         return GroupedWeight(GroupFormat.INT4_ZERO_8, quants, spread)
     minima = (weight.zeros.float() * weight.scales).neg_().half().repeat_interleave(repeats, 1)
     return GroupedWeight(GroupFormat.INT4_MINIMUM, quants, spread, minima)
@@ -88,7 +88,7 @@ def read_int4(source: WeightSource, module: str, shape: tuple[int, ...], scheme:
 
     if scheme.packing is Packing.COMPRESSED_TENSORS:
         values, scales = integers(INT4_VALUES), read(INT4_SCALES, torch.float32)
-        zeros = integers(INT4_ZEROS) if scheme.has_zeros else torch.full_like(scales, _MIDDLE, dtype=torch.uint8)
+        zeros = integers(INT4_ZEROS) if scheme.has_zeros else torch.full_like(scales, MIDDLE, dtype=torch.uint8)
         return Int4Weight(values, zeros, scales)
     values, scales, zeros = integers(GPTQ_VALUES), read(GPTQ_SCALES, torch.float32).T.contiguous(), integers(GPTQ_ZEROS)
     return Int4Weight(values, zeros + 1 & 15 if scheme.zeros_less_one else zeros, scales)

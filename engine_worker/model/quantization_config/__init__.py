@@ -1,6 +1,7 @@
 """Convert config.json's `quantization_config` to a WeightFormat: one file per writer; anything else is refused."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine_worker.model.quantization_config import awq, compressed_tensors, fine_grained, gptq, modelopt, mxfp4
@@ -31,7 +32,7 @@ def weight_format(config: Mapping[str, Any]) -> WeightFormat:
             f"config.json: quantization_config ({method!r}) is not supported; supported: {', '.join(READERS)}, and "
             "unquantized weights"
         )
-    return READERS[method](written)
+    return replace(READERS[method](written), method=method)
 
 
 def refuse_quantized(config: Mapping[str, Any], quantization: str) -> None:

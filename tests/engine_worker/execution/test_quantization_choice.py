@@ -67,11 +67,13 @@ def test_quantization_explicit_gpu_or_no_blocks_is_kept(model: Path, tmp_path: P
     assert chosen(tmp_path, not_asked) == "auto"
 
 
-def test_quantization_auto_4_bit_integers_are_multiplied_on_cpu_only(tmp_path: Path) -> None:
+def test_quantization_auto_multiplies_4_bit_integers(tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert chosen(tmp_path) == "as-stored"
     assert chosen(tmp_path, not_asked, dtype="bfloat16") == "none"
     on_gpu = chosen_quantization(ExecutionSettings(model=tmp_path), "cuda", not_asked)
-    assert (on_gpu.quantization, on_gpu.lacks_kernels) == ("none", False)
-    assert "awq int4, groups of 128) are dequantized to 16 bits" in on_gpu.reason
+    assert (on_gpu.quantization, on_gpu.reason) == ("auto", "")
+    assert chosen(tmp_path, quantization="awq") == "as-stored"
+    with pytest.raises(ValueError, match=r"--quantization gptq: the checkpoint has awq int4, groups of 128 weights"):
+        chosen(tmp_path, not_asked, quantization="gptq")
