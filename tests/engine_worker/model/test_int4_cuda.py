@@ -1,14 +1,12 @@
 """4-bit checkpoints on a Hopper GPU, multiplied in 4 bits: logits, and tokens in any schedule with --deterministic."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine_worker.execution.load.load import load_model_runner
-from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
@@ -16,11 +14,9 @@ from engine_worker.model.quantization.int4_cuda import Int4Method
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
-from tests.builders import make_request
-from tests.engine_worker.execution.reference import make_engine, run_engine_to_end
-from tests.engine_worker.model.families import prompts
 from tests.engine_worker.model.int4_checkpoints import LAYOUTS, write_int4
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
+from tests.engine_worker.model.quantized_schedules import check_outputs, results_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +24,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU here"
     ),
 ]
+NUM_LINEAR_LAYERS = 3 * 4  # three layers: qkv, output, gate and up, down
 PROMPT = [(7 * index * index + 3) % 1000 for index in range(48)]
 
 
@@ -40,8 +37,9 @@ def logits_of(directory: Path, *, is_exact: bool) -> tuple[torch.Tensor, Safeten
     layout = kv_layout(spec, BLOCK_SIZE, "bfloat16", max_groups=1)
     cache = model.attach(torch.zeros(layout.pool_shape(8), dtype=torch.bfloat16, device=device))
     inputs = step(0, PROMPT)
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     on_device: dict[str, Any] = {
-        name: value.to(device) for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)
+        name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)
     }
     return model.forward(replace(inputs, **on_device), cache), weights, spec
 
@@ -57,28 +55,9 @@ def test_logits_are_those_of_the_exact_model(name: str, tmp_path: Path) -> None:
     assert weights.loaded_bytes < 2 * spec.num_parameters()
 
 
-def test_int4_tokens_do_not_depend_on_the_schedule(tmp_path: Path) -> None:
-    directory = write_int4(tmp_path, LAYOUTS["gptq"]).directory
-    outputs = []
-    for mode in CUDAGRAPH_MODES:
-        for num_blocks, max_num_batched_tokens in ((64, 512), (64, 24), (14, 512)):
-            settings = ExecutionSettings(
-                model=directory,
-                device="cuda",
-                kv_cache_memory_bytes=num_blocks
-                * kv_layout(blueprint_from_directory(directory, "native").shape, 16, "bfloat16").block_bytes,
-                swap_space_bytes=0,
-                max_model_len=208,
-                max_num_seqs=8,
-                max_num_batched_tokens=max_num_batched_tokens,
-                cudagraph_mode=mode,
-                deterministic=True,
-            )
-            runner = load_model_runner(settings, lambda phase, progress, detail: None)
-            engine = make_engine(runner, max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens)
-            requests = [
-                make_request(prompt, f"p{index}", max_tokens=40, ignore_eos=True)
-                for index, prompt in enumerate(prompts(runner.model_spec.vocab_size))
-            ]
-            outputs.append(run_engine_to_end(engine, requests).tokens)
-    assert all(found == outputs[0] for found in outputs)
+@pytest.mark.timeout(600)
+def test_int4_bits_do_not_depend_on_the_schedule(tmp_path: Path) -> None:
+    results = results_of(write_int4(tmp_path, LAYOUTS["gptq"]).directory)
+    assert results["linear_layers"] == NUM_LINEAR_LAYERS
+    for kv, outputs in results["kv"].items():
+        check_outputs(kv, outputs)

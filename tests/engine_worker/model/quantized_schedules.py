@@ -1,11 +1,13 @@
-"""Run one fp8 model in every schedule: `python -m tests.engine_worker.model.fp8_schedules DIR [--device cpu]`.
+"""Run a quantized model in every schedule: `python -m tests.engine_worker.model.quantized_schedules DIR`.
 
-Prints JSON: the number of fp8 linear layers, and by KV dtype and schedule the tokens and log-probabilities of each
-prompt. On CUDA with `--deterministic`, whose settings must be made before CUDA starts, hence in its own process.
+Prints JSON: the number of quantized linear layers, and by KV dtype and schedule the tokens and log-probabilities of
+each prompt. On CUDA (or with `--device cpu`) with `--deterministic`, whose settings must be made before CUDA starts,
+hence in its own process.
 """
 
 import gc
 import json
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.builders import make_request
 from tests.engine_worker.execution.reference import make_engine
 from tests.engine_worker.model.families import prompts
 
+ROOT = Path(__file__).parents[3]
 NUM_TOKENS, HALF = 40, 17
 # name: (blocks of 16 tokens, tokens per step, sequences)
 SCHEDULES = {
@@ -84,11 +87,29 @@ def outputs_by_schedule(directory: Path, device: str, kv: str) -> dict[str, Any]
 def num_linear_layers(directory: Path, device: str) -> int:
     if device != "cuda":
         return 0
-    linear = import_module("engine_worker.model.quantization.fp8_cuda").Fp8Linear  # imports triton
+    fp8, int4 = (import_module(f"engine_worker.model.quantization.{name}") for name in ("fp8_cuda", "int4_cuda"))
+    linear = (fp8.Fp8Linear, int4.W4Linear)  # imports triton
     runner = load(directory, device, "bf16", "all at once", "none")
     number = sum(isinstance(one, linear) for one in gc.get_objects())
     del runner
     return number
+
+
+def results_of(directory: Path, *options: str) -> dict[str, Any]:
+    """Return what main() prints in a process of its own."""
+    command = [sys.executable, "-m", "tests.engine_worker.model.quantized_schedules", str(directory), *options]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def check_outputs(kv: str, outputs: dict[str, Any]) -> None:
+    """Check that all schedules have the same outputs."""
+    expected = outputs["all at once, graphs none"]["outputs"]
+    assert all(len(tokens) == len(scores) == 40 for tokens, scores in expected.values())
+    for schedule, found in outputs.items():
+        assert found["outputs"] == expected, (kv, schedule)
+        assert (found["preemptions"] > 0) == schedule.startswith("preempted"), (kv, schedule)
 
 
 def main() -> None:
