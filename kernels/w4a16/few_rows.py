@@ -69,19 +69,18 @@ def _request_weights(
 
 @gluon.jit
 def _request_rows(
-    x, rows, full, unit, stage, wanted, first_row,
-    INPUTS: gl.constexpr, CHUNKS: gl.constexpr, STEPS: gl.constexpr,
+    x, rows, full, unit, stage, wanted, first_row, steps, INPUTS: gl.constexpr, CHUNKS: gl.constexpr
 ):  # fmt: skip
     for chunk in gl.static_range(CHUNKS):
-        place = [first_row, (unit % STEPS * CHUNKS + chunk) * INPUTS]
+        place = [first_row, (unit % steps * CHUNKS + chunk) * INPUTS]
         tma.async_copy_global_to_shared(x, place, full.index(stage), rows.index(stage * CHUNKS + chunk), pred=wanted)
 
 
 @gluon.jit
 def _produce(
-    weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, num_units, first_row,
+    weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, num_units, first_row, steps,
     BYTES: gl.constexpr, VALUE_ROWS: gl.constexpr, GROUPS: gl.constexpr, INPUTS: gl.constexpr, CHUNKS: gl.constexpr,
-    STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring. The first weights are requested before the dependency wait, the rows after it."""
     for early in gl.static_range(NUM_STAGES):
@@ -92,12 +91,12 @@ def _produce(
     gdc_wait()
     for early in gl.static_range(NUM_STAGES):
         unit, wanted = first_unit + early, early < num_units
-        _request_rows(x, rows, full, unit, early, wanted, first_row, INPUTS, CHUNKS, STEPS)
+        _request_rows(x, rows, full, unit, early, wanted, first_row, steps, INPUTS, CHUNKS)
     for step in range(NUM_STAGES, num_units):
         stage, unit = step % NUM_STAGES, first_unit + step
         mbarrier.wait(empty.index(stage), (step // NUM_STAGES & 1) ^ 1)
         _request_weights(weight, scales, ring, scale_ring, full, unit, stage, True, BYTES, VALUE_ROWS, GROUPS)
-        _request_rows(x, rows, full, unit, stage, True, first_row, INPUTS, CHUNKS, STEPS)
+        _request_rows(x, rows, full, unit, stage, True, first_row, steps, INPUTS, CHUNKS)
 
 
 @gluon.jit
@@ -161,28 +160,27 @@ def _places_of(sums):
 
 @gluon.jit
 def _joined(
-    own, partials, arrivals, tile, share, row_block, num_rows,
-    STEPS: gl.constexpr, UNITS: gl.constexpr, NUM_SHARES: gl.constexpr, ROW_BLOCKS: gl.constexpr,
+    own, partials, arrivals, tile, share, row_block, num_rows, steps, units, num_shares, row_blocks,
     AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Return the sums over all programs of a tile and the number of rows to store, which is 0 except for the last."""
     SIZE: gl.constexpr = own.shape[0] * own.shape[1]
     elements = _places_of(own)
     # A program has part of its first and of its last tile.
-    is_later = (share * UNITS // NUM_SHARES // STEPS != tile).to(gl.int32)
-    gl.store(partials + ((2 * share + is_later) * ROW_BLOCKS + row_block) * SIZE + elements, own)
-    begin = ((tile * STEPS + 1) * NUM_SHARES - 1) // UNITS
-    last = ((tile + 1) * STEPS * NUM_SHARES - 1) // UNITS
+    is_later = (share * units // num_shares // steps != tile).to(gl.int32)
+    gl.store(partials + ((2 * share + is_later) * row_blocks + row_block) * SIZE + elements, own)
+    begin = ((tile * steps + 1) * num_shares - 1) // units
+    last = ((tile + 1) * steps * num_shares - 1) // units
     gl.thread_barrier()  # all threads must store before one thread signals the arrival
-    counter = arrivals + tile * ROW_BLOCKS + row_block
+    counter = arrivals + tile * row_blocks + row_block
     is_last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last - begin
     gl.store(counter, 0, mask=is_last)  # for the next layer, which waits for this one
     total = gl.zeros_like(own)
     for start in range(begin, gl.where(is_last, last + 1, begin), AT_ONCE):
         for ahead in gl.static_range(AT_ONCE):
             other = start + ahead
-            is_later = (other * UNITS // NUM_SHARES // STEPS != tile).to(gl.int32)
-            place = partials + ((2 * other + is_later) * ROW_BLOCKS + row_block) * SIZE + elements
+            is_later = (other * units // num_shares // steps != tile).to(gl.int32)
+            place = partials + ((2 * other + is_later) * row_blocks + row_block) * SIZE + elements
             total += gl.load(place, mask=(elements >= 0) & (other <= last), other=0.0, cache_modifier=".cg")
     return total, gl.where(is_last, num_rows, 0)
 
@@ -199,8 +197,8 @@ def _gated(both, dtype: gl.constexpr, IS_GELU: gl.constexpr):
 
 @gluon.jit
 def _store(
-    total, bias, output, tile, row_block, num_stored,
-    GATED: gl.constexpr, IS_GELU: gl.constexpr, NUM_OUTPUTS: gl.constexpr, num_warps: gl.constexpr,
+    total, bias, output, tile, row_block, num_stored, num_outputs,
+    GATED: gl.constexpr, IS_GELU: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     sums: gl.constexpr = total.type.layout
     BLOCK_M: gl.constexpr = total.shape[1]
@@ -209,23 +207,21 @@ def _store(
     if bias is not None:
         row = tile * total.shape[0] + gl.arange(0, total.shape[0], gl.SliceLayout(1, sums))
         if GATED:
-            row = row // 16 * 8 + row % 8 + row % 16 // 8 * NUM_OUTPUTS
+            row = row // 16 * 8 + row % 8 + row % 16 // 8 * num_outputs
         total += gl.load(bias + row).to(gl.float32)[:, None]
     result = _gated(total, output.dtype.element_ty, IS_GELU) if GATED else total
     result = gl.convert_layout(result.to(output.dtype.element_ty), stored)
     outputs = tile * STORED + gl.arange(0, STORED, gl.SliceLayout(1, stored))[:, None]
     of_rows = row_block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))[None, :]
-    gl.store(output + of_rows.to(gl.int64) * NUM_OUTPUTS + outputs, result, mask=of_rows < num_stored)
+    gl.store(output + of_rows.to(gl.int64) * num_outputs + outputs, result, mask=of_rows < num_stored)
 
 
 @gluon.jit
 def _consume(
     tiles, tile_pairs, tile_scales, rows, full, empty, bias, output, partials, arrivals, num_rows, share, row_block,
-    first_unit, end_unit,
-    GATED: gl.constexpr, IS_GELU: gl.constexpr, NUM_OUTPUTS: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STEPS: gl.constexpr, UNITS: gl.constexpr, NUM_SHARES: gl.constexpr,
-    ROW_BLOCKS: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE_TYPE: gl.constexpr, AT_ONCE: gl.constexpr,
-    num_warps: gl.constexpr,
+    first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
+    GATED: gl.constexpr, IS_GELU: gl.constexpr, HAS_ZEROS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
+    NUM_STAGES: gl.constexpr, SCALE_TYPE: gl.constexpr, AT_ONCE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Compute a share of the units and store its tiles."""
     TILE_ROWS: gl.constexpr = 16 * tiles.shape[1]
@@ -240,8 +236,8 @@ def _consume(
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     gdc_wait()  # before the first store: the memory may still be read by the previous kernel
     step = 0
-    for tile in range(first_unit // STEPS, (end_unit + STEPS - 1) // STEPS):
-        begin, end = gl.maximum(first_unit, tile * STEPS), gl.minimum(end_unit, (tile + 1) * STEPS)
+    for tile in range(first_unit // steps, (end_unit + steps - 1) // steps):
+        begin, end = gl.maximum(first_unit, tile * steps), gl.minimum(end_unit, (tile + 1) * steps)
         total = gl.zeros([TILE_ROWS, BLOCK_M], gl.float32, sums)
         previous = gl.zeros([TILE_ROWS, 4 * tiles.shape[4] * 4], gl.bfloat16, operand)
         for unit in range(begin, end):
@@ -266,21 +262,20 @@ def _consume(
             gl.thread_barrier()
             mbarrier.arrive(empty.index((step + NUM_STAGES - 1) % NUM_STAGES), count=1)
         num_stored = num_rows
-        if end - begin < STEPS:
+        if end - begin < steps:
             total, num_stored = _joined(
-                total, partials, arrivals, tile, share, row_block, num_rows,
-                STEPS, UNITS, NUM_SHARES, ROW_BLOCKS, AT_ONCE,
+                total, partials, arrivals, tile, share, row_block, num_rows, steps, units, num_shares, row_blocks,
+                AT_ONCE,
             )  # fmt: skip
-        _store(total, bias, output, tile, row_block, num_stored, GATED, IS_GELU, NUM_OUTPUTS, num_warps)
+        _store(total, bias, output, tile, row_block, num_stored, num_outputs, GATED, IS_GELU, num_warps)
 
 
-# The number of rows changes from step to step and must not trigger a compilation.
-@gluon.jit(do_not_specialize=["num_rows"])
+# Shapes and numbers of rows must not trigger a compilation: a start would compile one kernel per layer and number.
+@gluon.jit(do_not_specialize=["num_rows", "steps", "units", "num_shares", "row_blocks"])
 def w4_linear_kernel(
-    weight, scales, x, bias, output, partials, arrivals, num_rows,
-    NUM_OUTPUTS: gl.constexpr, GATED: gl.constexpr, IS_GELU: gl.constexpr, BOXES: gl.constexpr,
-    WORD_STEPS: gl.constexpr, HAS_ZEROS: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr,
-    GROUPS: gl.constexpr, STEPS: gl.constexpr, UNITS: gl.constexpr, NUM_SHARES: gl.constexpr, ROW_BLOCKS: gl.constexpr,
+    weight, scales, x, bias, output, partials, arrivals, num_rows, num_outputs, steps, units, num_shares, row_blocks,
+    GATED: gl.constexpr, IS_GELU: gl.constexpr, BOXES: gl.constexpr, WORD_STEPS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
     NUM_STAGES: gl.constexpr, SCALE_TYPE: gl.constexpr, AT_ONCE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Run program (share of the units, rows of x). Programs of the same units are adjacent."""
@@ -305,18 +300,18 @@ def w4_linear_kernel(
     for early in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(early), count=1)
         mbarrier.init(empty.index(early), count=1)
-    share, row_block = gl.program_id(0) // ROW_BLOCKS, gl.program_id(0) % ROW_BLOCKS
-    first_unit, end_unit = share * UNITS // NUM_SHARES, (share + 1) * UNITS // NUM_SHARES
+    share, row_block = gl.program_id(0) // row_blocks, gl.program_id(0) % row_blocks
+    first_unit, end_unit = share * units // num_shares, (share + 1) * units // num_shares
     gl.warp_specialize(
         [
             (_consume, (
                 tiles, tile_pairs, tile_scales, rows, full, empty, bias, output, partials, arrivals, num_rows, share,
-                row_block, first_unit, end_unit, GATED, IS_GELU, NUM_OUTPUTS, HAS_ZEROS, CHUNKS, GROUPS, STEPS, UNITS,
-                NUM_SHARES, ROW_BLOCKS, NUM_STAGES, SCALE_TYPE, AT_ONCE, num_warps,
+                row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks, GATED, IS_GELU,
+                HAS_ZEROS, CHUNKS, GROUPS, NUM_STAGES, SCALE_TYPE, AT_ONCE, num_warps,
             )),
             (_produce, (
                 weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, end_unit - first_unit,
-                row_block * BLOCK_M, BYTES, VALUE_ROWS, GROUPS, INPUTS, CHUNKS, STEPS, NUM_STAGES,
+                row_block * BLOCK_M, steps, BYTES, VALUE_ROWS, GROUPS, INPUTS, CHUNKS, NUM_STAGES,
             )),
         ],
         [1],
@@ -367,7 +362,11 @@ def w4_linear(
         x.new_empty(sizes, dtype=torch.float32),
         _arrivals(x.device),
         num_rows,
-        NUM_OUTPUTS=num_outputs,
+        num_outputs,
+        steps,
+        num_tiles * steps,
+        num_shares,
+        row_blocks,
         GATED=weight.is_gated,
         IS_GELU=is_gelu,
         BOXES=boxes,
@@ -376,10 +375,6 @@ def w4_linear(
         BLOCK_M=block_m,
         CHUNKS=chunks,
         GROUPS=groups,
-        STEPS=steps,
-        UNITS=num_tiles * steps,
-        NUM_SHARES=num_shares,
-        ROW_BLOCKS=row_blocks,
         NUM_STAGES=free_bytes // stage_bytes,
         SCALE_TYPE=gl.float16 if weight.scales.dtype == torch.float16 else gl.bfloat16,
         AT_ONCE=max(1, 64 // block_m),

@@ -28,31 +28,33 @@ NUM_LINEAR_LAYERS = 3 * 4  # three layers: qkv, output, gate and up, down
 PROMPT = [(7 * index * index + 3) % 1000 for index in range(48)]
 
 
-def logits_of(directory: Path, *, is_exact: bool) -> tuple[torch.Tensor, SafetensorsWeights, ModelSpec]:
-    device = torch.device("cuda")
+def logits_of(
+    directory: Path, device: str, dtype: torch.dtype, *, is_exact: bool
+) -> tuple[torch.Tensor, SafetensorsWeights, ModelSpec]:
     spec = blueprint_from_directory(directory, "native").shape
     assert isinstance(spec, ModelSpec)
-    weights = SafetensorsWeights(directory, device, torch.bfloat16, lambda share, detail: None)
-    model = Network(spec, weights, 64, method=linear_method(DENSE if is_exact else spec.quantization, "cuda"))
-    layout = kv_layout(spec, BLOCK_SIZE, "bfloat16", max_groups=1)
-    cache = model.attach(torch.zeros(layout.pool_shape(8), dtype=torch.bfloat16, device=device))
+    weights = SafetensorsWeights(directory, torch.device(device), dtype, lambda share, detail: None)
+    model = Network(spec, weights, 64, method=linear_method(DENSE if is_exact else spec.quantization, device))
+    layout = kv_layout(spec, BLOCK_SIZE, str(dtype).removeprefix("torch."), max_groups=1)
+    cache = model.attach(torch.zeros(layout.pool_shape(8), dtype=dtype, device=device))
     inputs = step(0, PROMPT)
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     on_device: dict[str, Any] = {
         name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)
     }
-    return model.forward(replace(inputs, **on_device), cache), weights, spec
+    return model.forward(replace(inputs, **on_device), cache).cpu(), weights, spec
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_logits_are_those_of_the_exact_model(name: str, tmp_path: Path) -> None:
+def test_logits_are_no_farther_from_exact_ones_than_those_of_16_bits(name: str, tmp_path: Path) -> None:
     model = write_int4(tmp_path, LAYOUTS[name])
-    found, weights, spec = logits_of(model.directory, is_exact=False)
-    expected, _, _ = logits_of(model.exact, is_exact=True)
-    # The exact model's weights are rounded to bfloat16, as are all activations.
-    assert torch.cosine_similarity(found, expected, dim=1).min() > 0.999
+    found, weights, spec = logits_of(model.directory, "cuda", torch.bfloat16, is_exact=False)
     assert isinstance(linear_method(spec.quantization, "cuda"), Int4Method)
     assert weights.loaded_bytes < 2 * spec.num_parameters()
+    exact, _, _ = logits_of(model.exact, "cpu", torch.float32, is_exact=True)
+    in_16_bits, _, _ = logits_of(model.exact, "cuda", torch.bfloat16, is_exact=True)
+    # Both round all activations; the weights of 16 bits are rounded, and those of 4 bits with many rows.
+    assert torch.dist(found, exact) < 1.3 * torch.dist(in_16_bits, exact)
 
 
 @pytest.mark.timeout(600)
