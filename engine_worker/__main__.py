@@ -19,6 +19,7 @@ from engine_worker.engine import Engine
 from engine_worker.execution.group_health import ALONE
 from engine_worker.execution.load.start_times import StartTimes, log_lines
 from engine_worker.execution.ranks.follower_processes import Followers
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.kv_durations import KVDurations
 from engine_worker.kv.kv_events import KVEventLog
@@ -44,6 +45,7 @@ logger = logging.getLogger("worker")
 # A sequence whose KV is fetched runs one step later: a few ms, independent of the size.
 FETCH_SECONDS = 0.002
 
+PROGRAM = "pagestream worker"
 EXIT_OK, EXIT_FAILED, EXIT_CANNOT_START = 0, 1, 2
 
 
@@ -51,12 +53,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker. Return the exit status."""
     parent_pid = os.getppid()
     arguments = sys.argv[1:] if argv is None else argv
-    settings = settings_or_exit(WorkerSettings, arguments, os.environ, prog="pagestream worker").settings
+    settings = settings_or_exit(WorkerSettings, arguments, os.environ, prog=PROGRAM).settings
+    if settings.check:
+        return check(settings)
     configure_logging(settings.log_format)
     if settings.exit_with_parent:
         # SIGKILL instead of SIGTERM: without a supervisor no drain is needed, because the journal has every token.
         exit_with_parent(parent_pid, signal.SIGKILL)
     return run(settings, partial(load_engine, settings))
+
+
+def check(settings: WorkerSettings) -> int:
+    """Check the files of a model that is on this machine. Return the exit status."""
+    if (settings.execution.model / "config.json").is_file():
+        try:
+            _check_files(settings.execution)
+        except ValueError as error:
+            sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+            return EXIT_CANNOT_START
+    return EXIT_OK
 
 
 def run(settings: WorkerSettings, load: LoadEngine) -> int:
@@ -91,14 +106,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     report = times = StartTimes(report)
     report("load", 0.0, "the checkpoint's headers")
     execution = settings.execution
-    check_files(
-        execution.model,
-        execution.model_impl,
-        execution.load_format,
-        execution.tensor_parallel_size,
-        execution.quantization,
-        execution.enable_expert_parallel,
-    )
+    _check_files(execution)
     size = execution.tensor_parallel_size
     report("load", 0.0, "torch")
     followers = Followers(size) if size > 1 and not execution.rendezvous_endpoint else None
@@ -129,6 +137,17 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     if runner.group is None:
         return loaded
     return replace(loaded, dump_others=runner.group.dump_stacks, set_on_end=runner.group.set_on_end)
+
+
+def _check_files(execution: ExecutionSettings) -> None:
+    check_files(
+        execution.model,
+        execution.model_impl,
+        execution.load_format,
+        execution.tensor_parallel_size,
+        execution.quantization,
+        execution.enable_expert_parallel,
+    )
 
 
 def _info(runner: "ModelRunner", device: str) -> EngineInfo:

@@ -38,6 +38,7 @@ class WorkerSettings:
         aliases=("--dead-after",),
         help="time without a heartbeat after which peers take a worker's requests; use one value for all workers",
     )
+    check: bool = setting(False, help="check settings and the model's files, then exit: 0, or 2 with the reason")
     exit_with_parent: bool = setting(False, help="exit when the parent process ends (Linux)")
     metrics_host: str = setting("127.0.0.1", help="address of /metrics, /livez, /readyz, and /debug/kv")
     metrics_port: int = setting(8001, help="port of /metrics; 0: a free port, which is logged")

@@ -41,8 +41,20 @@ def main(argv: list[str] | None = None) -> int:
     parent_pid = os.getppid()
     arguments = sys.argv[1:] if argv is None else argv
     settings: GatewaySettings = settings_or_exit(GatewaySettings, arguments, os.environ, prog=PROGRAM).settings
+    if settings.check:
+        return check(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     return run(settings, parent_pid, serve(settings))
+
+
+def check(settings: GatewaySettings) -> int:
+    """Check what serve() refuses before it listens. Return the exit status."""
+    try:
+        model_options(settings)
+        check_address(settings.host, access_of(settings), allow_unauthenticated=settings.allow_unauthenticated)
+    except (ApiKeysError, SettingsError) as error:
+        return refuse_start(PROGRAM, error)
+    return 0
 
 
 async def serve(settings: GatewaySettings) -> int:

@@ -41,6 +41,7 @@ except ImportError:  # uvloop has no build for this system
 
 EXIT_FAILED, EXIT_CANNOT_START = 1, 2
 CLOSE_SECONDS = 2.0  # for connections, after the drain
+DRAIN_REPORT_SECONDS = 2.0
 # Connections waiting for accept(). With aiohttp's default of 128 a burst of 1,000 clients overflows, and TCP retries
 # after 1 s and 3 s. The kernel caps the value at net.core.somaxconn, 4,096 by default.
 LISTEN_BACKLOG = 4096
@@ -155,7 +156,8 @@ async def serve_app(
         except OSError as error:
             sys.stderr.write(f"{program}: cannot listen on {error}\n")
             return EXIT_FAILED
-        is_drained = await _until_drained(state, listeners, settle)
+        shared = [listener for listener, address in zip(listeners, addresses, strict=True) if address.is_shared]
+        is_drained = await _until_drained(state, shared, settle)
         if state.owners.failed.is_set():
             _end_at_once(EXIT_CANNOT_START if state.owners.is_refused else EXIT_FAILED)
         return 0 if is_drained else EXIT_FAILED
@@ -198,9 +200,12 @@ def _end_at_once(status: int) -> NoReturn:
 
 
 async def _until_drained(
-    state: GatewayState, listeners: Sequence[Listener], settle: Callable[[], Coroutine[Any, Any, None]]
+    state: GatewayState, shared: Sequence[Listener], settle: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Serve until a signal, then drain. Return False if the model cannot be served or an owner task failed."""
+    """Serve until a signal, then drain. Return False if the model cannot be served or an owner task failed.
+
+    New requests get 503 `draining`, but on ports that are shared with other gateways, which get their connections.
+    """
     settling = state.owners.start("settle", _settle(state, settle), may_return=lambda: True)
     try:
         if not await _until_signal(state):
@@ -208,14 +213,20 @@ async def _until_drained(
     finally:
         settling.cancel()
     state.open_requests.draining = True
-    await _close(listeners)
+    await _close(shared)
     await _until_first(_drain(state), state.owners.failed.wait())
     return not state.owners.failed.is_set()
 
 
 async def _drain(state: GatewayState) -> None:
-    drain_seconds = state.settings.drain_seconds
-    if not await state.open_requests.wait_idle(drain_seconds):
+    drain_seconds, waited_seconds = state.settings.drain_seconds, 0.0
+    while waited_seconds < drain_seconds:
+        step_seconds = min(DRAIN_REPORT_SECONDS, drain_seconds - waited_seconds)
+        if await state.open_requests.wait_idle(step_seconds):
+            return
+        waited_seconds += step_seconds
+        logger.info("drain: %d requests are open after %g s", state.open_requests.num_open, waited_seconds)
+    if not await state.open_requests.wait_idle(0):
         logger.warning("drain: timeout reached after %g s; some streams are still open", drain_seconds)
 
 

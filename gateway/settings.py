@@ -137,6 +137,7 @@ class GatewaySettings:
     )
     max_batch_concurrency: int = setting(64, parse=parse_count, help="maximum batch requests in flight at this gateway")
 
+    check: bool = setting(False, help="check settings and keys, then exit: 0, or 2 with the reason")
     exit_with_parent: bool = setting(False, help="exit when the parent process ends (Linux)")
     log_format: str = setting("text", choices=("text", "json"), help="format of log lines")
     otlp_traces_endpoint: str = setting(

@@ -25,6 +25,7 @@ from secrets import token_hex
 
 from pagestream import banner
 from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
+from pagestream.child_checks import ChildRefused, check_children
 from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, fleet_prefix, usable_cores, worker_base_id
 from pagestream.child_process import ChildCommand
 from pagestream.directories import state_directory
@@ -70,7 +71,7 @@ def serve(settings: ServeSettings, flags: PassedFlags, config_path: Path | None)
     except (StoreError, ModelUnavailable, SettingsError, ChildGaveUp, AddressInUse) as error:
         console.print(f"pagestream serve: {error}")
         return error.exit_status if isinstance(error, ChildGaveUp) else 1
-    except ModelDiffers as error:
+    except (ModelDiffers, ChildRefused) as error:
         console.print(f"pagestream serve: {error}")
         return CANNOT_START
     return 0
@@ -119,6 +120,7 @@ class _AllInOne:
         num_workers = sum(model.num_workers for model in models)
         gateways = self._count_gateways(num_workers, gpus)
         settings = self.settings = replace(settings, gateways=gateways.number)
+        await self._check(models)
         self.console.print(banner.opening([model.name for model in models], gateways, num_workers))
         async with (
             self._foreign_packages_reported(),
@@ -139,6 +141,17 @@ class _AllInOne:
                 self.supervisor.watch(self._drive_batches(commands), name="watch for batches")
                 self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at))
                 await self.supervisor.while_all_live(asyncio.Event().wait())
+
+    async def _check(self, models: Sequence[ServedModel]) -> None:
+        """Raise ChildRefused for settings that a gateway or a worker would refuse after the store has started."""
+        settings = self.settings
+        with _models_file(models if settings.models_file else ()) as path:
+            commands = ChildCommands(settings, self.flags, self.config_path, models, settings.redis_url, path)
+            numbered = itertools.accumulate((model.num_workers for model in models[:-1]), initial=0)
+            workers = [
+                commands.worker(model, number, WORKER_ID_PREFIX) for model, number in zip(models, numbered, strict=True)
+            ]
+            await check_children([commands.gateway("gateway"), *workers])
 
     async def _refuse_other_model(self, link: FleetLink, model: ServedModel) -> None:
         """Raise ModelDiffers before one of our gateways uses workers of another model.

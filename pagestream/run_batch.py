@@ -3,8 +3,9 @@
     pagestream run-batch -i requests.jsonl -o results.jsonl [--url http://127.0.0.1:8000] [--concurrency 64]
 
 Each line gets exactly one result, even if the server, a worker, or this program stops: run it again with the same
-files. Each request has its own Idempotency-Key, so an answer that was lost on the way is read from the store instead of
-being computed again. Lines are in OpenAI's batch format:
+files. A busy server is asked until it answers. One that does not answer at all is given up after ten minutes, and the
+next run asks it again. Each request has its own Idempotency-Key, so an answer that was lost on the way is read from the
+store instead of being computed again. Lines are in OpenAI's batch format:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
@@ -25,10 +26,12 @@ import aiohttp
 from pagestream.file_lock import file_lock
 from shared.result_file import ResultFile, ResultFileError
 
-MAX_ATTEMPTS = 20  # with pauses up to MAX_PAUSE_SECONDS this bridges an outage of ten minutes
+MAX_SILENT_ATTEMPTS = 20  # without any answer; with pauses up to MAX_PAUSE_SECONDS an outage of ten minutes
 MAX_PAUSE_SECONDS = 30.0
+PROGRESS_SECONDS = 1.0
+NO_ANSWER = "no_answer"
 _REPEATED = frozenset((408, 429, 500, 502, 503, 504))
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 class BatchFileError(ValueError):
@@ -90,7 +93,7 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
 
 class Batch:
     def __init__(self, session: aiohttp.ClientSession, results: ResultFile, concurrency: int) -> None:
-        self.num_failed = 0
+        self.num_answered, self.num_failed = 0, 0
         self._session = session
         self._results = results
         self._concurrency = concurrency
@@ -106,24 +109,26 @@ class Batch:
             await self._answer(line)
 
     async def _answer(self, line: BatchLine) -> None:
-        problem = ""
-        for attempt in range(MAX_ATTEMPTS):
-            pause_seconds = min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt)
+        problem, num_silent, num_refused = "", 0, 0
+        while num_silent < MAX_SILENT_ATTEMPTS:
+            pause_seconds = min(MAX_PAUSE_SECONDS, 0.5 * 2 ** min(num_silent + num_refused, 6))
             try:
                 async with self._session.post(line.url, data=line.body, headers={"Idempotency-Key": line.key}) as reply:
                     text = await reply.text()
                     if reply.status not in _REPEATED or reply.headers.get("x-should-retry") == "false":
                         self._write(line, reply, text)
                         return
-                    problem = f"the server answered {reply.status}"
+                    num_silent, num_refused = 0, num_refused + 1
                     pause_seconds = float(reply.headers.get("Retry-After", pause_seconds))
             except (aiohttp.ClientError, TimeoutError) as error:
+                num_silent += 1
                 problem = f"{type(error).__name__}: {error}"
             await asyncio.sleep(pause_seconds)
         self.num_failed += 1
-        self._results.add_failure(line.custom_id, "no_answer", f"{MAX_ATTEMPTS} attempts; at last {problem}")
+        self._results.add_failure(line.custom_id, NO_ANSWER, f"{MAX_SILENT_ATTEMPTS} attempts; at last {problem}")
 
     def _write(self, line: BatchLine, reply: aiohttp.ClientResponse, text: str) -> None:
+        self.num_answered += 1
         self.num_failed += reply.status != 200
         try:
             body = json.loads(text)
@@ -140,18 +145,28 @@ async def run(input_path: Path, output_path: Path, url: str, api_key: str, concu
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     async with file_lock(output_path.with_name(output_path.name + ".lock")):
-        results = ResultFile(output_path)
+        results = ResultFile(output_path, repeated=(NO_ANSWER,))
         try:
             left = [line for line in lines if line.custom_id not in results.custom_ids]
             sys.stderr.write(f"{len(lines)} requests, {len(lines) - len(left)} already answered\n")
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             async with aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session:
                 batch = Batch(session, results, concurrency)
-                await batch.run(left)
+                progress = asyncio.create_task(_show_progress(batch, len(left)))
+                try:
+                    await batch.run(left)
+                finally:
+                    progress.cancel()
         finally:
             results.close()
-    sys.stderr.write(f"{len(left)} answered, {batch.num_failed} with an error: {output_path}\n")
+    sys.stderr.write(f"{batch.num_answered} answered, {batch.num_failed} failed: {output_path}\n")
     return batch.num_failed
+
+
+async def _show_progress(batch: Batch, num_lines: int) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_SECONDS)
+        sys.stderr.write(f"{batch.num_answered} of {num_lines} answered, {batch.num_failed} failed\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

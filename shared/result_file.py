@@ -7,7 +7,7 @@ An interrupted writer leaves at most one partial line at the end, which the next
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,8 +18,13 @@ class ResultFileError(ValueError):
     """The file has other content; the message names the line."""
 
 
+class _Failed(msgspec.Struct):
+    code: str
+
+
 class _Named(msgspec.Struct):
     custom_id: str
+    error: _Failed | None = None
 
 
 class _Response(msgspec.Struct):
@@ -47,22 +52,25 @@ _encoder = msgspec.json.Encoder()
 class ResultFile:
     """A result file, open for appending."""
 
-    def __init__(self, path: Path, *, known_bytes: int = 0) -> None:
+    def __init__(self, path: Path, *, known_bytes: int = 0, repeated: Collection[str] = ()) -> None:
         """Open a file and read the `custom_ids` of its results after `known_bytes`.
 
         Args:
             path: The file, which is created if it does not exist.
             known_bytes: Size of complete results at the beginning that the caller already knows.
+            repeated: Codes of failures whose requests are sent again: these results are removed.
 
         Raises:
             ResultFileError: If a line is not a result.
         """
         path.touch()
+        if repeated:
+            _remove_failures(path, repeated)
         self.custom_ids: set[str] = set()
         self.num_bytes = known_bytes
-        for custom_id, num_bytes in _whole_results(path, known_bytes):
-            self.custom_ids.add(custom_id)
-            self.num_bytes += num_bytes
+        for result, text in _whole_results(path, known_bytes):
+            self.custom_ids.add(result.custom_id)
+            self.num_bytes += len(text)
         os.truncate(path, self.num_bytes)
         self._file: BinaryIO = path.open("ab")
 
@@ -94,13 +102,23 @@ def _new_id() -> str:
     return f"batch_req_{secrets.token_hex(16)}"
 
 
-def _whole_results(path: Path, offset: int) -> Iterator[tuple[str, int]]:
+def _remove_failures(path: Path, codes: Collection[str]) -> None:
+    """Replace the file by one without these failures; a crash leaves the old or the new one."""
+    results = list(_whole_results(path, 0))
+    kept = [text for result, text in results if result.error is None or result.error.code not in codes]
+    if len(kept) < len(results):
+        replacement = path.with_name(path.name + ".new")
+        replacement.write_bytes(b"".join(kept))
+        replacement.replace(path)
+
+
+def _whole_results(path: Path, offset: int) -> Iterator[tuple[_Named, bytes]]:
     with path.open("rb") as written:
         written.seek(offset)
         for number, text in enumerate(written, start=1):
             if not text.endswith(b"\n"):
                 return
             try:
-                yield _decoder.decode(text).custom_id, len(text)
+                yield _decoder.decode(text), text
             except msgspec.DecodeError as error:
                 raise ResultFileError(f"{path}, line {number}: not a batch result; choose another file") from error

@@ -17,13 +17,14 @@ A field without setting() is a part: a settings class whose options belong to th
 
 import argparse
 import dataclasses
+import difflib
 import json
 import re
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
@@ -139,7 +140,8 @@ def load_settings(
     """
     namespace, rest = build_parser(cls, prog).parse_known_args(argv)
     if rest and unknown is None:
-        raise SettingsError(f"unknown option {' '.join(rest)}; see --help")
+        names = [_flag(field) for field in options(cls)]
+        raise SettingsError(f"unknown option {' '.join(rest)}; {suggestion(rest[0], names) or 'see --help'}")
     if unknown is not None:
         unknown.extend(rest)
     given = vars(namespace)
@@ -171,6 +173,12 @@ def load_settings(
     if missing:
         raise SettingsError(f"{', '.join(missing)}: a value is required")
     return Loaded(_construct(cls, values), origins, config_path)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return a clause that names the known option most like an unknown one, or an empty string."""
+    close = difflib.get_close_matches(word.partition("=")[0], list(known), n=1, cutoff=0.75)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def settings_or_exit(

@@ -76,7 +76,9 @@ def main() -> int:
     parser.add_argument("--fake-worker-exit")
     parser.add_argument("--fake-worker-stays")
     parser.add_argument("--reuse-port", action="store_true")
-    options, _others = parser.parse_known_args(sys.argv[2:])
+    options, others = parser.parse_known_args(sys.argv[2:])
+    if "--check" in others:
+        return 0
     programs[sys.argv[1]](options)
     return 0
 

@@ -34,3 +34,17 @@ def test_result_file_other_content_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultFileError, match="another file"):
         ResultFile(path)
     assert path.read_text() == '{"hello": 1}\n'
+
+
+def test_failures_that_are_repeated_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    results = ResultFile(path)
+    results.add("a", "1", 200, b"{}")
+    results.add_failure("b", "no_answer", "gone")
+    results.add_failure("c", "invalid", "never")
+    results.close()
+    again = ResultFile(path, repeated=("no_answer",))
+    assert again.custom_ids == {"a", "c"}
+    again.add("b", "2", 200, b"{}")
+    again.close()
+    assert [json.loads(line)["custom_id"] for line in path.read_text().splitlines()] == ["a", "c", "b"]

@@ -1,0 +1,38 @@
+"""`serve` refuses what its children would refuse, before the store starts, with their own words."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from pagestream.child_checks import ChildRefused, check_children
+from pagestream.child_process import ChildCommand
+
+
+def command(module: str, *words: str) -> ChildCommand:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
+    return ChildCommand(name=module, argv=[sys.executable, "-m", module, *words], environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["engine_worker", "--prot", "8410"], "unknown option --prot 8410; did you mean --port?"),
+        (["engine_worker", "--quantisation", "fp8"], "unknown option --quantisation fp8; did you mean --quantization?"),
+        (["engine_worker", "--quantization", "nvfp4"], "--quantization: expected one of auto, none, fp8"),
+        (["gateway", "--host", "0.0.0.0"], "--host 0.0.0.0 is not a loopback address, and no API key is set"),
+        (
+            ["gateway", "--max-num-streams", "many"],
+            "--max-num-streams: expected a number such as 4096, 16k or 16K; got 'many'",
+        ),
+    ],
+)
+async def test_refused_settings_are_named(words: Sequence[str], message: str) -> None:
+    with pytest.raises(ChildRefused) as refused:
+        await check_children([command(*words, "--model", "nowhere")])
+    assert message in str(refused.value)
+
+
+async def test_good_settings_pass() -> None:
+    await check_children([command("gateway", "--model", "nowhere"), command("engine_worker", "--model", "nowhere")])
