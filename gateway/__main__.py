@@ -13,7 +13,7 @@ from functools import partial
 from aiohttp import web
 
 from gateway.apis.registry import ALL_KINDS, APIS
-from gateway.app import RUNNER_OPTIONS, access_of, create_app
+from gateway.app import RUNNER_OPTIONS, access_of, check, create_app
 from gateway.auth.access import check_address
 from gateway.auth.api_keys import ApiKeysError
 from gateway.http.state import STATE
@@ -42,19 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     settings: GatewaySettings = settings_or_exit(GatewaySettings, arguments, os.environ, prog=PROGRAM).settings
     if settings.check:
-        return check(settings)
+        return check(PROGRAM, settings)
     sys.setswitchinterval(SWITCH_SECONDS)
     return run(settings, parent_pid, serve(settings))
-
-
-def check(settings: GatewaySettings) -> int:
-    """Check what serve() refuses before it listens. Return the exit status."""
-    try:
-        model_options(settings)
-        check_address(settings.host, access_of(settings), allow_unauthenticated=settings.allow_unauthenticated)
-    except (ApiKeysError, SettingsError) as error:
-        return refuse_start(PROGRAM, error)
-    return 0
 
 
 async def serve(settings: GatewaySettings) -> int:

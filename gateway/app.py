@@ -7,7 +7,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.auth.access import Access, authenticate
+from gateway.auth.access import Access, authenticate, check_address
+from gateway.auth.api_keys import ApiKeysError
 from gateway.http import admin, kv, page
 from gateway.http.descriptors import watch_descriptors
 from gateway.http.dialect import DIALECTS
@@ -17,13 +18,14 @@ from gateway.http.routing import serve_operations
 from gateway.http.state import STATE, GatewayState
 from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
-from gateway.model_service import ModelOptions
+from gateway.model_service import ModelOptions, model_options
 from gateway.pipeline.answer_kind import KINDS
 from gateway.pipeline.api import Api
-from gateway.process import inference_clients, owner_task
+from gateway.process import inference_clients, owner_task, refuse_start
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.work.reader_pool import ReaderPool
+from shared.settings import SettingsError
 from shared.tracing import Tracing
 
 
@@ -73,6 +75,16 @@ def access_of(settings: GatewaySettings) -> Access:
         allowed_hosts=settings.allowed_hosts,
         open_routes=settings.open_routes,
     )
+
+
+def check(program: str, settings: GatewaySettings) -> int:
+    """Check what a start refuses before it listens, for --check. Return the exit status."""
+    try:
+        model_options(settings)
+        check_address(settings.host, access_of(settings), allow_unauthenticated=settings.allow_unauthenticated)
+    except (ApiKeysError, SettingsError) as error:
+        return refuse_start(program, error)
+    return 0
 
 
 def create_app(

@@ -3,8 +3,10 @@
 import asyncio
 import errno
 import socket
+from collections.abc import Sequence
 
 PROBE_SECONDS = 2.0
+MAX_PORT = 65535
 
 
 class AddressInUse(RuntimeError):
@@ -22,6 +24,21 @@ def require_free_port(host: str, port: int) -> None:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUse(f"port {port} on {host} is in use; choose another one with --port") from error
         raise AddressInUse(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+
+
+def require_free_metrics_ports(ports: Sequence[int]) -> None:
+    """Raise AddressInUse, with a hint, if a worker cannot listen on its port; 0 is any free port."""
+    for worker, port in enumerate(ports):
+        if port > MAX_PORT:
+            raise AddressInUse(f"port {port} for the metrics of worker-{worker} is over {MAX_PORT}; set --metrics-port")
+        try:
+            if port:
+                require_free_port("127.0.0.1", port)
+        except AddressInUse as error:
+            raise AddressInUse(
+                f"port {port} for the metrics of worker-{worker} is in use; choose others with --metrics-port (0: free "
+                "ports), or another --port: the default is --port + 1"
+            ) from error
 
 
 def base_url(host: str, port: int) -> str:

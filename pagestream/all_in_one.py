@@ -24,7 +24,13 @@ from pathlib import Path
 from secrets import token_hex
 
 from pagestream import banner
-from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
+from pagestream.address import (
+    AddressInUse,
+    base_url,
+    ready_status,
+    require_free_metrics_ports,
+    require_free_port,
+)
 from pagestream.child_checks import ChildRefused, check_children
 from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, fleet_prefix, usable_cores, worker_base_id
 from pagestream.child_process import ChildCommand
@@ -118,6 +124,8 @@ class _AllInOne:
         check_gpus(models, gpus)
         require_free_port(settings.host, settings.port)
         num_workers = sum(model.num_workers for model in models)
+        metrics_ports = [settings.metrics_port_of(number) for number in range(num_workers)]
+        require_free_metrics_ports(metrics_ports)
         gateways = self._count_gateways(num_workers, gpus)
         settings = self.settings = replace(settings, gateways=gateways.number)
         await self._check(models)
@@ -139,7 +147,7 @@ class _AllInOne:
                 await self.supervisor.while_all_live(self._until_ready())
                 address = base_url(settings.host, settings.port)
                 self.supervisor.watch(self._drive_batches(commands), name="watch for batches")
-                self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at))
+                self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at, metrics_ports))
                 await self.supervisor.while_all_live(asyncio.Event().wait())
 
     async def _check(self, models: Sequence[ServedModel]) -> None:

@@ -17,16 +17,22 @@ def opening(model_names: Sequence[str], gateways: GatewayCount, workers: int) ->
     return lines
 
 
+def _of_workers(ports: Sequence[int]) -> str:
+    named = [str(port) for port in ports if port]
+    return f"; of workers on 127.0.0.1: port {', '.join(named)}" if named else ""
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def ready(url: str, model_name: str, seconds: float) -> str:
+def ready(url: str, model_name: str, seconds: float, metrics_ports: Sequence[int]) -> str:
     body = json.dumps(
         {"model": model_name, "messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "stream": True}
     )
     return f"""
 Ready after {seconds:.1f} s: {url}   (Ctrl-C stops everything)
+Metrics: {url}/metrics{_of_workers(metrics_ports)}
 
   curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{body}'

@@ -97,7 +97,7 @@ class ChildCommands:
         max_model_len = model.entry.max_model_len or self._settings.max_model_len
         argv = [*_model(model, [model.name]), *_max_model_len(max_model_len), *self._common, "--worker-id", base_id]
         if not flags.worker_has("--metrics-port"):
-            argv += ["--metrics-port", "0"]  # workers share this machine, so each takes a free port and prints it
+            argv += ["--metrics-port", str(self._settings.metrics_port_of(number))]
         size, num_ranks = model.tensor_parallel_size, sum(other.num_ranks for other in self._models)
         if size > 1:
             argv += ["--tensor-parallel-size", str(size)]

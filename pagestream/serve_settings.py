@@ -50,7 +50,7 @@ GATEWAY_FLAGS = frozenset(
         "--allow-unauthenticated",
     }
 )
-SET_BY_SERVE = frozenset({"--worker-id", "--exit-with-parent", "--reuse-port", "--own-port"})
+SET_BY_SERVE = frozenset({"--worker-id", "--check", "--exit-with-parent", "--reuse-port", "--own-port"})
 
 
 def parse_gateways(text: str) -> int | None:
@@ -69,6 +69,11 @@ class ServeSettings:
     models_file: Path | None = setting(None, parse=Path, help="TOML file of several models; replaces --model")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on")
+    metrics_port: int | None = setting(
+        None,
+        help="port of the first worker's /metrics; the next workers have the next ports; 0: free ports, which are "
+        "logged; default: --port + 1",
+    )
     gateways: int | None = setting(
         None,
         parse=parse_gateways,
@@ -107,6 +112,8 @@ class ServeSettings:
         # With 0 this program would not know the gateway's port.
         if not 1 <= self.port <= 65535:
             raise SettingsError(f"--port: expected 1 to 65535, got {self.port}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise SettingsError(f"--metrics-port: expected 0 to 65535, got {self.metrics_port}")
         if self.models_file is not None and (self.model or self.served_model_name):
             raise SettingsError(
                 "--models-file: it contains the models and their names; remove --model and --served-model-name"
@@ -119,6 +126,12 @@ class ServeSettings:
             raise SettingsError(f"--gateways: expected auto, or 1 to {MAX_GATEWAYS}, got {self.gateways}")
         if self.drain_seconds < 0:
             raise SettingsError(f"--drain-seconds: expected 0 or more, got {self.drain_seconds}")
+
+    def metrics_port_of(self, worker: int) -> int:
+        """Return the port of a worker's /metrics; 0: any free port."""
+        if self.metrics_port == 0:
+            return 0
+        return (self.metrics_port or self.port + 1) + worker
 
     @property
     def num_gateways(self) -> int:

@@ -35,7 +35,7 @@ DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy
 
 # A new option must be added here and to the changelog. Its help text is its documentation.
 SERVE_OPTIONS = """
-    model revision served_model_name models_file host port gateways workers tensor_parallel_size redis_url
+    model revision served_model_name models_file host port metrics_port gateways workers tensor_parallel_size redis_url
     store_max_memory_bytes max_model_len files_dir drain_seconds log_format otlp_traces_endpoint vllm_metric_names
 """
 GATEWAY_OPTIONS = """
@@ -48,7 +48,7 @@ GATEWAY_OPTIONS = """
     default_detach_seconds max_detach_seconds drain_seconds
     tool_call_parser reasoning_parser generation_config task force_include_usage
     files_dir max_file_bytes max_files_bytes max_files_bytes_per_key files_retention_seconds max_batch_concurrency
-    exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
+    check exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
 """
 BATCHES_OPTIONS = GATEWAY_OPTIONS + "metrics_host metrics_port"
 WORKER_OPTIONS = """
@@ -57,7 +57,7 @@ WORKER_OPTIONS = """
     kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes max_num_seqs max_num_batched_tokens
     deterministic cudagraph_mode enforce_eager
     preemption_mode offloaded_prefixes enable_prefix_caching max_prefill_tokens_with_decodes async_scheduling
-    served_model_name redis_url worker_id drain_seconds step_timeout_seconds dead_after_seconds exit_with_parent
+    served_model_name redis_url worker_id drain_seconds step_timeout_seconds dead_after_seconds check exit_with_parent
     metrics_host metrics_port log_format otlp_traces_endpoint vllm_metric_names
 """
 

@@ -34,7 +34,7 @@ class OwnServer:
 def own_server(model: Path, served_name: str, flags: Sequence[str]) -> Iterator[OwnServer]:
     port = free_port()
     options = ["--port", str(port), "--served-model-name", served_name, *flags]
-    command = [sys.executable, "-m", "pagestream", "serve", str(model), *options]
+    command = [sys.executable, "-m", "pagestream", "serve", str(model), "--metrics-port", "0", *options]
     # A short prefix, because a socket path is limited to 107 bytes and the store's socket is in that directory.
     with tempfile.TemporaryDirectory(prefix="ps-") as state, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

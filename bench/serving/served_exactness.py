@@ -89,7 +89,9 @@ def _start_server(options: argparse.Namespace) -> "subprocess.Popen[bytes]":
     flags = ["--port", str(options.port), "--served-model-name", NAME, "--device", options.device]
     flags += ["--dtype", options.dtype, "--max-model-len", str(options.longest_prompt + options.output_tokens + 64)]
     flags += ["--num-threads", str(options.threads)] if options.threads else []
-    return subprocess.Popen([sys.executable, "-m", "pagestream", "serve", str(options.model), *flags])
+    return subprocess.Popen(
+        [sys.executable, "-m", "pagestream", "serve", str(options.model), "--metrics-port", "0", *flags]
+    )
 
 
 def _wait_until_ready(port: int, server: "subprocess.Popen[bytes]") -> None:

@@ -32,7 +32,9 @@ class Fleet:
     def start(self, name: str, *argv: str, **environ: str) -> "subprocess.Popen[bytes]":
         clean = {key: value for key, value in os.environ.items() if not key.startswith("PAGESTREAM_")}
         with (self._logs / name).open("ab") as log:
-            process = subprocess.Popen([sys.executable, *argv], stdout=log, stderr=log, env={**clean, **environ})
+            # Ports next to a test's own one may be another test's.
+            variables = {**clean, "PAGESTREAM_METRICS_PORT": "0", **environ}
+            process = subprocess.Popen([sys.executable, *argv], stdout=log, stderr=log, env=variables)
         self.processes[name] = process
         return process
 

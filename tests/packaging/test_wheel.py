@@ -100,7 +100,7 @@ def address(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> Iterator[
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **SHAPE}))
     port = free_port()
-    argv = [str(programs / "pagestream"), "serve", str(model), "--port", str(port), *SMALL]
+    argv = [str(programs / "pagestream"), "serve", str(model), "--port", str(port), "--metrics-port", "0", *SMALL]
     with subprocess.Popen(argv, cwd=directory, env=environ, stdout=subprocess.PIPE, text=True) as serve:
         assert serve.stdout is not None
         lines = []

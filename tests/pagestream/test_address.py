@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
+from pagestream.address import AddressInUse, base_url, ready_status, require_free_metrics_ports, require_free_port
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,15 @@ async def test_closed_port_has_no_status() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
     assert await ready_status("127.0.0.1", port) is None
+
+
+def test_busy_metrics_port_names_the_settings() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            AddressInUse, match=rf"port {port} for the metrics of worker-1 is in use.*--metrics-port.*--port"
+        ):
+            require_free_metrics_ports([0, port])
+    require_free_metrics_ports([0, port])
+    with pytest.raises(AddressInUse, match="port 65536 for the metrics of worker-0 is over 65535"):
+        require_free_metrics_ports([65536])

@@ -38,6 +38,7 @@ class Serve:
         self.files_dir = directory / "files"
         self.port = free_port()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
+        environ |= {"PAGESTREAM_METRICS_PORT": "0"}  # ports next to a test's own one may be another test's
         environ |= {"XDG_STATE_HOME": str(directory / "state"), "XDG_CACHE_HOME": str(directory / "cache")}
         argv = [sys.executable, str(FAKE), "serve", *models, "--port", str(self.port), *arguments]
         argv += ["--files-dir", str(self.files_dir)]

@@ -89,9 +89,22 @@ def test_worker_gets_its_flags() -> None:
     commands = ChildCommands(ServeSettings(), split_flags(["--dtype", "float32"]), None, ONE, "unix:///s")
     assert list(commands.worker(ONE[0], 0, worker_base_id("f", 0, 2)).argv[1:]) == [
         "-P", "-m", "engine_worker", "--model", "/m", "--served-model-name", "Model",
-        "--drain-seconds", "30.0", "--log-format", "text", "--worker-id", "serve.f.0-2", "--metrics-port", "0",
+        "--drain-seconds", "30.0", "--log-format", "text", "--worker-id", "serve.f.0-2", "--metrics-port", "8001",
         "--dtype", "float32",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "ports"),
+    [
+        (ServeSettings(), [8001, 8002]),
+        (ServeSettings(port=9000), [9001, 9002]),
+        (ServeSettings(metrics_port=8405), [8405, 8406]),
+        (ServeSettings(metrics_port=0), [0, 0]),
+    ],
+)
+def test_workers_have_neighboring_metrics_ports(settings: ServeSettings, ports: list[int]) -> None:
+    assert [settings.metrics_port_of(number) for number in range(2)] == ports
 
 
 def test_command_lines_do_not_contain_the_store_password() -> None:

@@ -10,6 +10,7 @@ from functools import partial
 
 from aiohttp import web
 
+from gateway.app import check
 from gateway.auth.access import Access
 from gateway.auth.api_keys import ApiKeysError
 from gateway.batches.driver.app import create_app
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     settings: DriverSettings = settings_or_exit(
         DriverSettings, arguments, os.environ, prog=PROGRAM, tables=("gateway",)
     ).settings
+    if settings.gateway.check:
+        return check(PROGRAM, settings.gateway)
     return run(settings.gateway, parent_pid, serve(settings))
 
 
