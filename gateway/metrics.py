@@ -214,7 +214,9 @@ class ModelMetrics(_Metrics):
         )
         self.queue_depth = self._gauge("queue_depth", "Accepted requests that no worker has claimed", _STREAM_LABEL)
         self.queue_pending = self._gauge("queue_pending", "Claimed requests that have not ended", _STREAM_LABEL)
-        self.queue_oldest_age = self._gauge("queue_oldest_age_seconds", "Age of the oldest unclaimed request")
+        self.queue_oldest_age = self._gauge(
+            "queue_oldest_age_seconds", "Age of the oldest unclaimed request", _STREAM_LABEL
+        )
         self.dead_letters = self._gauge("dead_letters", "Requests that exceeded the limit of worker crashes")
         self.ready_workers = self._gauge("gateway_ready_workers", "Workers that are ready and not stalled")
 

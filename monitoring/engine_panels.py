@@ -24,7 +24,10 @@ def engine_panels() -> list[Panel]:
             "Queued", "Requests that no worker has claimed", "short", in_queue("pagestream_queue_depth", ALL_QUEUES)
         ),
         stat(
-            "Oldest", "Age of the oldest unclaimed request", "s", f"max(pagestream_queue_oldest_age_seconds{{{MODEL}}})"
+            "Oldest",
+            "Age of the oldest unclaimed request",
+            "s",
+            f'max by (stream) (pagestream_queue_oldest_age_seconds{{{MODEL},stream!="all"}})',
         ),
         stat(
             "Claimed", "Unfinished requests held by workers", "short", in_queue("pagestream_queue_pending", ALL_QUEUES)

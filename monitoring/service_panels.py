@@ -6,9 +6,11 @@ from monitoring.queries import MODEL, PROCESS, SELECTED, in_queue
 
 def service_panels() -> list[Panel]:
     http = "pagestream_http_request_duration_seconds"
-    failures = f'(sum(rate({http}_count{{{PROCESS},code=~"5.."}}[$__rate_interval])) or vector(0))'
     generated = "pagestream_generation_tokens_total"
     inference = f'{PROCESS},route=~"/v1/(.*completions|messages|responses|embeddings)"'
+    ended = "pagestream_gateway_choices_finished_total"
+    refused = f'(sum(rate({http}_count{{{inference},code=~"5.."}}[$__rate_interval])) or vector(0))'
+    failed = f'(sum(rate({ended}{{{MODEL},reason="error"}}[$__rate_interval])) or vector(0))'
     return [
         stat(
             "Requests",
@@ -18,9 +20,9 @@ def service_panels() -> list[Panel]:
         ),
         stat(
             "Errors",
-            "Responses with status 500 or more / all responses",
+            "Inference responses with status 500 or more, and choices that ended with an error / inference responses",
             "percentunit",
-            f"{failures} / {total_rate(f'{http}_count', PROCESS)}",
+            f"({refused} + {failed}) / {total_rate(f'{http}_count', inference)}",
         ),
         stat("Open", "Inference requests in progress", "short", f"sum(pagestream_gateway_streams{{{PROCESS}}})"),
         stat("Output", "Generated tokens per second", "short", total_rate(generated, SELECTED)),

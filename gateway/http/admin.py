@@ -123,8 +123,8 @@ async def _refresh_model(service: ModelService) -> bool:
         gauges.queue_unfinished.labels(name).set(load.unfinished)
         gauges.queue_depth.labels(name).set(load.waiting)
         gauges.queue_pending.labels(name).set(load.pending)
+        gauges.queue_oldest_age.labels(name).set(load.oldest_seconds)
     gauges.dead_letters.set(stats.dead_letters)
-    gauges.queue_oldest_age.set(stats.oldest_waiting_seconds)
     return True
 
 

@@ -71,6 +71,7 @@ class StoreMemory:
 class QueueLoad:
     unfinished: int = 0
     pending: int = 0  # of these, claimed by a worker
+    oldest_seconds: float = 0.0  # age of the oldest that waits
 
     @property
     def waiting(self) -> int:
@@ -80,31 +81,29 @@ class QueueLoad:
 @dataclass(frozen=True, slots=True)
 class QueueStats:
     queues: dict[str, QueueLoad] = field(default_factory=dict)  # by class, plus "resumed" and "newer"
-    oldest_waiting_seconds: float = 0.0
     dead_letters: int = 0
 
     @property
     def all(self) -> QueueLoad:
         """The load of all queues together."""
         loads = self.queues.values()
-        return QueueLoad(sum(load.unfinished for load in loads), sum(load.pending for load in loads))
+        oldest_seconds = max((load.oldest_seconds for load in loads), default=0.0)
+        return QueueLoad(sum(load.unfinished for load in loads), sum(load.pending for load in loads), oldest_seconds)
 
 
 async def read_queue_stats(redis: Redis, keys: RedisKeys) -> QueueStats:
     queues: dict[str, QueueLoad] = {}
-    oldest_milliseconds: list[int] = []
+    seconds, microseconds = await redis.time()
+    now_milliseconds = seconds * 1000 + microseconds // 1000
     for name in QUEUE_NAMES:
         queue = keys.queue(name)
         group = await _group(redis, queue)
-        queues[name] = QueueLoad(await redis.xlen(queue), group["pending"] if group else 0)
         last_delivered: bytes = group["last-delivered-id"] if group else b"0-0"
         first_waiting: Any = await redis.xrange(queue, f"({last_delivered.decode()}", "+", count=1)
-        if first_waiting:
-            oldest_milliseconds.append(int(first_waiting[0][0].split(b"-")[0]))
-    seconds, microseconds = await redis.time()
-    now_milliseconds = seconds * 1000 + microseconds // 1000
-    oldest = max((now_milliseconds - added for added in oldest_milliseconds), default=0)
-    return QueueStats(queues, max(oldest, 0) / 1000, await redis.xlen(keys.dead_letters))
+        added = int(first_waiting[0][0].split(b"-")[0]) if first_waiting else now_milliseconds
+        oldest_seconds = max(now_milliseconds - added, 0) / 1000
+        queues[name] = QueueLoad(await redis.xlen(queue), group["pending"] if group else 0, oldest_seconds)
+    return QueueStats(queues, await redis.xlen(keys.dead_letters))
 
 
 async def _group(redis: Redis, queue: str) -> dict[str, Any] | None:

@@ -180,7 +180,7 @@ class FakeInferenceClient:
     async def queue_stats(self) -> QueueStats:
         if self.store_error is not None:
             raise self.store_error
-        return QueueStats({"interactive": QueueLoad(4, 2), "batch": QueueLoad(1, 0)}, oldest_waiting_seconds=1.5)
+        return QueueStats({"interactive": QueueLoad(4, 2, 1.5), "batch": QueueLoad(1, 0, 60.0)})
 
     async def write_seconds(self) -> float:
         if self.store_error is not None:

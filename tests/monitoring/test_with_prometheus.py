@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(600)
 # These conditions do not occur in the load; an alert whose condition is not met has no data.
 EMPTY_BY_NATURE = {
     "PagestreamNoWorker": "a worker serves",
+    "PagestreamGatewayDown": "all are scraped",
     "PagestreamWorkerStalled": "it steps",
     "PagestreamRankDown": "the only rank is there",
     "PagestreamRedisDown": "the store answers",

@@ -458,9 +458,9 @@ class TestViews:
         stats = await client.probe.queue_stats()
         assert (stats.all.unfinished, stats.all.pending, stats.all.waiting) == (3, 1, 2)
         assert (stats.queues["interactive"].waiting, stats.queues["batch"].waiting) == (1, 1)
-        assert 0 <= stats.oldest_waiting_seconds < 60
+        assert 0 <= stats.all.oldest_seconds < 60
         await worker.claim()
-        assert (await client.probe.queue_stats()).oldest_waiting_seconds == 0
+        assert (await client.probe.queue_stats()).all.oldest_seconds == 0
 
     async def test_write_probe_writes(self, client, connections, keys):
         assert 0 < await client.probe.write_seconds() < 60
