@@ -19,6 +19,7 @@ from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidReq
 from gateway.http.dialect import dialect_of
 from gateway.http.headers import NAME_HEADER
 from gateway.http.long_body import write_long
+from gateway.http.request_log import RequestLog
 from gateway.http.routing import operation_of, route_name
 from gateway.http.state import STATE, TRACEPARENT
 from gateway.metrics import GatewayMetrics
@@ -80,6 +81,7 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 def measure(metrics: GatewayMetrics) -> Middleware:
     """Return the middleware that records and logs the duration of each request."""
+    log = RequestLog()
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -99,8 +101,7 @@ def measure(metrics: GatewayMetrics) -> Middleware:
             route = route_name(request)
             method = request.method if request.method in _METHODS else "other"
             metrics.http_duration.labels(route, method, code).observe(seconds)
-            level = logging.INFO if request.method == "POST" else logging.DEBUG  # DEBUG for probes and scrapes
-            logger.log(level, "%s %s %s", method, route, code, extra={"seconds": round(seconds, 3)})
+            log.write(method, route, code, seconds)
 
     return middleware
 
