@@ -90,10 +90,15 @@ def _message(body: bytes) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pagestream chat", description="/reset, /system TEXT; Ctrl-C stops an answer")
+    parser = argparse.ArgumentParser(
+        prog="pagestream chat",
+        description="Talk to a server: /reset, /system TEXT; Ctrl-C stops an answer.",
+        epilog="PAGESTREAM_API_KEY is sent as the API key.",
+    )
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", metavar="URL", help="server URL without /v1 (default: %(default)s)"
     )
+    parser.add_argument("--model", default=None, metavar="NAME", help="model to ask (default: the server's first)")
     parser.add_argument(
         "--max-tokens", type=int, default=None, metavar="N", help="token limit per answer (default: the server's)"
     )
@@ -101,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--temperature", type=float, default=None, metavar="RATIO", help="sampling temperature, 0 to 2 (default: 1)"
     )
     args = parser.parse_args(argv)
-    options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    options = {"model": args.model, "max_tokens": args.max_tokens, "temperature": args.temperature}
     api_key = os.environ.get("PAGESTREAM_API_KEY", "")
     conversation = Conversation(streamed_answers(args.url, api_key, options), sys.stdout)
     while True:

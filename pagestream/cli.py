@@ -39,7 +39,7 @@ _COMMANDS = """commands:
   chat            talk to a running server in the terminal
   run-batch       send a file of requests to a running server, at batch priority
   bench           measure an OpenAI-compatible server, or the engine (in a clone only)
-  estimate MODEL  estimate the memory that a model needs, and how many sequences fit
+  estimate MODEL  estimate the memory that a directory, .gguf file or `demo` needs, and how many sequences fit
   new-key NAME    create an API key and its entry for --api-keys-file
   dlq             requests that repeatedly crashed their workers: list, show, retry, drop
   queue           end the waiting requests of a model: clear MODEL
@@ -63,12 +63,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     args = parser.parse_args(argv)
     if args.command in MODULES:
-        return _program(args.command, args.arguments)
+        arguments = _with_directory(args.arguments) if args.command == "estimate" else args.arguments
+        return _program(args.command, arguments) if arguments is not None else 1
     commands_here: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve, "bench": _bench, "new-key": _new_key, "dlq": _dlq, "queue": _queue, "top": _top,
         "doctor": _doctor, "config": _config,
     }  # fmt: skip
     return commands_here[args.command](args.arguments)
+
+
+def _with_directory(arguments: list[str]) -> list[str] | None:
+    """Replace `demo` or a .gguf file by its converted directory; None, with a message, if there is no such model."""
+    if not arguments or not (arguments[0] == DEMO or arguments[0].endswith(".gguf")):
+        return arguments
+    from pagestream.gguf_model import ModelUnavailable  # noqa: PLC0415  asyncio takes 0.1 s, which --help does not need
+    from pagestream.phases import PhaseConsole  # noqa: PLC0415
+    from pagestream.served_models import prepared_directory  # noqa: PLC0415
+
+    try:
+        return [str(prepared_directory(arguments[0], PhaseConsole(sys.stderr))), *arguments[1:]]
+    except ModelUnavailable as error:
+        sys.stderr.write(f"pagestream estimate: {error}\n")
+        return None
 
 
 def _program(command: str, arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 A model is `demo`, a .gguf file, a directory, or ORG/NAME on the hub.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from pagestream.demo_model import DEMO_MODEL_NAME, demo_model_directory, prepare_demo_model
 from pagestream.gguf_model import ModelUnavailable, convert_once, converted_directory
 from pagestream.hub_model import DEFAULT_REVISION, hub_directory, is_hub_name, prepare_hub_model
-from pagestream.phases import PhaseReport
+from pagestream.phases import PhaseConsole, PhaseReport
 from pagestream.serve_settings import DEMO, SET_BY_SERVE, ServeSettings
 from shared.models_file import ModelEntry, check_names, read_models
 from shared.settings import SettingsError
@@ -54,6 +55,21 @@ def find_model(model: str, revision: str = DEFAULT_REVISION) -> ModelSource:
         return ModelSource(model, directory, lambda report: prepare_hub_model(model, revision, report))
     kind = "is not a model directory or .gguf file" if path.exists() else "does not exist"
     raise ModelUnavailable(f"--model: {model} {kind}; expected a directory, a .gguf file, ORG/NAME, or {DEMO}")
+
+
+def prepared_directory(model: str, console: PhaseConsole) -> Path:
+    """Return the directory of a model, downloaded and converted if necessary. Raises ModelUnavailable."""
+    source = find_model(model)
+    asyncio.run(_prepare(source, console))
+    return source.directory
+
+
+async def _prepare(source: ModelSource, console: PhaseConsole) -> None:
+    def report(phase: str, progress: float, detail: str) -> None:
+        console.update("model", phase, progress, detail)
+
+    await source.prepare(report)
+    console.end("model")
 
 
 async def _check_directory(path: Path) -> None:

@@ -14,6 +14,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from http.client import HTTPResponse
+from urllib.error import HTTPError
 
 import msgspec
 
@@ -28,11 +29,16 @@ _CELLS = {"p": " ", "f": "·", "c": "░", "a": "▓", "s": "█"}
 _COLORS = {"c": "36", "a": "34", "s": "35"}  # cyan, blue, magenta
 _MAP_ROWS = 8
 _BAR_CELLS = 30
+UNAUTHORIZED = 401
 _NAMES = {"f": "free", "c": "cached", "a": "active", "s": "shared"}
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="pagestream top", description="The KV blocks of a running server.")
+    parser = argparse.ArgumentParser(
+        prog="pagestream top",
+        description="The KV blocks of a running server.",
+        epilog="PAGESTREAM_API_KEY is sent as the API key.",
+    )
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="gateway URL (default: %(default)s)")
     parser.add_argument("--worker", default="", metavar="NAME", help="prefix of a worker id (default: first worker)")
     parser.add_argument("--once", action="store_true", help="print one picture and exit")
@@ -42,6 +48,10 @@ def main(argv: Sequence[str]) -> int:
             show(snapshots(feed), args.worker, once=args.once)
     except KeyboardInterrupt:
         return 0
+    except HTTPError as error:
+        hint = "; set PAGESTREAM_API_KEY to a key of this server" if error.code == UNAUTHORIZED else ""
+        sys.stderr.write(f"pagestream top: {args.url}: {error.code} {error.reason}{hint}\n")
+        return 1
     except (OSError, ValueError, msgspec.DecodeError) as error:
         sys.stderr.write(f"pagestream top: {args.url}: {error}\n")
         return 1

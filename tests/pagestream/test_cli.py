@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,21 @@ def test_config_show_of_one_program_takes_its_flags(tmp_path: Path, capsys: pyte
 def test_config_show_of_a_wrong_value_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGESTREAM_WORKERS", "many")
     assert cli.main(["config", "show", "serve"]) == 2
+
+
+def test_estimate_takes_a_gguf_file_and_the_demo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Sequence[str]] = []
+
+    def run(command: str, arguments: Sequence[str]) -> int:
+        started.append(arguments)
+        return 0
+
+    monkeypatch.setattr(cli, "_program", run)
+    monkeypatch.setattr("pagestream.served_models.prepared_directory", lambda model, console: tmp_path / model)
+    assert cli.main(["estimate", "demo", "--device", "cpu"]) == cli.main(["estimate", "models/one"]) == 0
+    assert started == [[str(tmp_path / "demo"), "--device", "cpu"], ["models/one"]]
+    monkeypatch.undo()
+    assert cli.main(["estimate", "missing.gguf"]) == 1
+    assert "missing.gguf does not exist" in capsys.readouterr().err

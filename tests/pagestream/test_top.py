@@ -108,7 +108,7 @@ def test_once_prints_one_picture(feed: str) -> None:
 def test_missing_key_is_reported(feed: str) -> None:
     done = subprocess.run(command(feed, "--once"), capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "401" in done.stderr
+    assert "401 Unauthorized; set PAGESTREAM_API_KEY" in done.stderr
 
 
 def test_terminal_screen_is_restored(feed: str) -> None:
