@@ -47,7 +47,7 @@ def test_second_serve_of_other_weights_refuses(
     namesake.mkdir()
     for path in demo_model_dir.glob("*.json"):
         shutil.copy(path, namesake)
-    running.append(second := Serve(state, str(namesake), "--load-format", "dummy", *FLAGS))
+    running.append(second := Serve(state, "--model", str(namesake), "--load-format", "dummy", *FLAGS))
     with ThreadPoolExecutor(16) as clients:
         answers = [clients.submit(lambda: "".join(first.chat(PARIS, max_tokens=4))) for _ in range(NUM_REQUESTS)]
         assert {answer.result() for answer in answers} == {expected}
