@@ -54,10 +54,9 @@ class ExecutionSettings:
     quantization: str = setting(
         "auto",
         choices=QUANTIZATIONS,
-        help="weights of linear layers; auto: the checkpoint's, or as-stored for GGUF and 4-bit integers on a CPU with "
-        "C++ kernels; none: 16 bits; fp8: quantized at load; mxfp4, awq, gptq, compressed-tensors: as auto, and the "
-        "checkpoint must have it; int4, int8: quantized at load (cpu); as-stored: GGUF blocks Q4_0, Q4_1 and Q8_0, and "
-        "4-bit integers of compressed-tensors, gptq and awq (cpu)",
+        help="weights of linear layers; auto: the checkpoint's (CPU: as-stored if possible); none: 16 bits; fp8, int4 "
+        "(CPU), int8 (CPU): quantized at load; mxfp4, awq, gptq, compressed-tensors: required of the checkpoint; "
+        "as-stored: GGUF blocks and 4-bit integers in place (CPU)",
     )
     max_model_len: int | None = setting(
         None, parse=parse_count, help="maximum of prompt and output, in tokens; default: the model's"
