@@ -55,6 +55,9 @@ from kernels.skinny_linear_tiles import tiles_of
 from kernels.sum_norm import RowExchange, max_rows, memory_elements, sum_add_rms_norm, sum_add_rms_norm_quantized
 from kernels.token_bitmask_triton import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
+from kernels.w4a16.dequantize import dequantize
+from kernels.w4a16.few_rows import w4_linear
+from kernels.w4a16.weights import W4Weight
 from tests.kernels.ingredients import ingredients, sources_read
 
 Compiled = tuple[CompiledKernel, str]  # and the log of ptxas
@@ -175,6 +178,20 @@ def token_kernels(shape: str, dtype: torch.dtype, kv_dtype: torch.dtype | None =
         copy_kv_blocks_triton(pool, pool, empty(4, 2, dtype=torch.int64))
 
     return launch
+
+
+def w4_linear_layers() -> None:
+    """Compile each width, with and without zero points, and groups of 32 inputs in tiles of 64 outputs."""
+    for num_outputs, num_inputs, group, is_gated in ((28_672, 4096, 128, True), (576, 1536, 32, False)):
+        tile_rows, tile_inputs = 128 if num_outputs % 128 == 0 else 64, min(64, group)
+        tiles = num_outputs // tile_rows
+        words = (tiles, num_inputs // tile_inputs, tile_rows * tile_inputs // 8)
+        for parts in (1, 2):
+            scales = torch.empty(tiles, num_inputs // group, parts, tile_rows, dtype=torch.float16, device="meta")
+            weight = W4Weight(torch.empty(words, dtype=torch.int32, device="meta"), scales, group, is_gated)
+            dequantize(weight)
+            for num_rows in (1, 16, 32, 64, 256):
+                w4_linear(torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta"), weight)
 
 
 class At8Bytes(torch.Tensor):
@@ -378,6 +395,7 @@ def main(part: int, num_parts: int) -> None:
         "linear layers llama-8b bf16": skinny_linear_layers,
         "linear layers gpt-oss bf16": biased_linear_layers,
         "fp8 linear layers llama-8b bf16": fp8_linear_layers,
+        "w4 linear layers llama-8b bf16": w4_linear_layers,
         "experts gpt-oss-20b mxfp4": experts(GPT_OSS),
         "experts qwen3-30b-a3b bf16": experts(QWEN3),
         "sums of two": summing,

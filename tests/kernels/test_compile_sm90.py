@@ -104,6 +104,8 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_route_many_kernel",
         "_sort_pairs_kernel",
         "grouped_product_kernel",
+        "w4_linear_kernel",
+        "dequantize_kernel",
         "list_product_kernel",
         "_gather_rows_kernel",
         "_combine_kernel",
@@ -210,6 +212,13 @@ def test_expert_products_use_wgmma_and_wide_loads(reports: list[Report]) -> None
         assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
     for report in [r for r in reports if r["kernel"] == "list_product_kernel"]:
         assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
+
+
+def test_w4_linear_multiplies_few_rows_by_mma_and_many_by_wgmma(reports: list[Report]) -> None:
+    found = of(reports, "w4_linear_kernel", "llama-8b")
+    assert {bool(report["wgmma"]) for report in found} == {True, False}
+    for report in found:
+        assert bool(report["wgmma"]) != bool(report["mma"]) and report["bulk_copies"] > 0, report
 
 
 def test_skinny_linear_keeps_its_ring_full(reports: list[Report]) -> None:
