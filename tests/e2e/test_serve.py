@@ -56,6 +56,7 @@ class Serve:
         self.port = free_port()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
         environ["XDG_STATE_HOME"] = str(state)
+        environ["PAGESTREAM_METRICS_PORT"] = "0"  # ports next to a test's own one may be another test's
         argv = [sys.executable, "-m", "pagestream", "serve", "--port", str(self.port), "--dtype", "float32", *arguments]
         # One thread, because two that spin for each other are slow when a third process needs a core.
         argv += ["--kv-cache-memory-bytes", "512M", "--num-threads", "1"]
