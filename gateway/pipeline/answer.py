@@ -231,7 +231,6 @@ class _PromptChoices:
                 arrived_at,
                 scores_every_token=not request.is_chat,
                 is_ranked=request.choices.is_best_of,
-                names_tokens=bool(request.fields.logprob_token_ids),
             )
             for index in range(first_choice, first_choice + inbox.request.sampling.n)
         ]

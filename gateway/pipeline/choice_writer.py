@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from gateway.metrics import ModelMetrics
-from gateway.text.logprobs import LogprobEntry, with_own_first
+from gateway.text.logprobs import LogprobEntry
 from gateway.text.output_text import OutputText
 from gateway.text.parsers.message import ToolCallDelta
 from gateway.text.token_spellings import TokenSpellings
@@ -77,13 +77,11 @@ class ChoiceWriter:
         *,
         scores_every_token: bool = False,
         is_ranked: bool = False,
-        names_tokens: bool = False,
     ) -> None:
         """Create the writer of one choice.
 
         If `scores_every_token`, the end-of-sequence token, which has no text, has log-probabilities too. If
-        `is_ranked`, `cumulative_logprob` is computed; otherwise it stays 0. If `names_tokens`, the tokens with
-        log-probabilities were named by the request, and the chosen token comes first, as in vLLM.
+        `is_ranked`, `cumulative_logprob` is computed; otherwise it stays 0.
         """
         self.next: Write = Stage().write
         self.finished = False
@@ -98,7 +96,6 @@ class ChoiceWriter:
         self._spellings = spellings
         self._scores_every_token = scores_every_token
         self._is_ranked = is_ranked
-        self._names_tokens = names_tokens
         self._held = _NOTHING  # a token that may have ended the sequence
 
     @property
@@ -156,8 +153,6 @@ class ChoiceWriter:
         """Return the entry of the token that was consumed last."""
         if self._is_ranked:
             self.cumulative_logprob += decoded_logprobs([logprobs])[0].logprob
-        if self._names_tokens:
-            logprobs = with_own_first(token_id, logprobs)
         return (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
 
     def _consumed_tokens(self, token_id: int, logprobs: EncodedLogprobs | None) -> _Tokens:
