@@ -46,6 +46,7 @@ class W4Tiles:
         step_inputs: Inputs per step, at most.
         programs_per_sm: Programs for which an SM has room. With 2, the next kernel starts while this one ends.
         shares: Programs per row block.
+        num_warps: Warps that multiply; one more loads.
     """
 
     block_m: int
