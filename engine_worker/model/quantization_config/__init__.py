@@ -45,5 +45,5 @@ def refuse_quantized(config: Mapping[str, Any], quantization: str) -> None:
     if config.get("quantization_config"):
         weight_format(config)  # an unsupported format gets its own error first
         raise ValueError(f"config.json: quantization_config is not supported with this model: {why}")
-    if quantization in {"fp8", "int4", "int8", "as-stored", "mxfp4"}:
+    if quantization not in {"auto", "none"}:
         raise ValueError(f"--quantization {quantization}: {why}")
