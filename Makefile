@@ -84,7 +84,7 @@ schedules: dev
 	$(BIN)/python -m tests.engine_worker.scheduling.random_schedules $(ARGS)
 
 faults: dev
-	$(BIN)/python -m pytest tests/faults -m "long or not long" $(ARGS)
+	$(BIN)/python -m pytest tests/faults tests/bench/serving/test_neighbor.py -m "long or not long" $(ARGS)
 
 mutants: dev
 	$(BIN)/python -m tests.guard_removals $(ARGS)
