@@ -1,8 +1,9 @@
 """Linear layers with up to 768 rows and a 4-bit weight on Hopper GPUs, at the speed of reading the weight.
 
 The work is all (tile of rows of the weight, step of inputs) in order; each program, one per SM, has an even share of
-it, through one TMA-filled ring. Integers become exact bfloat16 in registers, the left operand of wgmma; the sums of a
-group of inputs are scaled in float32 and added in the order of K. Programs that share a tile store their sums, and the
+it, through one TMA-filled ring. Integers become bfloat16 in registers, the left operand of a product. Up to 32 rows
+they are exact, and the sums of a group of inputs are scaled in float32; with more rows, scaled integers are rounded.
+Sums are added in the order of K. Programs that share a tile store their sums, and the
 last to finish adds them in the order of K, so the bits depend neither on other rows nor on the order of arrival.
 """
 # One warp loads, so that the others never wait for each other at a copy. Weights do not depend on the previous kernel:
@@ -30,7 +31,8 @@ from kernels.w4a16.weights import W4Weight
 
 MAX_ROWS = 768  # with more, dequantizing and the library's product take less time
 INVARIANT_ROWS = 32  # up to here a row has the same bits whatever their number
-_MAX_BLOCK_M = 128  # rows of a program: two sums of 128 columns fill the registers
+_INVARIANT_ROWS = gl.constexpr(INVARIANT_ROWS)
+_MAX_BLOCK_M = 128  # rows of a program
 _SHARED_BYTES = 225 * 1024  # of an SM, less barriers
 _REGISTERS = 65_536  # of an SM; the hardware reserves four warps for the loading one
 _MAX_TILES = 4096
@@ -227,7 +229,7 @@ def _consume(
     """Compute a share of the units and store its tiles."""
     TILE_ROWS: gl.constexpr = 16 * tiles.shape[1]
     BLOCK_M: gl.constexpr = rows.shape[1]
-    SCALES_SUMS: gl.constexpr = BLOCK_M <= 32  # then the reading of x takes longer than unscaled products
+    SCALES_SUMS: gl.constexpr = BLOCK_M <= _INVARIANT_ROWS
     words: gl.constexpr = layout_of_words(tiles.shape[1], tiles.shape[4], num_warps)
     sums: gl.constexpr = (
         gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
@@ -320,9 +322,7 @@ def w4_linear_kernel(
     )  # fmt: skip
 
 
-def w4_linear(
-    x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: bool = False, tiles: W4Tiles | None = None
-) -> Tensor:
+def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: bool = False) -> Tensor:
     """Return x @ weight.T + bias, or activation(gate) * up of a gated weight.
 
     Args:
@@ -330,7 +330,6 @@ def w4_linear(
         weight: [N, K].
         bias: [N], added to the float32 sums; None: 0.
         is_gelu: The activation is gelu_tanh, otherwise silu.
-        tiles: Default: those of tiles_for().
 
     Returns:
         [T, N], or [T, N / 2] of a gated weight, bfloat16. Gate and up are rounded before they are multiplied.
@@ -341,7 +340,7 @@ def w4_linear(
     output = x.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return output
-    tiles = tiles or tiles_for(num_rows)
+    tiles = tiles_for(num_rows)
     block_m, boxes, inputs = tiles.block_m, weight.tile_rows // 64, weight.tile_inputs
     parts, row_blocks = weight.scales.shape[2], triton.cdiv(num_rows, block_m)
     step_inputs = _step_inputs(num_inputs, weight.group, tiles.step_inputs)
@@ -394,12 +393,6 @@ def tiles_for(num_rows: int) -> W4Tiles:
         return W4Tiles(block_m, 256, 2, NUM_SMS, num_warps=4 if block_m == 32 else 8)
     block_m = 64 if num_rows <= 64 else _MAX_BLOCK_M
     return W4Tiles(block_m, 256 if block_m == 64 else 128, 1, NUM_SMS // triton.cdiv(num_rows, block_m))
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Return whether the device runs this kernel."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _step_inputs(num_inputs: int, group: int, most: int) -> int:

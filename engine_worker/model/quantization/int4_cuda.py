@@ -29,9 +29,10 @@ from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import Int4Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource
+from kernels.moe.list_product import is_hopper
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.w4a16.dequantize import dequantize
-from kernels.w4a16.few_rows import INVARIANT_ROWS, MAX_ROWS, is_hopper, w4_linear
+from kernels.w4a16.few_rows import INVARIANT_ROWS, MAX_ROWS, w4_linear
 from kernels.w4a16.weights import GROUPS, W4Weight, pack_w4, why_not_packed
 
 logger = logging.getLogger("worker")
@@ -50,9 +51,10 @@ class Int4Method:
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         schemes = [scheme for name in spec.names if isinstance(scheme := self._format.scheme_of(name), Int4Scheme)]
+        if not schemes:
+            return self._dequantized.load(spec, source)
         if why := _why_not(source) or _why_dequantized(spec, schemes):
             _log(spec.role, why)
-        if why or not schemes:
             return self._dequantized.load(spec, source)
         parts = zip(spec.names, spec.sizes, schemes, strict=True)
         weight = _packed(
@@ -115,8 +117,6 @@ def _why_not(source: WeightSource) -> str:
 
 def _why_dequantized(spec: LinearSpec, schemes: list[Int4Scheme]) -> str:
     """Return why a layer with 4-bit integers has 16 bits, or an empty string."""
-    if not schemes:
-        return ""
     if len(schemes) < len(spec.names):
         return "some of its parts have no 4 bits"
     if len({_group_of(scheme.group or spec.inputs) for scheme in schemes}) > 1:
