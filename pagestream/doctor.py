@@ -64,13 +64,15 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 def main(argv: Sequence[str]) -> int:
     """Run all checks. Returns 0 if none failed, else 1."""
     parser = argparse.ArgumentParser(prog="pagestream doctor", description="Check this machine.")
-    parser.add_argument("--model", default=DEMO, help="model directory, .gguf file, ORG/NAME, or demo")
+    parser.add_argument("--model", default=DEMO, metavar="NAME", help="model directory, .gguf file, ORG/NAME, or demo")
     parser.add_argument(
-        "--redis-url", default="", help="URL of the Redis or Valkey to check; default: the embedded one"
+        "--redis-url", default="", metavar="URL", help="URL of the Redis or Valkey to check; default: the embedded one"
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--tensor-parallel-size", type=_size, default=1, help="number of GPUs that share the model")
+    parser.add_argument(
+        "--tensor-parallel-size", type=_size, default=1, metavar="N", help="number of GPUs that share the model"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     findings = examine(args.model, args.redis_url, args.host, args.port, args.tensor_parallel_size)

@@ -43,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     clearing = actions.add_parser("clear", help="end all waiting requests, each with an error")
     clearing.add_argument("model", help="served model name")
     clearing.add_argument(
-        "--redis-url", default="", help="URL of the store; default: the embedded store of `pagestream serve`"
+        "--redis-url",
+        default="",
+        metavar="URL",
+        help="URL of the store; default: the embedded store of `pagestream serve`",
     )
     return parser
