@@ -3,6 +3,7 @@
 // `dtype` is that of activations, `kv_dtype` that of the pool: 0 is float32, 1 bfloat16, 2 e4m3 (pool only).
 #include "dense.h"
 #include "processor.h"
+#include "recurrent.h"
 #include "rows.h"
 
 #define BY_TYPE(dtype, call, ...) ((dtype) ? call<Bf16>(__VA_ARGS__) : call<float>(__VA_ARGS__))
@@ -57,4 +58,27 @@ PAGESTREAM_EXPORT void NAME(pagestream_multiply_dense)(
     const float* x, int64_t rows, const void* packed, const float* bias, int64_t outputs, int64_t inputs,
     void* output, int num_threads, int dtype, int output_dtype) {
     BY_TYPES(dtype, output_dtype, multiply_dense, x, rows, packed, bias, outputs, inputs, output, num_threads);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_causal_conv)(
+    const Sequences* sequences, const void* x, int64_t stride, const float* weight, int64_t channels, int64_t width,
+    void* out, int dtype) {
+    BY_TYPE(dtype, causal_conv, *sequences, x, stride, weight, channels, width, out);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_gated_delta)(
+    const Sequences* sequences, const DeltaHeads* heads, const void* qkv, int64_t stride, const float* beta,
+    const float* step, const float* decay, float* scratch, void* out, int dtype) {
+    BY_TYPE(dtype, gated_delta, *sequences, *heads, qkv, stride, beta, step, decay, scratch, out);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_gated_rms_norm)(
+    const void* x, const void* gate, int64_t gate_stride, const float* weight, float eps, int64_t rows, int64_t parts,
+    int64_t size, void* out, int num_threads, int dtype) {
+    BY_TYPE(dtype, gated_rms_norm, x, gate, gate_stride, weight, eps, rows, parts, size, out, num_threads);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_multiply_sigmoid)(
+    void* x, const void* gate, int64_t gate_stride, int64_t rows, int64_t size, int num_threads, int dtype) {
+    BY_TYPE(dtype, multiply_sigmoid, x, gate, gate_stride, rows, size, num_threads);
 }

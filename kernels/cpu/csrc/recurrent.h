@@ -1,0 +1,194 @@
+// Layers with a recurrent state: each sequence token by token, so no sum depends on the step's chunks or other rows.
+#pragma once
+
+#include "activations.h"
+#include "rows.h"
+
+// The sequences of a step, and a layer's part of the state pool. Block 0 is a state of zeros, which is not written.
+struct Sequences {
+    const int32_t* starts;  // [count + 1], first token of each
+    const int32_t* blocks;  // [count]
+    float* states;
+    int64_t stride;  // elements between the states of two blocks
+    int64_t count;
+    int32_t num_threads;
+};
+
+struct DeltaHeads {
+    int32_t num_key_heads, num_heads, key_dim, value_dim;
+};
+
+namespace {
+
+constexpr int64_t CHANNELS = 16 * WIDTH;  // of a convolution's part
+constexpr int COLUMNS = 4;                // vectors of a state's row that are updated together
+constexpr int MAX_KEY_DIM = 512;
+
+// The first `count` elements; the others are 0.
+template <typename T>
+inline Vec load_some(const T* at, int64_t count) {
+    if (count >= WIDTH) return load(at);
+    float values[WIDTH] = {};
+    for (int64_t i = 0; i < count; i++) values[i] = widened(at[i]);
+    return load(values);
+}
+
+template <typename T>
+inline void store_some(T* at, Vec x, int64_t count) {
+    if (count >= WIDTH) return store(at, x);
+    float values[WIDTH];
+    store(values, x);
+    for (int64_t i = 0; i < count; i++) narrow(at + i, values[i]);
+}
+
+inline Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exponential(times(x, splat(-1.0f)))); }
+
+// Inputs of `channels` before a sequence's new ones: history [width - 1, channels], oldest first. weight [width, channels].
+template <typename T>
+void convolve_channels(
+    const T* x, int64_t stride, int64_t num_tokens, const float* weight, int64_t channels, int64_t width, float* history,
+    bool is_kept, int64_t first, int64_t end, T* out) {
+    const auto input = [=](int64_t at, int64_t channel, int64_t count) {
+        if (at >= 0) return load_some(x + at * stride + channel, count);
+        return load_some(history + (at + width - 1) * channels + channel, count);
+    };
+    for (int64_t channel = first; channel < end; channel += WIDTH) {
+        const int64_t count = end - channel;
+        for (int64_t token = 0; token < num_tokens; token++) {
+            Vec total = splat(0.0f);
+            for (int64_t tap = 0; tap < width; tap++)
+                total = fma(
+                    input(token - (width - 1) + tap, channel, count), load_some(weight + tap * channels + channel, count),
+                    total);
+            store_some(out + token * channels + channel, activated(total, SILU), count);
+        }
+        for (int64_t kept = 0; is_kept && kept < width - 1; kept++)
+            store_some(
+                history + kept * channels + channel, input(num_tokens - (width - 1) + kept, channel, count), count);
+    }
+}
+
+template <typename T>
+void causal_conv(
+    const Sequences& all, const void* x, int64_t stride, const float* weight, int64_t channels, int64_t width, void* out) {
+    const int64_t parts = (channels + CHANNELS - 1) / CHANNELS;
+    const Sequences own = all;
+    perform_parts(own.count * parts, 1, own.num_threads, [=](int64_t part, uint8_t*) {
+        const int64_t sequence = part / parts, first = part % parts * CHANNELS;
+        const int64_t start = own.starts[sequence], num_tokens = own.starts[sequence + 1] - start;
+        const int64_t block = own.blocks[sequence];
+        if (num_tokens)
+            convolve_channels(
+                (const T*)x + start * stride, stride, num_tokens, weight, channels, width, own.states + block * own.stride,
+                block != 0, first, smaller<int64_t>(channels, first + CHANNELS), (T*)out + start * channels);
+    });
+}
+
+template <typename T>
+inline void unit(const T* x, int size, float scale, float* normed) {
+    const float factor = scale / sqrtf(sum_of_squares(x, size) + 1e-6f);
+    for (int i = 0; i < size; i++) normed[i] = widened(x[i]) * factor;
+}
+
+// `vectors` columns of one state [key_dim, value_dim]: decay, write `share` of the error for the key, read by the query.
+template <int VECTORS, typename T>
+inline void update_columns(
+    float* state, int64_t row_stride, int64_t count, int key_dim, const float* query, const float* key, const T* value,
+    float decay, float share, T* out) {
+    const Vec factor = splat(decay);
+    Vec known[VECTORS], mixed[VECTORS];
+    for (int v = 0; v < VECTORS; v++) known[v] = mixed[v] = splat(0.0f);
+    for (int k = 0; k < key_dim; k++)
+        for (int v = 0; v < VECTORS; v++)
+            known[v] = fma(
+                times(load_some(state + k * row_stride + v * WIDTH, count - v * WIDTH), factor), splat(key[k]), known[v]);
+    for (int v = 0; v < VECTORS; v++)
+        known[v] = times(load_some(value + v * WIDTH, count - v * WIDTH) - known[v], splat(share));
+    for (int k = 0; k < key_dim; k++)
+        for (int v = 0; v < VECTORS; v++) {
+            float* at = state + k * row_stride + v * WIDTH;
+            const Vec updated = fma(splat(key[k]), known[v], times(load_some(at, count - v * WIDTH), factor));
+            mixed[v] = fma(updated, splat(query[k]), mixed[v]);
+            store_some(at, updated, count - v * WIDTH);
+        }
+    for (int v = 0; v < VECTORS; v++) store_some(out + v * WIDTH, mixed[v], count - v * WIDTH);
+}
+
+template <typename T>
+void delta_head(
+    const DeltaHeads& heads, const T* qkv, int64_t stride, const float* beta, const float* step, float decay,
+    int64_t num_tokens, int head, float* state, T* out) {
+    const int key_dim = heads.key_dim, value_dim = heads.value_dim, size = heads.num_key_heads * key_dim;
+    const int key_head = head / (heads.num_heads / heads.num_key_heads);
+    float query[MAX_KEY_DIM], key[MAX_KEY_DIM];
+    for (int64_t token = 0; token < num_tokens; token++) {
+        const T* row = qkv + token * stride;
+        unit(row + key_head * key_dim, key_dim, 1.0f / sqrtf((float)key_dim), query);
+        unit(row + size + key_head * key_dim, key_dim, 1.0f, key);
+        const float x = step[token * heads.num_heads + head];
+        const float factor = expf(decay * (x > 20.0f ? x : log1pf(expf(x))));
+        const float share = 1.0f / (1.0f + expf(-beta[token * heads.num_heads + head]));
+        const T* value = row + 2 * size + head * value_dim;
+        T* to = out + (token * heads.num_heads + head) * value_dim;
+        int column = 0;
+        for (; column + COLUMNS * WIDTH <= value_dim; column += COLUMNS * WIDTH)
+            update_columns<COLUMNS>(
+                state + column, value_dim, COLUMNS * WIDTH, key_dim, query, key, value + column, factor, share, to + column);
+        for (; column < value_dim; column += WIDTH)
+            update_columns<1>(
+                state + column, value_dim, value_dim - column, key_dim, query, key, value + column, factor, share,
+                to + column);
+    }
+}
+
+// A part is one head of one sequence. `scratch` has a state for each sequence without one of its own.
+template <typename T>
+void gated_delta(
+    const Sequences& all, const DeltaHeads& of_layer, const void* qkv, int64_t stride, const float* beta,
+    const float* step, const float* decay, float* scratch, void* out) {
+    const Sequences own = all;
+    const DeltaHeads heads = of_layer;
+    perform_parts(own.count * heads.num_heads, 1, own.num_threads, [=](int64_t part, uint8_t*) {
+        const int64_t sequence = part / heads.num_heads, head = part % heads.num_heads;
+        const int64_t start = own.starts[sequence], num_tokens = own.starts[sequence + 1] - start;
+        const int64_t block = own.blocks[sequence], size = (int64_t)heads.key_dim * heads.value_dim;
+        float* state = own.states + block * own.stride + head * size;
+        if (block == 0) {
+            memcpy(scratch + part * size, state, size * sizeof(float));
+            state = scratch + part * size;
+        }
+        delta_head(
+            heads, (const T*)qkv + start * stride, stride, beta + start * heads.num_heads, step + start * heads.num_heads,
+            decay[head], num_tokens, (int)head, state, (T*)out + start * heads.num_heads * heads.value_dim);
+    });
+}
+
+template <typename T>
+void gated_rms_norm(
+    const void* x, const void* gate, int64_t gate_stride, const float* weight, float eps, int64_t rows, int64_t parts,
+    int64_t size, void* out, int num_threads) {
+    perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t row, uint8_t*) {
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t at = row * parts * size + part * size;
+            const T *from = (const T*)x + at, *gates = (const T*)gate + row * gate_stride + part * size;
+            const Vec factor = splat(1.0f / sqrtf(sum_of_squares(from, size) / size + eps));
+            for (int64_t i = 0; i < size; i += WIDTH) {
+                const Vec normed = times(times(load_some(from + i, size - i), factor), load_some(weight + i, size - i));
+                store_some((T*)out + at + i, times(normed, activated(load_some(gates + i, size - i), SILU)), size - i);
+            }
+        }
+    });
+}
+
+// x [rows, size] *= sigmoid(gate).
+template <typename T>
+void multiply_sigmoid(void* x, const void* gate, int64_t gate_stride, int64_t rows, int64_t size, int num_threads) {
+    perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t row, uint8_t*) {
+        T* to = (T*)x + row * size;
+        const T* gates = (const T*)gate + row * gate_stride;
+        for (int64_t i = 0; i < size; i += WIDTH)
+            store_some(to + i, times(load_some(to + i, size - i), sigmoid(load_some(gates + i, size - i))), size - i);
+    });
+}
+
+}  // namespace

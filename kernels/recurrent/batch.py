@@ -1,0 +1,49 @@
+"""What the recurrent layers of one step share."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentBatch:
+    """The sequences of a step.
+
+    Attributes:
+        query_start_loc: [S + 1] int32, start of each sequence's tokens.
+        state_blocks: [S] int32, the block of each sequence's state, which the step overwrites; 0: zeros, not written.
+        max_query_len: The most tokens of a sequence.
+    """
+
+    query_start_loc: Tensor
+    state_blocks: Tensor
+    max_query_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaHeads:
+    """The heads of a Gated DeltaNet layer; each query and key head serves consecutive value heads.
+
+    Attributes:
+        num_key_heads: Heads of queries, and of keys.
+        num_heads: Heads of values.
+        key_dim: Elements of a query or key head.
+        value_dim: Elements of a value head.
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        return self.value_size * self.key_dim

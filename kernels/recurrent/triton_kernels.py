@@ -1,0 +1,197 @@
+"""Triton kernels of the recurrent layers. Each token's state follows from the previous one, as in decoding.
+
+So an output has the same bits whatever the step's chunks and its other sequences are.
+"""
+# Launch arguments are flat (ADR 0108).
+# ruff: noqa: PLR0913, PLR0917
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.reference import L2_EPS
+
+_CONV_TOKENS, _CONV_CHANNELS = 32, 256
+_NORM_ROWS = 16
+
+
+@triton.jit
+def _input_at(x, x_stride, history, at, channel, inside, channels, WIDTH: tl.constexpr):
+    """Return the input at index `at` of the step's tokens of a sequence; before them, that of its history."""
+    new = tl.load(x + at.to(tl.int64) * x_stride + channel, mask=inside & (at >= 0), other=0.0).to(tl.float32)
+    old = tl.load(history + (at + WIDTH - 1) * channels + channel, mask=inside & (at < 0), other=0.0)
+    return new + old
+
+
+@triton.jit
+def _keep_inputs(x, x_stride, history, num_tokens, channel, inside, channels, WIDTH: tl.constexpr):
+    for index in tl.static_range(WIDTH - 1):
+        at = num_tokens - (WIDTH - 1) + index + tl.zeros_like(channel)
+        kept = _input_at(x, x_stride, history, at, channel, inside, channels, WIDTH)
+        tl.store(history + index * channels + channel, kept, mask=inside)
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def _causal_conv_kernel(
+    x, weight, out, states, state_blocks, starts, x_stride, state_stride, channels,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    start = tl.load(starts + sequence)
+    num_tokens = tl.load(starts + sequence + 1) - start
+    first = tl.program_id(1) * TOKENS
+    if first < num_tokens:
+        block = tl.load(state_blocks + sequence)
+        history = states + block.to(tl.int64) * state_stride
+        own = x + start.to(tl.int64) * x_stride
+        token = first + tl.arange(0, TOKENS)[:, None]
+        channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+        inside = channel < channels
+        total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+        for tap in tl.static_range(WIDTH):
+            at = token - (WIDTH - 1) + tap + tl.zeros((TOKENS, CHANNELS), tl.int32)
+            used = inside[None, :] & (token < num_tokens)
+            factor = tl.load(weight + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
+            total += _input_at(own, x_stride, history, at, channel[None, :], used, channels, WIDTH) * factor[None, :]
+        total = total * tl.sigmoid(total)
+        target = out + (start + token).to(tl.int64) * channels + channel[None, :]
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside[None, :] & (token < num_tokens))
+        if KEEPS and block != 0:
+            tl.debug_barrier()  # other threads have read the history
+            _keep_inputs(own, x_stride, history, num_tokens, channel, inside, channels, WIDTH)
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def _keep_inputs_kernel(
+    x, states, state_blocks, starts, x_stride, state_stride, channels, WIDTH: tl.constexpr, CHANNELS: tl.constexpr
+):
+    sequence = tl.program_id(0)
+    start = tl.load(starts + sequence)
+    num_tokens = tl.load(starts + sequence + 1) - start
+    block = tl.load(state_blocks + sequence)
+    if (block != 0) & (num_tokens > 0):
+        history = states + block.to(tl.int64) * state_stride
+        channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        own = x + start.to(tl.int64) * x_stride
+        _keep_inputs(own, x_stride, history, num_tokens, channel, channel < channels, channels, WIDTH)
+
+
+def causal_conv(x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch) -> Tensor:
+    num_sequences, (width, channels) = len(batch.state_blocks), weight.shape
+    assert x.stride(1) == 1 and weight.is_contiguous() and states.stride()[1:] == (channels, 1)
+    out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
+    tokens = 1 if batch.max_query_len == 1 else _CONV_TOKENS
+    parts, num_chunks = triton.cdiv(channels, _CONV_CHANNELS), triton.cdiv(batch.max_query_len, tokens)
+    sequences = (states, batch.state_blocks, batch.query_start_loc, x.stride(0), states.stride(0), channels)
+    _causal_conv_kernel[num_sequences, num_chunks, parts](
+        x, weight, out, *sequences, WIDTH=width, TOKENS=tokens, CHANNELS=_CONV_CHANNELS, KEEPS=num_chunks == 1
+    )
+    if num_chunks > 1:  # another program may not have read the history yet
+        _keep_inputs_kernel[num_sequences, parts](x, *sequences, WIDTH=width, CHANNELS=_CONV_CHANNELS)
+    return out
+
+
+@triton.jit
+def _unit(x, EPS: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
+
+
+@triton.jit(do_not_specialize=["qkv_stride", "gate_stride"])
+def _gated_delta_kernel(
+    qkv, beta, step, decay, out, states, state_blocks, starts, qkv_stride, gate_stride, state_stride,
+    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + sequence)
+    end = tl.load(starts + sequence + 1)
+    if start < end:
+        block = tl.load(state_blocks + sequence)
+        rows = tl.arange(0, KEY_DIM)
+        columns = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+        place = states + block.to(tl.int64) * state_stride + head * (KEY_DIM * VALUE_DIM)
+        place += rows[:, None] * VALUE_DIM + columns[None, :]
+        state = tl.load(place)
+        rate = tl.load(decay + head)
+        keys = head // (NUM_HEADS // NUM_KEY_HEADS) * KEY_DIM + rows
+        values = 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
+        token = start.to(tl.int64)
+        for _ in range(end - start):
+            row = qkv + token * qkv_stride
+            query = _unit(tl.load(row + keys).to(tl.float32), EPS) * (KEY_DIM**-0.5)
+            key = _unit(tl.load(row + NUM_KEY_HEADS * KEY_DIM + keys).to(tl.float32), EPS)
+            value = tl.load(row + values).to(tl.float32)
+            x = tl.load(step + token * gate_stride + head).to(tl.float32)
+            softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+            share = tl.sigmoid(tl.load(beta + token * gate_stride + head).to(tl.float32))
+            state *= tl.exp(rate * softplus)
+            known = tl.sum(state * key[:, None], 0)
+            state += key[:, None] * ((value - known) * share)[None, :]
+            mixed = tl.sum(state * query[:, None], 0)
+            tl.store(out + token * (NUM_HEADS * VALUE_DIM) + head * VALUE_DIM + columns, mixed.to(out.dtype.element_ty))
+            token += 1
+        if block != 0:
+            tl.store(place, state)
+
+
+def gated_delta(
+    qkv: Tensor,
+    beta: Tensor,
+    step: Tensor,
+    decay: Tensor,
+    states: Tensor,
+    heads: GatedDeltaHeads,
+    batch: RecurrentBatch,
+) -> Tensor:
+    assert qkv.stride(1) == beta.stride(1) == step.stride(1) == 1 and beta.stride(0) == step.stride(0)
+    assert states.stride()[1:] == (heads.key_dim * heads.value_dim, heads.value_dim, 1)
+    out = torch.empty((len(qkv), heads.value_size), dtype=qkv.dtype, device=qkv.device)
+    columns = min(heads.value_dim, 16)
+    _gated_delta_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
+        qkv, beta, step, decay, out, states, batch.state_blocks, batch.query_start_loc,
+        qkv.stride(0), beta.stride(0), states.stride(0),
+        NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
+        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, EPS=L2_EPS, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "gate_stride"])
+def _gated_rms_norm_kernel(
+    x, gate, weight, out, num_rows, gate_stride, eps, HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, SIZE)[None, :]
+    inside = row < num_rows
+    place = row.to(tl.int64) * SIZE + column
+    exact = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    normed = exact * tl.rsqrt(tl.sum(exact * exact, 1) / SIZE + eps)[:, None]
+    normed *= tl.load(weight + column).to(tl.float32)
+    gates = gate + (row // HEADS).to(tl.int64) * gate_stride + row % HEADS * SIZE + column
+    z = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (normed * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=inside)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    size = len(weight)
+    assert x.is_contiguous() and gate.stride(1) == 1 and size & (size - 1) == 0
+    out, heads = torch.empty_like(x), x.shape[1] // size
+    num_rows = len(x) * heads
+    _gated_rms_norm_kernel[(triton.cdiv(num_rows, _NORM_ROWS),)](
+        x, gate, weight, out, num_rows, gate.stride(0), eps, HEADS=heads, SIZE=size, ROWS=_NORM_ROWS
+    )
+    return out
+
+
+class TritonRecurrent:
+    """RecurrentOperators on CUDA."""
+
+    causal_conv = staticmethod(causal_conv)
+    gated_delta = staticmethod(gated_delta)
+    gated_rms_norm = staticmethod(gated_rms_norm)
+
+    @staticmethod
+    def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+        return x * torch.sigmoid(gate)
