@@ -54,7 +54,8 @@ class ReservedKVAllocator:
     Growth, swap, sharing and forks do not occur: requests have one sequence, which is never preempted.
     """
 
-    may_swap = False
+    may_swap = has_states = False
+    has_room_for_state = True
     device_pool = host_pool = None
 
     def __init__(self, num_blocks: int, block_size: int, reserve: Callable[[Sequence], int]) -> None:
@@ -112,6 +113,8 @@ class ReservedKVAllocator:
         raise NotImplementedError("a reservation has one sequence")
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None: ...
+
+    def take_checkpoint(self, sequence: Sequence) -> None: ...
 
     def release_outside_window(self) -> None:
         """Do nothing: a reservation is kept to the end."""

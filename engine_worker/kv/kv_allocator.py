@@ -80,6 +80,17 @@ class KVAllocator(Protocol):
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Start `child` with the first `num_tokens` computed tokens of `parent`."""
 
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have recurrent states."""
+
+    @property
+    def has_room_for_state(self) -> bool:
+        """Whether another sequence can get a recurrent state; True if the model has none."""
+
+    def take_checkpoint(self, sequence: Sequence) -> None:
+        """Keep the recurrent state before the step being planned, if a checkpoint is due."""
+
     def take_transfers(self) -> Transfers:
         """Return the block moves planned since the last call, for one batch."""
 

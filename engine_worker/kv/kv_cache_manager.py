@@ -25,6 +25,7 @@ from engine_worker.kv.prefix_cache import PrefixMatch
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import NULL_BLOCK_ID, BlockKey, Table
 from engine_worker.kv.span import KVSpans
+from engine_worker.kv.state_tables import StateHit, StateTables
 from engine_worker.kv.stored_prefixes import StoredPrefixes
 from engine_worker.kv.transfers import Transfers
 
@@ -41,6 +42,7 @@ class KVCacheManager:
         max_new_tokens: int = 1,
         enable_prefix_caching: bool = True,
         host_tier: HostTierConfig | None = None,
+        num_state_blocks: int = 0,
         events: KVEventLog | None = None,
     ) -> None:
         """Create the manager.
@@ -52,6 +54,7 @@ class KVCacheManager:
             max_new_tokens: The most tokens of a sequence per step; used with windows.
             enable_prefix_caching: Whether sequences share computed prefixes.
             host_tier: None: no blocks in host memory.
+            num_state_blocks: Blocks of the state pool, including block 0; 0: the model has no recurrent layers.
             events: Default: a new log.
         """
         self.block_size = block_size
@@ -66,12 +69,28 @@ class KVCacheManager:
             if enable_prefix_caching
             else None
         )
+        self._states = (
+            StateTables(num_state_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+            if num_state_blocks
+            else None
+        )
+        assert not num_state_blocks or not any(windows), "recurrent layers beside windows are not supported"
         self._no_hit = PrefixMatch(0, (GroupHit(),) * len(windows))
-        self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size)
+        self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size, has_states=self.has_states)
         # Bound methods of AttentionTables, because they are called per running sequence and step.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
-        self.allocate, self.fork, self.can_fork = self.tables.allocate, self.tables.fork, self.tables.can_fork
+        self.allocate = self.tables.allocate
         self.release_outside_window = self.tables.release_outside_window
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have recurrent states."""
+        return self._states is not None
+
+    @property
+    def has_room_for_state(self) -> bool:
+        """Whether another sequence can get a recurrent state; True if the model has none."""
+        return self._states is None or self._states.has_room
 
     @property
     def num_usable_blocks(self) -> int:
@@ -106,9 +125,9 @@ class KVCacheManager:
             Whether the sequence got its blocks.
         """
         assert not sequence.kv.is_on_host, f"{sequence.request_id} is swapped"
-        if self._pool.num_available_blocks <= headroom_blocks:
+        if self._pool.num_available_blocks <= headroom_blocks or not self.has_room_for_state:
             return False  # saves the prefix lookup in each step while the queue waits: one new block is always needed
-        match = self._longest_hit(sequence)
+        match, state, num_cached_tokens = self._longest_hit(sequence)
         # With a window the first step may need fewer blocks than a later one.
         num_needed = sum(
             max(number, span.max_blocks(sequence.num_tokens) - len(hit.block_ids))
@@ -121,8 +140,13 @@ class KVCacheManager:
         if spare < 0:
             return False
         if sum(map(self._pool.is_cached, match.copied_block_ids)) > spare:
+            if self._states is not None:
+                return False  # its state is one after the copied tokens
             match = match.without_copy()  # holding its sources for the copy would need more blocks than there are
         self._begin(sequence, match)
+        if self._states is not None:
+            self._states.begin(sequence, state, num_cached_tokens)
+            self.events.totals.hit_tokens_lost_for_state += num_cached_tokens - state.num_tokens
         num_host_tokens = match.num_host_blocks * self.block_size
         self._accounting.admitted(sequence, len(match.host_block_ids), num_host_tokens)
         return True
@@ -134,6 +158,7 @@ class KVCacheManager:
     def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
         """Take all blocks of `sequences`, together. Return whether they keep their KV in host memory."""
         mode, reason = self._preemption.choose(sequences)
+        assert mode is not PreemptionMode.SWAP or self._states is None, "states are not swapped"
         if mode is PreemptionMode.SWAP:
             assert self._host is not None
             self._accounting.swapped_out(sequences, reason, self._host.swap_out(sequences))
@@ -145,6 +170,8 @@ class KVCacheManager:
             blocks = sequence.kv.blocks
             if self._prefixes and blocks:
                 self._prefixes.publish_end(sequence, self._accounting.step - 1)
+            if self._states is not None:
+                self._states.release(sequence, self._accounting.step - 1)
             self._free_on_device(sequence)
             if mode is PreemptionMode.RECOMPUTE:
                 if self._prefixes:
@@ -192,6 +219,24 @@ class KVCacheManager:
         if self._prefixes:
             self._prefixes.publish(sequence, num_computed_tokens, self._accounting.step)
 
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        """Return whether the parent still holds all that the token after `num_tokens` reads."""
+        if self._states is not None and parent.kv.num_computed_tokens != num_tokens:
+            return False
+        return self.tables.can_fork(parent, num_tokens)
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Start `child` with the first `num_tokens` computed tokens of `parent`; see AttentionTables.fork()."""
+        self.tables.fork(parent, child, num_tokens)
+        if self._states is not None:
+            assert parent.kv.num_computed_tokens == num_tokens, "a state is that of the last token"
+            self._states.fork(parent, child)
+
+    def take_checkpoint(self, sequence: Sequence) -> None:
+        """Keep the recurrent state before the step being planned, if a checkpoint is due."""
+        if self._states is not None:
+            self._states.checkpoint(sequence, self._accounting.step)
+
     def take_transfers(self) -> Transfers:
         """Return the block moves planned since the last call, which one batch carries out before its forward pass.
 
@@ -200,6 +245,8 @@ class KVCacheManager:
         num_evicted_host_blocks = self._host.num_evicted_blocks if self._host else 0
         transfers = self._host.take_transfers() if self._host else Transfers()
         transfers.block_copies = self.tables.take_copies()
+        if self._states is not None:
+            transfers.state_copies = self._states.take_copies()
         transfers.batch_number = self._accounting.batch_is_planned(len(transfers.block_copies), num_evicted_host_blocks)
         self._pool.release_held()
         return transfers
@@ -212,12 +259,16 @@ class KVCacheManager:
         """
         if self._prefixes and sequence.kv.is_on_device:
             self._prefixes.publish_end(sequence, self._accounting.step - 1)
+        if self._states is not None:
+            self._states.release(sequence, self._accounting.step - 1)
         self._give_up(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Free all blocks of a failed sequence, and remove its whole prefix from the cache."""
         if self._prefixes:
             self._prefixes.retract(sequence)
+        if self._states is not None:
+            self._states.discard(sequence)
         self._give_up(sequence)
 
     def _give_up(self, sequence: Sequence) -> None:
@@ -250,6 +301,8 @@ class KVCacheManager:
         self._pool.check_integrity(sequence.kv.blocks for sequence in sequences)
         if self._host:
             self._host.check_integrity(sequences)
+        if self._states is not None:
+            self._states.check_integrity(sequences)
         for sequence in sequences:
             kv = sequence.kv
             assert not (kv.is_on_device and kv.is_on_host), f"{sequence.request_id} is in two places"
@@ -258,8 +311,16 @@ class KVCacheManager:
                 num_slots = (len(table.blocks) + len(table.host_blocks)) * self.block_size
                 assert kv.num_computed_tokens <= num_slots, f"{sequence.request_id} computed outside its blocks"
 
-    def _longest_hit(self, sequence: Sequence) -> PrefixMatch:
-        return self._prefixes.longest_hit(sequence, self._accounting.step) if self._prefixes else self._no_hit
+    def _longest_hit(self, sequence: Sequence) -> tuple[PrefixMatch, StateHit, int]:
+        """Return the longest reusable prefix, its recurrent state, and the tokens whose KV alone is cached."""
+        if self._prefixes is None:
+            return self._no_hit, StateHit(), 0
+        match = self._prefixes.longest_hit(sequence, self._accounting.step)
+        num_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
+        if self._states is None:
+            return match, StateHit(), num_tokens
+        state = self._states.longest_hit(sequence, match.num_blocks, num_tokens, self._accounting.step)
+        return match.shortened(state.num_tokens, self.block_size), state, num_tokens
 
     def _num_new_blocks(self, sequence: Sequence, match: PrefixMatch) -> list[int]:
         """Return per group the blocks that the first step needs in addition to those of `match` on the device."""

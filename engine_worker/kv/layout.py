@@ -60,6 +60,7 @@ class KVLayout:
 
     groups: tuple[KVGroup, ...]
     block_size: int  # tokens
+    state_shape: tuple[int, int] = (0, 0)  # recurrent layers, and float32 elements of the state of each
 
     def __post_init__(self) -> None:
         shapes = {(group.block_shape(self.block_size), group.dtype) for group in self.groups}
@@ -74,6 +75,11 @@ class KVLayout:
     def token_bytes(self) -> int:
         """Bytes per token inside all windows, over all groups."""
         return sum(group.block_bytes(1) for group in self.groups)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one sequence; 0: the model has none."""
+        return math.prod(self.state_shape) * 4
 
     @property
     def dtype(self) -> str:

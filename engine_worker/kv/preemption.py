@@ -70,8 +70,17 @@ class HostTierConfig:
 class PreemptionChoice:
     """Chooses between swap and recompute."""
 
-    def __init__(self, config: HostTierConfig | None, host: HostTier | None, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self,
+        config: HostTierConfig | None,
+        host: HostTier | None,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        has_states: bool = False,
+    ) -> None:
         self._config = config
+        self._has_states = has_states
         self._host = host
         self._pool = pool
         self._block_size = block_size
@@ -79,12 +88,14 @@ class PreemptionChoice:
     @property
     def may_swap(self) -> bool:
         """Whether sequences may be swapped at all."""
-        return self._config is not None and self._config.preemption_mode is not PreemptionMode.RECOMPUTE
+        has_pool = self._config is not None and self._config.preemption_mode is not PreemptionMode.RECOMPUTE
+        return has_pool and not self._has_states
 
     def choose(self, sequences: Collection[Sequence]) -> tuple[PreemptionMode, str]:
         """Return SWAP or RECOMPUTE for all of `sequences` together, and the reason for events."""
-        if self._host is None or self._config is None:
-            return PreemptionMode.RECOMPUTE, "there is no host pool"
+        if self._host is None or self._config is None or self._has_states:
+            why = "its recurrent state stays on the device" if self._has_states else "there is no host pool"
+            return PreemptionMode.RECOMPUTE, why
         if not any(sequence.kv.num_computed_tokens for sequence in sequences):
             return PreemptionMode.RECOMPUTE, "nothing is computed"
         if self._config.preemption_mode is not PreemptionMode.RECOMPUTE and not self._host.has_room(sequences):

@@ -86,6 +86,16 @@ class PrefixMatch:
         """The full blocks of the prefix that not every group has on the device."""
         return max(len(hit.host_block_ids) for hit in self.groups)
 
+    def shortened(self, num_tokens: int, block_size: int) -> "PrefixMatch":
+        """Return the match of the first `num_tokens` tokens, which end at a block, or in the copied one."""
+        num_blocks, num_copied = divmod(num_tokens, block_size)
+        assert not num_copied or (num_blocks == self.num_blocks and num_copied <= self.num_copied_tokens)
+        groups = tuple(
+            GroupHit(0, hit.block_ids[:num_blocks], hit.host_block_ids[: max(0, num_blocks - len(hit.block_ids))])
+            for hit in self.groups
+        )
+        return PrefixMatch(num_blocks, groups, self.copied_block_ids if num_copied else (), num_copied)
+
     def without_copy(self) -> "PrefixMatch":
         return replace(self, copied_block_ids=(), num_copied_tokens=0)
 

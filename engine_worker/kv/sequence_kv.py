@@ -41,6 +41,9 @@ class SequenceKV:
     # Prefix cache state. A digest covers all tokens up to its block's end and the root, which limits who may share it.
     cache_root: bytes = b""
     digests: list[bytes] = field(default_factory=list)  # of the leading full blocks, each computed once
+    # Recurrent state: a block of the state pool, and the positions at which it is kept for others, ascending.
+    state_block: int = 0  # 0: none, or the model has no recurrent layers
+    checkpoints: tuple[int, ...] = ()
     num_published_blocks: int = 0  # leading blocks that are registered in the cache, in every group
 
     @property

@@ -18,6 +18,7 @@ class Transfers:
     block_copies: list[BlockCopy] = field(default_factory=list)
     swap_out: list[BlockCopy] = field(default_factory=list)
     swap_in: list[BlockCopy] = field(default_factory=list)
+    state_copies: list[BlockCopy] = field(default_factory=list)  # of the state pool; 0 as a source is a state of zeros
     batch_number: int = 0
 
 

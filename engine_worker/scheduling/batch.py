@@ -55,12 +55,14 @@ class ScheduledBatch:
     block_copies: list[BlockCopy] = field(default_factory=list)
     swap_out: list[BlockCopy] = field(default_factory=list)  # device block id -> host block id
     swap_in: list[BlockCopy] = field(default_factory=list)  # host block id -> device block id; for the next step
+    state_copies: list[BlockCopy] = field(default_factory=list)  # of recurrent states
     number: int = 0  # serial number of the batch, which identifies its transfers in events
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute and nothing to move."""
-        return not (self.sequences or self.block_copies or self.swap_out or self.swap_in)
+        moves = self.block_copies or self.swap_out or self.swap_in or self.state_copies
+        return not (self.sequences or moves)
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +70,7 @@ class ScheduledBatch:
 
     @property
     def transfers(self) -> Transfers:
-        return Transfers(self.block_copies, self.swap_out, self.swap_in, self.number)
+        return Transfers(self.block_copies, self.swap_out, self.swap_in, self.state_copies, self.number)
 
 
 PromptScore: TypeAlias = tuple[Sequence, PromptLogprobs]

@@ -26,6 +26,7 @@ class RequestLimits:
     capacity_blocks: int  # of this worker's KV cache
     spans: KVSpans  # the blocks of a sequence per group of layers
     max_beam_width: int
+    has_states: bool = False  # the model has recurrent states
 
 
 def check_request(request: GenerationRequest, stored: Sequence[StoredChoice], limits: RequestLimits) -> None:
@@ -83,6 +84,8 @@ def _choice_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterato
 
 
 def _beam_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterator[str]:
+    if limits.has_states:
+        yield "use_beam_search: not supported by models with recurrent states"
     for name in ("grammar", "allowed_token_ids", "bad_words", "logprob_token_ids"):
         if getattr(sampling, name):
             yield f"{name}: not supported with beam search"

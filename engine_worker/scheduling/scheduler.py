@@ -69,6 +69,11 @@ class Scheduler:
         return self._kv_cache.spans
 
     @property
+    def has_states(self) -> bool:
+        """Whether sequences have recurrent states."""
+        return self._kv_cache.has_states
+
+    @property
     def num_running(self) -> int:
         """The number of running requests."""
         return len(self._running)
@@ -180,6 +185,7 @@ class Scheduler:
             transfers.block_copies,
             transfers.swap_out,
             transfers.swap_in,
+            transfers.state_copies,
             transfers.batch_number,
         )
 

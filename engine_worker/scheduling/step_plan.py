@@ -7,6 +7,7 @@ Lists are ordered by age of the group, the oldest first; interactive and backgro
 whose last token is in flight needs nothing. The scheduler decides order and budget.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -76,6 +77,12 @@ def collect_demand(running: Iterable[SequenceGroup], kv_cache: KVAllocator) -> t
     return interactive, background
 
 
+def _num_to_checkpoint(sequence: Sequence) -> int:
+    """Return the most tokens of the next chunk: it ends where the recurrent state is to be kept."""
+    start = sequence.kv.num_computed_tokens
+    return next((position - start for position in sequence.kv.checkpoints if position > start), sys.maxsize)
+
+
 class StepPlan:
     """The sequences of the step that is being planned."""
 
@@ -99,7 +106,7 @@ class StepPlan:
         num_before, logprobs_left = len(self.sequences), MAX_PROMPT_LOGPROBS
         while budget_tokens > 0 and (prefill := next(prefills, None)) is not None:
             group, sequence = prefill
-            num_new_tokens = min(budget_tokens, group.num_prefill_tokens(sequence))
+            num_new_tokens = min(budget_tokens, group.num_prefill_tokens(sequence), _num_to_checkpoint(sequence))
             if logprobs_each := sequence.num_logprobs_of_prompt_token:
                 num_new_tokens = min(num_new_tokens, logprobs_left // logprobs_each)
                 logprobs_left -= num_new_tokens * logprobs_each
@@ -112,6 +119,8 @@ class StepPlan:
         """Add the next tokens of `sequence`, and the forks of its group that are due with them."""
         kv = sequence.kv
         start = kv.num_computed_tokens
+        if kv.checkpoints:
+            self._kv_cache.take_checkpoint(sequence)
         end = start + num_new_tokens
         if end // self._block_size > kv.num_published_blocks:  # saves a call, because most steps complete no block
             self._kv_cache.publish(sequence, end)
