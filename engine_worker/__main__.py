@@ -189,6 +189,7 @@ def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
         max_new_tokens=bounds.max_num_batched_tokens,
         enable_prefix_caching=scheduling.enable_prefix_caching,
         host_tier=host_tier_config(runner, scheduling),
+        num_state_blocks=runner.num_state_blocks,
         events=KVEventLog(runner.block_bytes, time.time, KVDurations(time.monotonic)),
     )
     return Scheduler(config, kv_cache)

@@ -96,6 +96,7 @@ class Engine:
             capacity_blocks=scheduler.num_usable_blocks,
             spans=scheduler.spans,
             max_beam_width=scheduler.config.max_beam_width,
+            has_states=scheduler.has_states,
         )
         self._clock = clock
         self._async_scheduling = async_scheduling

@@ -15,10 +15,12 @@ from engine_worker.model.convolutions import ConvolutionPlan
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.recurrent import RecurrentPlan
 from engine_worker.model.spec import ModelShape
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import cpu_library
+from kernels.cpu.recurrent import CompiledRecurrent
 from kernels.cpu.step import StepKernels
 from kernels.fp8_kv import KVScales
 from kernels.scaled import Scaled
@@ -46,8 +48,10 @@ class CompiledDevice:
         kernels: StepKernels,
         kv_scales: Sequence[KVScales] = (),
         places: Sequence[Place] = (),
+        states: Tensor | None = None,
     ) -> None:
         """Hold the pool; `kv_scales` are per layer for an e4m3 pool, and `places` as in attach_device()."""
+        self.states, self.recurrent = states, CompiledRecurrent(cpu_library(), kernels.dtype)
         self.spec, self.kernels = spec, kernels
         self.attention = CompiledAttention(spec, kv_pool, kernels, kv_scales, places)
 
@@ -59,6 +63,7 @@ class CompiledStep:
     def __init__(self, device: CompiledDevice, model_input: ModelInput) -> None:
         spec, self._kernels = device.spec, device.kernels
         self._attention, self._input = device.attention, model_input
+        self._states, self._recurrent = device.states, device.recurrent
         self._query_size = spec.num_heads * spec.head_dim
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
         self._plan = device.attention.begin(model_input)
@@ -66,6 +71,13 @@ class CompiledStep:
     @cached_property
     def convolutions(self) -> ConvolutionPlan:
         return ConvolutionPlan(self._attention.kv_pool, self._attention.places, self._input)
+
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._recurrent.multiply_sigmoid(x, gate)
+
+    @cached_property
+    def recurrent(self) -> RecurrentPlan:
+        return RecurrentPlan(self._recurrent, self._states, self._input)
 
     def follow(self, model_input: ModelInput) -> None:
         """Point to another step of the same shape, for a recorded program."""

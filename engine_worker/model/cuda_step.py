@@ -1,6 +1,7 @@
 """The operators of one forward pass on CUDA besides the linear layers: Triton kernels."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from engine_worker.model.cuda_attention import CudaAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.recurrent import RecurrentPlan
 from engine_worker.model.spec import ModelShape
 from engine_worker.model.specs.attention import QkNorm
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import KVScales
+from kernels.recurrent.triton_kernels import TritonRecurrent
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
 from kernels.scaled import Scaled
@@ -30,8 +33,10 @@ class CudaDevice:
         is_deterministic: bool = False,
         kv_scales: Sequence[KVScales] = (),
         places: Sequence[Place] = (),
+        states: Tensor | None = None,
     ) -> None:
         """Hold the pool; `kv_scales` are per layer for an e4m3 pool, and `places` as in attach_device()."""
+        self.states, self.recurrent = states, TritonRecurrent()
         self.spec = spec
         self.attention = CudaAttention(spec, kv_pool, is_deterministic, kv_scales, places)
         # The table of one position that rotates nothing: x * 1 - y * 0 is x.
@@ -51,6 +56,13 @@ class CudaStep:
     @property
     def convolutions(self) -> ConvolutionPlan:
         raise NotImplementedError("short convolutions on CUDA are refused before the model loads")
+
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._device.recurrent.multiply_sigmoid(x, gate)
+
+    @cached_property
+    def recurrent(self) -> RecurrentPlan:
+        return RecurrentPlan(self._device.recurrent, self._device.states, self._input)
 
     def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling

@@ -26,7 +26,8 @@ MAX_ROWS = 32
 
 def decode_programs(model: ServedModel, device: Device) -> "DecodePrograms | None":
     """Return the recorder for this model and device, or None if nothing can be recorded."""
-    if isinstance(model, Network) and model.is_whole and isinstance(device, CompiledDevice):
+    has_states = model.spec.state_shape[0] > 0  # their blocks change between steps, and a program's addresses do not
+    if isinstance(model, Network) and model.is_whole and isinstance(device, CompiledDevice) and not has_states:
         return DecodePrograms(model, device)
     return None
 

@@ -15,6 +15,7 @@ from engine_worker.model.convolutions import ConvolutionPlan
 from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.recurrent import RecurrentPlan
 from engine_worker.model.spec import ModelShape
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
@@ -48,9 +49,16 @@ class DeviceStep(Protocol):
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor: ...
 
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return x [T, N] times the sigmoid of gate [T, N]; x may be overwritten."""
+
     @property
     def convolutions(self) -> ConvolutionPlan:
         """The step's short convolutions, planned when the first one runs."""
+
+    @property
+    def recurrent(self) -> RecurrentPlan:
+        """The step's recurrent layers, planned when the first one runs."""
 
 
 class Device(Protocol):
@@ -139,7 +147,7 @@ def check_convolutions(shape: ModelShape, device_type: str, kv_dtype: str) -> No
     Raises:
         ValueError: If the device or the dtype does not support them.
     """
-    if len(shape.attentions) == shape.num_layers:
+    if len(shape.attentions) + shape.state_shape[0] == shape.num_layers:
         return
     if device_type != "cpu":
         raise ValueError(f"--device {device_type}: the model has short convolutions, which run on a CPU only; use cpu")
@@ -157,6 +165,7 @@ def attach_device(
     is_deterministic: bool = False,
     kv_scales: Sequence[KVScales] = (),
     places: Sequence[Place] = (),
+    states: Tensor | None = None,
 ) -> Device:
     """Return the device that holds `kv_pool`.
 
@@ -167,17 +176,23 @@ def attach_device(
         is_deterministic: Use batch-invariant kernels.
         kv_scales: Per layer, for an e4m3 pool; default 1.
         places: The group and the place of each layer in the pool (KVLayout.places); (): one group, in their order.
+        states: [num_blocks, layers, values] float32, the state pool; None: the model has no recurrent layers.
     """
     scales = tuple(kv_scales) if kv_scales and kv_pool.dtype == E4M3 else (UNIT_SCALES,) * len(shape.cache_layers)
     if kv_pool.is_cuda:
         from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU worker lacks
 
-        return CudaDevice(shape, kv_pool, is_deterministic, scales, places)
-    return _attach_cpu(shape, kv_pool, dtype, scales, places)
+        return CudaDevice(shape, kv_pool, is_deterministic, scales, places, states)
+    return _attach_cpu(shape, kv_pool, dtype, scales, places, states)
 
 
 def _attach_cpu(
-    shape: ModelShape, kv_pool: Tensor, dtype: torch.dtype, scales: tuple[KVScales, ...], places: Sequence[Place]
+    shape: ModelShape,
+    kv_pool: Tensor,
+    dtype: torch.dtype,
+    scales: tuple[KVScales, ...],
+    places: Sequence[Place],
+    states: Tensor | None,
 ) -> Device:
     """Use the C++ kernels if they support the model, else torch's operators with a log line."""
     from engine_worker.model.compiled_step import CompiledDevice, step_kernels  # noqa: PLC0415 - CPU only
@@ -187,7 +202,7 @@ def _attach_cpu(
     try:
         kernels = step_kernels(shape, dtype, kv_pool.dtype)
         logger.info("steps: C++ kernels, %s", kernels.instruction_set.name)
-        return CompiledDevice(shape, kv_pool, kernels, scales, places)
+        return CompiledDevice(shape, kv_pool, kernels, scales, places, states)
     except NoLibrary as error:
         logger.info("steps: falling back to torch operators, slower and not batch-invariant: %s", error)
-    return CpuDevice(shape, kv_pool, dtype, scales, places)
+    return CpuDevice(shape, kv_pool, dtype, scales, places, states)

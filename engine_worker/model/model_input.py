@@ -22,3 +22,4 @@ class ModelInput:
     logits_indices: torch.Tensor  # [N] int64, rows of T whose logits are needed
     max_query_len: int
     max_seq_len: int
+    state_blocks: torch.Tensor | None = None  # [S] int32, blocks of recurrent states; None: the model has none

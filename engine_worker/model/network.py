@@ -118,6 +118,7 @@ class Network:
             is_deterministic=is_deterministic,
         )
         ends = list(accumulate(spec.num_cache_layers, initial=0))
+        state_layers = list(accumulate((number == 0 for number in spec.num_cache_layers), initial=0))
         self._layers = [
             DecoderLayer(
                 layer,
@@ -130,6 +131,7 @@ class Network:
                     tables,
                     index,
                     range(*ends[index : index + 2]),
+                    state_layers[index],
                     is_summed=not shapes.takes_sums,
                     reduce=ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce,
                 ),
@@ -154,8 +156,8 @@ class Network:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
-    def attach(self, kv_pool: Tensor, places: Sequence[Place] = ()) -> Device:
-        return attach_device(self.spec, kv_pool, self.dtype, self._is_deterministic, self._kv_scales, places)
+    def attach(self, kv_pool: Tensor, places: Sequence[Place] = (), states: Tensor | None = None) -> Device:
+        return attach_device(self.spec, kv_pool, self.dtype, self._is_deterministic, self._kv_scales, places, states)
 
     @torch.inference_mode()
     def forward(

@@ -40,7 +40,7 @@ class ServedModel(Protocol):
     def dtype(self) -> torch.dtype:
         """The dtype of the computation; keys and values have that of the KV pool."""
 
-    def attach(self, kv_pool: Tensor, places: Sequence[Place] = ()) -> Device:
+    def attach(self, kv_pool: Tensor, places: Sequence[Place] = (), states: Tensor | None = None) -> Device:
         """Return the device state that forward() takes; see attach_device()."""
 
     def forward(

@@ -1,7 +1,7 @@
 """The parts of a decoder-only network as frozen values, made by a family's file and used to build or size a network.
 
-    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py, specs/short_conv.py) and an MLP
-    (specs/gated_mlp.py, specs/experts.py)
+    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py, specs/short_conv.py, specs/gated_delta.py)
+    and an MLP (specs/gated_mlp.py, specs/experts.py)
 
 A feature that a network lacks is a neutral value (no norm, a factor of 1), never a branch over families. NamesSpec has
 the names of the checkpoint's tensors.
@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 from engine_worker.kv.layout import MAX_GROUPS, KVGroup, KVLayout, group_layers
 from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.specs.experts import ExpertsSpec
+from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.part import Part, TensorSpec
@@ -27,7 +28,7 @@ from engine_worker.model.weight_format import DENSE, WeightFormat
 class LayerSpec:
     """A mixer and an MLP, with norms before a part (on its input), after it (on what it adds), or both."""
 
-    mixer: AttentionSpec | ShortConvSpec
+    mixer: AttentionSpec | ShortConvSpec | GatedDeltaSpec
     mlp: GatedMlpSpec | ExpertsSpec
     norms_before: bool = True
     norms_after: bool = False
@@ -108,6 +109,10 @@ class ModelShape(Protocol):
     def cache_owners(self) -> tuple[int, ...]:
         """The model's layer that each of them belongs to."""
 
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """The recurrent layers, and the float32 elements of the state of each; (0, 0): there are none."""
+
     def num_parameters(self) -> int: ...
 
 
@@ -133,7 +138,7 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: str, max_groups: int = 
         )
         for window, layers in divided
     )
-    return KVLayout(groups=groups, block_size=block_size)
+    return KVLayout(groups=groups, block_size=block_size, state_shape=shape.state_shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +186,8 @@ class ModelSpec:
 
     @property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
-        return tuple(self.layers[index].mixer for index in self.cache_owners)
+        mixers = (self.layers[index].mixer for index in self.cache_owners)
+        return tuple(mixer for mixer in mixers if not isinstance(mixer, GatedDeltaSpec))
 
     @property
     def cache_owners(self) -> tuple[int, ...]:
@@ -192,6 +198,11 @@ class ModelSpec:
         """The layers of the KV pool that each layer has."""
         size = 2 * self._attention.kv_size
         return tuple(layer.mixer.num_cache_layers(size) for layer in self.layers)
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        sizes = [layer.mixer.state_values for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec)]
+        return len(sizes), max(sizes, default=0)
 
     @cached_property
     def _attention(self) -> AttentionSpec:

@@ -65,6 +65,7 @@ class Shape:
     windows: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+    state_shape: tuple[int, int] = (0, 0)
 
     @property
     def cache_layers(self) -> list[SimpleNamespace]:

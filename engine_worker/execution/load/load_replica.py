@@ -27,9 +27,11 @@ from engine_worker.execution.step.host_pool import staging_bytes
 from engine_worker.execution.step.input_builder import HostInputs
 from engine_worker.execution.step.kv_cache import (
     KVCache,
+    cache_budget,
     check_capacity,
     num_blocks_that_fit,
     num_host_blocks_that_fit,
+    num_state_blocks_that_fit,
 )
 from engine_worker.execution.step.memory import DeviceMemory, measure_memory
 from engine_worker.execution.step.replica import Replica
@@ -217,7 +219,13 @@ def _replica(
     max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])
     num_groups = len(kv_cache.layout.groups)
     persistent = PersistentInputs(
-        max_rows, bounds.max_num_batched_tokens, max_model_len, settings.block_size, device, num_groups
+        max_rows,
+        bounds.max_num_batched_tokens,
+        max_model_len,
+        settings.block_size,
+        device,
+        num_groups,
+        has_states=kv_cache.num_state_blocks > 0,
     )
     replica = Replica(model, kv_cache, persistent, max_model_len)
     return replica, replica.capture_graphs(persistent, graphs, has_logits=has_logits) if graphs else iter(())
@@ -292,18 +300,20 @@ def _allocate_kv_cache(plan: LoadPlan, layout: KVLayout, memory: DeviceMemory, r
     settings, max_model_len = plan.settings, plan.max_model_len
     if memory.device.type == "cpu":  # the ranks share the host's memory
         memory = replace(memory, free_bytes=memory.free_bytes // ranks.size)
+    budget = cache_budget(memory, settings.kv_cache_memory_bytes, settings.kv_cache_memory_ratio)
+    fitting = num_state_blocks_that_fit(budget, layout.state_bytes, settings.bounds.max_num_seqs)
+    num_states = ranks.minimum(fitting)
+    # Every running slot at full length; also with a window, because freed blocks remain as cached prefixes.
+    most = settings.bounds.max_num_seqs * layout.blocks_of(max_model_len) + 1
     num_blocks = num_blocks_that_fit(
-        memory,
+        budget - num_states * layout.state_bytes,
         layout.block_bytes,
-        settings.kv_cache_memory_bytes,
-        settings.kv_cache_memory_ratio,
-        # Also with a window, because freed blocks remain as cached prefixes.
-        max_blocks=settings.bounds.max_num_seqs * layout.blocks_of(max_model_len) + 1,
+        most if settings.kv_cache_memory_bytes is None else None,
     )
     num_blocks = ranks.minimum(num_blocks)
     check_capacity(num_blocks, layout, max_model_len, settings.bounds.max_num_batched_tokens, memory)
     num_host_blocks = num_host_blocks_that_fit((settings.swap_space_bytes or 0) // ranks.size, layout.block_bytes)
-    return KVCache(layout, num_blocks, memory.device, ranks.minimum(num_host_blocks))
+    return KVCache(layout, num_blocks, memory.device, ranks.minimum(num_host_blocks), num_states)
 
 
 def _description(kv_cache: KVCache) -> str:

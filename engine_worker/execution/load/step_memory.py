@@ -45,8 +45,8 @@ def measure_step_bytes(
     block_size = 16
     layout = kv_layout(model.spec, block_size, kv_dtype)
     num_groups = len(layout.groups)
-    kv_cache = KVCache(layout, 1, device)
-    attached = model.attach(kv_cache.pool, layout.places)
+    kv_cache = KVCache(layout, 1, device, num_state_blocks=1)
+    attached = model.attach(kv_cache.pool, layout.places, kv_cache.states)
     model_input = _model_input(device, bounds, max_model_len, block_size, num_groups)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -117,4 +117,5 @@ def _model_input(
         logits_indices=torch.arange(min(bounds.max_num_seqs, num_tokens), device=device),
         max_query_len=max(lens),
         max_seq_len=max(lens),
+        state_blocks=torch.zeros(len(lens), dtype=torch.int32, device=device),
     )

@@ -38,7 +38,8 @@ def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, st
     first, *sizes = [size for size in _DECODE_SIZES[runner.device_type] if size <= bounds.max_num_seqs]
     # Kernels for rare features: a block copy, and all sampling parameters.
     rare = runner.synthetic_batch(first, decode_length - 1, 1, everything(runner.model_spec.vocab_size))
-    batches.append(replace(rare, block_copies=[BlockCopy(1, runner.num_blocks - 1)]))
+    states = [BlockCopy(0, runner.num_state_blocks - 1)] if runner.num_state_blocks else []
+    batches.append(replace(rare, block_copies=[BlockCopy(1, runner.num_blocks - 1)], state_copies=states))
     batches += [runner.synthetic_batch(size, decode_length - 1, 1) for size in sizes]
     batches += _mixed_batches(runner, bounds, decode_length)
     batches += _burst_batches(runner, bounds, decode_length)

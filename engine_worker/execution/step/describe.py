@@ -15,13 +15,14 @@ from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 
 
 class StepDescriber:
-    def __init__(self, block_size: int, num_groups: int = 1, *, decodes_first: bool) -> None:
-        """Choose the order of rows; a sequence has `num_groups` block tables.
+    def __init__(self, block_size: int, num_groups: int = 1, *, decodes_first: bool, has_states: bool = False) -> None:
+        """Choose the order of rows; a sequence has `num_groups` block tables, and a recurrent state if `has_states`.
 
         With `decodes_first` the order is that of the CPU's attention: decodes by ascending length, then prefills.
         Otherwise it is the order of the batch. Logits are always in the order of the batch.
         """
         self._decodes_first = decodes_first
+        self._has_states = has_states
         self._tables = BlockTableRows(block_size, num_groups)
         self._sample_of: dict[object, int] = {}
 
@@ -39,6 +40,9 @@ class StepDescriber:
             token_ids=np.array(token_ids, dtype=np.int32),
             logits_indices=self._logits_indices(batch, rows, query_start_loc),
             block_tables=self._tables.of(rows, seq_lens),
+            state_blocks=np.array(
+                [scheduled.sequence.kv.state_block for scheduled in rows] if self._has_states else [], dtype=np.int32
+            ),
             max_query_len=int(query_lens.max(initial=0)),
             max_seq_len=int(seq_lens.max(initial=0)),
             transfers=batch.transfers,

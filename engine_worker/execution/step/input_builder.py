@@ -61,4 +61,5 @@ def build_model_input(description: StepDescription, block_size: int, sampled: ND
         logits_indices=torch.from_numpy(description.logits_indices.astype(np.int64)),
         max_query_len=description.max_query_len,
         max_seq_len=description.max_seq_len,
+        state_blocks=torch.from_numpy(description.state_blocks) if len(description.state_blocks) else None,
     )

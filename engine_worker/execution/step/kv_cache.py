@@ -18,6 +18,8 @@ from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25
 _CPU_DEFAULT_LIMIT_BYTES = 2 * 2**30
+_STATES_RATIO = 0.4  # a state of Qwen3.5 has the bytes of 3,100 tokens of its KV, and each running sequence needs one
+_STATES_PER_SEQUENCE, _MIN_STATES = 4, 8
 
 
 class KVCacheTooSmall(ValueError):
@@ -31,6 +33,7 @@ class KVCache:
         num_blocks: int,
         device: torch.device,
         num_host_blocks: int = 0,
+        num_state_blocks: int = 0,
     ):
         """Allocate the pools.
 
@@ -39,49 +42,55 @@ class KVCache:
             num_blocks: Blocks of the device pool, including block 0.
             device: Device of the pool.
             num_host_blocks: Blocks of the host pool, including its unused block 0; 0 for no pool.
+            num_state_blocks: Blocks of the state pool, including block 0, which stays zero; 0: no recurrent layers.
         """
         self.layout = layout
         self.pool = _zeros(layout.pool_shape(num_blocks), getattr(torch, layout.dtype), device)
+        self.states: Tensor | None = None  # [num_state_blocks, layers, values] float32
+        if num_state_blocks:
+            self.states = _zeros((num_state_blocks, *layout.state_shape), torch.float32, device)
+        self.num_state_blocks = num_state_blocks
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = layout.block_size
         self.host = _host_pool(self.pool, num_host_blocks) if num_host_blocks else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools on the device."""
+        return self.pool.nbytes + (self.states.nbytes if self.states is not None else 0)
 
     def apply_transfers(self, transfers: Transfers) -> None:
         """Enqueue all block moves of a batch. Later work on the compute stream sees their results."""
         if self.host is not None:
             self.host.transfer(transfers)
         assert self.host is not None or not (transfers.swap_out or transfers.swap_in), "swaps without a host pool"
-        self.copy_blocks(transfers.block_copies)
+        copy_blocks(self.pool, transfers.block_copies)
+        if transfers.state_copies:
+            assert self.states is not None, "the model has no recurrent layers"
+            copy_blocks(self.states, transfers.state_copies)
 
     def finished_transfers(self) -> list[TransferTime]:
         return self.host.finished_transfers() if self.host is not None else []
 
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        if not copies:
-            return
-        if self.pool.is_cuda:
-            from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which needs CUDA
 
-            copy_kv_blocks(self.pool, self.pool, block_pairs(copies, self.pool.device))
-        else:
-            sources, targets = zip(*((copy.source_block_id, copy.target_block_id) for copy in copies), strict=True)
-            self.pool[list(targets)] = self.pool[list(sources)]
+def copy_blocks(pool: Tensor, copies: list[BlockCopy]) -> None:
+    """Enqueue copies within a pool; no target is also a source."""
+    if not copies:
+        return
+    if pool.is_cuda:
+        from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which needs CUDA
+
+        copy_kv_blocks(pool, pool, block_pairs(copies, pool.device))
+    else:
+        sources, targets = zip(*((copy.source_block_id, copy.target_block_id) for copy in copies), strict=True)
+        pool[list(targets)] = pool[list(sources)]
 
 
-def num_blocks_that_fit(
-    memory: DeviceMemory,
-    bytes_per_block: int,
-    kv_cache_memory_bytes: int | None,
-    kv_cache_memory_ratio: float | None,
-    max_blocks: int,
-) -> int:
-    """Return the number of blocks of the pool, including block 0.
-
-    It is at most `max_blocks` (every running slot at full length), unless kv_cache_memory_bytes is set.
-    """
+def cache_budget(memory: DeviceMemory, kv_cache_memory_bytes: int | None, kv_cache_memory_ratio: float | None) -> int:
+    """Return the bytes of the KV pool and the state pool together."""
     if kv_cache_memory_bytes is not None:
-        return kv_cache_memory_bytes // bytes_per_block
+        return kv_cache_memory_bytes
     if memory.device.type == "cuda":
         share = memory.total_bytes * (kv_cache_memory_ratio or CUDA_MEMORY_RATIO)
         budget = max(0.0, share - (memory.total_bytes - memory.free_bytes) - memory.step_bytes)
@@ -89,7 +98,24 @@ def num_blocks_that_fit(
         budget = memory.free_bytes * kv_cache_memory_ratio
     else:
         budget = min(memory.free_bytes * _CPU_DEFAULT_RATIO, _CPU_DEFAULT_LIMIT_BYTES)
-    return min(int(budget) // bytes_per_block, max_blocks)
+    return int(budget)
+
+
+def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, max_blocks: int | None) -> int:
+    """Return the number of blocks of the pool, including block 0, at most `max_blocks`."""
+    fitting = max(0, budget_bytes) // bytes_per_block
+    return fitting if max_blocks is None else min(fitting, max_blocks)
+
+
+def num_state_blocks_that_fit(budget_bytes: int, state_bytes: int, max_num_seqs: int) -> int:
+    """Return the number of blocks of the state pool, including block 0; 0 if the model has no recurrent layers.
+
+    They are a live state and three checkpoints per running slot, within 40 % of the budget, but at least eight.
+    """
+    if not state_bytes:
+        return 0
+    fitting = int(budget_bytes * _STATES_RATIO) // state_bytes
+    return min(max(fitting, _MIN_STATES + 1), _STATES_PER_SEQUENCE * max_num_seqs + 1)
 
 
 def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int) -> int:

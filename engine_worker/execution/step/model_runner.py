@@ -79,7 +79,7 @@ class ModelRunner:
         self.dtype_name = replica.dtype_name
         self.weights_bytes = weights_bytes
         self.quantization = "none"  # of the linear layers; set by the loader
-        self.kv_cache_bytes: int = kv_cache.pool.nbytes
+        self.kv_cache_bytes: int = kv_cache.nbytes
         self.kv_cache_dtype = kv_cache.layout.dtype  # of keys and values
         self.block_bytes = kv_cache.layout.block_bytes
         self.windows = [group.window for group in kv_cache.layout.groups]  # in tokens; 0: none
@@ -92,7 +92,13 @@ class ModelRunner:
         self.max_model_len = replica.max_model_len
         self.replica = replica
         self._sampler = sampler
-        self._describer = StepDescriber(kv_cache.block_size, len(self.windows), decodes_first=self.device_type == "cpu")
+        self.num_state_blocks = kv_cache.num_state_blocks  # including block 0; 0: the model has no recurrent layers
+        self._describer = StepDescriber(
+            kv_cache.block_size,
+            len(self.windows),
+            decodes_first=self.device_type == "cpu",
+            has_states=self.num_state_blocks > 0,
+        )
 
     def synthetic_batch(
         self, num_sequences: int, start: int, num_new_tokens: int, sampling: SamplingParams = GREEDY

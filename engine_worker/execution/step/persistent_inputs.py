@@ -24,8 +24,13 @@ class PersistentInputs:
         block_size: int,
         device: torch.device,
         num_groups: int = 1,
+        *,
+        has_states: bool = False,
     ) -> None:
-        """Allocate tensors for at most `max_num_seqs` rows and `max_num_tokens` tokens, including padding."""
+        """Allocate tensors for at most `max_num_seqs` rows and `max_num_tokens` tokens, including padding.
+
+        `has_states`: sequences have recurrent states.
+        """
         max_num_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
         self._pinned = [
@@ -41,6 +46,7 @@ class PersistentInputs:
             block_tables=torch.zeros((num_groups, max_num_seqs, max_num_blocks), dtype=torch.int32, device=device),
             logits_indices=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
         )
+        self._state_blocks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device) if has_states else None
         self._sampled_token_ids = torch.zeros(1, dtype=torch.int64, device=device)
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
@@ -51,6 +57,8 @@ class PersistentInputs:
         pinned = self._pinned[0]
         self._pinned = [*self._pinned[1:], pinned]
         unpack_inputs(pinned.write(description), self._sampled_token_ids, self._tensors, size, self._block_size)
+        if self._state_blocks is not None:
+            pinned.copy_state_blocks(self._state_blocks)
         pinned.enqueued()
         return self.views(
             num_rows=size or description.num_sequences,
@@ -75,12 +83,15 @@ class PersistentInputs:
             logits_indices=tensors.logits_indices[:num_logits],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            state_blocks=None if self._state_blocks is None else self._state_blocks[:num_rows],
         )
 
     def fill_with_padding(self, size: int) -> None:
         """Fill in `size` sequences of length 0, on which a graph is warmed up and captured."""
         pinned = self._pinned[0]
         unpack_inputs(pinned.write(EMPTY), self._sampled_token_ids, self._tensors, size, self._block_size)
+        if self._state_blocks is not None:
+            pinned.copy_state_blocks(self._state_blocks)
         pinned.enqueued()
 
     def keep_samples(self, token_ids: Tensor) -> None:
@@ -102,6 +113,7 @@ class _PinnedDescription:
         self._token_ids = pinned(max_num_tokens)
         self._logits_indices = pinned(max_num_seqs)
         self._tables = pinned(max_num_seqs * max_num_blocks)
+        self._state_blocks = pinned(max_num_seqs)
         self._read = torch.cuda.Event() if on_cuda else None
 
     def write(self, description: StepDescription) -> DescribedBatch:
@@ -117,6 +129,9 @@ class _PinnedDescription:
             (self._tables, description.block_tables.ravel()),
         ):
             pinned.numpy()[: len(values)] = values
+        states = self._state_blocks.numpy()
+        states[: len(description.state_blocks)] = description.state_blocks
+        states[len(description.state_blocks) :] = 0  # rows of padding
         return DescribedBatch(
             self._query_start_loc,
             self._seq_lens,
@@ -129,6 +144,10 @@ class _PinnedDescription:
             num_logits=description.num_logits,
             row_stride=description.block_tables.shape[2],
         )
+
+    def copy_state_blocks(self, target: Tensor) -> None:
+        """Enqueue a copy of the blocks of recurrent states to `target`."""
+        target.copy_(self._state_blocks, non_blocking=True)
 
     def enqueued(self) -> None:
         """Record that the kernel that reads this memory was enqueued in the current stream."""

@@ -73,7 +73,7 @@ class Replica:
         self.max_model_len = max_model_len
         self.kv_cache = kv_cache
         self._model = model
-        self._device = model.attach(kv_cache.pool, kv_cache.layout.places)
+        self._device = model.attach(kv_cache.pool, kv_cache.layout.places, kv_cache.states)
         self._inputs = inputs
         self._graphs: StepGraphs | None = None
         self._programs = decode_programs(model, self._device)

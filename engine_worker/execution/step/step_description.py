@@ -23,6 +23,7 @@ class StepDescription:
     token_ids: Int32Array  # [T], 0 for a token in flight
     logits_indices: Int32Array  # [N], rows of T
     block_tables: Int32Array  # [G, S, B], padded with block 0
+    state_blocks: Int32Array  # [S], blocks of recurrent states; [0] if the model has none
     max_query_len: int
     max_seq_len: int
     transfers: Transfers
@@ -41,11 +42,13 @@ class StepDescription:
 
     def to_bytes(self) -> bytes:
         """Return MessagePack of the concatenated arrays, their lengths, and the block moves."""
-        arrays = (self.query_start_loc, self.seq_lens, self.feedback, self.token_ids, self.logits_indices)
+        arrays = (
+            self.query_start_loc, self.seq_lens, self.feedback, self.token_ids, self.logits_indices, self.state_blocks,
+        )  # fmt: skip
         slab = np.concatenate((*arrays, self.block_tables.ravel())).astype(np.int32, copy=False)
         packed = _Packed(
             slab.tobytes(), len(self.block_tables), self.num_sequences, self.num_tokens, self.num_logits,
-            self.max_query_len, self.max_seq_len, self.transfers,
+            len(self.state_blocks), self.max_query_len, self.max_seq_len, self.transfers,
         )  # fmt: skip
         return msgspec.msgpack.encode(packed)
 
@@ -58,14 +61,14 @@ class StepDescription:
         """
         packed = msgspec.msgpack.decode(data, type=_Packed)
         rows = packed.num_sequences
-        lengths = (rows + 1, rows, rows, packed.num_tokens, packed.num_logits)
+        lengths = (rows + 1, rows, rows, packed.num_tokens, packed.num_logits, packed.num_states)
         slab = np.frombuffer(bytearray(packed.slab), dtype=np.int32)  # a writable copy
         num_table_entries, num_tables = len(slab) - sum(lengths), packed.num_groups * rows
         if num_table_entries < 0 or (num_table_entries % num_tables if num_tables else num_table_entries):
             raise ValueError(
                 f"step of {rows} sequences and {packed.num_tokens} tokens: its {len(slab)} numbers do not fit"
             )
-        starts, lens, feedback, token_ids, logits_indices, tables = np.split(slab, np.cumsum(lengths))
+        starts, lens, feedback, token_ids, logits_indices, states, tables = np.split(slab, np.cumsum(lengths))
         return cls(
             query_start_loc=starts,
             seq_lens=lens,
@@ -73,6 +76,7 @@ class StepDescription:
             token_ids=token_ids,
             logits_indices=logits_indices,
             block_tables=tables.reshape(packed.num_groups, rows, num_table_entries // num_tables if num_tables else 0),
+            state_blocks=states,
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             transfers=packed.transfers,
@@ -85,6 +89,7 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True):
     num_sequences: int
     num_tokens: int
     num_logits: int
+    num_states: int
     max_query_len: int
     max_seq_len: int
     transfers: Transfers
@@ -92,5 +97,14 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True):
 
 _NOTHING: Int32Array = np.zeros(0, dtype=np.int32)
 EMPTY = StepDescription(
-    np.zeros(1, dtype=np.int32), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING.reshape(0, 0, 0), 0, 0, Transfers()
+    np.zeros(1, dtype=np.int32),
+    _NOTHING,
+    _NOTHING,
+    _NOTHING,
+    _NOTHING,
+    _NOTHING.reshape(0, 0, 0),
+    _NOTHING,
+    0,
+    0,
+    Transfers(),
 )

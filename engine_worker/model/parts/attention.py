@@ -24,10 +24,15 @@ class Attention:
 
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Store the KV of all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
-        weights = self._weights
+        weights, spec = self._weights, self._weights.spec
         qkv = weights.qkv(x)
+        if not spec.output_gate:
+            step.rotate_and_store(qkv, weights, self._layer)
+            return weights.out(step.attend(qkv, spec.scale, self._layer, rows, weights.rules))
+        qkv, gate = qkv[:, : -spec.query_size].contiguous(), qkv[:, -spec.query_size :]
         step.rotate_and_store(qkv, weights, self._layer)
-        return weights.out(step.attend(qkv, weights.spec.scale, self._layer, rows, weights.rules))
+        attended = step.attend(qkv, spec.scale, self._layer, rows, weights.rules)
+        return weights.out(step.multiply_sigmoid(attended, gate if rows is None else gate[rows]))
 
 
 def load_attention(spec: AttentionSpec, source: LayerSource) -> Attention:
@@ -41,10 +46,10 @@ def load_attention(spec: AttentionSpec, source: LayerSource) -> Attention:
     qkv = LinearSpec(
         role=Role.QKV,
         names=tuple(prefix + name for name in names.qkv),
-        outputs=(spec.query_size, spec.kv_size, spec.kv_size),
+        outputs=spec.qkv_sizes,
         inputs=norm.size,
         bias=spec.qkv_bias,
-        row_order=None if order is None else _row_order(spec, order),
+        row_order=_row_order(spec, order),
     )
     out = LinearSpec(
         role=Role.OUT,
@@ -71,11 +76,21 @@ def _sinks(source: WeightSource, name: str, spec: AttentionSpec) -> Tensor | Non
     return source.get(name, (spec.num_heads,)).float() if spec.sinks else None
 
 
-def _row_order(spec: AttentionSpec, order: Tensor) -> Tensor:
-    """Return [(Hq + 2 Hkv) * D]: `order` in each query and key head, identity for values."""
-    rows = torch.arange(spec.query_size + 2 * spec.kv_size).view(-1, spec.head_dim)
-    rows[: -spec.num_kv_heads] = rows[: -spec.num_kv_heads, order]
-    return rows.flatten()
+def _row_order(spec: AttentionSpec, order: Tensor | None) -> Tensor | None:
+    """Return the checkpoint's rows of queries, keys, values and gates; None: they are in this order.
+
+    `order` is that of the elements of a query or key head.
+    """
+    if order is None and not spec.output_gate:
+        return None
+    rows = torch.arange(sum(spec.qkv_sizes)).view(-1, spec.head_dim)
+    gates = rows[:0]
+    if spec.output_gate:
+        queries, gates = rows[: 2 * spec.num_heads : 2], rows[1 : 2 * spec.num_heads : 2]
+        rows = torch.cat((queries, rows[2 * spec.num_heads :]))
+    if order is not None:
+        rows[: -spec.num_kv_heads] = rows[: -spec.num_kv_heads, order]
+    return torch.cat((rows, gates)).flatten()
 
 
 def _qk_norm(

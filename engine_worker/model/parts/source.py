@@ -26,6 +26,7 @@ class LayerSource:
         tables: Rotary tables of the network.
         index: Index of the layer.
         cache_layers: Its layers of the KV pool.
+        state_layer: The recurrent layers before it.
         is_summed: A part's last linear layer sums over the ranks; otherwise the next norm does.
         reduce: Sums over the ranks, for a part that is more than one linear layer.
     """
@@ -38,5 +39,6 @@ class LayerSource:
     tables: Mapping[RopeSpec, RotaryTable]
     index: int
     cache_layers: range
+    state_layer: int = 0
     is_summed: bool = True
     reduce: Callable[[Tensor], Tensor] = SINGLE.all_reduce

@@ -84,6 +84,7 @@ class AttentionSpec:
     qk_norm: QkNorm = QkNorm.NONE
     window: int = 0  # tokens visible to a token, including itself; 0: all before it
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: unchanged
+    output_gate: bool = False  # each query head is followed by a gate, whose sigmoid multiplies the head's output
     sinks: bool = False  # each query head has a learned logit that enters the softmax without a value
 
     @property
@@ -96,8 +97,9 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def _qkv_sizes(self) -> tuple[int, int, int]:
-        return self.query_size, self.kv_size, self.kv_size
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """The rows of queries with their gates, of keys, and of values."""
+        return self.query_size * (1 + self.output_gate), self.kv_size, self.kv_size
 
     def num_cache_layers(self, values_per_token: int) -> int:
         """Return 1: its keys and values are one layer of the KV pool."""
@@ -105,7 +107,7 @@ class AttentionSpec:
 
     def tensors(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         """Yield the tensors; see PartSpec."""
-        yield from linear_tensors(Role.QKV, names.qkv, self._qkv_sizes, hidden, bias=self.qkv_bias)
+        yield from linear_tensors(Role.QKV, names.qkv, self.qkv_sizes, hidden, bias=self.qkv_bias)
         if self.qk_norm is not QkNorm.NONE:
             is_whole = self.qk_norm is QkNorm.WHOLE
             yield TensorSpec(f"{names.query_norm}.weight", (self.query_size if is_whole else self.head_dim,))
@@ -120,10 +122,10 @@ class AttentionSpec:
 
     def parts(self, names: NamesSpec, hidden: int, rank: int, size: int) -> Iterator[tuple[str, Part]]:
         """Yield the rank's parts; see PartSpec."""
-        queries, keys = own_range(self.query_size, rank, size), self._kv_range(rank, size)
-        yield from parts_by_outputs(names.qkv, self._qkv_sizes, (queries, keys, keys))
+        queries, keys = own_range(self.qkv_sizes[0], rank, size), self._kv_range(rank, size)
+        yield from parts_by_outputs(names.qkv, self.qkv_sizes, (queries, keys, keys))
         if self.qk_norm is QkNorm.WHOLE:
-            yield f"{names.query_norm}.weight", Part(0, (queries,))
+            yield f"{names.query_norm}.weight", Part(0, (own_range(self.query_size, rank, size),))
             yield f"{names.key_norm}.weight", Part(0, (keys,))
         if self.sinks:
             yield names.sinks, Part(0, (own_range(self.num_heads, rank, size),))

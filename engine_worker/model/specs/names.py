@@ -29,6 +29,23 @@ EXPERTS = ExpertNames()
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNames:
+    """The names of the tensors of a Gated DeltaNet layer; the first linear layers are separate, or fused into two."""
+
+    enter: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a",
+    )  # fmt: skip
+    conv: str = "linear_attn.conv1d"
+    decay: str = "linear_attn.A_log"
+    step_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    out: str = "linear_attn.out_proj"
+
+
+DELTA = DeltaNames()
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamesSpec:
     """The names of a checkpoint's tensors; several names of one layer are concatenated in this order."""
 
@@ -44,6 +61,7 @@ class NamesSpec:
     conv: str = "conv.conv"
     conv_in: str = "conv.in_proj"
     conv_out: str = "conv.out_proj"
+    delta: DeltaNames = DELTA
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     experts: ExpertNames = EXPERTS

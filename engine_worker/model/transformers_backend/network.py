@@ -54,6 +54,10 @@ class ProbedShape:
     def cache_owners(self) -> tuple[int, ...]:
         return tuple(range(self.num_layers))
 
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        return 0, 0
+
     def num_parameters(self) -> int:
         return self.parameters
 
@@ -135,7 +139,7 @@ class TransformersNetwork:
             module.paged_attention = LayerAttention(self._step, layer, self.dtype, rules)
         self._decoder, self._head = split_head(model)
 
-    def attach(self, kv_pool: Tensor, places: Sequence[Place] = ()) -> Device:
+    def attach(self, kv_pool: Tensor, places: Sequence[Place] = (), states: Tensor | None = None) -> Device:
         return attach_device(self.spec, kv_pool, self.dtype, places=places)
 
     @torch.inference_mode()

@@ -14,9 +14,10 @@ import torch
 from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.kv_cache import num_state_blocks_that_fit
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_cache_manager import KVCacheManager
-from engine_worker.kv.layout import kv_cache_dtype
+from engine_worker.kv.layout import KVLayout, kv_cache_dtype
 from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
@@ -24,6 +25,8 @@ from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import GenerationRequest
 from tests.builders import Transcript, run_to_end
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
+
+_MAX_NUM_SEQS, _MAX_STATES = 16, 65
 
 TINY = {
     "vocab_size": 1000,
@@ -129,14 +132,23 @@ def make_runner(
         model_impl=model_impl,
         tensor_parallel_size=tensor_parallel_size,
         block_size=block_size,
-        kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block // tensor_parallel_size,  # per rank
+        kv_cache_memory_bytes=_cache_bytes(layout, num_blocks + 1) // tensor_parallel_size,  # per rank
         swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
         max_model_len=longest,
-        max_num_seqs=16,  # for the sampler; the scheduler has its own limit
+        max_num_seqs=_MAX_NUM_SEQS,  # for the sampler; the scheduler has its own limit
         max_num_batched_tokens=16,
         **options,
     )
     return load_model_runner(settings, lambda phase, progress, detail: None)
+
+
+def _cache_bytes(layout: KVLayout, num_blocks: int) -> int:
+    """Return the bytes of a cache with so many KV blocks, beside the recurrent states that it also holds."""
+    for num_states in range(_MAX_STATES + 1):
+        num_bytes = num_blocks * layout.block_bytes + num_states * layout.state_bytes
+        if num_state_blocks_that_fit(num_bytes, layout.state_bytes, _MAX_NUM_SEQS) == num_states:
+            return num_bytes
+    raise AssertionError("no number of states fits")
 
 
 def generate(runner: ModelRunner, requests: list[GenerationRequest], **config: Any) -> tuple[dict[str, list[int]], int]:
@@ -173,6 +185,7 @@ def make_engine(
         max_new_tokens=config["max_num_batched_tokens"],
         enable_prefix_caching=enable_prefix_caching,
         host_tier=host_tier if runner.num_host_blocks else None,
+        num_state_blocks=runner.num_state_blocks,
     )
     scheduler = Scheduler(SchedulerConfig(max_model_len=runner.max_model_len, **config), manager)
     vocab_size = runner.model_spec.vocab_size

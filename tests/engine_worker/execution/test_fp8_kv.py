@@ -181,7 +181,7 @@ def test_fp8_kv_blocks_are_moved_bit_by_bit() -> None:
     cache = KVCache(KVLayout(groups=(group,), block_size=8), 5, torch.device("cpu"), num_host_blocks=3)
     codes = cache.pool.view(torch.uint8)
     codes[1] = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 8, 4)  # every code, including both NaNs
-    cache.copy_blocks([BlockCopy(1, 2)])
+    cache.apply_transfers(Transfers([BlockCopy(1, 2)]))
     cache.apply_transfers(Transfers(swap_out=[BlockCopy(2, 1)]))
     cache.apply_transfers(Transfers(swap_in=[BlockCopy(1, 4)]))
     assert torch.equal(codes[2], codes[1]) and torch.equal(codes[4], codes[1])

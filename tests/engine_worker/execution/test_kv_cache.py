@@ -9,9 +9,12 @@ from engine_worker.execution.step.host_pool import _runs, copy_runs
 from engine_worker.execution.step.kv_cache import (
     KVCache,
     KVCacheTooSmall,
+    cache_budget,
     check_capacity,
+    copy_blocks,
     num_blocks_that_fit,
     num_host_blocks_that_fit,
+    num_state_blocks_that_fit,
 )
 from engine_worker.execution.step.memory import DeviceMemory, MemoryUnknown, _host_memory
 from engine_worker.kv.layout import KVGroup, KVLayout
@@ -60,7 +63,22 @@ def memory(free_mib: int, device: str = "cpu") -> DeviceMemory:
 def test_kv_pool_size_follows_memory_and_settings(
     free_mib: int, device: str, num_bytes: int | None, ratio: float | None, max_blocks: int, expected: float
 ) -> None:
-    assert num_blocks_that_fit(memory(free_mib, device), MIB, num_bytes, ratio, max_blocks) == expected
+    budget = cache_budget(memory(free_mib, device), num_bytes, ratio)
+    assert num_blocks_that_fit(budget, MIB, max_blocks if num_bytes is None else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "max_num_seqs", "expected"),
+    [
+        (10_000, 4, 17),  # a live state and three checkpoints per slot, and block 0
+        (1000, 256, 400),  # 40 %
+        (10, 256, 9),  # at least eight
+        (10, 1, 5),  # but no more than can be used
+    ],
+)
+def test_state_pool_takes_a_part_of_the_budget(budget: int, max_num_seqs: int, expected: int) -> None:
+    assert num_state_blocks_that_fit(budget * MIB, MIB, max_num_seqs) == expected
+    assert num_state_blocks_that_fit(budget * MIB, 0, max_num_seqs) == 0
 
 
 def test_kv_capacity_must_hold_one_sequence_and_padding() -> None:
@@ -90,7 +108,7 @@ def test_kv_copies_move_all_layers_of_a_block() -> None:
     cache = KVCache(LAYOUT, num_blocks=4, device=torch.device("cpu"))
     assert cache.pool.shape == (4, 2, 2, 1, 8, 4) and not cache.pool.any()
     cache.pool[1], cache.pool[2] = 1.0, 2.0
-    cache.copy_blocks([BlockCopy(1, 3), BlockCopy(2, 1)])  # 1 is read before it is overwritten
+    copy_blocks(cache.pool, [BlockCopy(1, 3), BlockCopy(2, 1)])  # 1 is read before it is overwritten
     assert [float(block.unique()) for block in cache.pool] == [0.0, 2.0, 2.0, 1.0]
 
 

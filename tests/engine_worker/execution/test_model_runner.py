@@ -9,7 +9,6 @@ import torch
 
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.transfers import BlockCopy
@@ -111,7 +110,7 @@ def test_load_runs_rare_kernels_before_first_request(model_dir: Path) -> None:
     masks = mock.patch(
         "engine_worker.execution.sampling.sampling_inputs.apply_token_bitmask", wraps=apply_token_bitmask
     )
-    copies = mock.patch.object(KVCache, "copy_blocks", autospec=True)
+    copies = mock.patch("engine_worker.execution.step.kv_cache.copy_blocks", autospec=True)
     with masks as masked, copies as copied:
         load_model_runner(
             ExecutionSettings(model=model_dir, device="cpu", **settings), lambda phase, progress, detail: None

@@ -15,7 +15,7 @@ from kernels.attention.decode_shares import H200_CONFIGS, share_config
 class RecordingRunner:
     """Has the sizes of a runner and records its batches."""
 
-    max_model_len, num_blocks, block_size = 2048, 1000, 16
+    max_model_len, num_blocks, block_size, num_state_blocks = 2048, 1000, 16, 0
     model_spec = SimpleNamespace(vocab_size=1000)
 
     def __init__(self, device_type: str) -> None:

@@ -31,6 +31,13 @@ LONGROPE = {
 }  # fmt: skip
 
 
+DELTA = {
+    "num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+SHARED_EXPERT = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 TWO_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 NATIVE = {
@@ -115,6 +122,15 @@ NATIVE = {
     "lfm2_moe": Case("lfm2_moe", {
         "head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 5,
         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}),
+    "qwen3_next": Case("qwen3_next", {**DELTA, **SHARED_EXPERT}),
+    "qwen3_next, two dense layers, a short filter": Case("qwen3_next", {
+        **DELTA, **SHARED_EXPERT, "mlp_only_layers": [0, 3], "linear_conv_kernel_dim": 2, "norm_topk_prob": False,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}),
+    "qwen3_5_text": Case("qwen3_5_text", {**DELTA, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3_5_text, a head of keys per head of values": Case("qwen3_5_text", {
+        **DELTA, "linear_num_key_heads": 4, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1_000.0, "partial_rotary_factor": 0.5}}),
+    "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**DELTA, **SHARED_EXPERT}),
     "granitemoe": Case("granitemoe", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
         "residual_multiplier": 0.4, "logits_scaling": 2.0, "head_dim": None}),

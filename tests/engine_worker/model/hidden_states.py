@@ -11,7 +11,7 @@ from engine_worker.model.network import DecoderLayer, Network
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.execution.reference import load_transformers
-from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
+from tests.engine_worker.model.named_weights import BLOCK_SIZE, attached, step
 
 NUM_BLOCKS = 5  # blocks of step() and block 0
 
@@ -39,7 +39,7 @@ def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
     states: list[Tensor] = []
     model._layers = [Watched(layer, states) for layer in model._layers]
     layout = kv_layout(found.shape, BLOCK_SIZE, "float32", max_groups=1)
-    device = model.attach(torch.zeros(layout.pool_shape(NUM_BLOCKS)))
+    device = attached(model, layout, NUM_BLOCKS)
     model.forward(step(0, token_ids), device)
     return states
 

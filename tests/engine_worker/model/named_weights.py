@@ -7,7 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_worker.kv.layout import KVLayout
+from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.served_model import ServedModel
 from engine_worker.model.weights import RandomWeights
 
 BLOCK_SIZE = 8
@@ -39,4 +42,10 @@ def step(first: int, token_ids: Sequence[int]) -> ModelInput:
         logits_indices=torch.arange(len(token_ids)),
         max_query_len=len(token_ids),
         max_seq_len=first + len(token_ids),
+        state_blocks=torch.ones(1, dtype=torch.int32),
     )
+
+
+def attached(model: ServedModel, layout: KVLayout, num_blocks: int = 5) -> Device:
+    """Return a device with empty pools: the step of one sequence has its recurrent state in block 1."""
+    return model.attach(torch.zeros(layout.pool_shape(num_blocks)), states=torch.zeros(2, *layout.state_shape))

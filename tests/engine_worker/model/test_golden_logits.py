@@ -16,7 +16,7 @@ import torch
 from engine_worker.model.architectures import MODULES
 from engine_worker.model.implementation import blueprint
 from engine_worker.model.spec import kv_layout
-from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
+from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, attached, step
 
 GOLDEN = Path(__file__).with_name("golden_logits.json")
 NUM_PROMPT_TOKENS = 21
@@ -30,6 +30,13 @@ SHAPE = {
 ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SHARED_EXPERT = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 20, "hidden_size": 36},
@@ -59,7 +66,10 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.75},
     "qwen2": {"num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {},
+    "qwen3_5_moe_text": {**DELTA, **SHARED_EXPERT},
+    "qwen3_5_text": DELTA,
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen3_next": {**DELTA, **SHARED_EXPERT, "norm_topk_prob": False},
     "seed_oss": {"attention_out_bias": True},
     "smollm3": {"num_hidden_layers": 4},
 }  # fmt: skip
@@ -70,7 +80,7 @@ def answers(model_type: str) -> dict[str, list[float]]:
     found = blueprint({**SHAPE, "model_type": model_type, **CASES[model_type]}, {}, "native")
     model = found.build(NamedWeights(), 64, is_deterministic=False)
     layout = kv_layout(found.shape, BLOCK_SIZE, "float32", max_groups=1)
-    device = model.attach(torch.zeros(layout.pool_shape(5)))
+    device = attached(model, layout)
     prompt = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(NUM_PROMPT_TOKENS)]
     logits = torch.cat([model.forward(step(0, prompt), device), model.forward(step(len(prompt), [5]), device)])
     signs = torch.from_numpy(np.random.RandomState(0).choice([-1.0, 1.0], logits.shape[1]).astype(np.float32))

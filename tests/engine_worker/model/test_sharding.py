@@ -105,7 +105,9 @@ def test_single_rank_has_the_whole_model() -> None:
 CHANGES = {
     "attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "use_bias": True, "num_experts": 5,
     "num_local_experts": 5, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-    "block_auto_adjust_ff_dim": False,
+    "block_auto_adjust_ff_dim": False, "full_attention_interval": 2, "linear_num_key_heads": 12,
+    "linear_num_value_heads": 24, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 96,
 }  # fmt: skip
 REPLICATED = ("norm.weight", "layernorm.weight", "embed_tokens.weight", "gate.weight", "router.weight",
               "router.layer.weight")  # fmt: skip

@@ -23,7 +23,7 @@ from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import Case
 from tests.engine_worker.model.fp8_checkpoints import LAYOUTS, write_fp8
-from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
+from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, attached, step
 from tests.engine_worker.model.ranks import Ranks
 
 pytestmark = pytest.mark.tp
@@ -31,6 +31,13 @@ pytestmark = pytest.mark.tp
 SHAPE = {
     "vocab_size": 250, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
     "num_key_value_heads": 6, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 12, "linear_num_value_heads": 24, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+SHARED_EXPERT = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True, "tie_word_embeddings": True},
@@ -59,7 +66,10 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.75},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"attention_bias": True},
+    "qwen3_5_moe_text": {**DELTA, **SHARED_EXPERT},
+    "qwen3_5_text": DELTA,
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
+    "qwen3_next": {**DELTA, **SHARED_EXPERT, "mlp_only_layers": [0]},
     "seed_oss": {"attention_out_bias": True},
     "smollm3": {"num_hidden_layers": 4},
 }  # fmt: skip
@@ -76,7 +86,7 @@ def three_steps(ranks: TensorParallel, config: dict[str, Any], is_deterministic:
     """Return the logits of a prompt, of one token after it, of two more, and of rows requested inside the step."""
     model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
-    device = model.attach(torch.zeros(layout.pool_shape(5)))
+    device = attached(model, layout)
     looked: list[Tensor] = []
     found = [
         model.forward(step(0, PROMPT), device),
@@ -125,7 +135,7 @@ SIX_EXPERTS: dict[str, dict[str, Any]] = {
 def expert_parallel_logits(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
     found = blueprint(config, {}, "native", enable_expert_parallel=True)
     model, layout = found.build(NamedWeights(), 64, False, ranks), kv_layout(found.share(ranks.size), 8, "float32")
-    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(5))))
+    return model.forward(step(0, PROMPT), attached(model, layout))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -165,7 +175,7 @@ def expert_parallel_tokens(ranks: TensorParallel, directory: Path) -> tuple[int,
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     found = blueprint_from_directory(directory, enable_expert_parallel=True)
     model, layout = found.build(weights, 64, False, ranks), kv_layout(found.share(ranks.size), 8, "float32")
-    logits = model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(5))))
+    logits = model.forward(step(0, PROMPT), attached(model, layout))
     return weights.read_bytes, ranks.broadcast(logits.argmax(-1)).tolist()
 
 
@@ -219,7 +229,7 @@ def read_and_greedy(
     found = blueprint_from_directory(directory)
     model = found.build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
-    device = model.attach(torch.zeros(layout.pool_shape(9)))
+    device = attached(model, layout, 9)
     answers = []
     for prompt in prompts:
         token_ids, first, tokens = prompt, 0, list[int]()
@@ -260,7 +270,7 @@ def fp8_logits(ranks: TensorParallel, directory: Path) -> Tensor:
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     model = blueprint_from_directory(directory).build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
-    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(5))))
+    return model.forward(step(0, PROMPT), attached(model, layout))
 
 
 @pytest.mark.parametrize("family", FP8_CASES)
@@ -329,7 +339,7 @@ def test_single_rank_launches_no_extra_kernels(model_type: str) -> None:
     assert isinstance(found.shape, ModelSpec)
     for model in (Network(found.shape, NamedWeights(), 64), found.build(NamedWeights(), 64, False, SINGLE)):
         layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
-        device = model.attach(torch.zeros(layout.pool_shape(5)))
+        device = attached(model, layout)
         with Operators() as operators:
             model.forward(step(0, PROMPT), device)
         by_network.append(operators.names)

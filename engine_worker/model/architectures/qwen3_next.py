@@ -1,0 +1,98 @@
+"""Qwen3-Next, and the text of Qwen3.5 to 3.8: Gated DeltaNet in most layers, gated attention in the others."""
+
+from dataclasses import replace
+from typing import Any
+
+from engine_worker.model.architectures.config_keys import (
+    FULL,
+    Config,
+    number_of,
+    positive_int,
+    refuse_unsupported,
+    rope_of,
+)
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.experts_keys import router_spec
+from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.specs.attention import AttentionSpec, QkNorm
+from engine_worker.model.specs.experts import ExpertsSpec
+from engine_worker.model.specs.gated_delta import GatedDeltaSpec
+from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.names import DeltaNames, NamesSpec
+
+LINEAR = "linear_attention"  # config.json's name of the layer type
+_FUSED = NamesSpec(delta=DeltaNames(enter=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")))
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+def spec(config: Config, generation: Config) -> ModelSpec:
+    config = {**_DEFAULTS, **config}
+    refuse_unsupported(config)
+    is_fused = config["model_type"] == "qwen3_next"
+    layers = tuple(
+        LayerSpec(mixer=mixer, mlp=_mlp(config, index))
+        for index, mixer in enumerate(_mixers(config, is_fused=is_fused))
+    )
+    whole = model_spec(config, generation, layers[0], layers=layers, norm_offset=1.0)
+    return replace(whole, names=_FUSED) if is_fused else whole
+
+
+def _mixers(config: Config, *, is_fused: bool) -> list[AttentionSpec | GatedDeltaSpec]:
+    """Return the mixer of each layer.
+
+    Raises:
+        ValueError: If layer_types is invalid or has no attention, whose KV heads set the size of a block.
+    """
+    bias = bool(config.get("attention_bias"))
+    attention = attention_spec(
+        config, rope=rope_of(config), qk_norm=QkNorm.HEAD, qkv_bias=bias, out_bias=bias, output_gate=True
+    )
+    delta = GatedDeltaSpec(
+        num_key_heads=positive_int(config, "linear_num_key_heads"),
+        num_heads=positive_int(config, "linear_num_value_heads"),
+        key_dim=positive_int(config, "linear_key_head_dim"),
+        value_dim=positive_int(config, "linear_value_head_dim"),
+        width=positive_int(config, "linear_conv_kernel_dim"),
+        interleaved=is_fused,
+    )
+    if delta.num_heads % delta.num_key_heads:
+        raise ValueError(
+            f"config.json: linear_num_value_heads {delta.num_heads} must be a multiple of linear_num_key_heads "
+            f"{delta.num_key_heads}"
+        )
+    kinds: dict[str, AttentionSpec | GatedDeltaSpec] = {FULL: attention, LINEAR: delta}
+    types, num_layers = _layer_types(config), positive_int(config, "num_hidden_layers")
+    if unknown := sorted(set(types) - set(kinds)):
+        raise ValueError(f"config.json: layer_types has {unknown[0]!r}; supported: {FULL!r} and {LINEAR!r}")
+    if len(types) != num_layers:
+        raise ValueError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
+    if FULL not in types:
+        raise ValueError(f"config.json: layer_types must have {FULL!r} at least once")
+    return [kinds[kind] for kind in types]
+
+
+def _layer_types(config: Config) -> list[str]:
+    """Return layer_types; without them, every full_attention_interval-th layer attends."""
+    if config.get("layer_types") is not None:
+        return list(config["layer_types"])
+    interval = positive_int({"full_attention_interval": 4, **config}, "full_attention_interval")
+    return [LINEAR if (index + 1) % interval else FULL for index in range(positive_int(config, "num_hidden_layers"))]
+
+
+def _mlp(config: Config, index: int) -> GatedMlpSpec | ExpertsSpec:
+    """Return the MLP of a layer: experts beside a shared one, unless the layer or the model is dense."""
+    is_dense = index in (config.get("mlp_only_layers") or ()) or (index + 1) % positive_int(
+        config, "decoder_sparse_step"
+    )
+    if not number_of(config, "num_experts") or is_dense:
+        return mlp_spec(config)
+    return ExpertsSpec(
+        router=router_spec(config, renormalize=bool(config["norm_topk_prob"])),
+        inner=positive_int(config, "moe_intermediate_size"),
+        shared=GatedMlpSpec(intermediate_size=positive_int(config, "shared_expert_intermediate_size")),
+        shared_gate=True,
+    )

@@ -1,0 +1,66 @@
+"""The recurrent layers of one step, with their states in the state pool."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine_worker.model.model_input import ModelInput
+from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.operators import RecurrentOperators
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    """The weights of a Gated DeltaNet layer besides its linear layers.
+
+    Attributes:
+        heads: The heads.
+        conv: [width, channels] float32.
+        decay: [num_heads] float32, -exp(A_log).
+        step_bias: [num_heads] float32.
+        norm: [value_dim] float32.
+        eps: Of the norm.
+    """
+
+    heads: GatedDeltaHeads
+    conv: Tensor
+    decay: Tensor
+    step_bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+class RecurrentPlan:
+    """What the recurrent layers of a step share."""
+
+    def __init__(self, operators: RecurrentOperators, states: Tensor | None, model_input: ModelInput) -> None:
+        """Plan a step; states is [num_blocks, layers, values] float32."""
+        self._operators = operators
+        assert states is not None and model_input.state_blocks is not None, "the model has recurrent layers"
+        self._states = states
+        self._batch = RecurrentBatch(
+            model_input.query_start_loc, model_input.state_blocks, max_query_len=model_input.max_query_len
+        )
+
+    def gated_delta(self, qkvz: Tensor, gates: Tensor, weights: GatedDeltaWeights, layer: int) -> Tensor:
+        """Mix the tokens of each sequence, and update the states of recurrent layer number `layer`.
+
+        Args:
+            qkvz: [T, channels + value_size], the inputs of the convolution, then the output gate z.
+            gates: [T, 2 * num_heads], beta, then the step.
+            weights: Of the layer.
+            layer: Its place in the state pool.
+
+        Returns:
+            [T, value_size], normed and gated.
+        """
+        heads, batch, operators = weights.heads, self._batch, self._operators
+        width, channels = weights.conv.shape
+        states = self._states[:, layer]
+        delta = states[:, : heads.state_size].unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim))
+        inputs = states[:, heads.state_size : heads.state_size + (width - 1) * channels].unflatten(1, (-1, channels))
+        qkv = operators.causal_conv(qkvz[:, :channels], weights.conv, inputs, batch)
+        beta, step = gates.float().chunk(2, dim=1)
+        step = step + weights.step_bias
+        mixed = operators.gated_delta(qkv, beta.contiguous(), step, weights.decay, delta, heads, batch)
+        return operators.gated_rms_norm(mixed, qkvz[:, channels:], weights.norm, weights.eps)
