@@ -1,19 +1,14 @@
 """Recurrent layers: chunks, hits, forks and preemptions change no bit, and checkpoints lie where prompts continue."""
 
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine_worker.engine import Engine
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.spec import kv_layout
-from kernels.cpu.library import cpu_library
-from kernels.cpu.recurrent import CompiledRecurrent
-from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
 from shared.messages import ErrorEvent, StoredChoice, TokenEvent
 from tests.builders import Transcript, make_prompt, make_request, run_to_end
 from tests.engine_worker.execution.reference import make_engine, make_runner, run_engine_to_end
@@ -174,35 +169,3 @@ def test_invalid_config_is_refused(changes: dict[str, Any], message: str) -> Non
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         spec_from_json({**config, **changes}, {})
-
-
-@pytest.mark.parametrize("cuts", [(64,), (1, 2, 3), (17, 128, 129), tuple(range(1, 150))])
-def test_state_is_the_same_after_any_chunks(cuts: tuple[int, ...]) -> None:
-    kernels = CompiledRecurrent(cpu_library(), torch.float32)
-    heads, num_tokens, width = GatedDeltaHeads(2, 4, 16, 32), 150, 4
-    generator = torch.Generator().manual_seed(1)
-    channels = 2 * heads.key_size + heads.value_size
-    x, weight = (
-        torch.randn(num_tokens, channels, generator=generator),
-        torch.randn(width, channels, generator=generator),
-    )
-    beta, step = torch.randn(num_tokens, 4, generator=generator), torch.randn(num_tokens, 4, generator=generator)
-    decay = -torch.rand(4, generator=generator)
-
-    def states_after(lengths: list[int]) -> tuple[torch.Tensor, ...]:
-        inputs, delta, outputs = torch.zeros(3, width - 1, channels), torch.zeros(3, 4, 16, 32), []
-        for start, end in zip(accumulate(lengths, initial=0), accumulate(lengths), strict=False):
-            batch = _batch([end - start], [2])
-            qkv = kernels.causal_conv(x[start:end], weight, inputs, batch)
-            outputs.append(kernels.gated_delta(qkv, beta[start:end], step[start:end], decay, delta, heads, batch))
-        assert not inputs[:2].any() and not delta[:2].any()
-        return inputs, delta, torch.cat(outputs)
-
-    ends = [*cuts, num_tokens]
-    lengths = [end - start for start, end in zip([0, *cuts], ends, strict=True)]
-    assert all(torch.equal(*pair) for pair in zip(states_after([num_tokens]), states_after(lengths), strict=True))
-
-
-def _batch(lengths: list[int], blocks: list[int]) -> RecurrentBatch:
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return RecurrentBatch(starts, torch.tensor(blocks, dtype=torch.int32), max_query_len=max(lengths))

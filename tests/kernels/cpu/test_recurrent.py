@@ -1,0 +1,30 @@
+"""The C++ kernels of recurrent layers equal torch in float64, and chunks change no bit."""
+
+import pytest
+import torch
+
+from kernels.cpu.library import InstructionSet, cpu_library
+from kernels.cpu.recurrent import CompiledRecurrent
+from kernels.recurrent.batch import GatedDeltaHeads
+from tests.kernels.recurrent_cases import SHAPES, Shape, check, check_chunks
+
+INSTRUCTION_SETS = cpu_library().instruction_sets
+# No vector divides the channels or the values of a head.
+ODD = {"odd sizes": Shape(GatedDeltaHeads(3, 3, 7, 11), 3, (4, 9), (1, 2))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*SHAPES, *ODD])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_operators_equal_torch_in_float64(instruction_set: InstructionSet, name: str, dtype: torch.dtype) -> None:
+    check(CompiledRecurrent(cpu_library(), dtype, instruction_set), {**SHAPES, **ODD}[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_chunks_and_threads_change_no_bit(
+    instruction_set: InstructionSet, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.cpu.recurrent.num_threads", lambda: num_threads)
+    check_chunks(CompiledRecurrent(cpu_library(), dtype, instruction_set), dtype)

@@ -1,0 +1,17 @@
+"""The Triton kernels of recurrent layers equal torch in float64, and chunks change no bit."""
+
+import pytest
+import torch
+
+from kernels.recurrent.triton_kernels import TritonRecurrent
+from tests.kernels.recurrent_cases import SHAPES, check, check_chunks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_operators_equal_torch_in_float64(name: str, dtype: torch.dtype) -> None:
+    check(TritonRecurrent(), SHAPES[name], dtype)
+
+
+def test_chunks_change_no_bit() -> None:
+    check_chunks(TritonRecurrent(), torch.float32)

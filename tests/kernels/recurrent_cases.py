@@ -1,0 +1,122 @@
+"""Checks of an implementation of the recurrent operators against torch in float64, for any device."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.operators import RecurrentOperators
+from kernels.recurrent.reference import TorchRecurrent
+
+EPS = 1e-6
+# Of bfloat16 outputs: one rounding of 2^-9 of the largest value; float32 sums of 128 products differ by 1e-6 of it.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: GatedDeltaHeads
+    width: int
+    lengths: tuple[int, ...]
+    blocks: tuple[int, ...]  # of the state of each sequence; 0: zeros, not written
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.heads.key_size + self.heads.value_size
+
+
+SHAPES = {
+    "decode": Shape(GatedDeltaHeads(2, 4, 16, 32), 4, (1, 1, 1), (3, 1, 2)),
+    "prompts beside a decode": Shape(GatedDeltaHeads(1, 3, 32, 16), 4, (40, 1, 33, 2), (2, 5, 1, 4)),
+    "a row of padding and one without a state": Shape(GatedDeltaHeads(2, 2, 16, 16), 2, (3, 0, 5), (1, 0, 0)),
+    "heads of 128": Shape(GatedDeltaHeads(1, 2, 128, 128), 4, (5, 1), (1, 2)),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    qkvz: Tensor  # [T, channels + value_size]
+    weight: Tensor
+    beta: Tensor
+    step: Tensor
+    decay: Tensor
+    norm: Tensor
+    inputs: Tensor  # states of the convolution
+    delta: Tensor  # states of the delta rule
+
+    @classmethod
+    def random(cls, shape: Shape, dtype: torch.dtype, device: str) -> "Inputs":
+        generator = torch.Generator().manual_seed(1)
+        num_tokens, num_blocks, heads = sum(shape.lengths), max(shape.blocks) + 1, shape.heads
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator)
+
+        inputs = draw(num_blocks, shape.width - 1, shape.channels)
+        delta = draw(num_blocks, heads.num_heads, heads.key_dim, heads.value_dim)
+        inputs[0] = delta[0] = 0.0
+        drawn = cls(
+            draw(num_tokens, shape.channels + heads.value_size), draw(shape.width, shape.channels),
+            draw(num_tokens, heads.num_heads), 3 * draw(num_tokens, heads.num_heads), -draw(heads.num_heads).exp(),
+            draw(heads.value_dim), inputs, delta,
+        )  # fmt: skip
+        moved = {name: value.to(device) for name, value in vars(drawn).items()}
+        return cls(**moved | {"qkvz": moved["qkvz"].to(dtype)})
+
+
+def batch_of(lengths: tuple[int, ...], blocks: tuple[int, ...], device: str = "cpu") -> RecurrentBatch:
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return RecurrentBatch(starts, torch.tensor(blocks, dtype=torch.int32, device=device), max_query_len=max(lengths))
+
+
+def check(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Check each operator on the outputs of the exact one before it."""
+    given, tolerance = Inputs.random(shape, dtype, device), TOLERANCES[dtype]
+    heads, batch, exact = shape.heads, batch_of(shape.lengths, shape.blocks, device), TorchRecurrent()
+    inputs, delta = given.inputs.clone(), given.delta.clone()
+    exact_inputs, exact_delta = given.inputs.double(), given.delta.double()
+    qkv, gate = given.qkvz[:, : shape.channels], given.qkvz[:, shape.channels :]
+    expected = exact.causal_conv(qkv.double(), given.weight.double(), exact_inputs, batch)
+    convolved = operators.causal_conv(qkv, given.weight, inputs, batch)
+    _assert_close(convolved, expected, tolerance)
+    _assert_close(inputs, exact_inputs, 1e-6)
+    gates = given.beta, given.step, given.decay
+    expected = exact.gated_delta(convolved.double(), *(one.double() for one in gates), exact_delta, heads, batch)
+    mixed = operators.gated_delta(convolved, *gates, delta, heads, batch)
+    _assert_close(mixed, expected, tolerance)
+    _assert_close(delta, exact_delta, 1e-5)
+    unwritten = [block for block in range(len(delta)) if block == 0 or block not in shape.blocks]
+    assert torch.equal(delta[unwritten], given.delta[unwritten])
+    assert torch.equal(inputs[unwritten], given.inputs[unwritten])
+    expected = exact.gated_rms_norm(mixed.double(), gate.double(), given.norm.double(), EPS)
+    _assert_close(operators.gated_rms_norm(mixed, gate, given.norm, EPS), expected, tolerance)
+    expected = exact.multiply_sigmoid(mixed.double(), gate.double())
+    _assert_close(operators.multiply_sigmoid(mixed, gate), expected, tolerance)
+
+
+def check_chunks(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Check that the states and outputs of a sequence have the same bits after any chunks."""
+    shape = Shape(GatedDeltaHeads(2, 4, 16, 32), 4, (150,), (2,))
+    given = Inputs.random(shape, dtype, device)
+    whole = _run(operators, given, shape, (150,))
+    for lengths in ((64, 86), (1, 1, 1, 147), (17, 111, 1, 21), (1,) * 150):
+        assert all(torch.equal(*pair) for pair in zip(whole, _run(operators, given, shape, lengths), strict=True))
+
+
+def _run(operators: RecurrentOperators, given: Inputs, shape: Shape, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    inputs, delta, outputs = given.inputs.clone(), given.delta.clone(), []
+    for end, length in zip(accumulate(lengths), lengths, strict=True):
+        rows = slice(end - length, end)
+        batch = batch_of((length,), shape.blocks, str(given.qkvz.device))
+        qkv = operators.causal_conv(given.qkvz[rows, : shape.channels], given.weight, inputs, batch)
+        mixed = operators.gated_delta(qkv, given.beta[rows], given.step[rows], given.decay, delta, shape.heads, batch)
+        gated = operators.gated_rms_norm(mixed, given.qkvz[rows, shape.channels :], given.norm, EPS)
+        outputs.append(operators.multiply_sigmoid(gated, given.qkvz[rows, shape.channels :]))
+    return inputs, delta, torch.cat(outputs)
+
+
+def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (found.double() - expected).abs().max()
+    assert error <= tolerance * expected.abs().max(), f"{error} of {expected.abs().max()}"
