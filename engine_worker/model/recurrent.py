@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
-from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
 from kernels.recurrent.operators import RecurrentOperators
 
 
@@ -16,16 +16,14 @@ class GatedDeltaWeights:
     Attributes:
         heads: The heads.
         conv: [width, channels] float32.
-        decay: [num_heads] float32, -exp(A_log).
-        step_bias: [num_heads] float32.
+        rates: With decay -exp(A_log).
         norm: [value_dim] float32.
         eps: Of the norm.
     """
 
     heads: GatedDeltaHeads
     conv: Tensor
-    decay: Tensor
-    step_bias: Tensor
+    rates: DeltaRates
     norm: Tensor
     eps: float
 
@@ -60,7 +58,5 @@ class RecurrentPlan:
         delta = states[:, : heads.state_size].unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim))
         inputs = states[:, heads.state_size : heads.state_size + (width - 1) * channels].unflatten(1, (-1, channels))
         qkv = operators.causal_conv(qkvz[:, :channels], weights.conv, inputs, batch)
-        beta, step = gates.float().chunk(2, dim=1)
-        step = step + weights.step_bias
-        mixed = operators.gated_delta(qkv, beta.contiguous(), step, weights.decay, delta, heads, batch)
+        mixed = operators.gated_delta(qkv, gates, weights.rates, delta, heads, batch)
         return operators.gated_rms_norm(mixed, qkvz[:, channels:], weights.norm, weights.eps)

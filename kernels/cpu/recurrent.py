@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.cpu.library import CpuLibrary, InstructionSet, num_threads
 from kernels.cpu.step import DTYPES, SUFFIXES
-from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
 
 MAX_KEY_DIM = 512  # csrc/recurrent.h
 
@@ -69,18 +69,23 @@ class CompiledRecurrent:
         return out
 
     def gated_delta(
-        self, qkv: Tensor, beta: Tensor, step: Tensor, decay: Tensor, states: Tensor, heads: GatedDeltaHeads,
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        rates: DeltaRates,
+        states: Tensor,
+        heads: GatedDeltaHeads,
         batch: RecurrentBatch,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         assert qkv.stride(1) == 1 and qkv.dtype == self._dtype and heads.key_dim <= MAX_KEY_DIM
-        assert beta.is_contiguous() and step.is_contiguous() and states[0].is_contiguous()
+        assert gates.is_contiguous() and gates.dtype == self._dtype and states[0].is_contiguous()
         out = torch.empty(len(qkv), heads.value_size, dtype=self._dtype)
         is_synthetic = not batch.state_blocks.all()
         scratch = torch.empty(len(batch.state_blocks) * heads.state_size if is_synthetic else 0)
         of_layer = _Heads(heads.num_key_heads, heads.num_heads, heads.key_dim, heads.value_dim)
         self._gated_delta(
-            byref(_sequences(states, batch)), byref(of_layer), qkv.data_ptr(), qkv.stride(0), beta.data_ptr(),
-            step.data_ptr(), decay.data_ptr(), scratch.data_ptr(), out.data_ptr(), self._type,
+            byref(_sequences(states, batch)), byref(of_layer), qkv.data_ptr(), qkv.stride(0), gates.data_ptr(),
+            rates.decay.data_ptr(), rates.step_bias.data_ptr(), scratch.data_ptr(), out.data_ptr(), self._type,
         )  # fmt: skip
         return out
 

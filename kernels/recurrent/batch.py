@@ -21,6 +21,19 @@ class RecurrentBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaRates:
+    """How fast the state of each value head decays.
+
+    Attributes:
+        decay: [num_heads] float32, below 0.
+        step_bias: [num_heads] float32.
+    """
+
+    decay: Tensor
+    step_bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class GatedDeltaHeads:
     """The heads of a Gated DeltaNet layer; each query and key head serves consecutive value heads.
 

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
 
 
 class RecurrentOperators(Protocol):
@@ -24,16 +24,20 @@ class RecurrentOperators(Protocol):
         """
 
     def gated_delta(
-        self, qkv: Tensor, beta: Tensor, step: Tensor, decay: Tensor, states: Tensor, heads: GatedDeltaHeads,
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        rates: DeltaRates,
+        states: Tensor,
+        heads: GatedDeltaHeads,
         batch: RecurrentBatch,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run the gated delta rule (https://arxiv.org/abs/2412.06464) over each sequence, from its state.
 
         Args:
             qkv: [T, 2 * key_size + value_size], convolved; queries and keys are normed here.
-            beta: [T, num_heads] float32, logits of the share of a value that is written.
-            step: [T, num_heads] float32, with the bias; the state decays by exp(decay * softplus(step)).
-            decay: [num_heads] float32, below 0.
+            gates: [T, 2 * num_heads]: beta, the logits of the share of a value that is written, then the step.
+            rates: The state decays by exp(decay * softplus(step + step_bias)).
             states: [N, num_heads, key_dim, value_dim] float32; updated.
             heads: The heads.
             batch: The sequences.

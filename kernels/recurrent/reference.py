@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
 
 L2_EPS = 1e-6  # of queries and keys, as in fla-core
 
@@ -27,15 +27,20 @@ class TorchRecurrent:
         return out
 
     def gated_delta(
-        self, qkv: Tensor, beta: Tensor, step: Tensor, decay: Tensor, states: Tensor, heads: GatedDeltaHeads,
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        rates: DeltaRates,
+        states: Tensor,
+        heads: GatedDeltaHeads,
         batch: RecurrentBatch,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         parts = qkv.to(states.dtype).split((heads.key_size, heads.key_size, heads.value_size), dim=1)
         query, key = (_normed(part, heads) for part in parts[:2])
         query = query * heads.key_dim**-0.5
         value = parts[2].unflatten(1, (heads.num_heads, heads.value_dim))
-        factor = torch.exp(decay * F.softplus(step))
-        share = torch.sigmoid(beta)
+        beta, step = gates.to(states.dtype).chunk(2, dim=1)
+        factor, share = torch.exp(rates.decay * F.softplus(step + rates.step_bias)), torch.sigmoid(beta)
         out = torch.empty_like(value)
         for tokens, block in _sequences(batch):
             state = states[block].clone()

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
 from kernels.recurrent.reference import L2_EPS
 
-_CONV_TOKENS, _CONV_CHANNELS = 32, 256
+_CONV_TOKENS, _CONV_CHANNELS = 16, 256
 _NORM_ROWS = 16
+_COLUMNS, _WARPS = 16, 1  # of a state that a program updates
 
 
 @triton.jit
@@ -98,9 +99,21 @@ def _unit(x, EPS: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
 
 
-@triton.jit(do_not_specialize=["qkv_stride", "gate_stride"])
+@triton.jit
+def _token_of(row, gate, keys, values, KEY_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr):
+    """Return query, key, value, beta and the step of a token, in float32."""
+    return (
+        tl.load(row + keys).to(tl.float32),
+        tl.load(row + KEY_SIZE + keys).to(tl.float32),
+        tl.load(row + values).to(tl.float32),
+        tl.load(gate).to(tl.float32),
+        tl.load(gate + NUM_HEADS).to(tl.float32),
+    )
+
+
+@triton.jit(do_not_specialize=["qkv_stride"])
 def _gated_delta_kernel(
-    qkv, beta, step, decay, out, states, state_blocks, starts, qkv_stride, gate_stride, state_stride,
+    qkv, gates, decay, step_bias, out, states, state_blocks, starts, qkv_stride, state_stride,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -114,46 +127,48 @@ def _gated_delta_kernel(
         place = states + block.to(tl.int64) * state_stride + head * (KEY_DIM * VALUE_DIM)
         place += rows[:, None] * VALUE_DIM + columns[None, :]
         state = tl.load(place)
-        rate = tl.load(decay + head)
+        rate, bias = tl.load(decay + head), tl.load(step_bias + head)
         keys = head // (NUM_HEADS // NUM_KEY_HEADS) * KEY_DIM + rows
         values = 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
-        token = start.to(tl.int64)
-        for _ in range(end - start):
-            row = qkv + token * qkv_stride
-            query = _unit(tl.load(row + keys).to(tl.float32), EPS) * (KEY_DIM**-0.5)
-            key = _unit(tl.load(row + NUM_KEY_HEADS * KEY_DIM + keys).to(tl.float32), EPS)
-            value = tl.load(row + values).to(tl.float32)
-            x = tl.load(step + token * gate_stride + head).to(tl.float32)
+        gate = gates + head
+        row = start.to(tl.int64)
+        query, key, value, beta, step = _token_of(
+            qkv + row * qkv_stride, gate + row * (2 * NUM_HEADS), keys, values, NUM_KEY_HEADS * KEY_DIM, NUM_HEADS
+        )
+        target = out + row * (NUM_HEADS * VALUE_DIM) + head * VALUE_DIM + columns
+        for index in range(start, end):
+            # The next token is loaded before this one's chain of sums, which takes longer.
+            row = tl.minimum(index + 1, end - 1).to(tl.int64)
+            next_query, next_key, next_value, next_beta, next_step = _token_of(
+                qkv + row * qkv_stride, gate + row * (2 * NUM_HEADS), keys, values, NUM_KEY_HEADS * KEY_DIM, NUM_HEADS
+            )
+            query = _unit(query, EPS) * (KEY_DIM**-0.5)
+            key = _unit(key, EPS)
+            x = step + bias
             softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-            share = tl.sigmoid(tl.load(beta + token * gate_stride + head).to(tl.float32))
             state *= tl.exp(rate * softplus)
             known = tl.sum(state * key[:, None], 0)
-            state += key[:, None] * ((value - known) * share)[None, :]
+            state += key[:, None] * ((value - known) * tl.sigmoid(beta))[None, :]
             mixed = tl.sum(state * query[:, None], 0)
-            tl.store(out + token * (NUM_HEADS * VALUE_DIM) + head * VALUE_DIM + columns, mixed.to(out.dtype.element_ty))
-            token += 1
+            tl.store(target, mixed.to(out.dtype.element_ty))
+            target += NUM_HEADS * VALUE_DIM
+            query, key, value, beta, step = next_query, next_key, next_value, next_beta, next_step
         if block != 0:
             tl.store(place, state)
 
 
 def gated_delta(
-    qkv: Tensor,
-    beta: Tensor,
-    step: Tensor,
-    decay: Tensor,
-    states: Tensor,
-    heads: GatedDeltaHeads,
-    batch: RecurrentBatch,
+    qkv: Tensor, gates: Tensor, rates: DeltaRates, states: Tensor, heads: GatedDeltaHeads, batch: RecurrentBatch
 ) -> Tensor:
-    assert qkv.stride(1) == beta.stride(1) == step.stride(1) == 1 and beta.stride(0) == step.stride(0)
+    assert qkv.stride(1) == 1 and gates.is_contiguous()
     assert states.stride()[1:] == (heads.key_dim * heads.value_dim, heads.value_dim, 1)
     out = torch.empty((len(qkv), heads.value_size), dtype=qkv.dtype, device=qkv.device)
-    columns = min(heads.value_dim, 16)
+    columns = min(heads.value_dim, _COLUMNS)
     _gated_delta_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
-        qkv, beta, step, decay, out, states, batch.state_blocks, batch.query_start_loc,
-        qkv.stride(0), beta.stride(0), states.stride(0),
+        qkv, gates, rates.decay, rates.step_bias, out, states, batch.state_blocks, batch.query_start_loc,
+        qkv.stride(0), states.stride(0),
         NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
-        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, EPS=L2_EPS, num_warps=1,
+        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, EPS=L2_EPS, num_warps=_WARPS,
     )  # fmt: skip
     return out
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kernels.recurrent.batch import GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
 from kernels.recurrent.operators import RecurrentOperators
 from kernels.recurrent.reference import TorchRecurrent
 
@@ -39,9 +39,9 @@ SHAPES = {
 class Inputs:
     qkvz: Tensor  # [T, channels + value_size]
     weight: Tensor
-    beta: Tensor
-    step: Tensor
+    gates: Tensor  # [T, 2 * num_heads]
     decay: Tensor
+    step_bias: Tensor
     norm: Tensor
     inputs: Tensor  # states of the convolution
     delta: Tensor  # states of the delta rule
@@ -59,11 +59,11 @@ class Inputs:
         inputs[0] = delta[0] = 0.0
         drawn = cls(
             draw(num_tokens, shape.channels + heads.value_size), draw(shape.width, shape.channels),
-            draw(num_tokens, heads.num_heads), 3 * draw(num_tokens, heads.num_heads), -draw(heads.num_heads).exp(),
+            3 * draw(num_tokens, 2 * heads.num_heads), -draw(heads.num_heads).exp(), draw(heads.num_heads),
             draw(heads.value_dim), inputs, delta,
         )  # fmt: skip
         moved = {name: value.to(device) for name, value in vars(drawn).items()}
-        return cls(**moved | {"qkvz": moved["qkvz"].to(dtype)})
+        return cls(**moved | {name: moved[name].to(dtype) for name in ("qkvz", "gates")})
 
 
 def batch_of(lengths: tuple[int, ...], blocks: tuple[int, ...], device: str = "cpu") -> RecurrentBatch:
@@ -82,9 +82,10 @@ def check(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, devic
     convolved = operators.causal_conv(qkv, given.weight, inputs, batch)
     _assert_close(convolved, expected, tolerance)
     _assert_close(inputs, exact_inputs, 1e-6)
-    gates = given.beta, given.step, given.decay
-    expected = exact.gated_delta(convolved.double(), *(one.double() for one in gates), exact_delta, heads, batch)
-    mixed = operators.gated_delta(convolved, *gates, delta, heads, batch)
+    rates = DeltaRates(given.decay, given.step_bias)
+    exact_rates = DeltaRates(given.decay.double(), given.step_bias.double())
+    expected = exact.gated_delta(convolved.double(), given.gates.double(), exact_rates, exact_delta, heads, batch)
+    mixed = operators.gated_delta(convolved, given.gates, rates, delta, heads, batch)
     _assert_close(mixed, expected, tolerance)
     _assert_close(delta, exact_delta, 1e-5)
     unwritten = [block for block in range(len(delta)) if block == 0 or block not in shape.blocks]
@@ -107,11 +108,12 @@ def check_chunks(operators: RecurrentOperators, dtype: torch.dtype, device: str 
 
 def _run(operators: RecurrentOperators, given: Inputs, shape: Shape, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
     inputs, delta, outputs = given.inputs.clone(), given.delta.clone(), []
+    rates = DeltaRates(given.decay, given.step_bias)
     for end, length in zip(accumulate(lengths), lengths, strict=True):
         rows = slice(end - length, end)
         batch = batch_of((length,), shape.blocks, str(given.qkvz.device))
         qkv = operators.causal_conv(given.qkvz[rows, : shape.channels], given.weight, inputs, batch)
-        mixed = operators.gated_delta(qkv, given.beta[rows], given.step[rows], given.decay, delta, shape.heads, batch)
+        mixed = operators.gated_delta(qkv, given.gates[rows], rates, delta, shape.heads, batch)
         gated = operators.gated_rms_norm(mixed, given.qkvz[rows, shape.channels :], given.norm, EPS)
         outputs.append(operators.multiply_sigmoid(gated, given.qkvz[rows, shape.channels :]))
     return inputs, delta, torch.cat(outputs)

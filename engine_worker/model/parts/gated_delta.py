@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.devices import DeviceStep
-from engine_worker.model.linear import Input, Linear, LinearSpec
+from engine_worker.model.linear import Input, Linear, LinearSpec, Scaling
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.recurrent import GatedDeltaWeights
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.part import Role
-from kernels.recurrent.batch import GatedDeltaHeads
+from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads
 
 
 class GatedDelta:
@@ -18,7 +18,8 @@ class GatedDelta:
     def __init__(self, enter: Linear, gates: Linear, leave: Linear, weights: GatedDeltaWeights, layer: int) -> None:
         """Hold the weights; `layer` is the layer's place in the state pool."""
         self._enter, self._gates, self._leave, self._weights, self._layer = enter, gates, leave, weights, layer
-        self.scaling = enter.scaling
+        # A checkpoint may leave the small gates unquantized; then each layer quantizes its own inputs.
+        self.scaling = enter.scaling if enter.scaling is gates.scaling else Scaling.NONE
 
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Update the states with all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
@@ -60,8 +61,10 @@ def load_gated_delta(spec: GatedDeltaSpec, source: LayerSource) -> GatedDelta:
         .t()
         .float()
         .contiguous(),
-        decay=-weights.get(prefix + delta.decay, heads, dtype=torch.float32).exp(),
-        step_bias=weights.get(prefix + delta.step_bias, heads, dtype=torch.float32),
+        rates=DeltaRates(
+            -weights.get(prefix + delta.decay, heads, dtype=torch.float32).exp(),
+            weights.get(prefix + delta.step_bias, heads, dtype=torch.float32),
+        ),
         norm=weights.get(f"{prefix}{delta.norm}.weight", (spec.value_dim,)).float(),
         eps=source.norm.eps,
     )

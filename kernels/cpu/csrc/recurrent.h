@@ -116,7 +116,7 @@ inline void update_columns(
 
 template <typename T>
 void delta_head(
-    const DeltaHeads& heads, const T* qkv, int64_t stride, const float* beta, const float* step, float decay,
+    const DeltaHeads& heads, const T* qkv, int64_t stride, const T* gates, float decay, float step_bias,
     int64_t num_tokens, int head, float* state, T* out) {
     const int key_dim = heads.key_dim, value_dim = heads.value_dim, size = heads.num_key_heads * key_dim;
     const int key_head = head / (heads.num_heads / heads.num_key_heads);
@@ -125,9 +125,10 @@ void delta_head(
         const T* row = qkv + token * stride;
         unit(row + key_head * key_dim, key_dim, 1.0f / sqrtf((float)key_dim), query);
         unit(row + size + key_head * key_dim, key_dim, 1.0f, key);
-        const float x = step[token * heads.num_heads + head];
+        const T* gate = gates + token * 2 * heads.num_heads + head;
+        const float x = widened(gate[heads.num_heads]) + step_bias;
         const float factor = expf(decay * (x > 20.0f ? x : log1pf(expf(x))));
-        const float share = 1.0f / (1.0f + expf(-beta[token * heads.num_heads + head]));
+        const float share = 1.0f / (1.0f + expf(-widened(gate[0])));
         const T* value = row + 2 * size + head * value_dim;
         T* to = out + (token * heads.num_heads + head) * value_dim;
         int column = 0;
@@ -144,8 +145,8 @@ void delta_head(
 // A part is one head of one sequence. `scratch` has a state for each sequence without one of its own.
 template <typename T>
 void gated_delta(
-    const Sequences& all, const DeltaHeads& of_layer, const void* qkv, int64_t stride, const float* beta,
-    const float* step, const float* decay, float* scratch, void* out) {
+    const Sequences& all, const DeltaHeads& of_layer, const void* qkv, int64_t stride, const void* gates,
+    const float* decay, const float* step_bias, float* scratch, void* out) {
     const Sequences own = all;
     const DeltaHeads heads = of_layer;
     perform_parts(own.count * heads.num_heads, 1, own.num_threads, [=](int64_t part, uint8_t*) {
@@ -158,8 +159,8 @@ void gated_delta(
             state = scratch + part * size;
         }
         delta_head(
-            heads, (const T*)qkv + start * stride, stride, beta + start * heads.num_heads, step + start * heads.num_heads,
-            decay[head], num_tokens, (int)head, state, (T*)out + start * heads.num_heads * heads.value_dim);
+            heads, (const T*)qkv + start * stride, stride, (const T*)gates + start * 2 * heads.num_heads,
+            decay[head], step_bias[head], num_tokens, (int)head, state, (T*)out + start * heads.num_heads * heads.value_dim);
     });
 }
 

@@ -67,9 +67,9 @@ PAGESTREAM_EXPORT void NAME(pagestream_causal_conv)(
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_gated_delta)(
-    const Sequences* sequences, const DeltaHeads* heads, const void* qkv, int64_t stride, const float* beta,
-    const float* step, const float* decay, float* scratch, void* out, int dtype) {
-    BY_TYPE(dtype, gated_delta, *sequences, *heads, qkv, stride, beta, step, decay, scratch, out);
+    const Sequences* sequences, const DeltaHeads* heads, const void* qkv, int64_t stride, const void* gates,
+    const float* decay, const float* step_bias, float* scratch, void* out, int dtype) {
+    BY_TYPE(dtype, gated_delta, *sequences, *heads, qkv, stride, gates, decay, step_bias, scratch, out);
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_gated_rms_norm)(

@@ -132,7 +132,7 @@ def make_runner(
         model_impl=model_impl,
         tensor_parallel_size=tensor_parallel_size,
         block_size=block_size,
-        kv_cache_memory_bytes=_cache_bytes(layout, num_blocks + 1) // tensor_parallel_size,  # per rank
+        kv_cache_memory_bytes=cache_bytes(layout, num_blocks + 1) // tensor_parallel_size,  # per rank
         swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
         max_model_len=longest,
         max_num_seqs=_MAX_NUM_SEQS,  # for the sampler; the scheduler has its own limit
@@ -142,11 +142,11 @@ def make_runner(
     return load_model_runner(settings, lambda phase, progress, detail: None)
 
 
-def _cache_bytes(layout: KVLayout, num_blocks: int) -> int:
+def cache_bytes(layout: KVLayout, num_blocks: int, max_num_seqs: int = _MAX_NUM_SEQS) -> int:
     """Return the bytes of a cache with so many KV blocks, beside the recurrent states that it also holds."""
     for num_states in range(_MAX_STATES + 1):
         num_bytes = num_blocks * layout.block_bytes + num_states * layout.state_bytes
-        if num_state_blocks_that_fit(num_bytes, layout.state_bytes, _MAX_NUM_SEQS) == num_states:
+        if num_state_blocks_that_fit(num_bytes, layout.state_bytes, max_num_seqs) == num_states:
             return num_bytes
     raise AssertionError("no number of states fits")
 

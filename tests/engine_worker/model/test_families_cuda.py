@@ -13,7 +13,7 @@ from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
 from tests.builders import make_request
-from tests.engine_worker.execution.reference import Reference, make_engine, run_engine_to_end
+from tests.engine_worker.execution.reference import Reference, cache_bytes, make_engine, run_engine_to_end
 from tests.engine_worker.model.families import FP32_MARGIN, prompts, write_family
 from tests.engine_worker.model.family_cases import NATIVE, THROUGH_TRANSFORMERS
 
@@ -40,7 +40,7 @@ def test_greedy_tokens_on_the_gpu_match_transformers(name: str, tmp_path: Path) 
                 model=directory,
                 device="cuda",
                 dtype="float32",
-                kv_cache_memory_bytes=num_blocks * len(layout.groups) * layout.block_bytes,
+                kv_cache_memory_bytes=cache_bytes(layout, num_blocks * len(layout.groups), 8),
                 swap_space_bytes=0,
                 max_model_len=208,
                 max_num_seqs=8,
