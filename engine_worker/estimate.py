@@ -24,7 +24,7 @@ from engine_worker.execution.settings import (
     QUANTIZATIONS,
     ExecutionSettings,
 )
-from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, KVLayout, kv_cache_dtype
+from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, KVLayout, kv_cache_dtype, num_state_blocks_that_fit
 from engine_worker.kv.span import KVSpan
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
@@ -69,6 +69,8 @@ class Estimate:
     window: int = 0  # widest window if every layer has one; a sequence keeps no more
     kv_groups: tuple[GroupEstimate, ...] = ()
     tensor_parallel_size: int = 1  # with several devices, all bytes are per device
+    state_bytes: int = 0  # of the recurrent layers of one sequence
+    num_states: int = 0  # live ones and checkpoints
     token_counts_bytes: int = 0  # for penalties: 2 bytes per vocabulary token and running slot
 
     @property
@@ -91,7 +93,7 @@ def estimate(
 
     `memory_bytes` is the memory of one device for weights and KV; `block_size` and `max_model_len` are in tokens.
     `blueprint` gives the share of a device and quantized weights; without it, a device holds all of `config` in
-    `dtype`.
+    `dtype`. Recurrent states are counted for the default number of running slots.
 
     Raises:
         DoesNotFit: If one sequence of `max_model_len` tokens does not fit.
@@ -102,12 +104,14 @@ def estimate(
         share, weight_format = blueprint.share(tensor_parallel_size), blueprint.weight_format
         weights_bytes = blueprint.weights_bytes(tensor_parallel_size, itemsize)
     layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
-    windows = [group.window for group in layout.groups]
-    kv_bytes = memory_bytes - weights_bytes
+    cache_bytes = memory_bytes - weights_bytes
+    num_states = num_state_blocks_that_fit(max(0, cache_bytes), layout.state_bytes, MAX_NUM_SEQS["cuda"])
+    kv_bytes = cache_bytes - num_states * layout.state_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one block is padding
     # For decoding, one token per step; during prefill a sequence holds a step's tokens more than its window.
     needed = {tokens: layout.max_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
-    fitting = {tokens: blocks // num_blocks for tokens, num_blocks in needed.items()}
+    most = num_states - 1 if num_states else blocks  # one state is zeros
+    fitting = {tokens: min(blocks // num_blocks, most) for tokens, num_blocks in needed.items()}
     if not fitting[max_model_len]:
         needed_bytes = needed[max_model_len] * layout.block_bytes
         raise _does_not_fit(
@@ -125,10 +129,18 @@ def estimate(
         max_model_len=max_model_len,
         sequences_at_tokens={tokens: count for tokens, count in fitting.items() if tokens <= max_model_len},
         tensor_parallel_size=tensor_parallel_size,
+        state_bytes=layout.state_bytes,
+        num_states=max(0, num_states - 1),
         weight_format=weight_format,
-        window=min(windows, default=0) and max(windows),
+        window=_widest_window(layout),
         kv_groups=_groups(layout, share.cache_owners),
     )
+
+
+def _widest_window(layout: KVLayout) -> int:
+    """Return the widest window if every layer has one, else 0."""
+    windows = [group.window for group in layout.groups]
+    return min(windows, default=0) and max(windows)
 
 
 def _groups(layout: KVLayout, owners: Sequence[int]) -> tuple[GroupEstimate, ...]:
@@ -245,6 +257,9 @@ def _text(found: Estimate) -> str:
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
         f"KV          {token:8.1f} KiB per token, {block:.0f} KiB per block, in {found.kv_cache_dtype}",
     ]
+    if found.num_states:
+        size, total = found.state_bytes / 2**20, found.state_bytes * (found.num_states + 1) / 2**30
+        lines.append(f"states      {total:8.2f} GiB   {found.num_states:,} of {size:.1f} MiB, one per running sequence")
     lines += [_group_line(group) for group in found.kv_groups if any(each.window for each in found.kv_groups)]
     if found.tensor_parallel_size > 1:
         lines.insert(0, f"per device, with {found.tensor_parallel_size} devices sharing the model:")

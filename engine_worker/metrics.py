@@ -254,6 +254,12 @@ class _SnapshotCollector(Collector):
         hits = {info.device: totals.device_hit_tokens, "host": totals.host_hit_tokens}
         queried = totals.queried_tokens
         yield self._counter("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache", queried)
+        lost = totals.hit_tokens_lost_for_state
+        text = "Tokens whose KV was cached, but not the recurrent state after them"
+        yield self._counter("kv_hit_tokens_lost_for_state", text, lost)
+        num_live = kv.num_state_blocks - kv.num_free_state_blocks - kv.num_cached_state_blocks
+        states = {"live": num_live, "checkpoint": kv.num_cached_state_blocks, "free": kv.num_free_state_blocks}
+        yield self._by("recurrent_states", "Blocks of recurrent states by state", "state", states)
         yield self._count_by("prefix_cache_hit_tokens", "Tokens found in the prefix cache", "device", hits)
 
     def _kv_durations(self, durations: KVDurations) -> Iterator[Metric]:

@@ -290,6 +290,9 @@ class KVCacheManager:
             num_host_blocks=self._host.pool.num_usable_blocks if self._host else 0,
             num_host_cached_blocks=self._host.pool.num_cached_blocks if self._host else 0,
             num_host_free_blocks=self._host.pool.num_free_blocks if self._host else 0,
+            num_state_blocks=self._states.pool.num_usable_blocks if self._states else 0,
+            num_free_state_blocks=self._states.pool.num_free_blocks if self._states else 0,
+            num_cached_state_blocks=self._states.pool.num_cached_blocks if self._states else 0,
             group_blocks=tuple(
                 sum(len(sequence.kv.tables[group].held) for sequence in running)
                 for group in range(len(self.spans.groups))

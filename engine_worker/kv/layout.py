@@ -30,6 +30,8 @@ def kv_cache_dtype(wanted: str, model_dtype: str) -> str:
 # A decode step loops over the groups at each block edge, so more groups cost more than the padding that they save.
 MAX_GROUPS = 8
 _LONG_TOKENS = 32_768  # groups are chosen for the smallest KV of one sequence of this length
+_STATES_RATIO = 0.4  # a state has the bytes of 2,400 to 3,200 tokens of KV, and each running sequence needs one
+_STATES_PER_SEQUENCE, _MIN_STATES = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +154,14 @@ def _num_kept(counts: Counter[int], size: int) -> int:
     """Return the tokens that all places of a long sequence keep, empty places included."""
     spans = {window: KVSpan(1, window).max_blocks(_LONG_TOKENS) for window in counts}
     return sum(-(-count // size) * size * spans[window] for window, count in counts.items())
+
+
+def num_state_blocks_that_fit(budget_bytes: int, state_bytes: int, max_num_seqs: int) -> int:
+    """Return the number of blocks of the state pool, including block 0; 0 if the model has no recurrent layers.
+
+    They are a live state and three checkpoints per running slot, within 40 % of the budget, but at least eight.
+    """
+    if not state_bytes:
+        return 0
+    fitting = int(budget_bytes * _STATES_RATIO) // state_bytes
+    return min(max(fitting, _MIN_STATES + 1), _STATES_PER_SEQUENCE * max_num_seqs + 1)

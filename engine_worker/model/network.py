@@ -7,6 +7,7 @@ the DeviceStep. The only state is the weights.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -107,8 +108,8 @@ class Network:
         names = spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
         ropes = dict.fromkeys(attention.rope for attention in spec.attentions)
-        device = self._embedding.device
-        tables = {rope: RotaryTable.of(index, rope, spec.head_dim, max_len, device) for index, rope in enumerate(ropes)}
+        rotary = partial(RotaryTable.of, head_dim=spec.head_dim, max_len=max_len, device=self._embedding.device)
+        tables = {rope: rotary(index, rope) for index, rope in enumerate(ropes)}
         shapes = NormShapes(
             spec.hidden_size,
             spec.norm_eps,
@@ -118,7 +119,6 @@ class Network:
             is_deterministic=is_deterministic,
         )
         ends = list(accumulate(spec.num_cache_layers, initial=0))
-        state_layers = list(accumulate((number == 0 for number in spec.num_cache_layers), initial=0))
         self._layers = [
             DecoderLayer(
                 layer,
@@ -131,7 +131,7 @@ class Network:
                     tables,
                     index,
                     range(*ends[index : index + 2]),
-                    state_layers[index],
+                    spec.num_cache_layers[:index].count(0),
                     is_summed=not shapes.takes_sums,
                     reduce=ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce,
                 ),

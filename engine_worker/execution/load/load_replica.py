@@ -31,11 +31,10 @@ from engine_worker.execution.step.kv_cache import (
     check_capacity,
     num_blocks_that_fit,
     num_host_blocks_that_fit,
-    num_state_blocks_that_fit,
 )
 from engine_worker.execution.step.memory import DeviceMemory, measure_memory
 from engine_worker.execution.step.replica import Replica
-from engine_worker.kv.layout import KVLayout, kv_cache_dtype
+from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_state_blocks_that_fit
 from engine_worker.model.attention_backend import refuse_attention
 from engine_worker.model.devices import (
     check_convolutions,

@@ -18,8 +18,6 @@ from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25
 _CPU_DEFAULT_LIMIT_BYTES = 2 * 2**30
-_STATES_RATIO = 0.4  # a state of Qwen3.5 has the bytes of 3,100 tokens of its KV, and each running sequence needs one
-_STATES_PER_SEQUENCE, _MIN_STATES = 4, 8
 
 
 class KVCacheTooSmall(ValueError):
@@ -105,17 +103,6 @@ def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, max_blocks: int
     """Return the number of blocks of the pool, including block 0, at most `max_blocks`."""
     fitting = max(0, budget_bytes) // bytes_per_block
     return fitting if max_blocks is None else min(fitting, max_blocks)
-
-
-def num_state_blocks_that_fit(budget_bytes: int, state_bytes: int, max_num_seqs: int) -> int:
-    """Return the number of blocks of the state pool, including block 0; 0 if the model has no recurrent layers.
-
-    They are a live state and three checkpoints per running slot, within 40 % of the budget, but at least eight.
-    """
-    if not state_bytes:
-        return 0
-    fitting = int(budget_bytes * _STATES_RATIO) // state_bytes
-    return min(max(fitting, _MIN_STATES + 1), _STATES_PER_SEQUENCE * max_num_seqs + 1)
 
 
 def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int) -> int:

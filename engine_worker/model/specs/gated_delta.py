@@ -1,4 +1,4 @@
-"""A Gated DeltaNet layer (https://arxiv.org/abs/2412.06464), as in Qwen3-Next and Qwen3.5.
+"""A Gated DeltaNet layer (https://arxiv.org/abs/2412.06464).
 
     q, k, v = silu(conv(x)), g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b)
     S = exp(g) * S + beta * k (v - exp(g) * S^T k)^T        per value head, in float32, with q and k of length 1

@@ -14,10 +14,9 @@ import torch
 from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.execution.step.kv_cache import num_state_blocks_that_fit
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_cache_manager import KVCacheManager
-from engine_worker.kv.layout import KVLayout, kv_cache_dtype
+from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_state_blocks_that_fit
 from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout

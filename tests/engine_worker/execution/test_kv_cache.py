@@ -14,10 +14,9 @@ from engine_worker.execution.step.kv_cache import (
     copy_blocks,
     num_blocks_that_fit,
     num_host_blocks_that_fit,
-    num_state_blocks_that_fit,
 )
 from engine_worker.execution.step.memory import DeviceMemory, MemoryUnknown, _host_memory
-from engine_worker.kv.layout import KVGroup, KVLayout
+from engine_worker.kv.layout import KVGroup, KVLayout, num_state_blocks_that_fit
 from engine_worker.kv.transfers import BlockCopy, Transfers
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.spec import kv_layout
