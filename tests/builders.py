@@ -94,6 +94,7 @@ def make_scheduler(
     host_tier: HostTierConfig | None = None,
     events: KVEventLog | None = None,
     windows: SequenceOf[int] = (0,),
+    num_state_blocks: int = 0,
     **config: Any,
 ) -> Scheduler:
     """Return a scheduler with 64 usable blocks of 4 tokens by default. `windows`: one per group of layers."""
@@ -106,6 +107,7 @@ def make_scheduler(
         max_new_tokens=limits.max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
         host_tier=host_tier,
+        num_state_blocks=num_state_blocks,
         events=events,
     )
     return Scheduler(limits, kv_cache)
@@ -132,11 +134,13 @@ class FakeModelRunner:
         block_size: int = 4,
         vocab_size: int = VOCAB_SIZE,
         windows: SequenceOf[int] = (0,),
+        num_state_blocks: int = 0,
         before_step: Callable[[ScheduledBatch], None] | None = None,
     ) -> None:
         """Create a runner. `windows`: per group of layers, the last tokens that it sees; 0: all.
 
-        The model sees what the group with the widest window sees.
+        The model sees what the group with the widest window sees. With state blocks it has recurrent layers, whose
+        state after some tokens is those tokens.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -148,6 +152,7 @@ class FakeModelRunner:
         self._inflight_token_ids: dict[Sequence, int] = {}  # samples of the last batch, which a device would keep
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._host: dict[int, list[int | None]] = {}
+        self._states: list[list[int]] = [[] for _ in range(num_state_blocks)]
 
     def submit(self, batch: ScheduledBatch) -> "FakeStep":
         """Compute at once, because later submissions cannot change what a device reads."""
@@ -158,6 +163,12 @@ class FakeModelRunner:
         fetched = {copy.target_block_id: self._host[copy.source_block_id] for copy in batch.swap_in}
         for copy in batch.block_copies:
             self._cache[copy.target_block_id] = list(self._cache[copy.source_block_id])
+        states = [list(self._states[copy.source_block_id]) for copy in batch.state_copies]
+        targets = [copy.target_block_id for copy in batch.state_copies]
+        assert not {copy.source_block_id for copy in batch.state_copies} & set(targets) and 0 not in targets
+        assert len(targets) == len(set(targets)), "copies of one step run in any order"
+        for block_id, state in zip(targets, states, strict=True):
+            self._states[block_id] = state
         for scheduled in batch.sequences:
             self._store(scheduled)
         failures = {
@@ -198,7 +209,21 @@ class FakeModelRunner:
                 block_id = table.blocks[position // self.block_size]
                 assert block_id != PADDING_BLOCK_ID
                 self._cache[block_id][position % self.block_size] = token_id
+        if self._states:
+            self._update_state(scheduled, token_ids)
         self.num_computed_tokens += scheduled.num_new_tokens
+
+    def _update_state(self, scheduled: ScheduledSequence, token_ids: list[int]) -> None:
+        block_id = scheduled.sequence.kv.state_block
+        assert block_id != PADDING_BLOCK_ID, "a running sequence without a state"
+        assert self._states[block_id] == self._stored(scheduled, scheduled.start), "a state of other tokens"
+        self._states[block_id] = [*self._states[block_id], *token_ids]
+
+    def _stored(self, scheduled: ScheduledSequence, end: int) -> list[int]:
+        """Return the first `end` tokens, as the blocks of the first group have them."""
+        blocks = scheduled.sequence.kv.tables[0].blocks
+        slots = [slot for block_id in blocks for slot in self._cache[block_id]]
+        return [-1 if token_id is None else token_id for token_id in slots[:end]]
 
     def _sample(self, scheduled: ScheduledSequence, failures: dict[str, str]) -> int | None:
         sequence = scheduled.sequence

@@ -105,7 +105,23 @@ class StateTables:
             hit: Where it continues.
             num_cached_tokens: Tokens of its prefix whose KV is cached; further requests may diverge there.
         """
-        source = hit.block_id
+        if self._pool.is_cached(hit.block_id) and self._pool.num_available_blocks == 1:
+            self._take_over(sequence, hit.block_id)
+        else:
+            self._copy_to_new(sequence, hit.block_id)
+        if self._publishes:
+            sequence.kv.checkpoints = _checkpoints(sequence.num_prompt_tokens, hit.num_tokens, num_cached_tokens)
+
+    def _take_over(self, sequence: Sequence, block_id: int) -> None:
+        """Make the last available block, a checkpoint, the live state."""
+        self._pool.share([block_id])
+        key = self._pool.blocks[block_id].key
+        assert key is not None, "only published blocks are cached"
+        self._pool.retract(key)
+        self._forget(block_id)
+        sequence.kv.state_block = block_id
+
+    def _copy_to_new(self, sequence: Sequence, source: int) -> None:
         if source != PADDING_BLOCK_ID:
             self._pool.share([source])
             self._pool.hold(source)
@@ -113,8 +129,6 @@ class StateTables:
         if source != PADDING_BLOCK_ID:
             self._pool.free([source])
         self._copies.append(BlockCopy(source, sequence.kv.state_block))
-        if self._publishes:
-            sequence.kv.checkpoints = _checkpoints(sequence.num_prompt_tokens, hit.num_tokens, num_cached_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give `child` a copy of the state that the step being planned computes for `parent`."""

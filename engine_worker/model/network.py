@@ -7,7 +7,6 @@ the DeviceStep. The only state is the weights.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -26,6 +25,7 @@ from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.quantization import dense_tensor, linear_method
 from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.specs.attention import RopeSpec
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
 
@@ -107,9 +107,7 @@ class Network:
         method = method or linear_method(spec.quantization, weights.device.type, is_deterministic)
         names = spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
-        ropes = dict.fromkeys(attention.rope for attention in spec.attentions)
-        rotary = partial(RotaryTable.of, head_dim=spec.head_dim, max_len=max_len, device=self._embedding.device)
-        tables = {rope: rotary(index, rope) for index, rope in enumerate(ropes)}
+        tables = _rotary_tables(spec, max_len, self._embedding.device)
         shapes = NormShapes(
             spec.hidden_size,
             spec.norm_eps,
@@ -141,8 +139,8 @@ class Network:
         ]
         self._norm = shapes.of_sum(weights.get(names.norm, (spec.hidden_size,)))
         self._embedding_scale = _embedding_scale(spec, self.dtype)
-        name = names.embedding if spec.tie_word_embeddings else names.head
-        self._head = method.head(self._head_weight(weights), name, weights)
+        head = names.embedding if spec.tie_word_embeddings else names.head
+        self._head = method.head(self._head_weight(weights), head, weights)
         self._kv_scales = read_kv_scales(weights, spec)
 
     def _head_weight(self, weights: WeightSource) -> Tensor:
@@ -222,6 +220,11 @@ class Network:
             logits.mul_(self.spec.logit_scale)
         cap = self.spec.logit_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def _rotary_tables(spec: ModelSpec, max_len: int, device: torch.device) -> dict[RopeSpec, RotaryTable]:
+    ropes = dict.fromkeys(attention.rope for attention in spec.attentions)
+    return {rope: RotaryTable.of(index, rope, spec.head_dim, max_len, device) for index, rope in enumerate(ropes)}
 
 
 def _embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:

@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from engine_worker.engine import Engine
+from engine_worker.kv import state_tables
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.kv.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.kv.span import KVSpans
@@ -172,6 +173,9 @@ class Promises:
         self._check_order([*groups, *waiting])
         self._check_budget(batch)
         self.running = set(map(life, active))
+        if not groups:  # a fork ended before its state was copied
+            assert not batch.sequences
+            return
         oldest = next((group for group in groups if not group.is_background), groups[0])
         moving = scheduled.keys() | ending | arriving | (active.keys() - old)
         if not self.has_tenants:
@@ -316,6 +320,17 @@ def test_random_requests_preempt_often() -> None:
 
 
 @cache
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(30))
+def test_random_requests_with_recurrent_states_keep_guarantees(
+    seed: int, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are short, so their states are kept more often than in a real one."""
+    monkeypatch.setattr(state_tables, "CHECKPOINT_TOKENS", 16)
+    monkeypatch.setattr(state_tables, "DISTANT_TOKENS", 32)
+    run_random_traffic(seed, async_scheduling, 0.2, num_state_blocks=2 + seed % 20, has_tenants=seed % 3 == 0)
+
+
 def run_random_traffic(
     seed: int,
     async_scheduling: bool,
@@ -323,6 +338,7 @@ def run_random_traffic(
     windows: tuple[int, ...] = (0,),
     full_pool: bool = False,
     has_tenants: bool = False,
+    num_state_blocks: int = 0,
 ) -> Promises:
     random, classes, tenants = Random(seed), Random(seed), Random(seed)
     settings = random_settings(random)
@@ -333,14 +349,17 @@ def run_random_traffic(
         fill_pool(Random(seed), settings, windows)
     promises = Promises(settings, has_tenants)
     num_blocks, block_size = settings["num_blocks"], settings["block_size"]
-    runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, windows=windows, before_step=promises)
-    promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, windows=windows, **settings)
+    kinds: dict[str, Any] = {"windows": windows, "num_state_blocks": num_state_blocks}
+    runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, before_step=promises, **kinds)
+    promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, **kinds, **settings)
     requests: dict[str, GenerationRequest] = {}
     cancelled: set[str] = set()
     transcript = Transcript()
     while len(requests) < NUM_REQUESTS or engine.has_work:
         for _ in range(random.choice([0, 0, 0, 1, 3]) if len(requests) < NUM_REQUESTS else 0):
             request = random_request(random, number=len(requests))
+            while num_state_blocks and request.sampling.use_beam_search:  # refused
+                request = random_request(random, number=len(requests))
             if classes.random() < batch_ratio:
                 request = structs.replace(request, request_id=f"b{len(requests):02}", priority_class="batch")
             if has_tenants:

@@ -1,0 +1,63 @@
+"""Prefix hits of a model with recurrent states, beside those of a dense model on the same requests."""
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine_worker.engine import Engine
+from shared.messages import FinishEvent, TokenEvent
+from tests.builders import VOCAB_SIZE, FakeModelRunner, make_engine, make_request
+
+SIZES: dict[str, Any] = {"num_blocks": 6_000, "block_size": 16}
+MIN_HIT_RATIO = 0.95  # of the tokens that a dense model finds
+
+
+def engine_with(num_state_blocks: int) -> Engine:
+    runner = FakeModelRunner(**SIZES, num_state_blocks=num_state_blocks)
+    limits: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_model_len": 16_000, "max_num_seqs": 8}
+    return make_engine(runner, **SIZES, **limits, num_state_blocks=num_state_blocks, eos_token_ids=())
+
+
+def answer(engine: Engine, prompt: list[int], num_tokens: int = 20) -> tuple[list[int], int]:
+    """Return the tokens of an answer, and how many of the prompt's were cached."""
+    engine.add_request(make_request(prompt, max_tokens=num_tokens, ignore_eos=True))
+    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+    engine.check_integrity()
+    tokens = [token_id for event in events if isinstance(event, TokenEvent) for token_id in event.token_ids]
+    (end,) = (event for event in events if isinstance(event, FinishEvent))
+    return tokens, end.usage.cached_tokens
+
+
+def draw(random: Random, num_tokens: int) -> list[int]:
+    return random.choices(range(3, VOCAB_SIZE), k=num_tokens)
+
+
+@pytest.mark.parametrize("num_suffix_tokens", [40, 376, 1296])
+@pytest.mark.parametrize("num_prefix_tokens", [1024, 1500, 3000, 8192])
+def test_third_request_with_a_prefix_finds_it(num_prefix_tokens: int, num_suffix_tokens: int) -> None:
+    hits = []
+    for num_state_blocks in (0, 33):
+        random, engine = Random(1), engine_with(num_state_blocks)
+        prefix = draw(random, num_prefix_tokens)
+        hits.append([answer(engine, prefix + draw(random, num_suffix_tokens))[1] for _ in range(5)])
+    dense, hybrid = hits
+    assert dense[1] >= num_prefix_tokens
+    assert sum(hybrid[2:]) >= MIN_HIT_RATIO * sum(dense[2:])
+
+
+def test_turns_of_chats_find_all_but_the_last_token() -> None:
+    """Three chats of six turns in turns; the model ends each answer, whose last token was never computed."""
+    hits = []
+    for num_state_blocks in (0, 33):
+        random, engine, found = Random(2), engine_with(num_state_blocks), 0
+        system = draw(random, 700)
+        chats = [[*system, *draw(random, 90)] for _ in range(3)]
+        for turn in range(6):
+            for number, prompt in enumerate(chats):
+                tokens, cached = answer(engine, prompt, 150)
+                found += cached if turn or number == 2 else 0
+                chats[number] = [*prompt, *tokens, *draw(random, 60)]
+        hits.append(found)
+    dense, hybrid = hits
+    assert hybrid >= MIN_HIT_RATIO * dense
