@@ -16,6 +16,7 @@ from kernels.recurrent.reference import L2_EPS
 _CONV_TOKENS, _CONV_CHANNELS = 16, 256
 _NORM_ROWS = 16
 _COLUMNS, _WARPS = 16, 1  # of a state that a program updates
+_MAX_REGISTERS = 176  # without a limit ptxas takes 168 and spills 4
 
 
 @triton.jit
@@ -168,7 +169,8 @@ def gated_delta(
         qkv, gates, rates.decay, rates.step_bias, out, states, batch.state_blocks, batch.query_start_loc,
         qkv.stride(0), states.stride(0),
         NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
-        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, EPS=L2_EPS, num_warps=_WARPS,
+        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, EPS=L2_EPS,
+        num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
     return out
 

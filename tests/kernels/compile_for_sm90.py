@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -40,7 +41,10 @@ from kernels.moe.gather import gather_rows
 from kernels.moe.list_product import list_product, list_tiles_of, reads_tokens
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.route import route_triton
+from kernels.moe.shared_gate_triton import add_gated_triton
 from kernels.moe.weights import ExpertProduct
+from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.triton_kernels import TritonRecurrent
 from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling.cuda import sample_tokens_triton
@@ -178,6 +182,33 @@ def token_kernels(shape: str, dtype: torch.dtype, kv_dtype: torch.dtype | None =
         copy_kv_blocks_triton(pool, pool, empty(4, 2, dtype=torch.int64))
 
     return launch
+
+
+def recurrent_layers() -> None:
+    """Compile a decode and a prompt of 32 value heads of 128 x 128, with a gated shared expert."""
+    heads, pools = GatedDeltaHeads(16, 32, 128, 128), 3
+    channels, operators = 2 * heads.key_size + heads.value_size, TritonRecurrent()
+
+    def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    exact = partial(empty, dtype=torch.float32)
+    states = exact(4, pools, heads.state_size + 3 * channels)[:, 1]
+    delta = states[:, : heads.state_size].unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim))
+    inputs = states[:, heads.state_size :].unflatten(1, (3, channels))
+    for num_tokens, num_sequences in ((64, 64), (4096, 2)):
+        indices = empty(num_sequences + 1, dtype=torch.int32)
+        batch = RecurrentBatch(indices, indices[1:], max_query_len=num_tokens // num_sequences)
+        qkvz = empty(num_tokens, channels + heads.value_size)
+        qkv = operators.causal_conv(qkvz[:, :channels], exact(4, channels), inputs, batch)
+        rates, gates = (
+            DeltaRates(exact(heads.num_heads), exact(heads.num_heads)),
+            empty(num_tokens, 2 * heads.num_heads),
+        )
+        mixed = operators.gated_delta(qkv, gates, rates, delta, heads, batch)
+        operators.gated_rms_norm(mixed, qkvz[:, channels:], exact(heads.value_dim), 1e-6)
+    x = empty(64, 2048)
+    add_gated_triton(x, x, x, x[0])
 
 
 def w4_linear_layers() -> None:
@@ -396,6 +427,7 @@ def main(part: int, num_parts: int) -> None:
         "linear layers gpt-oss bf16": biased_linear_layers,
         "fp8 linear layers llama-8b bf16": fp8_linear_layers,
         "w4 linear layers llama-8b bf16": w4_linear_layers,
+        "recurrent layers bf16": recurrent_layers,
         "experts gpt-oss-20b mxfp4": experts(GPT_OSS),
         "experts qwen3-30b-a3b bf16": experts(QWEN3),
         "sums of two": summing,

@@ -7,9 +7,12 @@ from bench.engine.sampling_memory import measure
 from bench.kernel.cases import Check
 from bench.kernel.gpu_check import all_checks
 from bench.kernel.sampling import run_checks
+from kernels.moe.shared_gate import add_gated, add_gated_reference
+from kernels.recurrent import triton_kernels
 from kernels.sampling.log_normalizers import log_normalizers, top_scores
 from kernels.sampling.token_counts import apply_penalties, count_drawn, new_counts, recount
 from kernels.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
+from tests.kernels import recurrent_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,6 +25,25 @@ CHECKS = all_checks()
 def test_gpu_kernel_equals_the_float64_reference(check: Check) -> None:
     for error in check(torch.Generator(device="cuda").manual_seed(0)):
         assert error.passed, error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", recurrent_cases.SHAPES)
+def test_gpu_recurrent_operators_equal_torch_in_float64(name: str, dtype: torch.dtype) -> None:
+    recurrent_cases.check(triton_kernels.TritonRecurrent(), recurrent_cases.SHAPES[name], dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gpu_chunks_change_no_bit_of_a_state(dtype: torch.dtype) -> None:
+    recurrent_cases.check_chunks(triton_kernels.TritonRecurrent(), dtype, "cuda")
+
+
+def test_gpu_gated_shared_expert_equals_the_reference() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    outputs, shared, x = (torch.randn(7, 2048, device="cuda", generator=generator).bfloat16() for _ in range(3))
+    weight = torch.randn(2048, device="cuda", generator=generator).bfloat16() / 32
+    found = add_gated(outputs, shared, x, weight)
+    torch.testing.assert_close(found, add_gated_reference(outputs, shared, x, weight))
 
 
 def test_gpu_sampling_equals_the_reference() -> None:

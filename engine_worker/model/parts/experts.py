@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.linear import Experts, ExpertsLoad, Input, RouterWeights, Scaling
@@ -12,6 +11,7 @@ from engine_worker.model.parts.gated_mlp import GatedMlp, load_gated_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, shared_names
 from engine_worker.model.tensor_parallel import SINGLE
+from kernels.moe.shared_gate import add_gated
 
 
 class MixtureOfExperts:
@@ -26,17 +26,16 @@ class MixtureOfExperts:
         shared_gate: Tensor | None,
         reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        """Hold the parts; `shared_gate` is [1, H], and `reduce` sums over the ranks."""
+        """Hold the parts; `shared_gate` is [H], and `reduce` sums over the ranks."""
         self._experts, self._shared, self._shared_gate, self._reduce = experts, shared, shared_gate, reduce
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor)
         outputs = self._experts(x)
-        if self._shared is not None:
-            shared = self._shared(x)
-            if self._shared_gate is not None:
-                shared = shared * torch.sigmoid(F.linear(x, self._shared_gate))
-            outputs = outputs + shared
+        if self._shared is not None and self._shared_gate is not None:
+            outputs = add_gated(outputs, self._shared(x), x, self._shared_gate)
+        elif self._shared is not None:
+            outputs = outputs + self._shared(x)
         return self._reduce(outputs)
 
 
@@ -60,7 +59,7 @@ def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:
     if spec.shared is not None:
         shared = load_gated_mlp(spec.shared, replace(source, names=shared_names(names), is_summed=False))
     if spec.shared_gate:
-        gate = source.weights.get(f"{source.prefix}{names.experts.shared_gate}.weight", (1, hidden))
+        gate = source.weights.get(f"{source.prefix}{names.experts.shared_gate}.weight", (1, hidden)).flatten()
     return MixtureOfExperts(experts, shared, gate, source.reduce if source.is_summed else SINGLE.all_reduce)
 
 

@@ -18,9 +18,10 @@ from tests.engine_worker.model.family_cases import NATIVE
 PROMPT = make_prompt(200)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family(tmp_path_factory.mktemp("qwen3_5"), NATIVE["qwen3_5_text"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dense model, or one with experts."""
+    return write_family(tmp_path_factory.mktemp("hybrid"), NATIVE[request.param])
 
 
 @pytest.fixture(scope="module")
