@@ -24,7 +24,9 @@ from bench.provenance import provenance
 from bench.workload import read_trace
 from shared.garbage_collection import search_rarely
 
-SECTIONS = ("decode", "prefill", "trace", "prefix", "unshared", "parallel", "beam", "pressure", "profile", "sampling")
+SECTIONS = (
+    "decode", "prefill", "trace", "prefix", "turns", "unshared", "parallel", "beam", "pressure", "profile", "sampling",
+)  # fmt: skip
 Emit = Callable[[dict[str, Any]], None]
 
 

@@ -3,7 +3,7 @@
     decode     time between tokens, with the whole batch decoding        prefill   time to the first token, alone
     trace      a length trace, all requests at once                      prefix    shared prefixes; unshared: without
     parallel   n = 4 against n = 1                                       beam      the best of four beams
-    pressure   the trace with a small KV cache, and the number of preemptions
+    pressure   the trace with a small KV cache, and its preemptions      turns     the fifth turn of a chat
 
 Prompts are seeded random token ids, no two runs share one, and every output has its full length.
 """
@@ -24,6 +24,7 @@ DECODE_CASES = ((1, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (128, 
 PREFILL_TOKENS = (8192, 32768)
 PREFILL_REPEATS = 4  # the first one is not counted
 PREFIX_REQUESTS, PREFIX_TOKENS, OWN_TOKENS, PREFIX_OUTPUT_TOKENS = 500, 1024, 64, 64
+TURNS, TURN_TOKENS, TURN_REPEATS = 5, 1638, 3  # 8,190 tokens in the last turn
 PARALLEL_REQUESTS, PARALLEL_CHOICES = 100, 4
 BEAM_WIDTH, BEAM_TOKENS = 4, 64
 
@@ -87,6 +88,18 @@ def prefix(bench: Bench) -> Rows:
         yield {"what": "shared_prefix_1024+64->64", **_throughput(load, bench.session.run(load))}
 
 
+def turns(bench: Bench) -> Rows:
+    """Measure the last turn of a chat, with the turns before it cached and without."""
+    for is_cached in (False, True):
+        times = []
+        for _ in range(TURN_REPEATS):
+            chat = bench.prompt(TURNS * TURN_TOKENS)
+            for turn in range(1 if is_cached else TURNS, TURNS + 1):
+                log = bench.session.run([(chat[: turn * TURN_TOKENS], sampling(2))])
+            times.append(round(1e3 * log.seconds_to_first_token, 2))
+        yield {"what": f"turn_{TURNS}_ttft", "prompt": TURNS * TURN_TOKENS, "cached": is_cached, "ttft_ms": times}
+
+
 def unshared(bench: Bench) -> Rows:
     load = bench.uniform(PREFIX_REQUESTS, PREFIX_TOKENS + OWN_TOKENS, PREFIX_OUTPUT_TOKENS)
     yield {"what": "no_shared_prefix_1088->64", **_throughput(load, bench.session.run(load))}
@@ -133,6 +146,7 @@ SECTIONS: dict[str, Callable[[Bench], Rows]] = {
     "prefill": prefill,
     "trace": trace,
     "prefix": prefix,
+    "turns": turns,
     "unshared": unshared,
     "parallel": parallel,
     "beam": beam,
