@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_worker.model.architectures import has_family, spec_from_json
+from engine_worker.model.checkpoint import stored_tensors
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors, weights_bytes
 from engine_worker.model.grouped_bytes import grouped_weights_bytes
 from engine_worker.model.quantization_config import refuse_quantized
@@ -108,7 +109,11 @@ def blueprint_from_directory(
     files = read_model_files(directory)
     blocks = directory / STORED_BLOCKS
     stored = blocks if blocks.is_file() else None
-    return blueprint(files.config, files.generation, wanted, quantization, stored, enable_expert_parallel)
+    found = blueprint(files.config, files.generation, wanted, quantization, stored, enable_expert_parallel)
+    has_weights = any(directory.glob("*.safetensors"))
+    if not isinstance(found, NativeBlueprint) or found.shape.names.experts.stacked is None or not has_weights:
+        return found
+    return replace(found, shape=found.shape.with_names_of(stored_tensors(directory)))
 
 
 def is_native(config: Mapping[str, Any], wanted: str) -> bool:

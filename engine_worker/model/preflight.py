@@ -46,6 +46,7 @@ def check_files(
         return
     found = stored_tensors(directory)
     if spec is not None:
+        spec = spec.with_names_of(found)
         check_checkpoint(spec, found)
         check_scales(found[name] for name in scale_names(spec))
         for group, names in group_indices(spec).items():

@@ -8,7 +8,7 @@ the names of the checkpoint's tensors.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, Self
@@ -162,6 +162,11 @@ class ModelSpec:
     names: NamesSpec = field(default_factory=NamesSpec)
     unused: tuple[str, ...] = ()  # patterns of tensors that a checkpoint may have and the network does not read
     head_rows: tuple[int, int] | None = None  # [start, end) of the tokens whose logits a rank computes
+
+    def with_names_of(self, stored: Iterable[str]) -> Self:
+        """Return the network with the names that the `stored` tensors use, where a family has two forms."""
+        experts = self.names.experts.as_stored(stored)
+        return replace(self, names=replace(self.names, experts=experts))
 
     # All attentions have the same KV shape.
     @property

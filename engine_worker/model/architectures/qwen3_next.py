@@ -18,10 +18,12 @@ from engine_worker.model.specs.attention import AttentionSpec, QkNorm
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
-from engine_worker.model.specs.names import DeltaNames, NamesSpec
+from engine_worker.model.specs.names import DeltaNames, ExpertNames, NamesSpec
 
 LINEAR = "linear_attention"  # config.json's name of the layer type
-_FUSED = NamesSpec(delta=DeltaNames(enter=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")))
+# Files of text and images have each layer's experts in two tensors.
+_NAMES = NamesSpec(experts=ExpertNames(stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")))
+_FUSED = replace(_NAMES, delta=DeltaNames(enter=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")))
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
@@ -37,8 +39,8 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         LayerSpec(mixer=mixer, mlp=_mlp(config, index))
         for index, mixer in enumerate(_mixers(config, is_fused=is_fused))
     )
-    whole = model_spec(config, generation, layers[0], layers=layers, norm_offset=1.0)
-    return replace(whole, names=_FUSED) if is_fused else whole
+    names = _FUSED if is_fused else _NAMES
+    return model_spec(config, generation, layers[0], layers=layers, norm_offset=1.0, names=names)
 
 
 def _mixers(config: Config, *, is_fused: bool) -> list[AttentionSpec | GatedDeltaSpec]:

@@ -1,6 +1,8 @@
 """The names of a checkpoint's tensors."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -8,6 +10,7 @@ class ExpertNames:
     """The names of the tensors of experts.
 
     A name with `{expert}` is one module per expert. A name without it is one tensor of all experts, with its suffix.
+    `stacked` has the names of gate and up, and of down, in checkpoints that stack the experts instead.
     """
 
     router: str = "mlp.gate"
@@ -19,10 +22,18 @@ class ExpertNames:
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    stacked: tuple[str, str] | None = None
 
     @property
     def is_stacked(self) -> bool:
         return "{expert}" not in self.down
+
+    def as_stored(self, stored: Iterable[str]) -> Self:
+        """Return the names of stacked experts if one of the `stored` tensors has such a name."""
+        if self.stacked is None or not any(name.endswith(self.stacked) for name in stored):
+            return self
+        gate_up, down = self.stacked
+        return replace(self, gate_up=(gate_up,), down=down)
 
 
 EXPERTS = ExpertNames()
