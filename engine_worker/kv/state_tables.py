@@ -87,7 +87,7 @@ class StateTables:
         """
         size = self._block_size
         end = self._ends.get(parent_digest(sequence, num_full_blocks))
-        if end is not None and num_full_blocks * size + end.num_tokens <= num_tokens and self._is_filled(end, step):
+        if end is not None and num_full_blocks * size + end.num_tokens <= num_tokens:
             start = num_full_blocks * size
             if pack_token_ids(sequence.token_ids(start, start + end.num_tokens)) == end.packed_token_ids:
                 return StateHit(start + end.num_tokens, end.block_id)
@@ -189,9 +189,6 @@ class StateTables:
         """Raise AssertionError unless the pool agrees with the live states of `sequences`."""
         live = [[sequence.kv.state_block] for sequence in sequences if sequence.kv.state_block != PADDING_BLOCK_ID]
         self._pool.check_integrity([*live, _blocks_of(self._copies)])
-
-    def _is_filled(self, end: _End, step: int) -> bool:
-        return self._written[end.block_id] < step
 
     def _publish_end(self, sequence: Sequence, block_id: int, step: int) -> None:
         num_tokens, size = sequence.kv.num_computed_tokens, self._block_size

@@ -1,0 +1,94 @@
+"""When a recurrent state may be continued: only one of the same tokens, which an earlier step has written."""
+
+from engine_worker.kv.prefix_cache import cache_root, extend_digests
+from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.state_tables import StateHit, StateTables
+from tests.builders import make_prompt, make_sequence
+
+BLOCK_SIZE, STEP = 16, 5
+
+
+def begun(tables: StateTables, prompt: list[int], num_computed_tokens: int) -> Sequence:
+    """Return a sequence whose state is that after `num_computed_tokens`."""
+    sequence = with_digests(prompt)
+    tables.begin(sequence, StateHit(), 0)
+    tables.take_copies()
+    sequence.kv.num_computed_tokens = num_computed_tokens
+    return sequence
+
+
+def with_digests(prompt: list[int]) -> Sequence:
+    sequence = make_sequence(prompt)
+    sequence.kv.cache_root = cache_root("", "")
+    extend_digests(sequence, len(prompt) // BLOCK_SIZE, BLOCK_SIZE)
+    return sequence
+
+
+def hit(tables: StateTables, prompt: list[int], step: int) -> int:
+    """Return the tokens of the longest hit, if the KV of the whole prompt is cached."""
+    return tables.longest_hit(with_digests(prompt), len(prompt) // BLOCK_SIZE, len(prompt), step).num_tokens
+
+
+def test_checkpoint_is_a_hit_from_the_next_step_on() -> None:
+    tables, prompt = StateTables(5, BLOCK_SIZE), make_prompt(100)
+    sequence = begun(tables, prompt, 64)
+    tables.checkpoint(sequence, STEP)
+    assert hit(tables, prompt, STEP) == 0, "the copy runs in this step"
+    (copy,) = tables.take_copies()
+    assert copy.source_block_id == sequence.kv.state_block
+    assert hit(tables, prompt, STEP + 1) == 64
+    tables.check_integrity([sequence])
+
+
+def test_no_checkpoint_takes_the_place_of_a_sequence() -> None:
+    tables, prompt = StateTables(2, BLOCK_SIZE), make_prompt(100)
+    sequence = begun(tables, prompt, 64)
+    tables.checkpoint(sequence, STEP)
+    assert tables.take_copies() == [] and hit(tables, prompt, STEP + 1) == 0
+
+
+def test_end_is_a_hit_for_its_own_tokens_alone() -> None:
+    tables, prompt = StateTables(5, BLOCK_SIZE), make_prompt(100)
+    sequence = begun(tables, prompt, 70)
+    tables.release(sequence, STEP - 1)
+    tables.take_copies()
+    assert hit(tables, prompt[:75], STEP) == 70
+    assert hit(tables, [*prompt[:69], 1, *prompt[70:75]], STEP) == 0
+    assert hit(tables, prompt[:69], STEP) == 0
+    tables.discard(sequence)
+    assert hit(tables, prompt[:75], STEP) == 0
+    tables.check_integrity([])
+
+
+def test_state_after_an_unknown_token_is_dropped() -> None:
+    """An aborted sequence may have computed its token in flight, which nobody will ever know."""
+    tables, prompt = StateTables(5, BLOCK_SIZE), make_prompt(64)
+    sequence = begun(tables, prompt, 65)
+    tables.release(sequence, STEP - 1)
+    assert hit(tables, prompt, STEP) == 0
+    tables.check_integrity([])
+
+
+def test_fork_that_ends_before_its_copy_leaves_no_checkpoint() -> None:
+    tables, prompt = StateTables(5, BLOCK_SIZE), make_prompt(64)
+    parent, child = begun(tables, prompt, 64), with_digests(prompt)
+    tables.fork(parent, child)
+    child.kv.num_computed_tokens = 64
+    assert tables.take_copies() == [], "the parent's state is computed in this step"
+    tables.release(child, STEP)
+    assert hit(tables, prompt, STEP + 1) == 0
+    assert len(tables.take_copies()) == 1
+    tables.check_integrity([parent])
+
+
+def test_last_checkpoint_becomes_the_state_that_continues_from_it() -> None:
+    tables, prompt = StateTables(2, BLOCK_SIZE), make_prompt(100)
+    first = begun(tables, prompt, 64)
+    block_id = first.kv.state_block
+    tables.release(first, STEP - 1)
+    tables.take_copies()
+    second = with_digests(prompt)
+    tables.begin(second, tables.longest_hit(second, 6, 99, STEP), 64)
+    assert second.kv.state_block == block_id and tables.take_copies() == []
+    assert hit(tables, prompt, STEP + 1) == 0
+    tables.check_integrity([second])
