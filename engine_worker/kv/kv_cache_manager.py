@@ -128,21 +128,14 @@ class KVCacheManager:
         if self._pool.num_available_blocks <= headroom_blocks or not self.has_room_for_state:
             return False  # saves the prefix lookup in each step while the queue waits: one new block is always needed
         match, state, num_cached_tokens = self._longest_hit(sequence)
-        # With a window the first step may need fewer blocks than a later one.
-        num_needed = sum(
-            max(number, span.max_blocks(sequence.num_tokens) - len(hit.block_ids))
-            for number, span, hit in zip(
-                self._num_new_blocks(sequence, match), self.spans.groups, match.groups, strict=True
-            )
-        )
-        spare = self._pool.num_available_blocks - num_needed - headroom_blocks
-        spare -= sum(map(self._pool.is_cached, match.block_ids))
+        spare = self._num_spare(sequence, match) - headroom_blocks
         if spare < 0:
             return False
         if sum(map(self._pool.is_cached, match.copied_block_ids)) > spare:
-            if self._states is not None:
-                return False  # its state is one after the copied tokens
-            match = match.without_copy()  # holding its sources for the copy would need more blocks than there are
+            # Holding its sources for the copy would need more blocks than there are.
+            match, state = self._without_copy(match, state)
+            if self._num_spare(sequence, match) < headroom_blocks:
+                return False
         self._begin(sequence, match)
         if self._states is not None:
             self._states.begin(sequence, state, num_cached_tokens)
@@ -324,6 +317,23 @@ class KVCacheManager:
             return match, StateHit(), num_tokens
         state = self._states.longest_hit(sequence, match.num_blocks, num_tokens, self._accounting.step)
         return match.shortened(state.num_tokens, self.block_size), state, num_tokens
+
+    def _without_copy(self, match: PrefixMatch, state: StateHit) -> tuple[PrefixMatch, StateHit]:
+        """Return a hit without its copied block; with recurrent states none, because its state is after that block."""
+        if self._states is None or not state.num_tokens:
+            return match.without_copy(), state
+        return self._no_hit, StateHit()
+
+    def _num_spare(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Return the blocks that stay available if `sequence` begins with `match`; below 0: there are not enough."""
+        # With a window the first step may need fewer blocks than a later one.
+        num_needed = sum(
+            max(number, span.max_blocks(sequence.num_tokens) - len(hit.block_ids))
+            for number, span, hit in zip(
+                self._num_new_blocks(sequence, match), self.spans.groups, match.groups, strict=True
+            )
+        )
+        return self._pool.num_available_blocks - num_needed - sum(map(self._pool.is_cached, match.block_ids))
 
     def _num_new_blocks(self, sequence: Sequence, match: PrefixMatch) -> list[int]:
         """Return per group the blocks that the first step needs in addition to those of `match` on the device."""

@@ -61,3 +61,14 @@ def test_turns_of_chats_find_all_but_the_last_token() -> None:
         hits.append(found)
     dense, hybrid = hits
     assert hybrid >= MIN_HIT_RATIO * dense
+
+
+def test_hit_in_a_pool_without_room_for_its_copy_is_dropped() -> None:
+    """The second request needs all six blocks; a hit would hold one of them as the source of a copy."""
+    sizes: dict[str, Any] = {"num_blocks": 7, "block_size": 8, "num_state_blocks": 5}
+    engine = make_engine(FakeModelRunner(**sizes), **sizes, max_model_len=48, eos_token_ids=())
+    prompt = draw(Random(3), 20)
+    tokens, _ = answer(engine, prompt, 9)
+    second = [*prompt, *tokens[:8], *draw(Random(4), 19)]
+    found, cached = answer(engine, second, 1)
+    assert len(found) == 1 and cached == 0
