@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from engine_worker.model.specs.attention import RopeScaling, RopeSpec
 from engine_worker.model.specs.gated_mlp import GateKind
 
 Config = Mapping[str, Any]
+Kind = TypeVar("Kind")
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of layer types
 
@@ -79,17 +80,40 @@ def windows_of(config: Config, layer_types: Sequence[str]) -> tuple[int, ...]:
     Raises:
         ValueError: If layer_types has an unknown type or a wrong length.
     """
-    if unknown := sorted(set(layer_types) - {FULL, SLIDING}):
-        raise ValueError(f"config.json: layer_types has {unknown[0]!r}; supported: {FULL!r} and {SLIDING!r}")
+    slides = by_layer_type(config, layer_types, {FULL: False, SLIDING: True})
+    if not any(slides):
+        return (0,) * len(layer_types)
+    window = positive_int(config, "sliding_window")
+    window = window if window < positive_int(config, "max_position_embeddings") else 0
+    return tuple(window if is_sliding else 0 for is_sliding in slides)
+
+
+def by_layer_type(config: Config, layer_types: Sequence[str], kinds: Mapping[str, Kind]) -> list[Kind]:
+    """Return for each layer the value that `kinds` has for its type.
+
+    Raises:
+        ValueError: If layer_types has an unknown type or a wrong length.
+    """
+    if unknown := sorted(set(layer_types) - set(kinds)):
+        supported = " and ".join(map(repr, kinds))
+        raise ValueError(f"config.json: layer_types has {unknown[0]!r}; supported: {supported}")
     if len(layer_types) != positive_int(config, "num_hidden_layers"):
         raise ValueError(
             f"config.json: layer_types has {len(layer_types)} entries for {config['num_hidden_layers']} layers"
         )
-    if SLIDING not in layer_types:
-        return (0,) * len(layer_types)
-    window = positive_int(config, "sliding_window")
-    window = window if window < positive_int(config, "max_position_embeddings") else 0
-    return tuple(window if kind == SLIDING else 0 for kind in layer_types)
+    return [kinds[kind] for kind in layer_types]
+
+
+def mixers_by_type(config: Config, layer_types: Sequence[str], kinds: Mapping[str, Kind]) -> list[Kind]:
+    """Return the mixer of each layer.
+
+    Raises:
+        ValueError: As by_layer_type(), or if no layer attends: the KV heads of attention set the size of a block.
+    """
+    mixers = by_layer_type(config, layer_types, kinds)
+    if FULL not in layer_types:
+        raise ValueError(f"config.json: layer_types must have {FULL!r} at least once")
+    return mixers
 
 
 def layer_types_of(config: Config, default: Callable[[int], bool]) -> list[str]:

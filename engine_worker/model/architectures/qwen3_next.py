@@ -6,6 +6,7 @@ from typing import Any
 from engine_worker.model.architectures.config_keys import (
     FULL,
     Config,
+    mixers_by_type,
     number_of,
     positive_int,
     refuse_unsupported,
@@ -67,14 +68,7 @@ def _mixers(config: Config, *, is_fused: bool) -> list[AttentionSpec | GatedDelt
             f"{delta.num_key_heads}"
         )
     kinds: dict[str, AttentionSpec | GatedDeltaSpec] = {FULL: attention, LINEAR: delta}
-    types, num_layers = _layer_types(config), positive_int(config, "num_hidden_layers")
-    if unknown := sorted(set(types) - set(kinds)):
-        raise ValueError(f"config.json: layer_types has {unknown[0]!r}; supported: {FULL!r} and {LINEAR!r}")
-    if len(types) != num_layers:
-        raise ValueError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
-    if FULL not in types:
-        raise ValueError(f"config.json: layer_types must have {FULL!r} at least once")
-    return [kinds[kind] for kind in types]
+    return mixers_by_type(config, _layer_types(config), kinds)
 
 
 def _layer_types(config: Config) -> list[str]:
