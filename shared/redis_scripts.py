@@ -36,12 +36,12 @@ BEGINNINGS: dict[str, tuple[str, ...]] = {
     "emit": ("publish",),
     "finish": ("publish",),
     "accept": ("waiting", "account"),
-    "take": ("waiting", "order"),
+    "take": ("waiting", "entry_ids", "order"),
     "cancel": ("waiting",),
     "level": ("waiting",),
-    "attach": ("requeue",),
-    "reap": ("requeue",),
-    "unclaim": ("requeue",),
+    "attach": ("entry_ids", "requeue"),
+    "reap": ("entry_ids", "requeue"),
+    "unclaim": ("entry_ids", "requeue"),
 }
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),

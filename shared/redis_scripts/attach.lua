@@ -8,8 +8,8 @@
 local r, j, resumed, newer = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local id, holder, gateway, prefix, again = unpack(ARGV)
 
-local request = redis.call('HMGET', r, 'state', 'worker', 'record', 'orphaned', 'solo', 'needs', 'context')
-local state, worker, record, orphaned, solo, needs, context = unpack(request)
+local request = redis.call('HMGET', r, 'state', 'worker', 'record', 'orphaned', 'solo', 'needs', 'context', 'entry')
+local state, worker, record, orphaned, solo, needs, context, entry = unpack(request)
 if not state or not record then
   return 0
 end
@@ -21,7 +21,7 @@ if state == 'done' then
   reply = 2
   redis.call('HDEL', r, 'orphaned', 'terminal', 'worker', 'claim')
   redis.call('HSET', r, 'state', 'queued', 'jl', redis.call('STRLEN', j),
-    'entry', requeue(resumed, newer, id, solo or '0', needs, context))
+    'entry', requeue(entry, resumed, newer, id, solo or '0', needs, context))
   redis.call('PERSIST', r)
   redis.call('PERSIST', j)
 end

@@ -8,13 +8,6 @@
 -- the queue before this one, all of whose entries have been read.
 local MAX_STALE = 256 -- maximum of entries that were read or cancelled meanwhile, and are dropped by one call
 
-local function entry_is_after(entry, other)
-  local ms, number = string.match(entry, '^(%d+)-(%d+)$')
-  local other_ms, other_number = string.match(other, '^(%d+)-(%d+)$')
-  ms, other_ms = tonumber(ms), tonumber(other_ms)
-  return ms > other_ms or ms == other_ms and tonumber(number) > tonumber(other_number)
-end
-
 local function last_read_of(q, group)
   local groups = redis.pcall('XINFO', 'GROUPS', q)
   for _, found in ipairs(groups.err and {} or groups) do
@@ -56,7 +49,7 @@ local function move_ahead(q, ahead, entry, r_prefix)
   local r = r_prefix .. list[2] -- 'r' is first
   list[#list + 1] = 't'
   list[#list + 1] = string.match(entry, '^%d+') -- time of queueing
-  local again = redis.call('XADD', ahead, '*', unpack(list))
+  local again = add_after(entry, ahead, list)
   if redis.pcall('HGET', r, 'entry') == entry then -- otherwise it was accepted again, and this entry is ignored
     redis.call('HSET', r, 'entry', again)
   end

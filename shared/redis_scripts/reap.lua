@@ -54,7 +54,7 @@ for i = 1, (#KEYS - 7) / 2 do
         if crashes >= tonumber(max_crashes) then
           solo = '1'
         end
-        local again = requeue(resumed, KEYS[7], id, solo, request[10], request[11])
+        local again = requeue(entry, resumed, KEYS[7], id, solo, request[10], request[11])
         redis.call('HDEL', r, 'worker', 'claim')
         redis.call('HSET', r, 'state', 'queued', 'attempt', attempt, 'strikes', crashes, 'jl', length, 'solo', solo,
           'entry', again)

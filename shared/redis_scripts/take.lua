@@ -69,7 +69,7 @@ local function pass_on(q, entry, fields)
   if not fields.t then
     all[#all + 1], all[#all + 2] = 't', string.match(id, '^%d+')
   end
-  local again = redis.call('XADD', KEYS[NEWER], '*', unpack(all))
+  local again = add_after(id, KEYS[NEWER], all)
   if redis.pcall('HGET', ARGV[9] .. fields.r, 'entry') == id then
     redis.call('HSET', ARGV[9] .. fields.r, 'entry', again)
   end

@@ -19,7 +19,7 @@ for i = 1, (#KEYS - 3) / 2 do
     local is_claimed_here = request[1] == worker and request[2] == entry
     local is_unclaimed = not request[1] and request[6] == entry and request[7] == 'queued'
     if is_claimed_here or is_unclaimed then
-      local again = requeue(KEYS[2], KEYS[3], id, request[3] or '0', request[4], request[5])
+      local again = requeue(entry, KEYS[2], KEYS[3], id, request[3] or '0', request[4], request[5])
       redis.call('HDEL', r, 'worker', 'claim')
       redis.call('HSET', r, 'state', 'queued', 'entry', again)
       requeued = requeued + 1

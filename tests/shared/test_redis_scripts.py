@@ -320,6 +320,22 @@ class TestUnclaim:
         assert [reply.attempt for reply in await scripts.claim("w1.bbbb", again)] == [3, 1, 1]
         assert await scripts.emit(WORKER, 1, [frame(entry, b"Z") for entry in entries], []) == ["b", "c"]
 
+    async def test_request_has_larger_entry_id_each_time(self, scripts, redis, keys):
+        """Streams number entries independently, and can give equal ids within a millisecond."""
+        for queue in (keys.queue("interactive"), keys.queue(RESUMED)):  # their next id is the same
+            await redis.xadd(queue, {"r": "first"}, id="9999999999999-7")
+            await redis.xdel(queue, "9999999999999-7")
+        entries = await start(scripts, "a", "b")
+        entry_ids = [entries]
+        for _ in range(2):
+            assert await scripts.unclaim(WORKER, entry_ids[-1]) == 2
+            entry_ids.append(await continue_with(scripts, WORKER))
+        for name in range(2):
+            assert len({taken[name].entry_id for taken in entry_ids}) == 3
+        old = [frame(entry, b"Z") for entry in entry_ids[0]]
+        assert await scripts.emit(WORKER, 1, old, []) == ["a", "b"]
+        assert await scripts.emit(WORKER, 2, [frame(entry, b"Z") for entry in entry_ids[-1]], []) == []
+
     async def test_unclaim_fenced_worker_changes_nothing(self, scripts, redis, keys):
         """Other workers already have its requests."""
         entries = await start(scripts, "a")
