@@ -36,12 +36,12 @@ BEGINNINGS: dict[str, tuple[str, ...]] = {
     "emit": ("publish",),
     "finish": ("publish",),
     "accept": ("waiting", "account"),
-    "take": ("waiting", "entry_ids", "order"),
+    "take": ("waiting", "entries", "order"),
     "cancel": ("waiting",),
     "level": ("waiting",),
-    "attach": ("entry_ids", "requeue"),
-    "reap": ("entry_ids", "requeue"),
-    "unclaim": ("entry_ids", "requeue"),
+    "attach": ("entries", "requeue"),
+    "reap": ("entries", "requeue"),
+    "unclaim": ("entries", "requeue"),
 }
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),

@@ -40,6 +40,7 @@ from shared.messages import (
     TerminalEvent,
     TokenEvent,
 )
+from shared.model_files import Task
 
 WRITE_BYTES = 16_384  # of an answer that is ahead of its client, before the output is asked whether it keeps up
 
@@ -231,6 +232,7 @@ class _PromptChoices:
                 arrived_at,
                 scores_every_token=not request.is_chat,
                 is_ranked=request.choices.is_best_of,
+                own_logprob_first=bool(request.fields.logprob_token_ids) and request.task is Task.GENERATE,
             )
             for index in range(first_choice, first_choice + inbox.request.sampling.n)
         ]

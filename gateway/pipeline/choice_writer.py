@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from gateway.metrics import ModelMetrics
-from gateway.text.logprobs import LogprobEntry
+from gateway.text.logprobs import LogprobEntry, with_own_first
 from gateway.text.output_text import OutputText
 from gateway.text.parsers.message import ToolCallDelta
 from gateway.text.token_spellings import TokenSpellings
@@ -77,11 +77,13 @@ class ChoiceWriter:
         *,
         scores_every_token: bool = False,
         is_ranked: bool = False,
+        own_logprob_first: bool = False,
     ) -> None:
         """Create the writer of one choice.
 
         If `scores_every_token`, the end-of-sequence token, which has no text, has log-probabilities too. If
-        `is_ranked`, `cumulative_logprob` is computed; otherwise it stays 0.
+        `is_ranked`, `cumulative_logprob` is computed; otherwise it stays 0. If
+        `own_logprob_first`, each token comes before the tokens that the request named, as in vLLM.
         """
         self.next: Write = Stage().write
         self.finished = False
@@ -96,6 +98,7 @@ class ChoiceWriter:
         self._spellings = spellings
         self._scores_every_token = scores_every_token
         self._is_ranked = is_ranked
+        self._own_logprob_first = own_logprob_first
         self._held = _NOTHING  # a token that may have ended the sequence
 
     @property
@@ -153,6 +156,8 @@ class ChoiceWriter:
         """Return the entry of the token that was consumed last."""
         if self._is_ranked:
             self.cumulative_logprob += decoded_logprobs([logprobs])[0].logprob
+        if self._own_logprob_first:
+            logprobs = with_own_first(token_id, logprobs)
         return (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
 
     def _consumed_tokens(self, token_id: int, logprobs: EncodedLogprobs | None) -> _Tokens:

@@ -31,6 +31,8 @@ from shared.messages import SamplingParams
 Body: TypeAlias = bytes | bytearray  # a long one is put together in place: a copy of 28 MB takes 20 ms
 Extra: TypeAlias = Mapping[str, Any] | None  # fields of a chunk's choice beyond OpenAI's
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+# As vLLM has them in an answer that is not streamed, if they were not requested.
+NO_PROMPT: Mapping[str, Any] = MappingProxyType({"prompt_logprobs": None, "prompt_token_ids": None})
 _encode = msgspec.json.encode
 _ENTRIES_AT_ONCE = 16  # a completion's cost 21 us each one by one, and 10 together
 _SPLITTERS = (("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"), ("\u0085", b"\\u0085"))

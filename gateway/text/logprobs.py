@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from gateway.text.token_spellings import SpellingTable, TokenSpellings
-from shared.messages import MAX_LOGPROBS, EncodedLogprobs, TokenLogprobs, decoded_logprobs
+from shared.messages import MAX_LOGPROBS, EncodedLogprobs, TokenLogprobs, decoded_logprobs, encoded_logprobs
 
 # OpenAI's value for probability 0, because JSON has no infinity.
 _MIN_LOGPROB = -9999.0
@@ -41,6 +41,14 @@ class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
     scores: EncodedLogprobs | None  # None for the first token of a prompt
     text_offset: int  # in characters, in the text of the choice
     spellings: TokenSpellings
+
+
+def with_own_first(token_id: int, encoded: EncodedLogprobs) -> EncodedLogprobs:
+    """Return scores whose most likely tokens begin with the token itself."""
+    (scores,) = decoded_logprobs([encoded])
+    others = [one for one in zip(scores.top_token_ids, scores.top_logprobs, strict=True) if one[0] != token_id]
+    token_ids, logprobs = zip((token_id, scores.logprob), *others, strict=True)
+    return encoded_logprobs(TokenLogprobs(scores.logprob, token_ids, logprobs))
 
 
 def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:

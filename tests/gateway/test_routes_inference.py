@@ -57,6 +57,8 @@ async def test_chat_answer_is_complete(gateway: Gateway, tiny_model: ServedModel
             "total_tokens": len(prompt) + num_tokens,
             "prompt_tokens_details": {"cached_tokens": 0},
         },
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
     }
     assert body["id"].startswith("chatcmpl-")
 

@@ -22,6 +22,7 @@ from tests.tiny_model import write_tiny_model
 
 TIMES = ("in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at",
          "cancelled_at")  # fmt: skip
+PROMPT_FIELDS = {"prompt_logprobs": {"type": "null"}, "prompt_token_ids": {"type": "null"}}
 REASONING = {"reasoning": {"type": "string"}, "reasoning_content": {"type": "string"}}
 OPENAI = Description(
     "openai-2.3.0",
@@ -44,6 +45,8 @@ OPENAI = Description(
             }
         },
         # Of vLLM.
+        "CreateChatCompletionResponse": PROMPT_FIELDS,
+        "CreateCompletionResponse.choices": PROMPT_FIELDS,
         "Model": {"root": {"type": "string"}, "parent": {"type": "null"}, "max_model_len": {"type": "integer"}},
     },
     nullable={  # OpenAI's server sends null there too

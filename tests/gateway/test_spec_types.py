@@ -21,10 +21,13 @@ ROUTES = [
 ]
 
 
+OF_VLLM = {"prompt_logprobs", "prompt_token_ids"}  # null in an answer that is not streamed
+
+
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
     """Return the fields that the client's types do not declare; the client accepts and separates them."""
     if isinstance(value, pydantic.BaseModel):
-        yield from (f"{path}.{name}" for name in value.model_extra or ())
+        yield from (f"{path}.{name}" for name in (value.model_extra or {}).keys() - OF_VLLM)
         for name in type(value).model_fields:
             yield from unknown_fields(getattr(value, name), f"{path}.{name}")
     elif isinstance(value, list):

@@ -18,10 +18,18 @@ class Description:
         more: Mapping[str, Mapping[str, Any]] | None = None,
         nullable: Mapping[str, Iterable[str]] | None = None,
     ) -> None:
-        """Create a validator; `more`: field types beyond the document; `nullable`: fields that may be null."""
+        """Create a validator.
+
+        `more` has field types beyond the document, by schema, or by "Schema.field" for the objects of a list.
+        `nullable` has fields that may be null.
+        """
         self._schemas: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
         for schema, fields in (more or {}).items():
-            self._schemas[schema]["properties"] |= fields
+            name, _, items_of = schema.partition(".")
+            changed = self._schemas[name]
+            if items_of:
+                changed = changed["properties"][items_of]["items"]
+            changed["properties"] |= fields
         for schema, names in (nullable or {}).items():
             properties = self._schemas[schema]["properties"]
             for field in names:

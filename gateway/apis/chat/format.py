@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway.pipeline.choice_writer import ChoiceDelta
-from gateway.pipeline.response_format import NOTHING, Body, ChoiceResult, ChunkFormat, UsageCount
+from gateway.pipeline.response_format import NO_PROMPT, NOTHING, Body, ChoiceResult, ChunkFormat, UsageCount
 from gateway.text.logprobs import chat_logprobs
 from gateway.text.parsers.message import ToolCallDelta
 
@@ -29,7 +29,8 @@ class ChatFormat(ChunkFormat):
         return self._chunk([choice], None if usage is None else usage.as_object())
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
-        return self._body((self._choice(choice, message=_message(choice)) for choice in choices), usage, extra)
+        answers = (self._choice(choice, message=_message(choice)) for choice in choices)
+        return self._body(answers, usage, {**NO_PROMPT, **extra})
 
     logprobs = staticmethod(chat_logprobs)
 

@@ -42,3 +42,5 @@ class ChatCompletionBody(msgspec.Struct, kw_only=True):
     system_fingerprint: str  # of the model's files and the release
     choices: list[ChatChoiceBody]
     usage: UsageBody
+    prompt_logprobs: list[Any] | None  # null unless requested
+    prompt_token_ids: list[int] | None

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.pipeline.response_format import NOTHING, Body, ChoiceResult, ChunkFormat, UsageCount
+from gateway.pipeline.response_format import NO_PROMPT, NOTHING, Body, ChoiceResult, ChunkFormat, UsageCount
 from gateway.text.logprobs import completion_logprobs
 
 
@@ -16,7 +16,7 @@ class CompletionFormat(ChunkFormat):
     after_text = ',"logprobs":null,"finish_reason":null}'
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
-        return self._body((self._choice(choice, text=choice.text) for choice in choices), usage, extra)
+        return self._body((self._choice(choice, text=choice.text, **NO_PROMPT) for choice in choices), usage, extra)
 
     logprobs = staticmethod(completion_logprobs)
 

@@ -10,6 +10,8 @@ from gateway.pipeline.usage_shapes import UsageBody
 class TextChoiceBody(msgspec.Struct, kw_only=True):
     index: int
     text: str
+    prompt_logprobs: list[Any] | None  # null unless requested
+    prompt_token_ids: list[int] | None
     logprobs: dict[str, Any] | None
     finish_reason: str
 
