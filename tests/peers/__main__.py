@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.serving.own_server import own_server
 from pagestream.demo_model import DEMO_MODEL_NAME, ensure_demo_model
-from tests.peers import aiperf, guidellm, lm_eval, open_webui, vllm_bench
+from tests.peers import agents, aiperf, guidellm, lm_eval, open_webui, vllm_bench
 from tests.peers.peer import Environment, PeerFailed, Report, Served
 
 PEERS: dict[str, tuple[str, Callable[[Served, Environment], Report]]] = {
@@ -27,6 +27,7 @@ PEERS: dict[str, tuple[str, Callable[[Served, Environment], Report]]] = {
     "aiperf": (aiperf.PACKAGE, aiperf.run),
     "vllm-bench": (vllm_bench.PACKAGE, vllm_bench.run),
     "open-webui": (open_webui.PACKAGE, open_webui.run),
+    "agents": (agents.PACKAGE, agents.run),
 }
 # float32, because log-probabilities are compared with transformers'. One thread, because two that spin for each other
 # are slow beside a client.

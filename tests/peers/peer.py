@@ -67,6 +67,7 @@ class Environment:
             [str(self.directory / "bin" / program), *arguments],
             env=self.variables(variables),
             cwd=self.folder,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
