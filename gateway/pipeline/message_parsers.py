@@ -53,9 +53,10 @@ def message_parsers(
     prompt_end = ""
     if reasoning is not None:
         prompt_end = model.encoder.decode(prompt_token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+    call_mark = model.calls.special_tokens[0] if request.tools is not None and request.tools.mode == "auto" else ""
     parsers = {}
     for choice in range(first_choice, first_choice + request.n):
-        thoughts = None if reasoning is None else reasoning.parser(prompt_end)
+        thoughts = None if reasoning is None else reasoning.parser(prompt_end, call_mark)
         tools = None if isinstance(thoughts, Harmony) else _tool_parser(model.calls, request)
         if thoughts is not None or tools is not None:
             parsers[choice] = MessageParser(thoughts, tools, partial(_call_id, request_id, choice))

@@ -5,7 +5,7 @@ A template contains the tags that its model writes. The first format whose marks
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from gateway.text.parsers import deepseek_calls, gemma4_calls, harmony, lfm2_calls, reasoning
 from gateway.text.parsers.argument_values import Schema
@@ -26,7 +26,7 @@ class CallFormat:
     Attributes:
         name: Value of --tool-call-parser.
         marks: Texts that a chat template of the family contains.
-        special_tokens: Tokens that the parser needs as text.
+        special_tokens: Tokens that the parser needs as text; the first begins a call.
         parser: Function from the parameter schema of each tool to a parser. It also reads bare JSON calls where models
             of the family write them.
         in_grammar: Family of GRAMMAR_FAMILIES whose notation a grammar for an answer or calls uses.
@@ -41,12 +41,12 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a family writes reasoning; `parser` takes the end of the rendered prompt."""
+    """How a family writes reasoning; `parser` takes the end of the rendered prompt, and the start of a call or ""."""
 
     name: str
     marks: tuple[str, ...]
     special_tokens: tuple[str, ...]
-    parser: Callable[[str], ReasoningParser]
+    parser: Callable[[str, str], ReasoningParser]
 
 
 def _json_calls(name: str, mark: str, make: Callable[[], Parser]) -> CallFormat:
@@ -117,9 +117,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 
 
 def _thinks(name: str, tags: tuple[str, str], tokens: tuple[str, ...], *marks: str) -> ReasoningFormat:
-    return ReasoningFormat(
-        name=name, marks=marks, special_tokens=tokens, parser=lambda prompt_end: think_tags(tags, prompt_end)
-    )
+    return ReasoningFormat(name=name, marks=marks, special_tokens=tokens, parser=partial(think_tags, tags))
 
 
 _REASONING = (
@@ -127,7 +125,7 @@ _REASONING = (
         name=HARMONY,
         marks=(harmony.CHANNEL, harmony.MESSAGE),
         special_tokens=harmony.SPECIAL_TOKENS,
-        parser=harmony.Harmony,
+        parser=lambda prompt_end, call_mark: harmony.Harmony(prompt_end),
     ),
     _thinks("gemma4", reasoning.GEMMA4, ("<|channel>", "<channel|>"), "<|channel>"),
     _thinks("mistral", reasoning.MISTRAL, reasoning.MISTRAL, "[THINK]"),
@@ -142,7 +140,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         name="deepseek_r1",
         marks=("</think>",),
         special_tokens=reasoning.THINK,
-        parser=lambda prompt_end: ThinkTags(reasoning.THINK, begins_thinking=True),
+        parser=lambda prompt_end, call_mark: ThinkTags(reasoning.THINK, begins_thinking=True, call_mark=call_mark),
     ),
 }
 

@@ -30,6 +30,7 @@ class CallTags:
         kept: Tags that end a name and begin what follows.
         key: Before an argument's name.
         key_end: After it.
+        key_breaks: Texts that end an argument's name without `key_end`, and remain to be read.
         value: Between `key_end` and the value, after white space; "" if there is nothing.
         value_end: After the value.
         implied_ends: Tags that end a value without `value_end`, and remain to be read.
@@ -43,6 +44,7 @@ class CallTags:
     kept: tuple[str, ...] = ()
     key: str
     key_end: str
+    key_breaks: tuple[str, ...] = ()
     value: str = ""
     value_end: str
     implied_ends: tuple[str, ...]
@@ -65,6 +67,7 @@ QWEN3_CODER = CallTags(
     name_ends=(">",),
     key="<parameter=",
     key_end=">",
+    key_breaks=("\n", "<"),
     value_end="</parameter>",
     implied_ends=("\n<parameter=", "\n</function>"),
     call_end="</function>",
@@ -169,12 +172,13 @@ class TaggedCalls(StepParser):
             yield Arguments("}")
 
     def _in_key(self) -> Iterator[Part]:
-        place, tag = first_tag(self._buffer, (self._tags.key_end,))
+        place, tag = first_tag(self._buffer, (self._tags.key_end, *self._tags.key_breaks))
         if not tag and len(self._buffer) <= _MAX_NAME_CHARS:
             self._waits = True
             return
         place = place if tag else len(self._buffer)
-        key, self._buffer = self._buffer[:place].strip(), self._buffer[place + len(tag) :]
+        key = self._buffer[:place].strip()
+        self._buffer = self._buffer[place + (0 if tag in self._tags.key_breaks else len(tag)) :]
         self._types, self._value = value_types(self._schema, key) or _STRING, []
         yield Arguments(f"{', ' if self._num_arguments else ''}{_quoted(key)}: ")
         self._num_arguments += 1

@@ -43,8 +43,9 @@ def parsers(name: str) -> tuple[ReasoningParser | None, Parser | None]:
     family, _, thoughts = name.partition("+")
     if family == "harmony":
         return Harmony(), None
-    reasoning = REASONING_FORMATS[thoughts].parser("") if thoughts else None
-    return reasoning, CALL_FORMATS[family].parser(SCHEMAS)
+    calls = CALL_FORMATS[family]
+    reasoning = REASONING_FORMATS[thoughts].parser("", calls.special_tokens[0]) if thoughts else None
+    return reasoning, calls.parser(SCHEMAS)
 
 
 def read(make: Callable[[], tuple[ReasoningParser | None, Parser | None]], pieces: Sequence[str]) -> Read:
@@ -208,6 +209,73 @@ CASES: list[tuple[str, str, Read]] = [
 ]
 
 
+# Outputs with which parsers of vLLM lost arguments or text, by the number of its issue or pull request.
+LOST_ELSEWHERE: list[tuple[int, str, str, Read]] = [
+    (21301, "hermes", '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>', ("", "", [("g", "{}")])),
+    (
+        13459,
+        "hermes",
+        '<tool_call>\n{"name": "f", "arguments": {"object": {"a": {}}}}\n</tool_call>',
+        ("", "", [("f", '{"object": {"a": {}}}')]),
+    ),
+    (
+        13622,
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"number": 3, "ratio": 4}}]',
+        ("", "", [("f", '{"number": 3, "ratio": 4}')]),
+    ),
+    (  # calls inside the reasoning, which never ends
+        39056,
+        "qwen3_coder+qwen3",
+        f"<think>\nI look at it.\n\n{qwen('f', text='a')}\n{qwen('g')}",
+        ("", "I look at it.\n\n", [("f", '{"text": "a"}'), ("g", "{}")]),
+    ),
+    (39056, "hermes+qwen3", "<think>How does <tool_call> work", ("<tool_call> work", "How does ", [])),
+    (
+        39056,
+        "hermes+qwen3",
+        '<think>A <tool_call>{"name": "g"}</tool_call> is one.</think>So it is.',
+        ("So it is.", 'A <tool_call>{"name": "g"}</tool_call> is one.', []),
+    ),
+    (39771, "qwen3_coder", "<function=f>\n<parameter=text\n</parameter>\n</function>" + qwen("g"),
+     ("", "", [("f", '{"text": ""}'), ("g", "{}")])),
+    (
+        41967,
+        "gemma4",
+        f"<|tool_call>call:f{{text:{QUOTE}Milano{QUOTE}}}<tool_call|><|tool_call>call:f{{text:{QUOTE}Piacenza{QUOTE}}}"
+        "<tool_call|>",
+        ("", "", [("f", '{"text": "Milano"}'), ("f", '{"text": "Piacenza"}')]),
+    ),
+    (43221, "qwen3_coder+qwen3", f"<think>I will use the tool f.</think>{qwen('f', text='a')}",
+     ("", "I will use the tool f.", [("f", '{"text": "a"}')])),
+    (44326, "glm47+glm45", "<think>so</think><tool_call>g</tool_call>", ("", "so", [("g", "{}")])),
+    (
+        47901,
+        "qwen3_coder",
+        qwen("g") + "\n" + qwen("f", text="after a call without arguments"),
+        ("", "", [("g", "{}"), ("f", '{"text": "after a call without arguments"}')]),
+    ),
+    (48702, "qwen3_coder", qwen("f", number="12.0", flag="yes", text="x"),
+     ("", "", [("f", '{"number": 12.0, "flag": "yes", "text": "x"}')])),
+    (
+        55082,
+        "deepseek_v3",
+        DEEPSEEK_V31.replace('{"number": 3}', '{"text": "all of it at once"}'),
+        ("", "", [("f", '{"text": "all of it at once"}'), ("g", "{}")]),
+    ),
+    (55495, "qwen3_coder", "<function=f>\n<parameter=\nx\n</parameter>\n</function>", ("", "", [("f", '{"": "x"}')])),
+    (
+        56077,
+        "qwen3_coder+qwen3",
+        "<think>\nI list the files.\n</think>\n\n" + qwen("f", text="git status --short") + "\n" + qwen("f", text="ls"),
+        ("", "I list the files.\n", [("f", '{"text": "git status --short"}'), ("f", '{"text": "ls"}')]),
+    ),
+]  # fmt: skip
+
+
+CASES += [(name, text, expected) for _, name, text, expected in LOST_ELSEWHERE]
+
+
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_calls_cut_anywhere_are_equal(name: str, text: str, expected: Read) -> None:
     assert read(lambda: parsers(name), [text]) == expected
@@ -302,6 +370,9 @@ def gemma(value: Any) -> str:
 
 
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "hermes": lambda values: f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': values})}\n</tool_call>",
+    "llama3_json": lambda values: json.dumps({"name": "f", "parameters": values}),
+    "mistral": lambda values: f"[TOOL_CALLS]f[ARGS]{json.dumps(values)}",
     "qwen3_coder": lambda values: qwen("f", **{key: as_text(value) for key, value in values.items()}),
     "glm45": lambda values: glm("f", **{key: as_text(value) for key, value in values.items()}),
     "gemma4": lambda values: f"<|tool_call>call:f{gemma(values)}<tool_call|>",
@@ -384,5 +455,5 @@ def test_settings_name_each_format() -> None:
 
 def test_open_tag_in_the_prompt_starts_reasoning() -> None:
     parse = REASONING_FORMATS["qwen3"].parser
-    assert read(lambda: (parse("<|im_start|>assistant\n<think>\n"), None), ["so</think>yes"])[:2] == ("yes", "so")
-    assert read(lambda: (parse("<think>\n\n</think>\n\n"), None), ["yes"])[:2] == ("yes", "")
+    assert read(lambda: (parse("<|im_start|>assistant\n<think>\n", ""), None), ["so</think>yes"])[:2] == ("yes", "so")
+    assert read(lambda: (parse("<think>\n\n</think>\n\n", ""), None), ["yes"])[:2] == ("yes", "")

@@ -26,13 +26,13 @@ MAKERS: dict[str, Callable[[], tuple[ReasoningParser | None, Parser | None]]] = 
     "mistral": lambda: (None, mistral()),
     "listed": lambda: (None, listed()),
     "named": lambda: (None, NamedCall("f")),
-    "qwen3": lambda: (REASONING_FORMATS["qwen3"].parser(""), None),
-    "deepseek_r1": lambda: (REASONING_FORMATS["deepseek_r1"].parser(""), None),
+    "qwen3": lambda: (REASONING_FORMATS["qwen3"].parser("", ""), None),
+    "deepseek_r1": lambda: (REASONING_FORMATS["deepseek_r1"].parser("", ""), None),
     "offered": lambda: (None, offered("hermes", ("f", "get_f", "fa"))),
     "offered llama3_json": lambda: (None, offered("llama3_json", ("f",))),
     "offered mistral": lambda: (None, offered("mistral", ("f",))),
-    "qwen3 and offered": lambda: (REASONING_FORMATS["qwen3"].parser(""), offered("hermes", ("f",))),
-    "qwen3 and hermes": lambda: (REASONING_FORMATS["qwen3"].parser(""), hermes()),
+    "qwen3 and offered": lambda: (REASONING_FORMATS["qwen3"].parser("", ""), offered("hermes", ("f",))),
+    "qwen3 and hermes": lambda: (REASONING_FORMATS["qwen3"].parser("", ""), hermes()),
 }
 
 
