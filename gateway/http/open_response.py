@@ -23,6 +23,11 @@ MAX_UNSENT_BYTES = 65_536
 
 
 class OpenResponse:
+    __slots__ = (
+        "_is_chunked", "_max_waiting_bytes", "_request", "_transport", "_watch", "keep_alive", "last_write_at",
+        "response", "write_began_at",
+    )  # fmt: skip
+
     def __init__(
         self, request: web.Request, response: web.StreamResponse, watch: "StreamWatch", keep_alive: bytes = b""
     ) -> None:

@@ -48,6 +48,11 @@ WRITE_BYTES = 16_384  # of an answer that is ahead of its client, before the out
 class Answer:
     """Reads the inboxes of one answer, one per prompt, and passes the deltas of all choices to one stage."""
 
+    __slots__ = (
+        "_backlog", "_counts_tokens", "_echo", "_ended_at", "_may_reason", "_num_choices", "_open", "_prompt_tokens",
+        "_prompts", "_stage", "is_over", "prompt_scores", "scheduler", "service",
+    )  # fmt: skip
+
     def __init__(
         self,
         service: ModelService,
@@ -207,6 +212,8 @@ class Answer:
 class _PromptChoices:
     """The choices of one prompt, which are one request of the engine."""
 
+    __slots__ = ("_outputs", "best_of", "cached_tokens", "ended_at", "inbox", "is_over", "parsers", "writers")
+
     def __init__(
         self,
         model: ServedModel,
@@ -320,6 +327,8 @@ class AnswerLoop:
     to_end() only waits for the end, for an error, or for an output that does not keep up.
     """
 
+    __slots__ = ("_answer", "_failure", "_is_done", "_is_waiting", "_output", "_scheduler", "_stopped")
+
     def __init__(self, answer: Ready, output: Output | None = None) -> None:
         """Create the loop; without `output` the stages write no bytes."""
         self._answer = answer
@@ -333,6 +342,7 @@ class AnswerLoop:
     async def to_end(self) -> None:
         """Write until the end. Raise GatewayError if a choice fails, and what a stage or the output raises."""
         self._answer.listen(self._on_ready)
+        self._scheduler.open()
         try:
             while True:
                 self._stopped, self._is_waiting = asyncio.get_running_loop().create_future(), True
@@ -346,6 +356,7 @@ class AnswerLoop:
                     await self._output.drain()
         finally:
             self._stop()
+            self._scheduler.close()
             self._answer.listen(_ignore)  # or the two would hold each other, and all that the request had
 
     def _raise_failure(self, failure: Exception) -> None:

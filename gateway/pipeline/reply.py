@@ -39,6 +39,8 @@ class Work(Protocol):
 class ChunkWriter(Stage):
     """The format stage of a stream: deltas become its events."""
 
+    __slots__ = ("_adds_fields", "_begun", "_counts", "_extras", "_format", "_numbers")
+
     def __init__(
         self,
         response_format: ResponseFormat,

@@ -69,6 +69,10 @@ class IllegalTransition(Exception):
 class _ChoiceTokens:
     """The tokens of one choice, and how many of them the reader has."""
 
+    __slots__ = (
+        "_keeps_logprobs", "_next", "_num_read", "finish_reason", "index", "is_queued", "logprobs", "tokens",
+    )  # fmt: skip
+
     def __init__(self, index: int, *, keeps_logprobs: bool) -> None:
         self.index = index
         self._keeps_logprobs = keeps_logprobs  # after they were read
@@ -152,6 +156,11 @@ class Inbox:
 
     Listening and recovery add events, and one reader reads them. Each change of state is checked against TRANSITIONS.
     """
+
+    __slots__ = (
+        "_choices", "_num_prompt_scores", "_terminal", "_unread", "epoch", "had_ended", "last_event_at",
+        "num_repeated_tokens", "on_caught_up", "on_ready", "prompt_logprobs", "request", "state", "terms",
+    )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, terms: RetentionTerms | None = None) -> None:
         self.request = request

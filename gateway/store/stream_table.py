@@ -89,7 +89,7 @@ class StreamTable:
 
     def settle(self, stream: Inbox) -> None:
         """Update the table after events were added: the stream may have begun or ended, or miss earlier events."""
-        if stream in self._waiting and stream.num_tokens:
+        if self._waiting and stream in self._waiting and stream.num_tokens:
             self._begin(stream)
         if stream.state is StreamState.LIVE:  # nearly always
             return

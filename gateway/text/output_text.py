@@ -51,6 +51,8 @@ class ByteLevelVocabulary:
 class ByteLevelDetokenizer:
     """Detokenizer for byte-level vocabularies; the joined text equals decoding all ids at once, U+FFFD included."""
 
+    __slots__ = ("_open", "_pieces_by_id")
+
     def __init__(self, pieces_by_id: Mapping[int, str | bytes]) -> None:
         self._pieces_by_id = pieces_by_id
         self._open = b""  # start of an incomplete character
@@ -164,6 +166,11 @@ class StopStrings:
 
 
 class OutputText:
+    __slots__ = (
+        "_detokenizer", "_include_stop_token", "_min_tokens", "_num_characters", "_stops", "_terminal_token_ids",
+        "held_terminal", "num_tokens", "stop_string", "token_start",
+    )  # fmt: skip
+
     def __init__(
         self,
         detokenizer: Detokenizer,

@@ -61,6 +61,32 @@ async def test_short_work_is_done_at_once_and_the_rest_in_slices() -> None:
     assert all(0 < len(done) <= MAX_PIECES_PER_SLICE for done in iterations[1:])
 
 
+async def test_work_of_a_lone_key_runs_at_once() -> None:
+    loop = CountedLoop()
+    alone = [Work(loop, "alone", 1) for _ in range(20)]
+    alone[0].scheduler.open()
+    for work in alone:
+        work.begin()
+    assert not any(work.num_left for work in alone)
+    other = Work(loop, "other", 8)
+    other.scheduler.open()
+    other.begin()
+    assert len(loop.log) - 20 <= MAX_PIECES_PER_SLICE
+    await loop.run(lambda: other.num_left > 0)  # what the first key had alone is not taken off its later slices
+    again = [Work(loop, name, 8) for name in ("alone", "other")]
+    for work in again:
+        work.begin()
+    before = len(loop.log)
+    await loop.run(lambda: any(work.num_left for work in again))
+    done = loop.log[before:]
+    assert abs(done.count("alone") - done.count("other")) <= MAX_PIECES_PER_SLICE
+    other.scheduler.close()
+    begun = [Work(loop, "alone", 1) for _ in range(20)]
+    for work in begun:
+        work.begin()
+    assert not any(work.num_left for work in begun)
+
+
 @pytest.mark.parametrize("num_works", [1, 128])
 async def test_key_waits_for_at_most_one_slice_of_another_key(num_works: int) -> None:
     """This holds for any backlog, in one answer or in many."""

@@ -11,6 +11,7 @@ import pytest
 
 from bench.serving.free_port import free_port
 from gateway.fleet import Fleet
+from gateway.store.inbox import Inbox
 from gateway.store.inference_client import InferenceClient
 from gateway.work.background import BackgroundWork
 from gateway.work.owner_tasks import OwnerTasks
@@ -161,7 +162,7 @@ class TestOneOfMany:
 
     async def test_stream_that_fails_ends_alone(self, client: InferenceClient, monkeypatch: pytest.MonkeyPatch) -> None:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
-        monkeypatch.setattr(bad, "add_event", broken)
+        break_method(monkeypatch, bad, "add_event")
         await client._listening._deliver([TokenEvent(one.request_id, 0, [5]) for one in (bad, good)])
         assert await anext(InboxReader(good)) == TokenEvent(good.request_id, 0, [5])
         end = await anext(InboxReader(bad))
@@ -172,7 +173,7 @@ class TestOneOfMany:
         self, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
-        monkeypatch.setattr(bad, "add_journal", broken)
+        break_method(monkeypatch, bad, "add_journal")
         end = await anext(InboxReader(bad))
         assert isinstance(end, ErrorEvent) and end.code is ErrorCode.REQUEST_FAILED
         assert not good.has_ended and client.counts.num_message_errors == 1
@@ -193,3 +194,9 @@ class TestOneOfMany:
 
 def broken(*_: object) -> None:
     raise ArithmeticError("planned")
+
+
+def break_method(monkeypatch: pytest.MonkeyPatch, bad: Inbox, name: str) -> None:
+    """Let a method of one stream fail."""
+    method = getattr(Inbox, name)
+    monkeypatch.setattr(Inbox, name, lambda one, *given: broken() if one is bad else method(one, *given))

@@ -165,18 +165,16 @@ async def test_long_last_event_is_written_in_pieces() -> None:
         turns[0] += 1
         asyncio.get_running_loop().call_soon(turn)
 
-    async def long(request: web.Request) -> web.StreamResponse:
-        stream = OpenResponse(request, web.StreamResponse(headers=sse.HEADERS), StreamWatch(10.0, 30.0))
-        await stream.open()
-        write = stream.write
-
-        async def watched(data: bytes) -> None:
+    class Watched(OpenResponse):
+        async def write(self, data: bytes) -> None:
             written.append(len(data))
             at_turns.append(turns[0])
-            await write(data)
+            await super().write(data)
 
+    async def long(request: web.Request) -> web.StreamResponse:
+        stream = Watched(request, web.StreamResponse(headers=sse.HEADERS), StreamWatch(10.0, 30.0))
+        await stream.open()
         turn()
-        stream.write = watched  # type: ignore[method-assign]
         await stream.end(bytes(range(256)) * ((3 * PIECE_BYTES + 512) // 256))
         return stream.response
 
