@@ -1,6 +1,7 @@
 """A model that works as a coding agent by a script: it writes a file with the client's own tool, then ends."""
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,20 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_scripted_model(directory: Path, max_model_len: int) -> Path:
-    """Write a model directory whose chat template accepts tools. A token is about one byte."""
+def write_scripted_model(directory: Path, max_model_len: int, tokenizer_of: Path | None = None) -> Path:
+    """Write a model directory whose chat template accepts tools.
+
+    Args:
+        directory: Where; it must not exist.
+        max_model_len: Longest context in tokens.
+        tokenizer_of: A directory of SmolLM2, whose tokenizer is used; without it a token is about one byte.
+    """
     write_tiny_model(directory, max_model_len)
+    if tokenizer_of is not None:
+        shutil.copy(tokenizer_of / "tokenizer.json", directory)
+        vocabulary = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"vocab_size": vocabulary}))
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}))
     return directory

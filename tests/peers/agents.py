@@ -31,8 +31,8 @@ PACKAGE = "aider-chat"
 MODEL = "scripted"
 TASK = "Write hello to hello.txt"
 RECORDED = Path(__file__).parent.parent / "clients" / "recorded"
-_LARGE_CONTEXT = 1_000_000  # tokens; the longest prompt has 80,000
-_ROOM_TOKENS = 20_000  # of the small context after the prompt; Claude Code asks for an answer of 32,000
+_LARGE_CONTEXT = 131_072  # tokens; the longest prompt has 20,000
+_SMALL_CONTEXT = 32_768  # Claude Code asks for an answer of 32,000
 _KEPT_CHARACTERS = 40
 _KEPT_HEADERS = ("accept", "anthropic-beta", "anthropic-version", "content-type", "originator")
 _ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{24,}")  # of a session, a device, or a call
@@ -118,33 +118,31 @@ class Session:
 
     requests: Sequence[Mapping[str, Any]]
     said: Sequence[str]
-    prompt_tokens: Sequence[int]
 
 
 def run(served: Served, environment: Environment) -> Report:
     """Run every agent, and Claude Code again with a context that its first request exceeds."""
-    sessions = {name: asyncio.run(_session(name, environment, _LARGE_CONTEXT)) for name in AGENTS}
+    sessions = {name: asyncio.run(_session(name, environment, served.model, _LARGE_CONTEXT)) for name in AGENTS}
     for name, session in sessions.items():
         statuses = {request["status"] for request in session.requests}
         expect(f"statuses of {name}", statuses, {200})
         RECORDED.mkdir(exist_ok=True)
         recorded = {"said": session.said, "requests": session.requests}
         (RECORDED / f"{name}.json").write_text(json.dumps(recorded, indent=1, ensure_ascii=False) + "\n")
-    context = max(sessions["claude-code"].prompt_tokens) + _ROOM_TOKENS
-    retried = asyncio.run(_session("claude-code", environment, context))
+    retried = asyncio.run(_session("claude-code", environment, served.model, _SMALL_CONTEXT))
     answered = [request["status"] for request in retried.requests if request["path"].startswith("/v1/messages")]
     expect("Claude Code's statuses with a small context", answered[:2], [400, 200])
     lines = [f"{name}: {len(session.requests)} requests, said {session.said}" for name, session in sessions.items()]
-    lines.append(f"claude-code, context of {context} tokens: {answered}")
+    lines.append(f"claude-code, context of {_SMALL_CONTEXT} tokens: {answered}")
     return Report(f"{len(sessions)} agents each wrote the file", "\n".join(lines) + "\n")
 
 
-async def _session(name: str, environment: Environment, max_model_len: int) -> Session:
+async def _session(name: str, environment: Environment, tokenizer_of: Path, max_model_len: int) -> Session:
     """Run one agent; raise PeerFailed unless it writes the file."""
     home = environment.folder / f"{name}-{max_model_len}"
     work = home / "work"
     work.mkdir(parents=True)
-    directory = write_scripted_model(home / MODEL, max_model_len)
+    directory = write_scripted_model(home / MODEL, max_model_len, tokenizer_of)
     model = ScriptedModel(directory, work / "hello.txt")
     engine = FakeInferenceClient(model)
     async with _gateway(directory, engine) as port, _recorder(port, home) as (url, requests):
@@ -159,7 +157,7 @@ async def _session(name: str, environment: Environment, max_model_len: int) -> S
             await asyncio.to_thread(own.run, program, *arguments, variables=variables)
     if not (work / "hello.txt").exists() or (work / "hello.txt").read_text() != TEXT:
         raise PeerFailed(f"{name} did not write the file:\n{(work / 'output.txt').read_text()[-3000:]}")
-    return Session(requests, model.said, [len(request.prompt_token_ids) for request in engine.requests])
+    return Session(requests, model.said)
 
 
 @asynccontextmanager

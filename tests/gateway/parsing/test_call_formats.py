@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
+from gateway.text.chat_template import ChatMessage, ChatTemplate
 from gateway.text.parsers.formats import (
     AUTO,
     CALL_FORMATS,
@@ -21,6 +23,7 @@ from gateway.text.parsers.formats import (
 from gateway.text.parsers.harmony import Harmony
 from gateway.text.parsers.message import MessageParser
 from gateway.text.parsers.parts import Parser, ReasoningParser
+from tests.gateway.parsing.call_templates import TEMPLATES
 from tests.idle_seconds import idle_seconds
 
 Read = tuple[str, str, list[tuple[str | None, str]]]  # content, reasoning, (name, arguments) of each call
@@ -355,43 +358,29 @@ def typed_arguments(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
     }
 
 
-def as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+ASKED: ChatMessage = {"role": "user", "content": "hi"}
 
 
-def gemma(value: Any) -> str:
-    if isinstance(value, str):
-        return f"{QUOTE}{value}{QUOTE}"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(gemma, value)) + "]"
-    return json.dumps(value)
+@cache
+def template_of(family: str) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES[family], {})
 
 
-WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "hermes": lambda values: f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': values})}\n</tool_call>",
-    "llama3_json": lambda values: json.dumps({"name": "f", "parameters": values}),
-    "mistral": lambda values: f"[TOOL_CALLS]f[ARGS]{json.dumps(values)}",
-    "qwen3_coder": lambda values: qwen("f", **{key: as_text(value) for key, value in values.items()}),
-    "glm45": lambda values: glm("f", **{key: as_text(value) for key, value in values.items()}),
-    "gemma4": lambda values: f"<|tool_call>call:f{gemma(values)}<tool_call|>",
-    "lfm2": lambda values: (
-        f"<|tool_call_start|>[f({', '.join(f'{key}={value!r}' for key, value in values.items())})]<|tool_call_end|>"
-    ),
-    "deepseek_v3": lambda values: DEEPSEEK_V31.replace('{"number": 3}', json.dumps(values)),
-    "harmony": lambda values: (
-        f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{json.dumps(values)}<|call|>"
-    ),
-}
+def written_call(family: str, arguments: dict[str, Any]) -> str:
+    """Return the text that the family's template writes for a call, which its models write too."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    template = template_of(family)
+    prompt = template.render([ASKED])
+    message: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return template.render([ASKED, message], add_generation_prompt=False).removeprefix(prompt).split("<|im_end|>")[0]
 
 
-@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("family", TEMPLATES)
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=typed_arguments(), size=st.integers(1, 8))
-def test_written_arguments_are_read_back(family: str, drawn: tuple[dict[str, Any], dict[str, Any]], size: int) -> None:
+def test_rendered_arguments_are_read_back(family: str, drawn: tuple[dict[str, Any], dict[str, Any]], size: int) -> None:
     schema, values = drawn
-    text = WRITERS[family](values)
+    text = written_call(family, values)
 
     def make() -> tuple[ReasoningParser | None, Parser | None]:
         return (Harmony(), None) if family == "harmony" else (None, CALL_FORMATS[family].parser({"f": schema}))
@@ -411,19 +400,6 @@ def test_fence_without_a_line_end_is_content(size: int) -> None:
     content, _, calls = read(make, [text[at : at + size] for at in range(0, len(text), size)])
     assert content == "x" * 1_000
     assert [arguments for _, arguments in calls] == ["{}"]
-
-
-TEMPLATES = {
-    "harmony": "<|start|>assistant<|channel|>final<|message|>",
-    "gemma4": "<|tool_call>call:{{ name }}<tool_call|> <|channel>thought",
-    "glm45": "<tool_call>{{ name }}<arg_key>{{ k }}</arg_key> <think></think>",
-    "qwen3_coder": "<tool_call>\n<function={{ name }}>\n<parameter={{ k }}>",
-    "lfm2": "List of tools: <|tool_list_start|> <|tool_call_start|>",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜> </think>",
-    "mistral": "[TOOL_CALLS] [THINK]",
-    "llama3_json": "<|python_tag|>",
-    "hermes": "<tool_call>{{ call | tojson }}</tool_call>",
-}
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
