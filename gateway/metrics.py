@@ -30,6 +30,12 @@ from prometheus_client.utils import floatToGoString
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.vllm_metric_names import VllmNames
 
+# Reasons of `requests_rejected_total`. Each series begins at 0, so that an alert sees the first refusal as an increase.
+REFUSALS = (
+    "draining", "gateway_full", "key_share_exceeded", "needs_newer_worker", "no_worker", "queue_full", "starting",
+    "store_full", "store_share", "store_unavailable",
+)  # fmt: skip
+
 
 class LatencyHistogram(Collector):
     """A fast histogram for events per token: 0.3 us per observation; the client library takes 1.5 us or more.
@@ -207,6 +213,8 @@ class ModelMetrics(_Metrics):
             "gateway_choices_finished_total", "Choices that ended, by the reason sent to the client", ("reason",)
         )
         self.rejected = self._counter("requests_rejected_total", "Requests refused before acceptance", ("reason",))
+        for reason in REFUSALS:
+            self.rejected.labels(reason)
 
     def _of_queue(self) -> None:
         self.queue_unfinished = self._gauge(

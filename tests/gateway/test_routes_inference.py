@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.metrics import REFUSALS
 from gateway.store.store_calls import QueueFull, StoreUnavailable
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent, WorkerPhase
@@ -237,6 +238,11 @@ async def test_engine_error_without_a_stream_is_a_status(
     async with gateway.session.post("/v1/chat/completions", json=CHAT) as response:
         body = await response.json()
     assert (response.status, body["error"]["type"], body["error"]["code"]) == (status, error_type, code.value)
+
+
+async def test_series_of_refusals_begin_at_zero(gateway: Gateway) -> None:
+    for reason in REFUSALS:
+        assert gateway.metric("pagestream_requests_rejected_total", reason=reason) == 0
 
 
 @pytest.mark.parametrize(
