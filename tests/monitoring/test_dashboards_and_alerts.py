@@ -9,6 +9,9 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry
 
 from gateway.batches.driver.metrics import DriverMetrics
@@ -115,6 +118,32 @@ def test_panels_do_not_overlap() -> None:
 
 def test_committed_dashboards_match_the_builder() -> None:
     assert {file.name: file.read_text() for file in DASHBOARDS.glob("*.json")} == build()
+
+
+def changes(given: Any, read: Any, path: str = "") -> Iterator[str]:
+    """Yield the places whose value is missing or differs after reading; defaults that were added are no change."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        for name, value in given.items():
+            yield from changes(value, read[name], f"{path}.{name}") if name in read else (f"{path}.{name}",)
+    elif isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        for index, pair in enumerate(zip(given, read, strict=True)):
+            yield from changes(*pair, f"{path}[{index}]")
+    elif given != read:
+        yield path
+
+
+def as_grafana_reads(dashboard: dict[str, Any]) -> Any:
+    register_default_plugins()
+    return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+
+
+@pytest.mark.parametrize("file", sorted(DASHBOARDS.glob("*.json")), ids=lambda file: file.stem)
+def test_grafana_knows_each_field(file: Path) -> None:
+    dashboard = json.loads(file.read_text())
+    assert list(changes(dashboard, as_grafana_reads(dashboard))) == []
+    defaults = dashboard["panels"][0]["fieldConfig"]["defaults"]
+    defaults["unti"] = defaults.pop("unit")
+    assert list(changes(dashboard, as_grafana_reads(dashboard))) == [".panels[0].fieldConfig.defaults.unti"]
 
 
 def test_alerts_have_a_summary_and_an_action() -> None:
