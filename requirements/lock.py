@@ -37,7 +37,7 @@ LOCKS = {
     "engine-cpu.txt": ["--extra", "engine"],
     "serve.txt": ["--extra", "gateway", "--extra", "engine", "--extra", "embedded"],
 }
-EVERY_EXTRA = ["gateway", "engine", "embedded", "bench", "tracing"]
+EVERY_EXTRA = ["gateway", "engine", "cuda", "embedded", "bench", "tracing"]
 DEV = [*(word for extra in EVERY_EXTRA for word in ("--extra", extra)), "--group", "dev"]
 
 
@@ -91,7 +91,7 @@ def main() -> int:
     for name, options in LOCKS.items():
         _write(name, cpu_lock(options, pins, wheels))
     others = re.sub(r"^(torch|triton|setuptools)==.*$", "", pins, flags=re.MULTILINE)  # torch needs an older one
-    gpu = ["pyproject.toml", "--extra", "engine", "--python-platform", "x86_64-manylinux_2_28"]
+    gpu = ["pyproject.toml", "--extra", "engine", "--extra", "cuda", "--python-platform", "x86_64-manylinux_2_28"]
     _write("engine-gpu.txt", compile_lock(gpu, others + "\n" + MEASURED_ON_GPU))
     _write("clients.txt", compile_lock(["requirements/clients.in"], _pins(FOLDER / "clients.txt")))
     _write_peers(pins, wheels)

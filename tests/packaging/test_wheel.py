@@ -77,7 +77,9 @@ def test_serve_extra_contains_the_extras_of_its_programs(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
     needed = [line for line in archive.read(metadata).decode().splitlines() if line.startswith("Requires-Dist:")]
-    assert 'Requires-Dist: pagestream[embedded,engine,gateway]; extra == "serve"' in needed
+    assert 'Requires-Dist: pagestream[cuda,embedded,engine,gateway]; extra == "serve"' in needed
+    assert 'Requires-Dist: pagestream[embedded,engine,gateway]; extra == "serve-cpu"' in needed
+    assert [line for line in needed if "triton" in line] == [line for line in needed if 'extra == "cuda"' in line]
     assert not [line for line in needed if "torch" in line and "extra" not in line]
 
 
