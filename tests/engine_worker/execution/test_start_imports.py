@@ -1,11 +1,13 @@
-"""A CPU worker imports no compiler at start: those take longer than all other imports."""
+"""A CPU worker imports no compiler at start: those take longer than all other imports, and Triton is not installed."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.engine_worker.model.families import write_family
-from tests.engine_worker.model.family_cases import Case
+from tests.engine_worker.model.family_cases import NATIVE
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "sympy", "triton")
 START = """
@@ -21,7 +23,8 @@ print([name for name in sys.argv[2:] if name in sys.modules])
 """
 
 
-def test_cpu_start_imports_no_compiler(tmp_path: Path) -> None:
-    directory = write_family(tmp_path, Case("llama"))
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_next"])
+def test_cpu_start_imports_no_compiler(tmp_path: Path, family: str) -> None:
+    directory = write_family(tmp_path, NATIVE[family])
     command = [sys.executable, "-c", START, str(directory), *COMPILERS]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout.strip() == "[]"
