@@ -11,6 +11,7 @@ from engine_worker.execution.settings import ExecutionSettings, check_at_least_o
 from engine_worker.scheduling.settings import SchedulingSettings
 from shared.settings import SettingsError, setting
 from shared.store_address import store_url
+from shared.tracing import collector_url
 
 MIN_DEAD_AFTER_SECONDS = 3  # one heartbeat per second, which may be late by a step
 
@@ -44,7 +45,9 @@ class WorkerSettings:
     metrics_port: int = setting(8001, help="port of /metrics; 0: a free port, which is logged")
     log_format: str = setting("text", choices=("text", "json"), help="format of log lines")
     otlp_traces_endpoint: str = setting(
-        "", help="OpenTelemetry collector for traces, such as http://HOST:4318/v1/traces; default: no traces"
+        "",
+        parse=collector_url,
+        help="OpenTelemetry collector for traces, such as http://HOST:4318/v1/traces; default: no traces",
     )
     vllm_metric_names: bool = setting(False, help="also expose metrics under vLLM's names on /metrics")
 

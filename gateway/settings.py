@@ -9,6 +9,7 @@ from pathlib import Path
 from shared.model_files import Task
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 from shared.store_address import store_url
+from shared.tracing import collector_url
 
 TOOL_CALL_PARSERS = (
     "auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml", "glm45", "glm47", "gemma4", "lfm2",
@@ -141,7 +142,9 @@ class GatewaySettings:
     exit_with_parent: bool = setting(False, help="exit when the parent process ends (Linux)")
     log_format: str = setting("text", choices=("text", "json"), help="format of log lines")
     otlp_traces_endpoint: str = setting(
-        "", help="OpenTelemetry collector for traces, such as http://HOST:4318/v1/traces; default: no traces"
+        "",
+        parse=collector_url,
+        help="OpenTelemetry collector for traces, such as http://HOST:4318/v1/traces; default: no traces",
     )
     vllm_metric_names: bool = setting(False, help="also expose metrics under vLLM's names on /metrics")
 

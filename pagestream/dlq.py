@@ -20,8 +20,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from pagestream.demo_model import DEMO_MODEL_NAME
-from pagestream.directories import state_directory
-from pagestream.embedded_store import EmbeddedStore
+from pagestream.store_option import add_store_option, url_of
 from shared.dead_letters import DeadLetter, DeadLetters, NoSuchLetter
 from shared.messages import GenerationRequest
 from shared.redis_client import connect
@@ -32,9 +31,8 @@ ALL = "all"
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    url = options.redis_url or EmbeddedStore.at(state_directory() / "store", 0).url
     try:
-        asyncio.run(_run(options, url))
+        asyncio.run(_run(options, url_of(options)))
     except (NoSuchLetter, RedisError, OSError, ValueError) as error:
         sys.stderr.write(f"pagestream dlq: {error}\n")
         return 1
@@ -115,9 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     for action in (showing, retrying, dropping):
         action.add_argument("id", help="request id" + ("" if action is showing else f", or `{ALL}`"))
     for action in (listing, showing, retrying, dropping):
-        action.add_argument(
-            "--redis-url", default="", metavar="URL", help="store (default: the embedded one of `pagestream serve`)"
-        )
+        add_store_option(action)
         action.add_argument(
             "--served-model-name", default=DEMO_MODEL_NAME, metavar="NAME", help="model (default: %(default)s)"
         )

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
-from pagestream.directories import state_directory
-from pagestream.embedded_store import EmbeddedStore
+from pagestream.store_option import add_store_option, url_of
 from shared.queue_clearing import clear_queue
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
@@ -19,9 +18,8 @@ from shared.redis_keys import RedisKeys
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    url = options.redis_url or EmbeddedStore.at(state_directory() / "store", 0).url
     try:
-        num_ended = asyncio.run(_clear(url, RedisKeys(options.model)))
+        num_ended = asyncio.run(_clear(url_of(options), RedisKeys(options.model)))
     except (RedisError, OSError, ValueError) as error:
         sys.stderr.write(f"pagestream queue: {error}\n")
         return 1
@@ -42,10 +40,5 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="clear")
     clearing = actions.add_parser("clear", help="end all waiting requests, each with an error")
     clearing.add_argument("model", help="served model name")
-    clearing.add_argument(
-        "--redis-url",
-        default="",
-        metavar="URL",
-        help="URL of the store; default: the embedded store of `pagestream serve`",
-    )
+    add_store_option(clearing)
     return parser

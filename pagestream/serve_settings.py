@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 from shared.store_address import store_url
+from shared.tracing import collector_url
 
 DEMO = "demo"
 MAX_WORKERS = 64
@@ -104,7 +105,7 @@ class ServeSettings:
     drain_seconds: float = setting(30.0, help="time limit for running requests after SIGTERM, in seconds")
     log_format: str = setting("text", choices=("text", "json"), help="format of log lines")
     otlp_traces_endpoint: str = setting(
-        "", help="URL of an OpenTelemetry collector, for example http://HOST:4318/v1/traces"
+        "", parse=collector_url, help="URL of an OpenTelemetry collector, for example http://HOST:4318/v1/traces"
     )
     vllm_metric_names: bool = setting(False, help="also export metrics under vLLM's names on /metrics")
 

@@ -6,6 +6,7 @@ follow OpenTelemetry's conventions for generative AI. Spans contain no content o
 
 import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -17,6 +18,18 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a
 
 class TracingUnavailable(Exception):
     """OpenTelemetry is not installed."""
+
+
+def collector_url(text: str) -> str:
+    """Return the URL of a collector as it is, or an empty string for none.
+
+    Raises:
+        ValueError: If it is no http:// or https:// URL of a host.
+    """
+    url = urlsplit(text)
+    if text and (url.scheme not in ("http", "https") or not url.hostname):
+        raise ValueError(f"expected a URL such as http://HOST:4318/v1/traces; got {text!r}")
+    return text
 
 
 def valid_traceparent(text: str) -> str:

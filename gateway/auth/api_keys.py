@@ -106,9 +106,9 @@ def read_keys(path: Path) -> list[ApiKey]:
     try:
         content = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _KeysFile)
     except OSError as error:
-        raise ApiKeysError(f"{path}: {error.strerror}") from error
+        raise ApiKeysError(f"--api-keys-file: {path}: {error.strerror}") from error
     except (ValueError, msgspec.ValidationError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise ApiKeysError(f"{path}: {error}") from error
+        raise ApiKeysError(f"--api-keys-file: {path}: {error}") from error
     if not content.keys:
-        raise ApiKeysError(f"{path}: expected at least one [[keys]] entry, got none")
+        raise ApiKeysError(f"--api-keys-file: {path}: expected at least one [[keys]] entry, got none")
     return content.keys

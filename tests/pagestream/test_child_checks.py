@@ -19,6 +19,11 @@ def command(module: str, *words: str) -> ChildCommand:
     ("words", "message"),
     [
         (["engine_worker", "--prot", "8410"], "unknown option --prot 8410; did you mean --port?"),
+        (
+            ["engine_worker", "--otlp-traces-endpoint", "nonsense"],
+            "--otlp-traces-endpoint: expected a URL such as http",
+        ),
+        (["gateway", "--api-keys-file", "/no/keys.toml"], "--api-keys-file: /no/keys.toml: No such file or directory"),
         (["engine_worker", "--quantizations", "fp8"], "did you mean --quantization?"),
         (["engine_worker", "--quantization", "nvfp4"], "--quantization: expected one of auto, none, fp8"),
         (["gateway", "--host", "0.0.0.0"], "--host 0.0.0.0 is not a loopback address, and no API key is set"),

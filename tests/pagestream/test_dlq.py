@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from pagestream import cli
 from pagestream.dlq import main
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
@@ -52,3 +53,11 @@ def test_unknown_dead_letter_is_named_in_the_error(options: list[str], capsys: p
     assert capsys.readouterr().err == "pagestream dlq: no dead letter of request none\n"
     assert main(["list", "--redis-url", "unix:///nowhere/s"]) == 1
     assert "/nowhere/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["dlq", "list"], ["queue", "clear", "m"]])
+def test_wrong_store_url_names_its_option(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--redis-url", "127.0.0.1:6379"])
+    assert ended.value.code == 2
+    assert "argument --redis-url: expected a URL that begins with one of redis://" in capsys.readouterr().err

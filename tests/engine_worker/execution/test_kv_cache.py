@@ -66,6 +66,12 @@ def test_kv_pool_size_follows_memory_and_settings(
     assert num_blocks_that_fit(budget, MIB, max_blocks if num_bytes is None else None) == expected
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_more_than_all_memory_is_refused_by_its_setting(device: str) -> None:
+    with pytest.raises(ValueError, match=f"--kv-cache-memory-bytes: .* of {device}, 16,000 MiB; got 16777217000"):
+        cache_budget(memory(4000, device), 16_777_217_000, None)
+
+
 @pytest.mark.parametrize(
     ("budget", "max_num_seqs", "expected"),
     [
