@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from gateway.store.stream_table import DeliveryCounts, StreamTable
+from shared.redis_keys import PRIORITY_CLASSES
 from shared.vllm_metric_names import VllmNames
 
 # Reasons of `requests_rejected_total`. Each series begins at 0, so that an alert sees the first refusal as an increase.
@@ -195,9 +196,15 @@ class ModelMetrics(_Metrics):
         self._of_queue()
 
     def _of_requests(self) -> None:
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Time from a request's arrival to its first token", TTFT_BUCKETS_SECONDS
+        self.time_to_first_token = Histogram(
+            "pagestream_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token",
+            ("class",),
+            buckets=TTFT_BUCKETS_SECONDS,
+            registry=self.registry,
         )
+        for priority_class in PRIORITY_CLASSES:
+            self.time_to_first_token.labels(priority_class)
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds", "Time between two arrivals of tokens of a choice", ITL_BUCKETS_SECONDS
         )

@@ -23,7 +23,7 @@ from gateway.metrics import ModelMetrics
 from gateway.model_service import ModelService
 from gateway.pipeline.answer_extras import PromptEcho
 from gateway.pipeline.best_of import BestOf
-from gateway.pipeline.choice_writer import Backlog, ChoiceDelta, ChoiceWriter, Stage, Write
+from gateway.pipeline.choice_writer import Backlog, ChoiceDelta, ChoiceWriter, Scoring, Stage, Write
 from gateway.pipeline.message_parsers import ParserStage, message_parsers, needs_special_tokens
 from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import UsageCount
@@ -230,6 +230,11 @@ class _PromptChoices:
         self._outputs = range(first_choice, first_choice + request.n)
         spellings = model.encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
         keeps_marks = needs_special_tokens(model, request)
+        scoring = Scoring(
+            every_token=not request.is_chat,
+            is_ranked=request.choices.is_best_of,
+            own_first=bool(request.fields.logprob_token_ids) and request.task is Task.GENERATE,
+        )
         self.writers = [
             ChoiceWriter(
                 index,
@@ -237,9 +242,8 @@ class _PromptChoices:
                 spellings,
                 metrics,
                 arrived_at,
-                scores_every_token=not request.is_chat,
-                is_ranked=request.choices.is_best_of,
-                own_logprob_first=bool(request.fields.logprob_token_ids) and request.task is Task.GENERATE,
+                priority_class=inbox.request.priority_class,
+                scoring=scoring,
             )
             for index in range(first_choice, first_choice + inbox.request.sampling.n)
         ]

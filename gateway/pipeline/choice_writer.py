@@ -57,6 +57,20 @@ Write: TypeAlias = Callable[[ChoiceDelta, bytearray], None]  # passes a delta on
 Backlog: TypeAlias = deque[tuple[Iterator[ChoiceDelta | None], Write]]
 
 
+class Scoring(msgspec.Struct, frozen=True, gc=False):
+    """How a choice's log-probabilities are reported.
+
+    Attributes:
+        every_token: The end-of-sequence token, which has no text, has log-probabilities too.
+        is_ranked: `ChoiceWriter.cumulative_logprob` is computed; otherwise it stays 0.
+        own_first: Each token comes before the tokens that the request named, as in vLLM.
+    """
+
+    every_token: bool
+    is_ranked: bool
+    own_first: bool
+
+
 class Stage:
     """The last stage of all choices of an answer; this base class discards the deltas."""
 
@@ -72,9 +86,8 @@ class Stage:
 
 class ChoiceWriter:
     __slots__ = (
-        "_arrived_at", "_first_token_at", "_held", "_index", "_is_ranked", "_last_token_at", "_metrics", "_output",
-        "_own_logprob_first", "_scores_every_token", "_spellings", "cumulative_logprob", "finished", "next",
-        "stopped_early",
+        "_arrived_at", "_first_token_at", "_held", "_index", "_last_token_at", "_metrics", "_output",
+        "_priority_class", "_scoring", "_spellings", "cumulative_logprob", "finished", "next", "stopped_early",
     )  # fmt: skip
 
     def __init__(
@@ -85,16 +98,10 @@ class ChoiceWriter:
         metrics: ModelMetrics,
         arrived_at: float,
         *,
-        scores_every_token: bool = False,
-        is_ranked: bool = False,
-        own_logprob_first: bool = False,
+        priority_class: str,
+        scoring: Scoring,
     ) -> None:
-        """Create the writer of one choice.
-
-        If `scores_every_token`, the end-of-sequence token, which has no text, has log-probabilities too. If
-        `is_ranked`, `cumulative_logprob` is computed; otherwise it stays 0. If
-        `own_logprob_first`, each token comes before the tokens that the request named, as in vLLM.
-        """
+        """Create the writer of one choice of a request of `priority_class`, which arrived at `arrived_at`."""
         self.next: Write = Stage().write
         self.finished = False
         self.stopped_early = False  # by a stop string: the engine does not know of it
@@ -103,12 +110,11 @@ class ChoiceWriter:
         self._output = output
         self._metrics = metrics
         self._arrived_at = arrived_at
+        self._priority_class = priority_class
         self._first_token_at = 0.0
         self._last_token_at = 0.0
         self._spellings = spellings
-        self._scores_every_token = scores_every_token
-        self._is_ranked = is_ranked
-        self._own_logprob_first = own_logprob_first
+        self._scoring = scoring
         self._held = _NOTHING  # a token that may have ended the sequence
 
     @property
@@ -130,7 +136,7 @@ class ChoiceWriter:
                 self._metrics.inter_token_latency.observe(now - self._last_token_at)
             else:
                 self._first_token_at = now
-                self._metrics.time_to_first_token.observe(now - self._arrived_at)
+                self._metrics.time_to_first_token.labels(self._priority_class).observe(now - self._arrived_at)
             self._last_token_at = now
         for place, token_id in enumerate(token_ids):
             logprobs = scores[place] if scores else None
@@ -155,7 +161,7 @@ class ChoiceWriter:
         """Write the end of the choice."""
         text = self._output.finish(reason)
         held_ids, entries = self._held
-        shown = entries if self._scores_every_token or self._output.shows_terminal(reason) else ()
+        shown = entries if self._scoring.every_token or self._output.shows_terminal(reason) else ()
         self._end(text, FinishReason.STOP if self._output.stop_string is not None else reason, shown, held_ids, out)
 
     def record_end(self, reason: str) -> None:
@@ -164,9 +170,9 @@ class ChoiceWriter:
 
     def _entries(self, token_id: int, logprobs: EncodedLogprobs) -> tuple[LogprobEntry, ...]:
         """Return the entry of the token that was consumed last."""
-        if self._is_ranked:
+        if self._scoring.is_ranked:
             self.cumulative_logprob += decoded_logprobs([logprobs])[0].logprob
-        if self._own_logprob_first:
+        if self._scoring.own_first:
             logprobs = with_own_first(token_id, logprobs)
         return (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
 

@@ -15,8 +15,7 @@ from tests.tiny_model import write_tiny_model
 
 NUM_LINES = 200
 SEED = 39
-# A line takes three steps, and four run at a time: 20 s for all without a kill.
-WORKER_FLAGS = ["--script-step-seconds", "0.15", "--max-num-seqs", "4", "--dead-after-seconds", "3"]
+WORKER_FLAGS = ["--max-num-seqs", "4", "--dead-after-seconds", "3"]
 QUEUE_FLAGS = ["--max-num-queued-reqs", "8"]  # a run sends 64 at a time
 
 
@@ -25,18 +24,20 @@ async def begun(argv: list[str]) -> Process:
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "full_seconds"), [(5, 5.0), pytest.param(20, 300.0, marks=pytest.mark.long)]
-)  # fmt: skip
+    ("num_kills", "step_seconds", "full_seconds"),
+    [(5, 0.15, 5.0), pytest.param(20, 0.8, 300.0, marks=pytest.mark.long)],
+)
 @pytest.mark.timeout(900)
 async def test_killed_runs_and_a_full_queue_leave_one_result_per_line(
-    tmp_path: Path, num_kills: int, full_seconds: float
+    tmp_path: Path, num_kills: int, step_seconds: float, full_seconds: float
 ) -> None:
     requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text("\n".join(batch_lines(NUM_LINES)))
     moments = random.Random(SEED)
     model = write_tiny_model(tmp_path / "tiny")
+    flags = ["--script-step-seconds", str(step_seconds), *WORKER_FLAGS]  # so slow that lines are left after all kills
     async with running_site(
-        tmp_path, model, name="tiny", num_workers=1, worker_flags=WORKER_FLAGS, gateway_flags=QUEUE_FLAGS
+        tmp_path, model, name="tiny", num_workers=1, worker_flags=flags, gateway_flags=QUEUE_FLAGS
     ) as site:
         argv = ["-m", "pagestream", "run-batch", "-i", str(requests), "-o", str(results), "--url", site.urls[0]]
         for kill in range(num_kills):

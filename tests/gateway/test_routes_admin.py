@@ -165,7 +165,6 @@ async def test_answer_is_counted_in_metrics(gateway: Gateway) -> None:
     async with gateway.session.post("/v1/completions", json={"prompt": [5, 6], "stream": True}) as response:
         await response.read()
     counted = {
-        "time_to_first_token_seconds_count": 1,
         "inter_token_latency_seconds_count": 1,
         "time_per_output_token_seconds_count": 1,
         "request_duration_seconds_count": 1,
@@ -174,6 +173,8 @@ async def test_answer_is_counted_in_metrics(gateway: Gateway) -> None:
         "gateway_client_disconnects_total": 0,
     }
     assert {name: gateway.metric(f"pagestream_{name}") for name in counted} == counted
+    first = "pagestream_time_to_first_token_seconds_count"
+    assert [gateway.metric(first, **{"class": name}) for name in ("interactive", "batch")] == [1, 0]
     assert gateway.metric("pagestream_gateway_choices_finished_total", reason="length") == 1
     assert gateway.metric("pagestream_gateway_streams", route="/v1/completions") == 0
     labels = {"route": "/v1/completions", "method": "POST", "code": "200"}
@@ -236,4 +237,4 @@ async def test_metrics_are_repeated_under_vllm_names(start_gateway: Callable[...
     async with gateway.session.get("/metrics", headers={"Accept": accept}) as response:
         text = await response.text()
     assert 'vllm:time_to_first_token_seconds_count{engine="0",model_name="tiny"} 0.0' in text
-    assert 'pagestream_time_to_first_token_seconds_count{model="tiny"} 0.0' in text
+    assert 'pagestream_time_to_first_token_seconds_count{class="batch",model="tiny"} 0.0' in text

@@ -199,7 +199,8 @@ def _gateway() -> GatewayMetrics:
 
 
 def _serve_one_request(gateway: GatewayMetrics, metrics: ModelMetrics) -> None:
-    for histogram in (metrics.time_to_first_token, metrics.inter_token_latency, metrics.time_per_output_token,
+    metrics.time_to_first_token.labels("interactive").observe(0.5)
+    for histogram in (metrics.inter_token_latency, metrics.time_per_output_token,
                       metrics.request_duration, metrics.prompt_tokens, metrics.generation_tokens):  # fmt: skip
         histogram.observe(0.5)
     metrics.choices_finished.labels("stop").inc()

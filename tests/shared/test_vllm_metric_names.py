@@ -49,7 +49,7 @@ def test_vllm_values_are_summed_over_other_labels() -> None:
 
 def test_vllm_histograms_keep_their_buckets() -> None:
     metrics = ModelMetrics(CollectorRegistry())
-    metrics.time_to_first_token.observe(0.03)
+    metrics.time_to_first_token.labels("batch").observe(0.03)
     found = read(metrics.registry)
     labels = (("engine", "0"), ("model_name", "m"))
     assert found["vllm:time_to_first_token_seconds_count"] == {labels: 1.0}
