@@ -2,8 +2,8 @@
 
 Its stdin is a pipe whose write end only the worker has. The kernel closes it when the worker's last thread has exited,
 so an EOF proves that the worker sends nothing more; no missed heartbeats need be counted. The pipe carries the store's
-URL, the model, and the id of each incarnation; without an id the worker never served. Each worker of several ranks
-starts one, because a group may run without a supervisor.
+URL, the model, the namespace, and the id of each incarnation; without an id the worker never served. Each worker of
+several ranks starts one, because a group may run without a supervisor.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _ROOT = Path(__file__).parents[1]
 class ExitReaper:
     """The worker's side: the process that requeues this worker's requests after its exit."""
 
-    def __init__(self, redis_url: str, model_name: str) -> None:
+    def __init__(self, redis_url: str, keys: RedisKeys) -> None:
         """Start the process, in its own session so that Ctrl-C does not end it. Raises OSError on failure."""
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
@@ -38,7 +38,8 @@ class ExitReaper:
             start_new_session=True,
         )
         self._write(redis_url)  # through the pipe, because other users can read arguments
-        self._write(model_name)
+        self._write(keys.model_name)
+        self._write(keys.namespace)
 
     def watch(self, worker_id: str) -> None:
         """Set the current incarnation, whose requests are requeued; earlier ones have ended."""
@@ -54,15 +55,15 @@ def main() -> int:
     """Wait for EOF, requeue, and return the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    redis_url, model_name, *worker_ids = sys.stdin.read().splitlines()
-    return asyncio.run(_requeue(redis_url, model_name, worker_ids[-1])) if worker_ids else 0
+    redis_url, model_name, namespace, *worker_ids = sys.stdin.read().splitlines()
+    return asyncio.run(_requeue(redis_url, RedisKeys(model_name, namespace), worker_ids[-1])) if worker_ids else 0
 
 
-async def _requeue(redis_url: str, model_name: str, worker_id: str) -> int:
+async def _requeue(redis_url: str, keys: RedisKeys, worker_id: str) -> int:
     connections = connect(redis_url)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await reap_worker(RedisScripts(connections.commands, RedisKeys(model_name)), worker_id)
+            await reap_worker(RedisScripts(connections.commands, keys), worker_id)
     except (RedisError, OSError, TimeoutError) as error:
         sys.stderr.write(f"worker {worker_id}: requeue failed; peers will requeue after missed heartbeats: {error}\n")
         return 1

@@ -94,7 +94,7 @@ class WorkerService:
         base_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
         self._settings = settings
         self._base_id = base_id
-        self._keys = RedisKeys(settings.model_name)
+        self._keys = RedisKeys(settings.model_name, settings.store_namespace)
         self._connections = connect(settings.redis_url)
         self._fleet_clock = FleetClock(RedisScripts(self._connections.commands, self._keys))
         self._engine = EngineThread()
@@ -117,7 +117,7 @@ class WorkerService:
         if self._tracing is not None:
             self._sinks.append(RequestSpans(self._tracing, base_id, settings.model_name))
         is_group = settings.execution.tensor_parallel_size > 1
-        self._exit_reaper = ExitReaper(settings.redis_url, settings.model_name) if is_group else None
+        self._exit_reaper = ExitReaper(settings.redis_url, self._keys) if is_group else None
         self._reaper = Reaper(
             self._connections,
             self._keys,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine_worker.execution.settings import ExecutionSettings, check_at_least_one
 from engine_worker.scheduling.settings import SchedulingSettings
+from shared.redis_keys import store_namespace
 from shared.settings import SettingsError, setting
 from shared.store_address import store_url
 from shared.tracing import collector_url
@@ -28,6 +29,9 @@ class WorkerSettings:
         "redis://127.0.0.1:6379/0",
         parse=store_url,
         help="URL of the store: redis://, rediss://, unix:///PATH, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE",
+    )
+    store_namespace: str = setting(
+        "", parse=store_namespace, help="prefix of all names in the store, so that deployments can share one"
     )
     worker_id: str = setting("", help="prefix of this worker's ids; default: host name and process id")
     drain_seconds: float = setting(30.0, help="time to finish running requests after SIGTERM")

@@ -82,7 +82,7 @@ def clients_of(
     return {
         options: InferenceClient(
             connections,
-            RedisKeys(options.name),
+            RedisKeys(options.name, settings.store_namespace),
             gateway_id,
             max_queued_requests=settings.max_num_queued_reqs,
             max_queued_tokens=settings.max_num_queued_tokens,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.model_files import Task
+from shared.redis_keys import store_namespace
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 from shared.store_address import store_url
 from shared.tracing import collector_url
@@ -39,6 +40,9 @@ class GatewaySettings:
         "redis://127.0.0.1:6379/0",
         parse=store_url,
         help="URL of the store: redis://, rediss://, unix:///PATH, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE",
+    )
+    store_namespace: str = setting(
+        "", parse=store_namespace, help="prefix of all names in the store, so that deployments can share one"
     )
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, parse=int, help="port to listen on; 0: a free port, which is logged")

@@ -52,6 +52,7 @@ from shared.model_files import ModelFilesError
 from shared.model_identity import ModelDiffers, files_identity
 from shared.models_file import models_text
 from shared.open_batches import has_open_batch
+from shared.redis_keys import RedisKeys
 from shared.settings import SettingsError
 from shared.ticks import next_tick
 
@@ -232,7 +233,7 @@ class _AllInOne:
 
     @asynccontextmanager
     async def _link(self, url: str, name: str) -> AsyncIterator[FleetLink]:
-        link = FleetLink(url, name, self._on_heartbeat)
+        link = FleetLink(url, RedisKeys(name, self.settings.store_namespace), self._on_heartbeat)
         try:
             if problem := await link.store_answers():
                 raise StoreError(f"--redis-url: the store at {url} does not answer: {problem}")

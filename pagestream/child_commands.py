@@ -66,6 +66,8 @@ class ChildCommands:
         self._common = ["--drain-seconds", str(settings.drain_seconds), "--log-format", settings.log_format]
         if settings.otlp_traces_endpoint:
             self._common += ["--otlp-traces-endpoint", settings.otlp_traces_endpoint]
+        if settings.store_namespace:
+            self._common += ["--store-namespace", settings.store_namespace]
         if settings.vllm_metric_names:
             self._common += ["--vllm-metric-names"]
         if config_path is not None:

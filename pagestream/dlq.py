@@ -20,11 +20,10 @@ import msgspec
 from redis.exceptions import RedisError
 
 from pagestream.demo_model import DEMO_MODEL_NAME
-from pagestream.store_option import add_store_option, url_of
+from pagestream.store_option import add_store_options, keys_of, url_of
 from shared.dead_letters import DeadLetter, DeadLetters, NoSuchLetter
 from shared.messages import GenerationRequest
 from shared.redis_client import connect
-from shared.redis_keys import RedisKeys
 
 ALL = "all"
 
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _run(options: argparse.Namespace, url: str) -> None:
     connections = connect(url)
-    letters = DeadLetters(connections.commands, RedisKeys(options.served_model_name))
+    letters = DeadLetters(connections.commands, keys_of(options, options.served_model_name))
     try:
         if options.action == "list":
             _print_list(await letters.list(), as_json=options.json)
@@ -113,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     for action in (showing, retrying, dropping):
         action.add_argument("id", help="request id" + ("" if action is showing else f", or `{ALL}`"))
     for action in (listing, showing, retrying, dropping):
-        add_store_option(action)
+        add_store_options(action)
         action.add_argument(
             "--served-model-name", default=DEMO_MODEL_NAME, metavar="NAME", help="model (default: %(default)s)"
         )

@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class FleetLink:
-    def __init__(self, url: str, model_name: str, on_heartbeat: Callable[[WorkerHeartbeat], None]) -> None:
+    def __init__(self, url: str, keys: RedisKeys, on_heartbeat: Callable[[WorkerHeartbeat], None]) -> None:
         self._connections = connect(url)
-        self._keys = RedisKeys(model_name)
+        self._keys = keys
         self._on_heartbeat = on_heartbeat
         self._own_phase: WorkerHeartbeat | None = None
         self._changed = asyncio.Event()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.redis_keys import store_namespace
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 from shared.store_address import store_url
 from shared.tracing import collector_url
@@ -90,6 +91,9 @@ class ServeSettings:
         parse=store_url,
         help="URL of a running Redis or Valkey, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; default: an embedded "
         "Valkey",
+    )
+    store_namespace: str = setting(
+        "", parse=store_namespace, help="prefix of all names in the store, so that deployments can share one"
     )
     store_max_memory_bytes: int = setting(
         256 * 2**20, parse=parse_bytes, help="memory limit of the embedded store, in bytes"

@@ -1,10 +1,11 @@
 """Names of all streams, groups, channels, and keys in Redis.
 
 All names of a served model have the hash tag `{model name}`, so that a script with several of them works in a cluster.
-No other code builds a name, except Lua scripts, which append an id to a prefix. docs/internals/store-protocol.md
-lists what the keys contain.
+With --store-namespace the tag is `{namespace|model name}`. No other code builds a name, except Lua scripts, which
+append an id to a prefix. docs/internals/store-protocol.md lists what the keys contain.
 """
 
+import re
 from dataclasses import dataclass
 
 GROUP = "engine"
@@ -17,11 +18,24 @@ NEWER = "newer"
 INTERACTIVE = "interactive"
 PRIORITY_CLASSES = (INTERACTIVE, "batch")  # strict priority: a class is read only if the earlier ones are empty
 QUEUE_NAMES = (RESUMED, NEWER, *PRIORITY_CLASSES)
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{0,64}")
+
+
+def store_namespace(text: str) -> str:
+    """Return a namespace as it is.
+
+    Raises:
+        ValueError: If it has other characters than names may have.
+    """
+    if not _NAMESPACE.fullmatch(text):
+        raise ValueError(f"expected up to 64 letters, digits, '.', '_' and '-'; got {text!r}")
+    return text
 
 
 @dataclass(frozen=True, slots=True)
 class RedisKeys:
     model_name: str
+    namespace: str = ""
 
     def __post_init__(self) -> None:
         if not self.model_name or any(character in "{}" for character in self.model_name):
@@ -116,4 +130,5 @@ class RedisKeys:
         return self._name("kvw")
 
     def _name(self, suffix: str) -> str:
-        return f"{{{self.model_name}}}:{suffix}"
+        tag = f"{self.namespace}|{self.model_name}" if self.namespace else self.model_name
+        return f"{{{tag}}}:{suffix}"

@@ -16,7 +16,7 @@ CHANNEL = RedisKeys(MODEL).heartbeat_channel
 
 async def test_heartbeats_are_received_and_invalid_ones_dropped(valkey) -> None:
     heard: asyncio.Queue[WorkerHeartbeat] = asyncio.Queue()
-    link = FleetLink(valkey.url, MODEL, heard.put_nowait)
+    link = FleetLink(valkey.url, RedisKeys(MODEL), heard.put_nowait)
     running = asyncio.create_task(link.run())
     beat = WorkerHeartbeat(worker_id="serve.a-0-0.0", phase=WorkerPhase.LOAD, progress=0.5)
     async with redis.asyncio.Redis(unix_socket_path=valkey.socket_path) as publisher:
@@ -33,7 +33,7 @@ async def test_heartbeats_are_received_and_invalid_ones_dropped(valkey) -> None:
 
 async def test_phase_is_published_repeatedly_until_silenced(valkey, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagestream.fleet_link.BEAT_SECONDS", 0.05)
-    link = FleetLink(valkey.url, MODEL, lambda _: None)
+    link = FleetLink(valkey.url, RedisKeys(MODEL), lambda _: None)
     async with redis.asyncio.Redis(unix_socket_path=valkey.socket_path) as client, client.pubsub() as channel:
         await channel.subscribe(CHANNEL)
         await channel.get_message(timeout=PATIENCE_SECONDS)
@@ -56,7 +56,7 @@ async def test_idle_link_wakes_only_for_messages(valkey) -> None:
         return [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
 
     heard: asyncio.Queue[WorkerHeartbeat] = asyncio.Queue()
-    link = FleetLink(valkey.url, MODEL, heard.put_nowait)
+    link = FleetLink(valkey.url, RedisKeys(MODEL), heard.put_nowait)
     running = asyncio.create_task(link.run())
     async with redis.asyncio.Redis(unix_socket_path=valkey.socket_path) as publisher:
         while not await publisher.publish(CHANNEL, b"nonsense"):
@@ -70,7 +70,7 @@ async def test_idle_link_wakes_only_for_messages(valkey) -> None:
 
 
 async def test_unreachable_store_is_awaited_without_reaping() -> None:
-    link = FleetLink("unix:///nowhere/valkey.sock", MODEL, lambda _: None)
+    link = FleetLink("unix:///nowhere/valkey.sock", RedisKeys(MODEL), lambda _: None)
     link.announce(WorkerPhase.DOWNLOAD, 0.0, "")
     running = asyncio.create_task(link.run())
     assert await link.reap("serve") == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
+from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys, store_namespace
 
 
 def test_key_names_are_pinned():
@@ -21,6 +21,17 @@ def test_key_names_are_pinned():
     assert keys.gateway_channel("g") == "{org/model}:gw:g"
     assert keys.control_channel("w0.1") == "{org/model}:ctl:w0.1"
     assert keys.heartbeat_channel == "{org/model}:hb"
+
+
+def test_namespace_is_part_of_each_name():
+    assert RedisKeys("org/model", "blue").queue("batch") == "{blue|org/model}:q:batch"
+    assert RedisKeys("m", "blue").heartbeat_channel == "{blue|m}:hb"
+
+
+@pytest.mark.parametrize("text", ["a|b", "{a}", "a b", "x" * 65])
+def test_namespace_with_other_characters_is_refused(text):
+    with pytest.raises(ValueError, match="expected up to 64 letters"):
+        store_namespace(text)
 
 
 @pytest.mark.parametrize("name", ["", "a{b", "a}b"])
