@@ -37,6 +37,16 @@ def test_llm_client_reads_answers(served: Served) -> None:
     assert saw["text"] == saw["streamed"] == PARIS
 
 
+def test_ollama_client_reads_answers(served: Served) -> None:
+    saw = served.seen_by("ollama_client.py")
+    assert saw["text"] == saw["streamed"] == PARIS
+    assert saw["counts"] == [NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, "stop"]
+    assert saw["streamed_counts"] == [NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, True]
+    assert saw["formatted"]["name"] in ("Paris", "Rome") and saw["with_tools"]
+    assert saw["generated"].startswith(" 8 9") and saw["models"] == [MODEL]
+    assert saw["error"][0] == 404 and saw["context"][0] == 400 and "options.num_ctx" in saw["context"][1]
+
+
 def test_openai_npm_client_reads_answers(served: Served) -> None:
     saw = served.seen_by_npm("openai_client.mjs")
     assert saw["text"] == saw["streamed"] == saw["scored"] == PARIS
