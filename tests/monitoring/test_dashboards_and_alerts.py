@@ -142,8 +142,8 @@ def test_grafana_knows_each_field(file: Path) -> None:
     dashboard = json.loads(file.read_text())
     assert list(changes(dashboard, as_grafana_reads(dashboard))) == []
     defaults = dashboard["panels"][0]["fieldConfig"]["defaults"]
-    defaults["unti"] = defaults.pop("unit")
-    assert list(changes(dashboard, as_grafana_reads(dashboard))) == [".panels[0].fieldConfig.defaults.unti"]
+    defaults["misspelled"] = defaults.pop("unit")
+    assert list(changes(dashboard, as_grafana_reads(dashboard))) == [".panels[0].fieldConfig.defaults.misspelled"]
 
 
 def test_alerts_have_a_summary_and_an_action() -> None:
