@@ -36,10 +36,11 @@ DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy
 # A new option must be added here and to the changelog. Its help text is its documentation.
 SERVE_OPTIONS = """
     model revision served_model_name models_file host port metrics_port gateways workers tensor_parallel_size redis_url
-    store_max_memory_bytes max_model_len files_dir drain_seconds log_format otlp_traces_endpoint vllm_metric_names
+    store_namespace store_max_memory_bytes max_model_len files_dir drain_seconds log_format otlp_traces_endpoint
+    vllm_metric_names
 """
 GATEWAY_OPTIONS = """
-    model served_model_name models_file redis_url host port reuse_port own_port api_key api_keys_file ui
+    model served_model_name models_file redis_url store_namespace host port reuse_port own_port api_key api_keys_file ui
     allowed_hosts open_routes allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams max_bytes_in_flight
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
@@ -57,8 +58,8 @@ WORKER_OPTIONS = """
     kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes max_num_seqs max_num_batched_tokens
     deterministic cudagraph_mode enforce_eager
     preemption_mode offloaded_prefixes enable_prefix_caching max_prefill_tokens_with_decodes async_scheduling
-    served_model_name redis_url worker_id drain_seconds step_timeout_seconds dead_after_seconds check exit_with_parent
-    metrics_host metrics_port log_format otlp_traces_endpoint vllm_metric_names
+    served_model_name redis_url store_namespace worker_id drain_seconds step_timeout_seconds dead_after_seconds check
+    exit_with_parent metrics_host metrics_port log_format otlp_traces_endpoint vllm_metric_names
 """
 
 

@@ -171,6 +171,8 @@ class LossyClient(InferenceClient):
 
 
 class GapBlindInbox(Inbox):
+    __slots__ = ()
+
     def _take(self, choice: Any, start: int, *rest: Any) -> bool:
         return super()._take(choice, min(start, len(choice.tokens)), *rest)
 

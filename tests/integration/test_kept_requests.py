@@ -68,7 +68,8 @@ async def test_running_stream_continues_at_another_gateway(world: World) -> None
     _, shown = await world.gateways[0].shown(reader.request_id)
     assert shown["state"] == "finished" and shown["completion_tokens"] == 30
     assert shown["result"]["choices"][0] == {
-        "index": 0, "text": text, "logprobs": None, "finish_reason": "length"
+        "index": 0, "text": text, "logprobs": None, "finish_reason": "length",
+        "prompt_logprobs": None, "prompt_token_ids": None,
     }  # fmt: skip
 
 

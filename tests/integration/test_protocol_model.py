@@ -83,7 +83,9 @@ MUTANTS = {
         "not the journal|not in the journal|got index",
     ),
     "unclaim_loses_requests": (
-        Faults(cut_off_seconds=0, lua=patched(("unclaim", "requeue(KEYS[2],", "requeue(KEYS[2] .. '.lost',"))),
+        Faults(
+            cut_off_seconds=0, lua=patched(("unclaim", "requeue(entry, KEYS[2],", "requeue(entry, KEYS[2] .. '.lost',"))
+        ),
         "stalled",
     ),
     "unclaim_keeps_the_old_entry": (
@@ -95,7 +97,9 @@ MUTANTS = {
         "stalled",
     ),
     "overtaking_request_is_lost": (
-        Faults(cut_off_seconds=0, lua=patched(("take", "'XADD', ahead,", "'XADD', ahead .. '.lost',"))),
+        Faults(
+            cut_off_seconds=0, lua=patched(("take", "add_after(entry, ahead,", "add_after(entry, ahead .. '.lost',"))
+        ),
         "stalled",
     ),
     "own_pending_entries_are_not_reread": (
