@@ -20,10 +20,11 @@ import msgspec
 from redis.exceptions import RedisError
 
 from pagestream.demo_model import DEMO_MODEL_NAME
-from pagestream.store_option import add_store_options, keys_of, url_of
+from pagestream.store_options import add_store_options, url_of
 from shared.dead_letters import DeadLetter, DeadLetters, NoSuchLetter
 from shared.messages import GenerationRequest
 from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
 
 ALL = "all"
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _run(options: argparse.Namespace, url: str) -> None:
     connections = connect(url)
-    letters = DeadLetters(connections.commands, keys_of(options, options.served_model_name))
+    letters = DeadLetters(connections.commands, RedisKeys(options.served_model_name, options.store_namespace))
     try:
         if options.action == "list":
             _print_list(await letters.list(), as_json=options.json)

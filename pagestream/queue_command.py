@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
-from pagestream.store_option import add_store_options, keys_of, url_of
+from pagestream.store_options import add_store_options, url_of
 from shared.queue_clearing import clear_queue
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
@@ -19,7 +19,7 @@ from shared.redis_keys import RedisKeys
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        num_ended = asyncio.run(_clear(url_of(options), keys_of(options, options.model)))
+        num_ended = asyncio.run(_clear(url_of(options), RedisKeys(options.model, options.store_namespace)))
     except (RedisError, OSError, ValueError) as error:
         sys.stderr.write(f"pagestream queue: {error}\n")
         return 1

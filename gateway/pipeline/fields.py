@@ -5,7 +5,7 @@
     use_beam_search, best_of or n     beam search of that width; its n best sequences are returned
     allowed_token_ids    only these tokens are sampled; the end-of-sequence token must be listed to be sampled
     bad_words            texts that the output never contains, at its start or after a space
-    logprob_token_ids    with logprobs: return the logprobs of these tokens, in this order, instead of the most likely
+    logprob_token_ids    with logprobs: return those of the chosen token, then of these, not of the most likely
     timeout_seconds          limit for the whole answer            504 deadline_exceeded
     queue_timeout_seconds    limit until a worker starts           503 queue_timeout
 

@@ -17,8 +17,8 @@ local function add_after(earlier, stream, fields)
   local entry = redis.call('XADD', stream, '*', unpack(fields))
   if earlier and not entry_is_after(entry, earlier) then
     redis.call('XDEL', stream, entry)
-    local ms, number = string.match(earlier, '^(%d+)-(%d+)$')
-    entry = redis.call('XADD', stream, ms .. '-' .. string.format('%.0f', number + 1), unpack(fields))
+    local ms, number = numbers_of(earlier)
+    entry = redis.call('XADD', stream, string.format('%.0f-%.0f', ms, number + 1), unpack(fields))
   end
   return entry
 end

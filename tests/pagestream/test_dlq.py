@@ -61,3 +61,11 @@ def test_wrong_store_url_names_its_option(command: list[str], capsys: pytest.Cap
         cli.main([*command, "--redis-url", "127.0.0.1:6379"])
     assert ended.value.code == 2
     assert "argument --redis-url: expected a URL that begins with one of redis://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["dlq", "list"], ["queue", "clear", "m"]])
+def test_wrong_namespace_names_its_option(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--store-namespace", "a|b"])
+    assert ended.value.code == 2
+    assert "argument --store-namespace: expected up to 64 letters" in capsys.readouterr().err
