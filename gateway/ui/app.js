@@ -36,7 +36,7 @@ function show(role, text = "") {
 
 async function send() {
   const text = $("prompt").value.trim();
-  if (!text || running) return;
+  if (!text || $("send").disabled) return;
   history.push({ role: "user", content: text });
   show("user", text);
   $("prompt").value = "";
@@ -119,6 +119,8 @@ async function offerModels() {
   const names = (await (await fetch("v1/models")).json()).data.map((model) => model.id);
   $("model_choice").replaceChildren(...names.map((name) => new Option(name, name)));
   $("model").textContent = names[0];
+  // A request names its model, so nothing can be sent before this.
+  $("send").disabled = !names.length;
   if (names.length > 1) showModel(names[0]);
 }
 

@@ -55,10 +55,26 @@ def test_playground_works_with_keyboard_only(page: Page, stack: Stack) -> None:
     page.keyboard.type("of the user")
     assert page.locator("#prompt").input_value() == "the end\nof the user"
     stack.pace(SLOW_STEP_SECONDS)
+    expect(page.locator("#send")).to_be_enabled()
     page.keyboard.press("Enter")
     expect(page.locator("#stop")).to_be_enabled()
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_have_text("Stopped.")
+
+
+def test_nothing_is_sent_before_the_models_are_known(page: Page) -> None:
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": []}))
+    with page.expect_request("**/v1/models"):
+        page.reload()
+    page.locator("#prompt").fill("the end")
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#send")).to_be_disabled()
+    expect(page.locator("#prompt")).to_have_value("the end")
+    page.unroute("**/v1/models")
+    # The page asks for the models again every two seconds.
+    page.locator("#send").click()
+    expect(page.locator(".message.assistant span")).not_to_be_empty()
+    expect(page.locator("#status")).to_have_text("Answer complete.")
 
 
 def test_refusal_is_shown_and_leaves_conversation_unchanged(page: Page) -> None:
