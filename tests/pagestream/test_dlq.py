@@ -56,16 +56,17 @@ def test_unknown_dead_letter_is_named_in_the_error(options: list[str], capsys: p
 
 
 @pytest.mark.parametrize("command", [["dlq", "list"], ["queue", "clear", "m"]])
-def test_wrong_store_url_names_its_option(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--redis-url", "127.0.0.1:6379", "expected a URL that begins with one of redis://"),
+        ("--store-namespace", "a|b", "expected up to 64 letters"),
+    ],
+)
+def test_wrong_store_option_is_named(
+    command: list[str], option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([*command, "--redis-url", "127.0.0.1:6379"])
+        cli.main([*command, option, value])
     assert ended.value.code == 2
-    assert "argument --redis-url: expected a URL that begins with one of redis://" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [["dlq", "list"], ["queue", "clear", "m"]])
-def test_wrong_namespace_names_its_option(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command, "--store-namespace", "a|b"])
-    assert ended.value.code == 2
-    assert "argument --store-namespace: expected up to 64 letters" in capsys.readouterr().err
+    assert f"argument {option}: {expected}" in capsys.readouterr().err
