@@ -119,8 +119,8 @@ async function offerModels() {
   const names = (await (await fetch("v1/models")).json()).data.map((model) => model.id);
   $("model_choice").replaceChildren(...names.map((name) => new Option(name, name)));
   $("model").textContent = names[0];
-  // A request names its model, so nothing can be sent before this.
-  $("send").disabled = !names.length;
+  // A request names its model, so nothing can be sent or copied before this.
+  $("send").disabled = $("curl").disabled = !names.length;
   if (names.length > 1) showModel(names[0]);
 }
 

@@ -69,6 +69,7 @@ def test_nothing_is_sent_before_the_models_are_known(page: Page) -> None:
     page.locator("#prompt").fill("the end")
     page.locator("#prompt").press("Enter")
     expect(page.locator("#send")).to_be_disabled()
+    expect(page.locator("#curl")).to_be_disabled()
     expect(page.locator("#prompt")).to_have_value("the end")
     page.unroute("**/v1/models")
     # The page asks for the models again every two seconds.
