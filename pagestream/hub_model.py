@@ -43,6 +43,7 @@ async def prepare_hub_model(repository: str, revision: str, report: PhaseReport)
         status = await child.wait()
     except asyncio.CancelledError:
         child.kill()  # the next start resumes from the cache
+        await child.wait()
         raise
     if status != 0:
         errors = [line.removeprefix(_ERROR) for line in child.last_lines if line.startswith(_ERROR)]

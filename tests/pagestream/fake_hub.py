@@ -73,10 +73,11 @@ class FakeHub:
         if request.method == "HEAD":
             return reply
         if name in self.cut_after:
-            await reply.write(content[start : self.cut_after.pop(name)])
             assert request.transport is not None
-            # `close` still sends what is buffered; `abort` would drop an unknown part of it.
-            request.transport.close()
+            request.transport.set_write_buffer_limits(high=0)  # drain() then waits until the kernel has every byte
+            await reply.write(content[start : self.cut_after.pop(name)])
+            await request.writer.drain()
+            request.transport.abort()
             return reply
         await reply.write(content[start:])
         return reply
