@@ -28,6 +28,9 @@ from engine_worker.metrics import EngineInfo
 from engine_worker.model.preflight import check_files
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.settings import SchedulingSettings
+from engine_worker.scheduling.speculation.draft_gain import DraftGain
+from engine_worker.scheduling.speculation.drafting import Drafting, DraftLimits
+from engine_worker.scheduling.speculation.proposers import PROPOSERS
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
 from engine_worker.settings import WorkerSettings
 from shared.garbage_collection import no_searches, search_rarely
@@ -192,7 +195,28 @@ def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
         num_state_blocks=runner.num_state_blocks,
         events=KVEventLog(runner.block_bytes, time.time, KVDurations(time.monotonic)),
     )
-    return Scheduler(config, kv_cache)
+    return Scheduler(config, kv_cache, _drafting(settings, kv_cache))
+
+
+def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager) -> Drafting | None:
+    speculation, bounds = settings.scheduling.speculation, settings.execution.bounds
+    if speculation is None:
+        return None
+    if kv_cache.has_states:
+        raise ValueError(
+            "--speculative-config: this model has recurrent layers, whose state cannot go back to before a wrong "
+            "draft; serve it without speculative decoding"
+        )
+    return Drafting(
+        PROPOSERS[speculation.method](speculation),
+        kv_cache,
+        DraftLimits(
+            max_drafts=speculation.num_speculative_tokens,
+            max_samples=bounds.max_num_samples,
+            max_tokens=bounds.max_num_batched_tokens,
+        ),
+        DraftGain(speculation.min_gain, runs_ahead=bool(settings.scheduling.async_scheduling)),
+    )
 
 
 def host_tier_config(runner: "ModelRunner", settings: SchedulingSettings) -> HostTierConfig | None:

@@ -72,6 +72,7 @@ class _StepInFlight:
     batch: ScheduledBatch
     handle: StepHandle
     schedule_seconds: float
+    began_at: float
 
 
 class Engine:
@@ -102,6 +103,7 @@ class Engine:
         self._async_scheduling = async_scheduling
         self._in_flight: _StepInFlight | None = None
         self._recorder = StepRecorder()
+        self._last_step_ended_at = 0.0
         self._request_ids: set[str] = set()
         self._early_ends: dict[str, StreamEvent] = {}  # ends of requests that need no step; the next step emits them
 
@@ -196,16 +198,23 @@ class Engine:
         started = self._clock()
         batch = self._scheduler.schedule()
         schedule_seconds = self._clock() - started
-        return _StepInFlight(batch, self._executor.submit(batch), schedule_seconds) if not batch.is_empty else None
+        if batch.is_empty:
+            return None
+        return _StepInFlight(batch, self._executor.submit(batch), schedule_seconds, started)
 
     def _end_step(self, step: _StepInFlight) -> list[StreamEvent]:
         result = step.handle.collect()
         collected = self._clock()
         prompt_events = _prompt_events(result)  # before the first token is added to the output
         updates = self._scheduler.apply(step.batch, result)
-        apply_seconds = self._clock() - collected
+        applied = self._clock()
+        apply_seconds = applied - collected
         phase_seconds = {"schedule": step.schedule_seconds, **result.phase_seconds, "apply": apply_seconds}
-        self._recorder.record_step(step.batch, sum(len(update.new_token_ids) for update in updates), phase_seconds)
+        num_tokens = sum(len(update.new_token_ids) for update in updates)
+        self._recorder.record_step(step.batch, num_tokens, phase_seconds)
+        # A step that ran ahead began before the previous one ended.
+        self._scheduler.step_took(step.batch, num_tokens, applied - max(step.began_at, self._last_step_ended_at))
+        self._last_step_ended_at = applied
         return [*prompt_events, *self._emit(updates)]
 
     def stats(self) -> EngineStats:

@@ -20,6 +20,7 @@ from engine_worker.execution.settings import (
     CUDA_MEMORY_RATIO,
     IN_GROUPS,
     MAX_NUM_SEQS,
+    MIN_SAMPLES,
     MODEL_IMPLS,
     QUANTIZATIONS,
     ExecutionSettings,
@@ -232,7 +233,7 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
     config = blueprint.shape
     length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
     max_num_seqs = parse_count(options.max_num_seqs) if options.max_num_seqs else MAX_NUM_SEQS[options.device]
-    token_counts_bytes = 2 * max_num_seqs * config.vocab_size
+    token_counts_bytes = 2 * max(max_num_seqs, MIN_SAMPLES) * config.vocab_size
     found = estimate(
         config,
         memory_bytes=int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization) - token_counts_bytes,

@@ -8,7 +8,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 
 from engine_worker.engine import BatchExecutor, Engine
 from engine_worker.kv.block_pool import PADDING_BLOCK_ID
+from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.kv_events import KVEventKind, KVEventLog
 from engine_worker.kv.preemption import HostTierConfig
@@ -26,6 +27,8 @@ from engine_worker.kv.transfers import TransferTime
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.scheduling.speculation.draft_gain import DraftGain
+from engine_worker.scheduling.speculation.drafting import Drafting, DraftLimits, Proposer
 from shared.choice_seeds import choice_seed
 from shared.messages import (
     EncodedLogprobs,
@@ -95,6 +98,7 @@ def make_scheduler(
     events: KVEventLog | None = None,
     windows: SequenceOf[int] = (0,),
     num_state_blocks: int = 0,
+    drafting: Callable[[KVAllocator, SchedulerConfig], Drafting] | None = None,
     **config: Any,
 ) -> Scheduler:
     """Return a scheduler with 64 usable blocks of 4 tokens by default. `windows`: one per group of layers."""
@@ -110,7 +114,20 @@ def make_scheduler(
         num_state_blocks=num_state_blocks,
         events=events,
     )
-    return Scheduler(limits, kv_cache)
+    return Scheduler(limits, kv_cache, drafting(kv_cache, limits) if drafting is not None else None)
+
+
+def drafting_by(
+    proposer: Proposer, max_drafts: int = 3, min_gain: float = 0.0, max_samples: int = 1000
+) -> Callable[[KVAllocator, SchedulerConfig], Drafting]:
+    """Return what make_scheduler() needs to draft by `proposer`; with `min_gain` 0 in every step."""
+
+    def drafting(kv_cache: KVAllocator, limits: SchedulerConfig) -> Drafting:
+        most = limits.max_num_batched_tokens
+        draft_limits = DraftLimits(max_drafts=max_drafts, max_samples=max_samples, max_tokens=most)
+        return Drafting(proposer, kv_cache, draft_limits, DraftGain(min_gain, runs_ahead=False))
+
+    return drafting
 
 
 def preempted(scheduler: Scheduler, batch: ScheduledBatch, since: int = 0) -> list[str]:
@@ -178,7 +195,7 @@ class FakeModelRunner:
         }
         sampled = [self._sample(scheduled, failures) for scheduled in batch.sequences]
         pairs = zip(batch.sequences, sampled, strict=True)
-        self._inflight_token_ids = {scheduled.sequence: token_id or 0 for scheduled, token_id in pairs}
+        self._inflight_token_ids = {scheduled.sequence: tokens[-1] if tokens else 0 for scheduled, tokens in pairs}
         for block_id, slots in fetched.items():
             self._cache[block_id] = list(slots)
         phase_seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
@@ -200,8 +217,9 @@ class FakeModelRunner:
         if scheduled.num_new_tokens == 0:
             assert scheduled.samples, "a fork that computes nothing"
             return
-        token_ids = sequence.token_ids(scheduled.start, scheduled.end)
-        if scheduled.end > sequence.num_known_tokens:
+        end = scheduled.end - len(scheduled.drafts)
+        token_ids = [*sequence.token_ids(scheduled.start, end), *scheduled.drafts]
+        if end > sequence.num_known_tokens:
             assert scheduled.num_new_tokens == 1, "a token in flight in the middle of a chunk"
             token_ids = [self._inflight_token_ids[sequence]]
         for position, token_id in enumerate(token_ids, scheduled.start):
@@ -225,12 +243,19 @@ class FakeModelRunner:
         slots = [slot for block_id in blocks for slot in self._cache[block_id]]
         return [-1 if token_id is None else token_id for token_id in slots[:end]]
 
-    def _sample(self, scheduled: ScheduledSequence, failures: dict[str, str]) -> int | None:
+    def _sample(self, scheduled: ScheduledSequence, failures: dict[str, str]) -> list[int] | None:
+        """Return the drafts that equal their samples, then one more token."""
         sequence = scheduled.sequence
         if not scheduled.samples or sequence.request_id in failures:
             return None
-        index, stops = scheduled.output_index, sequence.stop_token_ids
-        return next_token(self._prefix(scheduled), index, sequence.sampling, stops, self.vocab_size)
+        tokens: list[int] = []
+        for number in range(len(scheduled.drafts) + 1):
+            seen = replace(scheduled, num_new_tokens=scheduled.num_new_tokens - len(scheduled.drafts) + number)
+            index, stops = scheduled.output_index + number, sequence.stop_token_ids
+            tokens.append(next_token(self._prefix(seen), index, sequence.sampling, stops, self.vocab_size))
+            if scheduled.drafts[number : number + 1] != (tokens[-1],):
+                break
+        return tokens
 
     def _candidates(self, beams: list[ScheduledSequence]) -> list[BeamCandidate]:
         """Return the requested number of candidates, although each beam has only a few likely ones."""
@@ -258,21 +283,21 @@ class FakeModelRunner:
         return seen[-window:]
 
 
-def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[EncodedLogprobs | None]:
+def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[list[int] | None]) -> list[list[EncodedLogprobs] | None]:
     """Return log-probabilities and vectors like the real executor: for requests that ask, and an empty list without."""
     sequences = [scheduled.sequence for scheduled in batch.sequences]
     if not any(sequence.sampling.logprobs is not None or sequence.pooling is not None for sequence in sequences):
         return []
     return [
-        None if token_id is None else _report(sequence, token_id)
-        for sequence, token_id in zip(sequences, sampled, strict=True)
+        None if token_ids is None else _report(sequence, token_ids)
+        for sequence, token_ids in zip(sequences, sampled, strict=True)
     ]
 
 
-def _report(sequence: Sequence, token_id: int) -> EncodedLogprobs | None:
+def _report(sequence: Sequence, token_ids: list[int]) -> list[EncodedLogprobs] | None:
     if sequence.pooling is not None:
-        return encoded_vector(fake_vector(token_id, sequence.num_prompt_tokens))
-    return None if sequence.sampling.logprobs is None else fake_logprobs(token_id)
+        return [encoded_vector(fake_vector(token_ids[0], sequence.num_prompt_tokens))]
+    return None if sequence.sampling.logprobs is None else list(map(fake_logprobs, token_ids))
 
 
 def fake_vector(token_id: int, num_prompt_tokens: int) -> bytes:

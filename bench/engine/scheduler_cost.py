@@ -153,7 +153,7 @@ class _Loop:
     def step(self) -> None:
         self._in_flight.append(self._scheduler.schedule())
         batch = self._in_flight.pop(0)
-        self._scheduler.apply(batch, StepResult([7 if scheduled.samples else None for scheduled in batch.sequences]))
+        self._scheduler.apply(batch, StepResult([[7] if scheduled.samples else None for scheduled in batch.sequences]))
 
 
 def _sequence(request_id: str, token_ids: range, max_tokens: int) -> Sequence:

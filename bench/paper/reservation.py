@@ -90,6 +90,9 @@ class ReservedKVAllocator:
             first = 1 + self._buddies.allocate(num_blocks)  # block 0 is the padding
             sequence.kv.tables[0].blocks = list(range(first, first + num_blocks))
 
+    def trim(self, sequence: Sequence) -> None:
+        """Keep the reservation, which is for the whole request."""
+
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
         """Admit the sequence if its run fits; a reservation never grows, so it needs no headroom."""
         if not self.can_allocate(sequence):

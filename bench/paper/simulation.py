@@ -40,7 +40,7 @@ class SimulatedExecutor:
             return FinishedStep(StepResult([]))
         self.occupancy.add(batch, seconds)
         self.saving.add(batch, seconds)
-        sampled = [0 if scheduled.samples else None for scheduled in batch.sequences]
+        sampled = [[0] if scheduled.samples else None for scheduled in batch.sequences]
         return FinishedStep(StepResult(sampled, beam_candidates=beam_candidates(batch)))
 
 

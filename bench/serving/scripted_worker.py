@@ -54,14 +54,14 @@ class ClockDevice:
     def submit(self, batch: ScheduledBatch) -> "ClockStep":
         seconds = self._step_seconds + self._token_seconds * sum(one.num_new_tokens for one in batch.sequences)
         self._ends_at = max(self._ends_at, time.perf_counter()) + seconds
-        sampled = [self._token_id() if scheduled.samples else None for scheduled in batch.sequences]
+        sampled = [[self._token_id()] if scheduled.samples else None for scheduled in batch.sequences]
         return ClockStep(self._ends_at, StepResult(sampled, logprobs=_logprobs(batch), prompt_logprobs=_scores(batch)))
 
     def _token_id(self) -> int:
         return TIME_BASE + int(1000 * self._ends_at) % TIME_MODULUS if self._tells_time else next(self._token_ids)
 
 
-def _logprobs(batch: ScheduledBatch) -> list[EncodedLogprobs | None]:
+def _logprobs(batch: ScheduledBatch) -> list[list[EncodedLogprobs] | None]:
     asked = [scheduled.sequence.sampling.logprobs if scheduled.samples else None for scheduled in batch.sequences]
     return [_ranked(count) for count in asked] if any(count is not None for count in asked) else []
 
@@ -75,8 +75,8 @@ def _scores(batch: ScheduledBatch) -> list[tuple[Sequence, PromptLogprobs]]:
     return found
 
 
-def _ranked(count: int | None) -> EncodedLogprobs | None:
-    return None if count is None else _RANKED[count]
+def _ranked(count: int | None) -> list[EncodedLogprobs] | None:
+    return None if count is None else [_RANKED[count]]
 
 
 class ClockStep:

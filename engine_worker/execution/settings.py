@@ -20,6 +20,7 @@ CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 # By device.
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+MIN_SAMPLES = 16  # of a step, however few its sequences: two sequences with 7 drafts each
 # On a CPU swap space is the same memory as the KV cache, which uses it better.
 SWAP_SPACE_BYTES = {"cpu": 0, "cuda": 4 * 2**30}
 # Share of a GPU's memory for a worker; the rest is for fragmentation. vLLM's default, which does not count graphs.
@@ -32,6 +33,11 @@ class StepBounds:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+
+    @property
+    def max_num_samples(self) -> int:
+        """The most tokens to sample: one per sequence, and one per draft; few sequences leave room for some drafts."""
+        return min(max(self.max_num_seqs, MIN_SAMPLES), self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,6 +101,16 @@ class AttentionTables:
             for group in groups:
                 tables[group].blocks += islice(new, number)
 
+    def trim(self, sequence: Sequence) -> None:
+        """Free the blocks at the ends of the tables that were for drafts and are not needed by the next step."""
+        kv = sequence.kv
+        for table, span in zip(kv.tables, self._spans, strict=True):
+            num_needed = span.num_blocks(kv.num_computed_tokens, sequence.num_tokens)
+            if num_needed < len(table.blocks):
+                kv.num_changes += 1
+                self._pool.free(reversed(table.blocks[num_needed:]))
+                del table.blocks[num_needed:]
+
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Return whether the parent still holds all blocks that the token after `num_tokens` sees."""
         return all(

@@ -59,6 +59,10 @@ class KVAllocator(Protocol):
     def allocate(self, sequence: Sequence) -> None:
         """Give `sequence` its missing blocks. Call can_allocate() first."""
 
+    @property
+    def trim(self) -> Callable[[Sequence], None]:
+        """Takes back the blocks at the end of a sequence that its next step does not need, after wrong drafts."""
+
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
         """Give a waiting sequence all blocks that it needs, if `headroom_blocks` stay available. Return success."""
 

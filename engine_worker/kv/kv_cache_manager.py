@@ -79,7 +79,7 @@ class KVCacheManager:
         self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size, has_states=self.has_states)
         # Bound methods of AttentionTables, because they are called per running sequence and step.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
-        self.allocate = self.tables.allocate
+        self.allocate, self.trim = self.tables.allocate, self.tables.trim
         self.release_outside_window = self.tables.release_outside_window
 
     @property

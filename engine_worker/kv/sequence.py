@@ -39,7 +39,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     kv: SequenceKV = field(default_factory=SequenceKV)
     pooling: Pooling | None = None  # not None: the hidden state behind its first output token is reported with it
-    num_inflight_tokens: int = 0  # sampled by steps that still run: 0 or 1 between two calls of the scheduler
+    # Of steps that still run: their sample, and the drafts before it. 0 or 1 between two calls of the scheduler.
+    num_inflight_tokens: int = 0
     num_preemptions: int = 0
     num_tokens_when_preempted: int = 0
     num_dropped_tokens: int = 0  # computed tokens that a preemption by recompute dropped

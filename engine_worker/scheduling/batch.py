@@ -24,12 +24,21 @@ class ScheduledSequence:
 
     An entry without new tokens is a fork that samples its first token, from the logits of the entry before it that has
     tokens.
+
+    With drafts, the last tokens are guesses of the next ones: each of them, and the token before, is sampled after, and
+    the guesses that equal their samples are kept.
     """
 
     sequence: Sequence
     start: int
     num_new_tokens: int
     samples: bool  # the step reaches the end of the sequence, so its last logits give the next token
+    drafts: tuple[int, ...] = ()  # the last of the new tokens; none of them is in the sequence yet
+
+    @property
+    def num_samples(self) -> int:
+        """The number of tokens to sample: one after each draft and one before them."""
+        return len(self.drafts) + self.samples
 
     @property
     def end(self) -> int:
@@ -37,8 +46,8 @@ class ScheduledSequence:
 
     @property
     def output_index(self) -> int:
-        """The output index of the token that this step samples. Its randomness depends only on (seed, index)."""
-        return self.end - len(self.sequence.prompt_token_ids)
+        """The output index of the first token that this step samples; its draw depends only on (seed, index)."""
+        return self.end - len(self.drafts) - len(self.sequence.prompt_token_ids)
 
     @property
     def scored_tokens(self) -> range:
@@ -80,14 +89,15 @@ PromptScore: TypeAlias = tuple[Sequence, PromptLogprobs]
 class StepResult:
     """The result of a batch.
 
-    `sampled_token_ids[i]` belongs to `batch.sequences[i]`; None if that sequence did not sample, or failed. `logprobs`
-    likewise; None also if the sequence requests none, and empty if no sequence of the batch does.
+    `sampled_token_ids[i]` belongs to `batch.sequences[i]`: the drafts that were right, then one more token; None if
+    that sequence did not sample, or failed. `logprobs` likewise; None also if the sequence requests none, and empty if
+    no sequence of the batch does.
     """
 
-    sampled_token_ids: list[int | None]
+    sampled_token_ids: list[list[int] | None]
     failures: dict[str, str] = field(default_factory=dict)  # request id -> error; ends only that request
     phase_seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample
-    logprobs: list[EncodedLogprobs | None] = field(default_factory=list)
+    logprobs: list[list[EncodedLogprobs] | None] = field(default_factory=list)
     transfer_times: list[TransferTime] = field(default_factory=list)  # of this or earlier batches, once they end
     # By request id, best first: sequence.num_beam_candidates for each beam search that sampled.
     beam_candidates: dict[str, list[BeamCandidate]] = field(default_factory=dict)

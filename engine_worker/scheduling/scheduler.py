@@ -15,10 +15,10 @@ If running sequences lack blocks, the newest is preempted: swapped to host memor
 nothing, and admission leaves some blocks free. A single sequence always fits (`max_num_tokens_of`), so the oldest
 progresses in every step and no request starves. One sequence per step yields its slot when another tenant waits below
 its share (policy.py). A sequence that ends during a step is removed at once and its sample dropped; a preempted one
-keeps its sample. Use it in one thread.
+keeps its sample. With speculative decoding a decode may compute drafts as well (speculation/). Use it in one thread.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +32,15 @@ from engine_worker.kv.sequence import BeamCandidate, Sequence, SequenceStatus, f
 from engine_worker.kv.span import KVSpans
 from engine_worker.scheduling.admission import Admission
 from engine_worker.scheduling.background_share import BackgroundShare
-from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, SequenceUpdate, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.claim_budget import NO_CLAIMS, ClaimBudget, PrefillEstimator
 from engine_worker.scheduling.policy import FairShare
 from engine_worker.scheduling.running_slots import RunningSlots
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from engine_worker.scheduling.step_plan import Place, StepDemand, StepPlan, collect_demand, running_of
+from engine_worker.scheduling.speculation.drafting import Drafting, SpeculationTotals
+from engine_worker.scheduling.step_plan import NO_DRAFTS, Place, StepDemand, StepPlan, collect_demand, running_of
 from shared.messages import EncodedLogprobs
 
 __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
@@ -50,9 +51,11 @@ MAX_NEW_TENANTS = 4  # tenants without a slot that may have a request here, so t
 class Scheduler:
     """Decides what a step computes. Metrics and heartbeats read its counts between steps."""
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVAllocator) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVAllocator, drafting: Drafting | None = None) -> None:
+        """Schedule over `kv_cache`; `drafting`: None: no speculative decoding."""
         self.config = config
         self._kv_cache = kv_cache
+        self._drafting = drafting
         self._slots = RunningSlots(config.max_num_seqs)
         self._policy = FairShare(self._slots)
         self._background_share = BackgroundShare(config, kv_cache.num_usable_blocks)
@@ -90,6 +93,8 @@ class Scheduler:
     @property
     def needs_last_tokens(self) -> bool:
         """Whether a running sequence needs its last token on the host to schedule its next step."""
+        if self._drafting is not None and self._drafting.is_on(self.num_running):
+            return True
         return any(group.active[0].needs_last_token_on_host for group in self._running.values())
 
     @property
@@ -171,14 +176,15 @@ class Scheduler:
         self._admission.begin_step(incomplete, has_preempted=has_preempted, yielded=yielded)
         plan = StepPlan(self._kv_cache, self._admission.claim_fork)
         self._estimator.scheduling((of for _, of in wanted.prefills), (of for _, of in background.prefills))
-        plan.add_decodes(wanted.decodes)
+        plan.add_decodes(wanted.decodes, self._drafts_of(wanted.decodes, has_new=bool(incomplete or self.num_waiting)))
         prefills = self._prefills(wanted, is_background=False)
-        has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences)))
+        has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences) + plan.num_drafts))
         self._background_share.count_step(has_interactive=bool(plan.sequences or self._policy.num_interactive))
         if not has_prompts:
             plan.add_decodes(background.first_decodes(self._background_share.num_slots))
             prefills = self._prefills(background, is_background=True)
-            plan.add_prefills(prefills, self._background_share.prefill_budget(len(plan.sequences)))
+            num_decodes = len(plan.sequences) + plan.num_drafts
+            plan.add_prefills(prefills, self._background_share.prefill_budget(num_decodes))
         transfers = self._kv_cache.take_transfers()
         return ScheduledBatch(
             plan.sequences,
@@ -196,20 +202,35 @@ class Scheduler:
         updates, failures = [], result.failures
         logprobs = result.logprobs or [None] * len(batch.sequences)
         sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
-        for scheduled, token_id, token_logprobs in sampled:
+        for scheduled, token_ids, token_logprobs in sampled:
             sequence = scheduled.sequence
-            sequence.num_inflight_tokens -= scheduled.samples
+            sequence.num_inflight_tokens -= len(scheduled.drafts) + scheduled.samples  # num_samples without a call
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # ended after it was scheduled
             if failures and (error := failures.get(sequence.request_id)) is not None:
                 updates.append(self._fail(sequence, error))
             elif scheduled.samples and not sequence.sampling.use_beam_search:
-                updates.append(self._update(sequence, token_id, token_logprobs))
+                assert token_ids, f"{sequence.request_id}: the executor returned neither a token nor a failure"
+                if scheduled.drafts:
+                    self._take_back(scheduled, len(token_ids) - 1)
+                updates.append(self._update(sequence, token_ids, token_logprobs))
+                if scheduled.drafts and sequence.status is SequenceStatus.RUNNING:
+                    self._kv_cache.trim(sequence)
         for request_id, candidates in result.beam_candidates.items():
             group = self._running.get(request_id)
             if group is not None:
                 updates += self._advance_beams(group, candidates)
         return updates
+
+    def step_took(self, batch: ScheduledBatch, num_tokens: int, seconds: float) -> None:
+        """Record the time of an applied step, which gave `num_tokens` tokens."""
+        if self._drafting is not None:
+            self._drafting.step_took(batch, num_tokens, seconds)
+
+    @property
+    def speculation_totals(self) -> SpeculationTotals | None:
+        """The counts of drafts; None without speculative decoding."""
+        return None if self._drafting is None else self._drafting.totals
 
     def kv_cache_stats(self) -> KVCacheStats:
         return self._kv_cache.stats(self._active_sequences())
@@ -291,6 +312,13 @@ class Scheduler:
                 return victim
         return None
 
+    def _drafts_of(self, decodes: list[Place], *, has_new: bool) -> Mapping[Sequence, tuple[int, ...]]:
+        """Return the drafts of a step; with `has_new`, it may also begin sequences until no slot is free."""
+        if self._drafting is None:
+            return NO_DRAFTS
+        num_sampled = self.config.max_num_seqs - (0 if has_new else self._slots.num_free)
+        return self._drafting.drafts_of(decodes, num_sampled)
+
     def _prefills(self, demand: StepDemand, *, is_background: bool) -> Iterator[Place]:
         """Yield the sequences that lack more than one token, then new ones; each is admitted as the iterator advances.
 
@@ -327,15 +355,28 @@ class Scheduler:
         self._end(group, self._kv_cache.discard)
         return SequenceUpdate(sequence, error=error)
 
-    def _update(self, sequence: Sequence, token_id: int | None, logprobs: EncodedLogprobs | None) -> SequenceUpdate:
+    def _take_back(self, scheduled: ScheduledSequence, num_accepted: int) -> None:
+        """Count the drafts that were wrong as not computed."""
+        assert self._drafting is not None, "a draft of no proposer"
+        scheduled.sequence.kv.num_computed_tokens = scheduled.start + 1 + num_accepted
+        self._drafting.verified(len(scheduled.drafts), num_accepted)
+
+    def _update(
+        self, sequence: Sequence, token_ids: list[int], logprobs: list[EncodedLogprobs] | None
+    ) -> SequenceUpdate:
         group = self._running.get(sequence.request_id) or self._group(sequence.request_id)  # usually without a call
         assert group is not None
-        assert token_id is not None, f"{sequence.request_id}: the executor returned neither a token nor a failure"
-        sequence.output_token_ids.append(token_id)
+        reason, num_tokens = None, 0
+        while reason is None and num_tokens < len(token_ids):  # a kept draft may end the sequence
+            sequence.output_token_ids.append(token_ids[num_tokens])
+            num_tokens += 1
+            reason = finish_reason(sequence, group.max_num_tokens)
         self._estimator.advanced(sequence)
-        reason = finish_reason(sequence, group.max_num_tokens)
         if reason is not None:
-            self._estimator.ended([sequence])
+            if num_tokens < len(token_ids):
+                token_ids, logprobs = token_ids[:num_tokens], logprobs and logprobs[:num_tokens]
+                sequence.kv.num_computed_tokens = sequence.num_tokens - 1
+            self._forget([sequence])
             self._kv_cache.free(sequence)
             num_slots = group.num_slots
             group.end_sequence(sequence)
@@ -346,9 +387,9 @@ class Scheduler:
                 self._wait_if_idle(group)
         return SequenceUpdate(
             sequence,
-            [token_id],
+            token_ids,
             reason,
-            new_logprobs=None if logprobs is None else [logprobs],
+            new_logprobs=logprobs,
             ended_group=None if group.sequences else group,
         )
 
@@ -368,6 +409,12 @@ class Scheduler:
         ]
         return [*updates[:-1], replace(updates[-1], ended_group=group)]
 
+    def _forget(self, sequences: list[Sequence]) -> None:
+        """Record the end of sequences, for what keeps counts of them."""
+        self._estimator.ended(sequences)
+        if self._drafting is not None:
+            self._drafting.ended(sequences)
+
     def _end(self, group: SequenceGroup, give_up: Callable[[Sequence], None] | None = None) -> None:
         """End a group that runs, waits, or was preempted during the step that ends it.
 
@@ -376,7 +423,7 @@ class Scheduler:
         give_up = give_up or self._kv_cache.free
         if self._running.pop(group.request_id, None) is None:
             self._policy.remove(group)
-        self._estimator.ended(group.sequences)
+        self._forget(group.sequences)
         self._give_back(group, group.num_slots)
         for sequence in group.sequences:
             if sequence.status is not SequenceStatus.WAITING:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from engine_worker.scheduling.speculation.config import SpeculativeConfig, parse_speculative_config
 from shared.settings import SettingsError, parse_count, setting
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
@@ -34,7 +35,19 @@ class SchedulingSettings:
         None, help="schedule a step while the previous one runs; default: off on cpu, on on cuda"
     )
 
+    speculative_config: str = setting(
+        "",
+        metavar="JSON",
+        help='speculative decoding, for example {"method": "ngram", "num_speculative_tokens": 3}; default: off',
+    )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The parsed --speculative-config; None: no speculative decoding."""
+        return parse_speculative_config(self.speculative_config) if self.speculative_config else None
+
     def __post_init__(self) -> None:
+        _ = self.speculation
         cap = self.max_prefill_tokens_with_decodes
         if cap is not None and cap < 1:
             raise SettingsError(f"--max-prefill-tokens-with-decodes: expected at least 1, got {cap}")
@@ -43,10 +56,13 @@ class SchedulingSettings:
         """Return these settings with every None that depends on the device (`cpu` or `cuda`) filled in.
 
         Raises:
-            SettingsError: If preempted sequences are to be swapped and there is no swap space.
+            SettingsError: If preempted sequences are to be swapped and there is no swap space, or the device cannot
+                check so many drafts.
         """
         if self.preemption_mode == "swap" and swap_space_bytes == 0:
             raise SettingsError("--preemption-mode swap: expected --swap-space-bytes of at least 1, got 0")
+        if self.speculation is not None:
+            self.speculation.check_device(device)
         cap, ahead = self.max_prefill_tokens_with_decodes, self.async_scheduling
         return replace(
             self,

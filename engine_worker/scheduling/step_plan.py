@@ -8,8 +8,9 @@ whose last token is in flight needs nothing. The scheduler decides order and bud
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.sequence import Sequence, SequenceStatus, ends_with_inflight_token
@@ -21,6 +22,7 @@ from engine_worker.scheduling.sequence_group import SequenceGroup
 MAX_PROMPT_LOGPROBS = 32_768
 
 Place = tuple[SequenceGroup, Sequence]
+NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -90,13 +92,18 @@ class StepPlan:
         """Create an empty plan. `claim_fork`: takes a running slot for a fork, and returns whether one was free."""
         self._claim_fork = claim_fork
         self.sequences: list[ScheduledSequence] = []
+        self.num_drafts = 0  # tokens among those of `sequences`
         self._kv_cache = kv_cache
         self._block_size = kv_cache.block_size
 
-    def add_decodes(self, decodes: Iterable[tuple[SequenceGroup, Sequence]]) -> None:
-        """Add the decodes of sequences that lack one token."""
+    def add_decodes(self, decodes: Iterable[Place], drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS) -> None:
+        """Add the decodes of sequences that lack one token, with the drafts of some."""
         for group, sequence in decodes:
-            self._add(group, sequence, 1, samples=True)
+            if drafts and (guessed := drafts.get(sequence)):
+                self.num_drafts += len(guessed)
+                self._add(group, sequence, 1 + len(guessed), samples=True, drafts=guessed)
+            else:
+                self._add(group, sequence, 1, samples=True)
 
     def add_prefills(self, prefills: Iterator[tuple[SequenceGroup, Sequence]], budget_tokens: int) -> bool:
         """Add prefills within the budget, and return whether one was added. The iterator advances only within budget.
@@ -115,7 +122,15 @@ class StepPlan:
             budget_tokens -= num_new_tokens
         return len(self.sequences) > num_before
 
-    def _add(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, *, samples: bool) -> None:
+    def _add(
+        self,
+        group: SequenceGroup,
+        sequence: Sequence,
+        num_new_tokens: int,
+        *,
+        samples: bool,
+        drafts: tuple[int, ...] = (),
+    ) -> None:
         """Add the next tokens of `sequence`, and the forks of its group that are due with them."""
         kv = sequence.kv
         start = kv.num_computed_tokens
@@ -126,7 +141,7 @@ class StepPlan:
             self._kv_cache.publish(sequence, end)
         kv.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
-        self.sequences.append(ScheduledSequence(sequence, start, num_new_tokens, samples))
+        self.sequences.append(ScheduledSequence(sequence, start, num_new_tokens, samples, drafts))
         if end >= group.num_prompt_tokens and len(group.active) != len(group.sequences):
             if sequence.sampling.use_beam_search:
                 self._fork_beams(group)

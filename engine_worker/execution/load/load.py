@@ -48,7 +48,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report, followers: Fo
     group = _group(plan, report, followers) if settings.tensor_parallel_size > 1 else None
     config, bounds = plan.blueprint.shape, plan.settings.bounds
     grammars = _grammar_masks(plan)
-    sampler = Sampler(config.vocab_size, config.eos_token_ids, bounds.max_num_seqs, plan.device, grammars)
+    sampler = Sampler(config.vocab_size, config.eos_token_ids, bounds.max_num_samples, plan.device, grammars)
     ranks = group.tensor_parallel if group is not None else SINGLE
     try:
         loaded = load_replica(plan, report, ranks, partial(sample_largest, sampler))

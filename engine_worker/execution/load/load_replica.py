@@ -215,7 +215,7 @@ def _replica(
     from engine_worker.execution.step.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
 
     graphs, bounds = _graph_keys(settings), settings.bounds
-    max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])
+    max_rows = max([bounds.max_num_samples, *(key.size for key in graphs)])
     num_groups = len(kv_cache.layout.groups)
     persistent = PersistentInputs(
         max_rows,

@@ -127,5 +127,5 @@ def _slot_bytes(plan: LoadPlan) -> int:
     """Return the size of the largest step: every running slot with the longest table, and all tokens."""
     bounds = plan.settings.bounds
     table = -(-plan.max_model_len // plan.settings.block_size)
-    numbers = bounds.max_num_seqs * (table + 4) + 1 + bounds.max_num_batched_tokens
+    numbers = bounds.max_num_samples * (table + 4) + 1 + bounds.max_num_batched_tokens
     return 4 * numbers + _MOVES_BYTES

@@ -114,7 +114,7 @@ def _model_input(
         block_tables=torch.zeros(
             (num_groups, len(lens), -(-max(lens) // block_size)), dtype=torch.int32, device=device
         ),
-        logits_indices=torch.arange(min(bounds.max_num_seqs, num_tokens), device=device),
+        logits_indices=torch.arange(min(bounds.max_num_samples, num_tokens), device=device),
         max_query_len=max(lens),
         max_seq_len=max(lens),
         state_blocks=torch.zeros(len(lens), dtype=torch.int32, device=device),

@@ -39,10 +39,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of a step. Entry i belongs to sequence i."""
+    """Samples of a step. Entry i belongs to row i."""
 
     token_ids: list[int | None]  # None: failed
-    failures: dict[str, str] = field(default_factory=dict)  # request id -> reason
+    failures: dict[int, str] = field(default_factory=dict)  # row -> reason
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # empty if no sequence asks for them
 
 
@@ -64,13 +64,18 @@ class SampledTokens:
 
     def collect(self) -> Samples:
         self._wait()
-        sequences = self._inputs.sequences
-        failures = dict(self._inputs.refusals)
-        for sequence, best in zip(sequences, self._host_best.numpy().tolist(), strict=True):
+        refusals = self._inputs.refusals
+        failures = {
+            row: refusals[sequence.request_id]
+            for row, sequence in enumerate(self._inputs.sequences if refusals else ())
+            if sequence.request_id in refusals
+        }
+        for row, best in enumerate(self._host_best.numpy().tolist()):
             if not math.isfinite(best):
-                failures.setdefault(sequence.request_id, _failure_message(best))
-        chosen = zip(self._host_token_ids.numpy().tolist(), sequences, strict=True)
-        token_ids = [None if sequence.request_id in failures else token_id for token_id, sequence in chosen]
+                failures.setdefault(row, _failure_message(best))
+        token_ids: list[int | None] = self._host_token_ids.numpy().tolist()
+        for row in failures:
+            token_ids[row] = None
         return Samples(token_ids, failures, self._logprobs())
 
     def _logprobs(self) -> list[TokenLogprobs | None]:

@@ -60,18 +60,21 @@ class StepDescriber:
     def _logits_indices(
         self, batch: ScheduledBatch, rows: list[ScheduledSequence], query_start_loc: Int32Array
     ) -> Int32Array:
-        """Return the rows of logits. A fork without tokens has no row and uses the previous sequence's logits."""
-        if not self._decodes_first:
+        """Return the rows of logits, ascending per sequence; with drafts a sequence has several.
+
+        A fork without tokens has no row and uses the previous sequence's logits.
+        """
+        if not self._decodes_first and not any(scheduled.drafts for scheduled in rows):
             ends = np.cumsum([scheduled.num_new_tokens for scheduled in batch.sequences], dtype=np.int32)
             wanted = np.array([row for row, scheduled in enumerate(batch.sequences) if scheduled.samples], np.intp)
             return ends[wanted] - 1
         ends_by_row = zip(rows, query_start_loc[1:].tolist(), strict=True)
         last_row, row = {id(scheduled): end - 1 for scheduled, end in ends_by_row}, -1
-        indices = []
+        indices: list[int] = []
         for scheduled in batch.sequences:
             row = last_row.get(id(scheduled), row)
             if scheduled.samples:
-                indices.append(row)
+                indices += range(row - len(scheduled.drafts), row + 1)
         return np.array(indices, dtype=np.int32)
 
     def _token_ids(self, rows: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
@@ -79,13 +82,14 @@ class StepDescriber:
         token_ids: list[int] = []
         feedback = []
         for scheduled in rows:
-            sequence, end = scheduled.sequence, scheduled.end
+            sequence, end = scheduled.sequence, scheduled.end - len(scheduled.drafts)
             if end > sequence.num_known_tokens:
                 assert scheduled.num_new_tokens == 1, "a token in flight is the only one of its row"
                 token_ids.append(0)
                 feedback.append(self._sample_of[sequence])
             else:
                 token_ids += sequence.token_ids(scheduled.start, end)
+                token_ids += scheduled.drafts
                 feedback.append(-1)
         return token_ids, feedback
 

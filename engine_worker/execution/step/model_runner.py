@@ -7,13 +7,13 @@ CUDA graph if one of its size was captured. Only this class drives a replica.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 
 import torch
 from torch import Tensor
 
 from engine_worker.execution.group_health import Group
 from engine_worker.execution.sampling.beam_candidates import DeviceCandidates, launch_beam_candidates
+from engine_worker.execution.sampling.draft_rows import kept_rows, sampled_rows
 from engine_worker.execution.sampling.pooling import PooledVectors
 from engine_worker.execution.sampling.prompt_scores import PromptScores
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
@@ -44,24 +44,38 @@ class SubmittedStep:
         if self.ended is not None:
             self.ended.synchronize()
         samples = self.tokens.collect() if self.tokens is not None else Samples([])
-        sampled, sequences = iter(samples.token_ids), self.batch.sequences
+        kept = kept_rows(self.batch.sequences, samples.token_ids)
         return StepResult(
-            sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in sequences],
-            failures=samples.failures,
+            sampled_token_ids=[_whole(samples.token_ids[rows]) if rows is not None else None for rows in kept],
+            failures=self._failures(samples, kept) if samples.failures else {},
             beam_candidates=self.beams.collect() if self.beams is not None else {},
-            logprobs=self._reports(samples) if samples.logprobs or self.vectors is not None else [],
+            logprobs=self._reports(samples, kept) if samples.logprobs or self.vectors is not None else [],
             prompt_logprobs=self.scores.collect() if self.scores is not None else [],
             # On CUDA the other two times are those of enqueueing, and this one contains the host's whole wait.
             phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
             transfer_times=self.replica.finished_transfers(),
         )
 
-    def _reports(self, samples: Samples) -> list[EncodedLogprobs | None]:
-        """Return one entry for each sequence of the batch: its logprobs, or its vector."""
+    def _failures(self, samples: Samples, kept: list[slice | None]) -> dict[str, str]:
+        """Return the failures by request; a row after a wrong draft may fail without harm."""
+        failures = {}
+        for scheduled, rows in zip(self.batch.sequences, kept, strict=True):
+            for row in range(rows.start, rows.stop) if rows is not None else ():
+                if (message := samples.failures.get(row)) is not None:
+                    failures[scheduled.sequence.request_id] = message
+        return failures
+
+    def _reports(self, samples: Samples, kept: list[slice | None]) -> list[list[EncodedLogprobs] | None]:
+        """Return one entry for each sequence of the batch: the logprobs of its tokens, or its vector."""
         vectors = self.vectors.collect() if self.vectors is not None else {}
-        encoded = chain((None if one is None else encoded_logprobs(one) for one in samples.logprobs), repeat(None))
-        of_samples = ((scheduled, next(encoded) if scheduled.samples else None) for scheduled in self.batch.sequences)
-        return [vectors.get(scheduled.sequence, logprobs) for scheduled, logprobs in of_samples]
+        reports: list[list[EncodedLogprobs] | None] = []
+        for scheduled, rows in zip(self.batch.sequences, kept, strict=True):
+            logprobs = samples.logprobs[rows] if rows is not None else []
+            encoded = [encoded_logprobs(one) for one in logprobs if one is not None]
+            if (vector := vectors.get(scheduled.sequence)) is not None:
+                encoded = [vector]
+            reports.append(encoded or None)
+        return reports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +134,14 @@ class ModelRunner:
         description = self._describer.describe(batch)
         looks, pooled = scores.looks if scores is not None else (), vectors.rows if vectors is not None else ()
         step = self.replica.prepare(description, looks, pooled)
-        sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
-        sequences = [s.sequence for s in sampling]
-        indices = [s.output_index for s in sampling]
-        if sequences:
-            self._sampler.begin(sequences, indices)
+        rows, indices = sampled_rows(batch.sequences)
+        if rows:
+            self._sampler.begin(rows, indices)
         prepared = time.perf_counter()
         logits = self.replica.run(step, _look(scores, vectors))
         forwarded = time.perf_counter()
         beams = _launch_beams(batch, logits)  # before the tokens, whose copy to the host shows that these are complete
-        tokens = self._launch_sampling(logits, sequences, indices) if sequences else None
+        tokens = self._launch_sampling(logits, rows, indices) if rows else None
         phase_seconds = {
             "prepare": prepared - started,
             "forward": forwarded - prepared,
@@ -150,15 +162,19 @@ class ModelRunner:
             return None
         return PooledVectors(self._describer.rows_of(batch), self._sampler.device)
 
-    def _launch_sampling(
-        self, logits: Tensor, sequences: Sequence[SampledSequence], indices: list[int]
-    ) -> SampledTokens:
-        inputs = self._sampler.prepare(sequences, indices)
+    def _launch_sampling(self, logits: Tensor, rows: Sequence[SampledSequence], indices: list[int]) -> SampledTokens:
+        inputs = self._sampler.prepare(rows, indices)
         tokens = self._sampler.launch(logits, inputs)
         # A failed sequence may already be in the next batch; its results there are dropped.
-        self._describer.keep_samples(sequences)
+        self._describer.keep_samples(rows)
         self.replica.keep_samples(tokens.token_ids)
         return tokens
+
+
+def _whole(token_ids: list[int | None]) -> list[int] | None:
+    """Return the tokens of a sequence, None if one of its rows failed."""
+    known = [token_id for token_id in token_ids if token_id is not None]
+    return known if len(known) == len(token_ids) else None
 
 
 def _look(scores: PromptScores | None, vectors: PooledVectors | None) -> Callable[[StepOutput], None] | None:

@@ -6,6 +6,7 @@
 transformers is imported inside functions: its import costs 3 CPU seconds, and processes such as ranks do not need it.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_state_blocks_that_fit
 from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.scheduling.speculation.drafting import Drafting
 from shared.messages import GenerationRequest
 from tests.builders import Transcript, run_to_end
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
@@ -173,6 +176,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     preemption_mode: PreemptionMode = PreemptionMode.SWAP,
     async_scheduling: bool = False,
+    drafting: Callable[[KVAllocator, SchedulerConfig], Drafting] | None = None,
     **config: int,
 ) -> Engine:
     """Create an engine. It can swap if the runner has a host pool."""
@@ -186,7 +190,8 @@ def make_engine(
         host_tier=host_tier if runner.num_host_blocks else None,
         num_state_blocks=runner.num_state_blocks,
     )
-    scheduler = Scheduler(SchedulerConfig(max_model_len=runner.max_model_len, **config), manager)
+    limits = SchedulerConfig(max_model_len=runner.max_model_len, **config)
+    scheduler = Scheduler(limits, manager, drafting(manager, limits) if drafting is not None else None)
     vocab_size = runner.model_spec.vocab_size
     return Engine(
         scheduler,

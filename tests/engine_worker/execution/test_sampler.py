@@ -31,7 +31,7 @@ def sampler(vocab_size: int = VOCAB_SIZE) -> Sampler:
 
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int | None], dict[str, str]]:
     samples = sampler(logits.shape[1]).sample(logits, sequences)
-    return samples.token_ids, samples.failures
+    return samples.token_ids, {sequences[row].request_id: text for row, text in samples.failures.items()}
 
 
 def random_logits(rows: int, vocab_size: int = VOCAB_SIZE, scale: float = 2.0, seed: int = 0) -> torch.Tensor:

@@ -25,6 +25,7 @@ from tests.builders import (
     VOCAB_SIZE,
     FakeModelRunner,
     Transcript,
+    drafting_by,
     expected_beams,
     expected_output,
     make_engine,
@@ -33,6 +34,7 @@ from tests.builders import (
     preempted,
     run_to_end,
 )
+from tests.proposers import OracleProposer
 
 pytestmark = pytest.mark.timeout(600)  # long simulations
 
@@ -147,6 +149,7 @@ class Promises:
     num_preempted: int = 0
     num_cached_tokens: int = 0
     num_swapped_blocks: int = 0
+    num_drafts: int = 0
     last_event: int = 0
     running: set[Life] = field(default_factory=set)  # of the previous batch
 
@@ -181,7 +184,9 @@ class Promises:
         if not self.has_tenants:
             assert not moving.isdisjoint(oldest.active), "the oldest group must progress; a batch group only if alone"
         prompts = [
-            item for item in batch.sequences if item.num_new_tokens > 1 and not self._is_background(item.sequence)
+            item
+            for item in batch.sequences
+            if item.num_new_tokens > 1 + len(item.drafts) and not self._is_background(item.sequence)
         ]
         assert not prompts or not any(map(self._is_background, scheduled)), "batch group beside an interactive prompt"
         self.num_swapped_blocks += len(batch.swap_in)
@@ -204,10 +209,11 @@ class Promises:
         decodes = [
             item
             for item in batch.sequences
-            if life(item.sequence) in self.running and item.num_new_tokens == 1 and item.samples
+            if life(item.sequence) in self.running and item.num_new_tokens == 1 + len(item.drafts) and item.samples
         ]
+        self.num_drafts += sum(len(item.drafts) for item in decodes)
         cap = self.settings["max_prefill_tokens_with_decodes"]
-        assert cap is None or not decodes or batch.num_tokens - len(decodes) <= cap
+        assert cap is None or not decodes or batch.num_tokens - sum(item.num_new_tokens for item in decodes) <= cap
 
 
 def random_mishap(random: Random, engine: Engine, runner: FakeModelRunner) -> str | None:
@@ -239,6 +245,20 @@ def test_random_requests_of_both_classes_keep_guarantees(seed: int, async_schedu
 @pytest.mark.parametrize("seed", range(30))
 def test_random_requests_with_window_keep_guarantees(seed: int, async_scheduling: bool) -> None:
     run_random_traffic(seed, async_scheduling, 0.2, random_window(seed))
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_drafts_change_no_output(seed: int, async_scheduling: bool) -> None:
+    """Right and wrong drafts beside preemption, swap, windows, groups, forks, aborts, tenants and both classes."""
+    windows = random_windows(seed) if seed % 2 else (0,)
+    window = 0 if 0 in windows else max(windows)
+    proposer = OracleProposer(error_ratio=(0.0, 0.1, 0.3, 1.0)[seed % 4], window=window, seed=seed)
+    run = run_random_traffic(
+        seed, async_scheduling, 0.2, windows, full_pool=seed % 3 == 0, has_tenants=seed % 5 == 0, proposer=proposer
+    )
+    assert run.num_drafts > 0 or run.settings["max_num_batched_tokens"] < 3  # no room beside a decode
+    assert not proposer.kept
 
 
 def random_window(seed: int) -> tuple[int, ...]:
@@ -339,6 +359,7 @@ def run_random_traffic(
     full_pool: bool = False,
     has_tenants: bool = False,
     num_state_blocks: int = 0,
+    proposer: OracleProposer | None = None,
 ) -> Promises:
     random, classes, tenants = Random(seed), Random(seed), Random(seed)
     settings = random_settings(random)
@@ -351,7 +372,10 @@ def run_random_traffic(
     num_blocks, block_size = settings["num_blocks"], settings["block_size"]
     kinds: dict[str, Any] = {"windows": windows, "num_state_blocks": num_state_blocks}
     runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, before_step=promises, **kinds)
-    promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, **kinds, **settings)
+    drafting = drafting_by(proposer, max_drafts=5) if proposer is not None else None
+    promises.engine = engine = make_engine(
+        runner, async_scheduling=async_scheduling, drafting=drafting, **kinds, **settings
+    )
     requests: dict[str, GenerationRequest] = {}
     cancelled: set[str] = set()
     transcript = Transcript()

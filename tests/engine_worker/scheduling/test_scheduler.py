@@ -28,7 +28,7 @@ def plan(batch: ScheduledBatch) -> dict[str, tuple[int, int, bool]]:
 
 
 def answer(batch: ScheduledBatch, token_id: int = TOKEN_ID) -> StepResult:
-    return StepResult([token_id if item.samples else None for item in batch.sequences])
+    return StepResult([[token_id] if item.samples else None for item in batch.sequences])
 
 
 def step(scheduler: Scheduler) -> dict[str, tuple[int, int, bool]]:
@@ -248,7 +248,7 @@ def test_scheduler_failure_in_prompt_ends_one_sequence() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     first, second = add(scheduler, "a", 4), add(scheduler, "b", 20)
     batch = scheduler.schedule()
-    updates = scheduler.apply(batch, StepResult([TOKEN_ID, None], {"b": "broken"}))
+    updates = scheduler.apply(batch, StepResult([[TOKEN_ID], None], {"b": "broken"}))
     assert updates == [SequenceUpdate(first, [TOKEN_ID]), SequenceUpdate(second, error="broken")]
     assert (first.status, second.status) == (RUNNING, FINISHED)
     scheduler.check_integrity()

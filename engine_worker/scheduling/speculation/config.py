@@ -1,0 +1,61 @@
+"""`--speculative-config`: a JSON object with vLLM's keys."""
+
+import msgspec
+
+from shared.settings import SettingsError
+
+METHODS = ("ngram", "suffix")
+# Attention over more tokens of one sequence than this would take another kernel. On CUDA a decode tile has room for 4.
+MAX_DRAFTS = {"cpu": 7, "cuda": 3}
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How drafts are found, and how many are checked in a step."""
+
+    method: str
+    num_speculative_tokens: int = 3  # the most drafts of a sequence and step
+    prompt_lookup_min: int = 2  # ngram: the fewest last tokens that must have occurred before
+    prompt_lookup_max: int = 4  # ngram: the most that are compared; the longest match is continued
+    suffix_decoding_max_tree_depth: int = 24  # suffix: the most last tokens that are compared
+    min_gain: float = 1.05  # drafts pause where tokens per second, measured, grow by less; 0: never
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}; got {self.method!r}")
+        if not 1 <= self.num_speculative_tokens <= MAX_DRAFTS["cpu"]:
+            raise ValueError(
+                f"num_speculative_tokens: expected 1 to {MAX_DRAFTS['cpu']}; got {self.num_speculative_tokens}"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ValueError(
+                "prompt_lookup_min: expected at least 1 and at most prompt_lookup_max "
+                f"({self.prompt_lookup_max}); got {self.prompt_lookup_min}"
+            )
+        if self.suffix_decoding_max_tree_depth < 1:
+            raise ValueError(
+                f"suffix_decoding_max_tree_depth: expected at least 1; got {self.suffix_decoding_max_tree_depth}"
+            )
+        if self.min_gain < 0.0:
+            raise ValueError(f"min_gain: expected 0 or more; got {self.min_gain}")
+
+    def check_device(self, device: str) -> None:
+        """Raise SettingsError if the device (`cpu` or `cuda`) cannot check so many drafts."""
+        most = MAX_DRAFTS[device]
+        if self.num_speculative_tokens > most:
+            raise SettingsError(
+                f"--speculative-config: num_speculative_tokens: expected 1 to {most} on {device}; "
+                f"got {self.num_speculative_tokens}"
+            )
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """Return the configuration in a JSON object.
+
+    Raises:
+        SettingsError: If it is not one; the message names the key and the allowed values.
+    """
+    try:
+        return msgspec.json.decode(text, type=SpeculativeConfig)
+    except ValueError as error:  # msgspec.ValidationError and DecodeError are subclasses
+        example = '{"method": "ngram", "num_speculative_tokens": 3}'
+        raise SettingsError(f"--speculative-config: expected a JSON object such as {example}: {error}") from error

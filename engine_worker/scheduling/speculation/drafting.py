@@ -1,0 +1,121 @@
+"""Chooses the drafts of a step: which sequences get some, how many, and whether drafting pays at all.
+
+    drafts_of(decodes)     when a step is planned: proposals, and blocks for them
+    verified()             when it is applied: how many were right
+    step_took()            the time of a step, from which draft_gain.py decides
+
+A draft is a token in flight: until its step is applied it counts in num_inflight_tokens. The last token of a drafting
+sequence must be known, so while drafts are on, no step runs ahead.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine_worker.kv.kv_allocator import KVAllocator
+from engine_worker.kv.sequence import Sequence
+from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.sequence_group import SequenceGroup
+from engine_worker.scheduling.speculation.draft_gain import DraftGain
+
+
+class Proposer(Protocol):
+    """Guesses how a sequence goes on. Called for each drafting sequence and step, so it must be fast."""
+
+    def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
+        """Return at most `max_drafts` token ids that may follow the known tokens."""
+
+    def ended(self, sequences: Iterable[Sequence]) -> None:
+        """Forget sequences that ended."""
+
+
+@dataclass(slots=True)
+class SpeculationTotals:
+    """Totals since the start. vLLM counts the same."""
+
+    drafts: int = 0  # drafting sequences, summed over the steps
+    draft_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLimits:
+    max_drafts: int  # of a sequence and step
+    max_samples: int  # of a step: one per decode, and one per draft
+    max_tokens: int  # of a step
+
+    def of_step(self, num_sampled: int, num_decodes: int) -> int:
+        """Return the most drafts of a step. Half of the tokens beside the decodes stay, so that prompts progress."""
+        return min(self.max_samples - num_sampled, (self.max_tokens - num_decodes) // 2)
+
+
+class Drafting:
+    def __init__(self, proposer: Proposer, kv_cache: KVAllocator, limits: DraftLimits, gain: DraftGain) -> None:
+        """Prepare to draft. `kv_cache` gives drafts their blocks, and `gain` decides whether drafting pays."""
+        self.totals = SpeculationTotals(accepted_by_position=[0] * limits.max_drafts)
+        self._proposer = proposer
+        self._kv_cache = kv_cache
+        self._limits = limits
+        self._gain = gain
+
+    def is_on(self, num_running: int) -> bool:
+        """Whether the next step of `num_running` sequences may draft."""
+        return self._gain.is_on(num_running)
+
+    def drafts_of(
+        self, decodes: list[tuple[SequenceGroup, Sequence]], num_sampled: int
+    ) -> Mapping[Sequence, tuple[int, ...]]:
+        """Return the drafts of the sequences that get some, which then have the blocks for them.
+
+        `num_sampled`: the most sequences that the step may sample, including those that it begins.
+        """
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        num_left = self._limits.of_step(num_sampled, len(decodes))
+        if num_left <= 0 or not self._gain.is_on(len(decodes)):
+            return drafts
+        for group, sequence in decodes:
+            most = min(self._limits.max_drafts, num_left, _room_for_drafts(group, sequence))
+            proposed = self._proposer.propose(sequence, most) if most > 0 else []
+            if proposed and self._take_blocks(sequence, len(proposed)):
+                drafts[sequence] = tuple(proposed)
+                num_left -= len(proposed)
+        return drafts
+
+    def _take_blocks(self, sequence: Sequence, num_drafts: int) -> bool:
+        """Count the drafts as tokens in flight, if there are blocks for them without a preemption."""
+        sequence.num_inflight_tokens = num_drafts
+        if self._kv_cache.needs_room(sequence, sequence.num_tokens):
+            if not self._kv_cache.can_allocate(sequence):
+                sequence.num_inflight_tokens = 0
+                return False
+            self._kv_cache.allocate(sequence)
+        return True
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Record the outcome of one sequence's drafts."""
+        self.totals.drafts += 1
+        self.totals.draft_tokens += num_drafts
+        for position in range(num_accepted):
+            self.totals.accepted_by_position[position] += 1
+
+    def step_took(self, batch: ScheduledBatch, num_tokens: int, seconds: float) -> None:
+        """Record a step that gave `num_tokens` tokens, unless it also computed prompts."""
+        if all(one.samples and one.num_new_tokens == 1 + len(one.drafts) for one in batch.sequences):
+            has_drafts = any(scheduled.drafts for scheduled in batch.sequences)
+            self._gain.record(len(batch.sequences), num_tokens, seconds, has_drafts=has_drafts)
+
+    def ended(self, sequences: Iterable[Sequence]) -> None:
+        self._proposer.ended(sequences)
+
+
+def _room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:
+    """Return how many drafts can be kept beside the token that a step gives anyway; 0 if none may be made.
+
+    A grammar would need its masks after each draft, a beam search has no next token, and a pooled sequence ends with
+    its first.
+    """
+    sampling = sequence.sampling
+    if sequence.num_inflight_tokens or sampling.use_beam_search or sampling.grammar is not None or sequence.pooling:
+        return 0
+    num_tokens = sequence.num_known_tokens
+    return min(sampling.max_tokens - sequence.num_output_tokens, group.max_num_tokens - num_tokens) - 1
