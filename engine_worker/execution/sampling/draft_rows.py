@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
-from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.batch import ScheduledSequence
 from shared.messages import Pooling, SamplingParams
 
@@ -20,7 +19,7 @@ from shared.messages import Pooling, SamplingParams
 class DraftRow:
     """A SampledSequence: `sequence` with some drafts as output."""
 
-    sequence: Sequence
+    sequence: SampledSequence
     drafts: tuple[int, ...]
 
     @property

@@ -1,6 +1,6 @@
 """CUDA graphs of small steps: one launch for a whole forward pass, captured for a few numbers of tokens.
 
-    decode   each sequence has one token: 1 to 1024 sequences
+    decode   each row has one token: 1 to 1024 sequences, or drafts of fewer
     mixed    some have more (only in mode "full"): up to 512 tokens, or up to 1024 with more than 256 logits
 
 A batch is padded to the next captured size, in rows and in tokens. All graphs read the persistent inputs, write their
@@ -50,12 +50,12 @@ class GraphInputs(Protocol):
     def fill_with_padding(self, size: int) -> None: ...
 
 
-def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return the captured numbers of sequences: steps of 8 up to 256, of 16 up to 512, and of 32 above.
+def decode_sizes(max_rows: int) -> list[int]:
+    """Return the captured numbers of rows: steps of 8 up to 256, of 16 up to 512, and of 32 above.
 
-    The last one is `max_num_seqs`, at most MAX_GRAPH_TOKENS.
+    The last one is `max_rows`, at most MAX_GRAPH_TOKENS.
     """
-    largest = min(max_num_seqs, MAX_GRAPH_TOKENS)
+    largest = min(max_rows, MAX_GRAPH_TOKENS)
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, MAX_GRAPH_TOKENS + 1, 32)]
     return [*(size for size in sizes if size < largest), largest]
 
@@ -74,7 +74,7 @@ def mixed_sizes(bounds: StepBounds) -> list[int]:
 
 def graph_keys(mode: str, bounds: StepBounds) -> list[GraphKey]:
     """Return the graphs that a worker captures in a mode of settings.CUDAGRAPH_MODES."""
-    decodes, mixed = decode_sizes(bounds.max_num_seqs), mixed_sizes(bounds)
+    decodes, mixed = decode_sizes(bounds.max_num_samples), mixed_sizes(bounds)
     keys = [GraphKey(size, mixed=False) for size in decodes] if mode != "none" else []
     return keys + [GraphKey(size, mixed=True) for size in mixed] if mode == "full" else keys
 

@@ -27,7 +27,8 @@ class StepDescriber:
         self._sample_of: dict[object, int] = {}
 
     def describe(self, batch: ScheduledBatch) -> StepDescription:
-        rows = self.rows_of(batch)
+        entries = _one_sample_each(batch.sequences)
+        rows = self._in_order(entries)
         query_lens = np.array([scheduled.num_new_tokens for scheduled in rows], dtype=np.int32)
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(query_lens, dtype=np.int32, out=query_start_loc[1:])
@@ -38,7 +39,7 @@ class StepDescriber:
             seq_lens=seq_lens,
             feedback=np.array(feedback, dtype=np.int32),
             token_ids=np.array(token_ids, dtype=np.int32),
-            logits_indices=self._logits_indices(batch, rows, query_start_loc),
+            logits_indices=self._logits_indices(entries, rows, query_start_loc),
             block_tables=self._tables.of(rows, seq_lens),
             state_blocks=np.array(
                 [scheduled.sequence.kv.state_block for scheduled in rows] if self._has_states else [], dtype=np.int32
@@ -49,8 +50,15 @@ class StepDescriber:
         )
 
     def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
-        """Return the scheduled sequences that have tokens, in the order of their rows in the step."""
-        rows = [scheduled for scheduled in batch.sequences if scheduled.num_new_tokens]
+        """Return the scheduled sequences that have tokens, in the order of their rows in the step.
+
+        A sequence with drafts has a row for each token, like as many sequences that decode and share their blocks. So
+        its logits have the bits of steps without drafts.
+        """
+        return self._in_order(_one_sample_each(batch.sequences))
+
+    def _in_order(self, entries: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        rows = [scheduled for scheduled in entries if scheduled.num_new_tokens]
         return sorted(rows, key=_decodes_first) if self._decodes_first else rows
 
     def keep_samples(self, sequences: Iterable[object]) -> None:
@@ -58,23 +66,20 @@ class StepDescriber:
         self._sample_of = {sequence: index for index, sequence in enumerate(sequences)}
 
     def _logits_indices(
-        self, batch: ScheduledBatch, rows: list[ScheduledSequence], query_start_loc: Int32Array
+        self, entries: list[ScheduledSequence], rows: list[ScheduledSequence], query_start_loc: Int32Array
     ) -> Int32Array:
-        """Return the rows of logits, ascending per sequence; with drafts a sequence has several.
-
-        A fork without tokens has no row and uses the previous sequence's logits.
-        """
-        if not self._decodes_first and not any(scheduled.drafts for scheduled in rows):
-            ends = np.cumsum([scheduled.num_new_tokens for scheduled in batch.sequences], dtype=np.int32)
-            wanted = np.array([row for row, scheduled in enumerate(batch.sequences) if scheduled.samples], np.intp)
+        """Return the rows of logits. A fork without tokens has no row and uses the previous sequence's logits."""
+        if not self._decodes_first:
+            ends = np.cumsum([scheduled.num_new_tokens for scheduled in entries], dtype=np.int32)
+            wanted = np.array([row for row, scheduled in enumerate(entries) if scheduled.samples], np.intp)
             return ends[wanted] - 1
         ends_by_row = zip(rows, query_start_loc[1:].tolist(), strict=True)
         last_row, row = {id(scheduled): end - 1 for scheduled, end in ends_by_row}, -1
-        indices: list[int] = []
-        for scheduled in batch.sequences:
+        indices = []
+        for scheduled in entries:
             row = last_row.get(id(scheduled), row)
             if scheduled.samples:
-                indices += range(row - len(scheduled.drafts), row + 1)
+                indices.append(row)
         return np.array(indices, dtype=np.int32)
 
     def _token_ids(self, rows: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
@@ -82,16 +87,34 @@ class StepDescriber:
         token_ids: list[int] = []
         feedback = []
         for scheduled in rows:
-            sequence, end = scheduled.sequence, scheduled.end - len(scheduled.drafts)
-            if end > sequence.num_known_tokens:
+            sequence, end = scheduled.sequence, scheduled.end
+            if scheduled.drafts:
+                token_ids += scheduled.drafts
+                feedback.append(-1)
+            elif end > sequence.num_known_tokens:
                 assert scheduled.num_new_tokens == 1, "a token in flight is the only one of its row"
                 token_ids.append(0)
                 feedback.append(self._sample_of[sequence])
             else:
                 token_ids += sequence.token_ids(scheduled.start, end)
-                token_ids += scheduled.drafts
                 feedback.append(-1)
         return token_ids, feedback
+
+
+def _one_sample_each(batch: list[ScheduledSequence]) -> list[ScheduledSequence]:
+    """Return an entry for each sample: the drafts of a sequence become entries of one token, which is the draft."""
+    if not any(scheduled.drafts for scheduled in batch):
+        return batch
+    entries: list[ScheduledSequence] = []
+    for scheduled in batch:
+        if not scheduled.drafts:
+            entries.append(scheduled)
+            continue
+        sequence, first = scheduled.sequence, scheduled.end - len(scheduled.drafts)
+        entries.append(ScheduledSequence(sequence, scheduled.start, first - scheduled.start, samples=True))
+        for position, draft in enumerate(scheduled.drafts, first):
+            entries.append(ScheduledSequence(sequence, position, 1, samples=True, drafts=(draft,)))
+    return entries
 
 
 def _decodes_first(scheduled: ScheduledSequence) -> tuple[bool, int]:
@@ -119,8 +142,11 @@ class BlockTableRows:
         """Return [G, S, B], the blocks that hold tokens after this step. A table may already have more for the next."""
         used = (-(-seq_lens // self._block_size)).tolist()
         tables = np.zeros((self._num_groups, len(rows), max(used, default=0)), dtype=np.int32)
-        table_rows: dict[object, _TableRow] = {scheduled.sequence: self._row(scheduled) for scheduled in rows}
-        for index, (row, num_blocks) in enumerate(zip(table_rows.values(), used, strict=True)):
+        table_rows: dict[object, _TableRow] = {}
+        for index, (scheduled, num_blocks) in enumerate(zip(rows, used, strict=True)):
+            row = table_rows.get(scheduled.sequence)  # a sequence with drafts has several rows
+            if row is None:
+                row = table_rows[scheduled.sequence] = self._row(scheduled)
             tables[:, index, :num_blocks] = row.block_ids[:, :num_blocks]
         self._rows = table_rows
         return tables

@@ -14,12 +14,20 @@ _WEIGHT = 0.1  # of a new measurement
 
 @dataclass(slots=True)
 class _SecondsPerToken:
-    mean: float = 0.0
+    seconds: float = 0.0  # weighted means of a step
+    tokens: float = 0.0
     num_steps: int = 0
 
-    def add(self, seconds: float) -> None:
+    @property
+    def mean(self) -> float:
+        """Of all tokens: the mean of each step's own ratio would count steps with few tokens too much."""
+        return self.seconds / self.tokens
+
+    def add(self, seconds: float, num_tokens: int) -> None:
         self.num_steps += 1
-        self.mean += (seconds - self.mean) * max(_WEIGHT, 1 / self.num_steps)
+        weight = max(_WEIGHT, 1 / self.num_steps)
+        self.seconds += (seconds - self.seconds) * weight
+        self.tokens += (num_tokens - self.tokens) * weight
 
 
 @dataclass(slots=True)
@@ -62,5 +70,5 @@ class DraftGain:
             return
         is_drafting = has_drafts or (self._runs_ahead and self.is_on(num_sequences))
         kinds = self._by_size[num_sequences.bit_length()]
-        (kinds.drafting if is_drafting else kinds.plain).add(seconds / num_tokens)
+        (kinds.drafting if is_drafting else kinds.plain).add(seconds, num_tokens)
         kinds.num_steps += 1
