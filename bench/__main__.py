@@ -23,6 +23,7 @@ PROGRAMS = {
     "step-channel": "engine.step_channel",  # rank 0's cost of sending a step to the other ranks
     "structured": "engine.structured",  # outputs against their schemas, and the cost of masks per step
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
+    "speculation": "engine.speculation",  # what right, wrong and found drafts cost and gain
     "sampling-memory": "engine.sampling_memory",  # random sampling steps against the memory measured at start
     "restarts": "engine.restarts",  # the same bits after restarts with little memory or a cold kernel cache
     "model-impls": "engine.model_impls",  # one model by native code and by transformers

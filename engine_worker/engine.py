@@ -185,7 +185,7 @@ class Engine:
         ended, self._in_flight = self._in_flight, None
         ahead = self._async_scheduling and not self._scheduler.needs_last_tokens
         if ahead or ended is None:
-            self._in_flight = self._begin_step()
+            self._in_flight = self._begin_step(ahead=ahead)
         if not ahead and ended is None:
             ended, self._in_flight = self._in_flight, None
         if ended is None:
@@ -193,10 +193,10 @@ class Engine:
             return self._emit([])
         return self._end_step(ended)
 
-    def _begin_step(self) -> _StepInFlight | None:
+    def _begin_step(self, *, ahead: bool) -> _StepInFlight | None:
         """Submit a step; None if there is nothing to compute: no sequence fits, or all last tokens are in flight."""
         started = self._clock()
-        batch = self._scheduler.schedule()
+        batch = self._scheduler.schedule(may_draft=not ahead)
         schedule_seconds = self._clock() - started
         if batch.is_empty:
             return None
@@ -228,6 +228,7 @@ class Engine:
             kv_totals=replace(self._scheduler.kv_totals),
             kv_durations=self._scheduler.kv_durations.copy(),
             num_swapped=self._scheduler.num_swapped,
+            speculation=self._scheduler.speculation_totals.copy(),
         )
 
     def kv_view(self) -> dict[str, Any]:

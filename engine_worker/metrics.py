@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from engine_worker.execution.group_health import ALONE, GroupHealth
 from engine_worker.kv.kv_durations import DurationCounts, KVDurations
 from engine_worker.request_times import RequestTimes
+from engine_worker.scheduling.speculation.totals import SpeculationTotals
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from engine_worker.status import WorkerStatus
 from engine_worker.transport.fault_counts import FaultCounts
@@ -184,6 +185,7 @@ class _SnapshotCollector(Collector):
             yield from self._kv_cache(self._status.stats, self.info)
             yield from self._kv_durations(self._status.stats.kv_durations)
             yield from self._work(self._status.stats)
+            yield from self._speculation(self._status.stats.speculation)
 
     def _transport(self) -> Iterator[Metric]:
         faults = self._faults
@@ -284,6 +286,13 @@ class _SnapshotCollector(Collector):
         yield self._counter("recomputed_tokens", "Tokens computed again after a preemption", recomputed)
         yield self._counter("generation_tokens", "Tokens generated", counters.generated_tokens)
         yield self._count_by("requests_finished", "Requests ended, by reason", "reason", counters.finished)
+
+    def _speculation(self, totals: SpeculationTotals) -> Iterator[Metric]:
+        yield self._counter("spec_decode_drafts", "Sequences that drafted tokens, summed over steps", totals.drafts)
+        yield self._counter("spec_decode_draft_tokens", "Drafted tokens", totals.draft_tokens)
+        accepted = {str(position): count for position, count in enumerate(totals.accepted_by_position)}
+        text = "Drafted tokens that were right, by position in the draft"
+        yield self._count_by("spec_decode_accepted_tokens", text, "position", accepted)
 
     def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
         return self._add(GaugeMetricFamily, name, text, labels or {}, [((), value)])

@@ -118,14 +118,14 @@ def make_scheduler(
 
 
 def drafting_by(
-    proposer: Proposer, max_drafts: int = 3, min_gain: float = 0.0, max_samples: int = 1000
+    proposer: Proposer, max_drafts: int = 3, gain: DraftGain | None = None, max_samples: int = 1000
 ) -> Callable[[KVAllocator, SchedulerConfig], Drafting]:
-    """Return what make_scheduler() needs to draft by `proposer`; with `min_gain` 0 in every step."""
+    """Return what make_scheduler() needs to draft by `proposer`; without `gain` in every step."""
 
     def drafting(kv_cache: KVAllocator, limits: SchedulerConfig) -> Drafting:
         most = limits.max_num_batched_tokens
         draft_limits = DraftLimits(max_drafts=max_drafts, max_samples=max_samples, max_tokens=most)
-        return Drafting(proposer, kv_cache, draft_limits, DraftGain(min_gain, runs_ahead=False))
+        return Drafting(proposer, kv_cache, draft_limits, gain or DraftGain(0.0, runs_ahead=False))
 
     return drafting
 

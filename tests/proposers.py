@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from engine_worker.kv.sequence import Sequence
+from engine_worker.scheduling.speculation.draft_gain import DraftGain
 from tests.builders import VOCAB_SIZE, next_token
 
 
@@ -42,3 +43,14 @@ class FunctionProposer:
 
     def ended(self, sequences: Iterable[Sequence]) -> None:
         pass
+
+
+class FlickeringGain(DraftGain):
+    """Says at random whether drafts pay."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(1.0, runs_ahead=True)
+        self._random = Random(seed)
+
+    def is_on(self, num_sequences: int) -> bool:
+        return self._random.random() < 0.5

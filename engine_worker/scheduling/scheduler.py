@@ -39,7 +39,8 @@ from engine_worker.scheduling.policy import FairShare
 from engine_worker.scheduling.running_slots import RunningSlots
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from engine_worker.scheduling.speculation.drafting import Drafting, SpeculationTotals
+from engine_worker.scheduling.speculation.drafting import Drafting
+from engine_worker.scheduling.speculation.totals import SpeculationTotals
 from engine_worker.scheduling.step_plan import NO_DRAFTS, Place, StepDemand, StepPlan, collect_demand, running_of
 from shared.messages import EncodedLogprobs
 
@@ -93,7 +94,7 @@ class Scheduler:
     @property
     def needs_last_tokens(self) -> bool:
         """Whether a running sequence needs its last token on the host to schedule its next step."""
-        if self._drafting is not None and self._drafting.is_on(self.num_running):
+        if self._drafting is not None and self._drafting.is_on(self._num_taken_slots):
             return True
         return any(group.active[0].needs_last_token_on_host for group in self._running.values())
 
@@ -165,8 +166,11 @@ class Scheduler:
             self._end(group)
         return [group.request_id for group in groups]
 
-    def schedule(self) -> ScheduledBatch:
-        """Decide what is computed next. From here on it counts as computed."""
+    def schedule(self, *, may_draft: bool = True) -> ScheduledBatch:
+        """Decide what is computed next. From here on it counts as computed.
+
+        `may_draft`: False if the step runs ahead, because its result must be applied before the next call if it drafts.
+        """
         self._kv_cache.release_outside_window()
         wanted, background = collect_demand(self._running.values(), self._kv_cache)
         yielded = self._yield_to_share(wanted, background)
@@ -176,7 +180,9 @@ class Scheduler:
         self._admission.begin_step(incomplete, has_preempted=has_preempted, yielded=yielded)
         plan = StepPlan(self._kv_cache, self._admission.claim_fork)
         self._estimator.scheduling((of for _, of in wanted.prefills), (of for _, of in background.prefills))
-        plan.add_decodes(wanted.decodes, self._drafts_of(wanted.decodes, has_new=bool(incomplete or self.num_waiting)))
+        has_new = bool(incomplete or self.num_waiting)
+        drafts = self._drafts_of(wanted.decodes, has_new=has_new) if may_draft else NO_DRAFTS
+        plan.add_decodes(wanted.decodes, drafts)
         prefills = self._prefills(wanted, is_background=False)
         has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences) + plan.num_drafts))
         self._background_share.count_step(has_interactive=bool(plan.sequences or self._policy.num_interactive))
@@ -228,9 +234,9 @@ class Scheduler:
             self._drafting.step_took(batch, num_tokens, seconds)
 
     @property
-    def speculation_totals(self) -> SpeculationTotals | None:
-        """The counts of drafts; None without speculative decoding."""
-        return None if self._drafting is None else self._drafting.totals
+    def speculation_totals(self) -> SpeculationTotals:
+        """The counts of drafts; all 0 without speculative decoding."""
+        return SpeculationTotals() if self._drafting is None else self._drafting.totals
 
     def kv_cache_stats(self) -> KVCacheStats:
         return self._kv_cache.stats(self._active_sequences())
@@ -270,6 +276,10 @@ class Scheduler:
 
     def _active_sequences(self) -> list[Sequence]:
         return [sequence for group in self._running.values() for sequence in group.active]
+
+    @property
+    def _num_taken_slots(self) -> int:
+        return self.config.max_num_seqs - self._slots.num_free
 
     def _num_spare_blocks(self) -> int:
         return self._kv_cache.num_available_blocks - self._admission.headroom_blocks(1)
@@ -316,7 +326,7 @@ class Scheduler:
         """Return the drafts of a step; with `has_new`, it may also begin sequences until no slot is free."""
         if self._drafting is None:
             return NO_DRAFTS
-        num_sampled = self.config.max_num_seqs - (0 if has_new else self._slots.num_free)
+        num_sampled = self.config.max_num_seqs if has_new else self._num_taken_slots
         return self._drafting.drafts_of(decodes, num_sampled)
 
     def _prefills(self, demand: StepDemand, *, is_background: bool) -> Iterator[Place]:

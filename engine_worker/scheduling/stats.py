@@ -7,6 +7,7 @@ from engine_worker.kv.kv_durations import KVDurations
 from engine_worker.kv.kv_events import KVTotals
 from engine_worker.kv.kv_stats import KVCacheStats
 from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.speculation.totals import SpeculationTotals
 from shared.messages import FinishReason
 
 ERROR = "error"  # the end of a request that has no FinishReason
@@ -47,6 +48,7 @@ class EngineStats:
     kv_totals: KVTotals = field(default_factory=KVTotals)
     kv_durations: KVDurations = field(default_factory=KVDurations)
     num_swapped: int = 0  # part of num_waiting
+    speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
 
 
 class StepRecorder:

@@ -9,7 +9,7 @@ sequence must be known, so while drafts are on, no step runs ahead.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine_worker.kv.kv_allocator import KVAllocator
@@ -17,6 +17,7 @@ from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
+from engine_worker.scheduling.speculation.totals import SpeculationTotals
 
 
 class Proposer(Protocol):
@@ -27,15 +28,6 @@ class Proposer(Protocol):
 
     def ended(self, sequences: Iterable[Sequence]) -> None:
         """Forget sequences that ended."""
-
-
-@dataclass(slots=True)
-class SpeculationTotals:
-    """Totals since the start. vLLM counts the same."""
-
-    drafts: int = 0  # drafting sequences, summed over the steps
-    draft_tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +44,7 @@ class DraftLimits:
 class Drafting:
     def __init__(self, proposer: Proposer, kv_cache: KVAllocator, limits: DraftLimits, gain: DraftGain) -> None:
         """Prepare to draft. `kv_cache` gives drafts their blocks, and `gain` decides whether drafting pays."""
-        self.totals = SpeculationTotals(accepted_by_position=[0] * limits.max_drafts)
+        self.totals = SpeculationTotals.of(limits.max_drafts)
         self._proposer = proposer
         self._kv_cache = kv_cache
         self._limits = limits
@@ -93,10 +85,7 @@ class Drafting:
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Record the outcome of one sequence's drafts."""
-        self.totals.drafts += 1
-        self.totals.draft_tokens += num_drafts
-        for position in range(num_accepted):
-            self.totals.accepted_by_position[position] += 1
+        self.totals.add(num_drafts, num_accepted)
 
     def step_took(self, batch: ScheduledBatch, num_tokens: int, seconds: float) -> None:
         """Record a step that gave `num_tokens` tokens, unless it also computed prompts."""

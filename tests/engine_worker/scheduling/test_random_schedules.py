@@ -34,7 +34,7 @@ from tests.builders import (
     preempted,
     run_to_end,
 )
-from tests.proposers import OracleProposer
+from tests.proposers import FlickeringGain, OracleProposer
 
 pytestmark = pytest.mark.timeout(600)  # long simulations
 
@@ -372,7 +372,7 @@ def run_random_traffic(
     num_blocks, block_size = settings["num_blocks"], settings["block_size"]
     kinds: dict[str, Any] = {"windows": windows, "num_state_blocks": num_state_blocks}
     runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, before_step=promises, **kinds)
-    drafting = drafting_by(proposer, max_drafts=5) if proposer is not None else None
+    drafting = drafting_by(proposer, 5, FlickeringGain(seed) if seed % 2 else None) if proposer is not None else None
     promises.engine = engine = make_engine(
         runner, async_scheduling=async_scheduling, drafting=drafting, **kinds, **settings
     )

@@ -1,0 +1,158 @@
+"""Measure what speculative decoding costs and gains when drafts are right, wrong, or found by a proposer.
+
+    python -m bench speculation MODEL_DIR --out FILE [--cases 1x1024,8x1024,32x1024] [--drafts 3] [--device cuda]
+        [--load-format dummy] [--quantization fp8]
+
+Each case decodes the same prompts without drafts, with those of an oracle (the tokens of the run before), at random,
+at random with the automatic pause, and with the n-gram proposer. Outputs are equal on a CPU in float32 and with
+--deterministic; the number of equal ones is reported.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.provenance import commit
+from engine_worker.engine import Engine
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.kv.kv_cache_manager import KVCacheManager
+from engine_worker.kv.sequence import Sequence
+from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.scheduling.speculation.config import SpeculativeConfig
+from engine_worker.scheduling.speculation.draft_gain import DraftGain
+from engine_worker.scheduling.speculation.drafting import Drafting, DraftLimits, Proposer
+from engine_worker.scheduling.speculation.proposers import PROPOSERS
+from shared.messages import GenerationRequest, SamplingParams, TokenEvent
+
+Tokens = dict[str, list[int]]
+
+_MAX_TOKENS = 8192  # of a step
+
+
+class _Guesses:
+    """A proposer that asks a function."""
+
+    def __init__(self, guess: Callable[[Sequence], list[int]]) -> None:
+        self._guess = guess
+
+    def propose(self, sequence: Sequence, max_drafts: int) -> list[int]:
+        return self._guess(sequence)[:max_drafts]
+
+    def ended(self, sequences: object) -> None:
+        """Nothing is kept."""
+
+
+class Speculation:
+    def __init__(self, runner: ModelRunner, max_drafts: int, max_tokens: int) -> None:
+        self._runner = runner
+        self._max_drafts = max_drafts
+        self._max_tokens = max_tokens
+
+    def case(self, num_sequences: int, prompt_tokens: int) -> dict[str, Any]:
+        random = Random(1)
+        prompts = [[random.randrange(100, 1000) for _ in range(prompt_tokens)] for _ in range(num_sequences)]
+        self._decode(prompts, None, 0.0)  # warm-up
+        known, plain = self._decode(prompts, None, 0.0)
+        kinds: dict[str, tuple[Proposer, float]] = {
+            "oracle": (_Guesses(lambda one: known[one.request_id][one.num_output_tokens :]), 0.0),
+            "random": (_Guesses(lambda _: [random.randrange(100, 1000) for _ in range(self._max_drafts)]), 0.0),
+            "random, paused": (_Guesses(lambda _: [random.randrange(100, 1000)] * self._max_drafts), 1.05),
+            "ngram, paused": (PROPOSERS["ngram"](SpeculativeConfig(method="ngram")), 1.05),
+        }
+        figures: dict[str, Any] = {"case": f"{num_sequences}x{prompt_tokens}", "plain": plain}
+        for name, (proposer, min_gain) in kinds.items():
+            tokens, figures[name] = self._decode(prompts, proposer, min_gain)
+            figures[name]["equal_outputs"] = sum(tokens[one] == known[one] for one in known)
+            figures[name]["step_ratio"] = round(figures[name]["step_ms"] / plain["step_ms"], 4)
+            figures[name]["tokens_per_s_ratio"] = round(figures[name]["tokens_per_s"] / plain["tokens_per_s"], 4)
+        return figures
+
+    def _decode(self, prompts: list[list[int]], proposer: Proposer | None, min_gain: float) -> tuple[Tokens, Any]:
+        engine = self._engine(len(prompts), proposer, min_gain)
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=self._max_tokens, seed=number, ignore_eos=True, temperature=0.0)
+            engine.add_request(GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
+        tokens: Tokens = {f"r{number}": [] for number in range(len(prompts))}
+        ends, counts = [], []  # of the steps in which all sequences decode
+        while len(engine.request_ids) == len(prompts):
+            for event in engine.step():
+                if isinstance(event, TokenEvent):
+                    tokens[event.request_id] += event.token_ids
+            if all(tokens.values()):
+                ends.append(time.perf_counter())
+                counts.append(sum(map(len, tokens.values())))
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, TokenEvent):
+                    tokens[event.request_id] += event.token_ids
+        num_tokens, num_steps = counts[-1] - counts[0], len(ends) - 1
+        return tokens, {
+            "steps": num_steps,
+            "step_ms": round(1e3 * statistics.median(after - before for before, after in pairwise(ends)), 4),
+            "tokens_per_step": round(num_tokens / num_steps / len(prompts), 3),
+            "tokens_per_s": round(num_tokens / (ends[-1] - ends[0]), 1),
+        }
+
+    def _engine(self, num_sequences: int, proposer: Proposer | None, min_gain: float) -> Engine:
+        runner, is_ahead = self._runner, self._runner.device_type == "cuda"
+        config = SchedulerConfig(
+            max_num_seqs=num_sequences, max_num_batched_tokens=8192, max_model_len=runner.max_model_len
+        )
+        kv_cache = KVCacheManager(runner.num_blocks, runner.block_size, windows=runner.windows)
+        limits = DraftLimits(
+            max_drafts=self._max_drafts, max_samples=(1 + self._max_drafts) * num_sequences, max_tokens=8192
+        )
+        gain = DraftGain(min_gain, runs_ahead=is_ahead)
+        drafting = Drafting(proposer, kv_cache, limits, gain) if proposer is not None else None
+        return Engine(
+            Scheduler(config, kv_cache, drafting),
+            runner,
+            eos_token_ids=(),
+            vocab_size=runner.model_spec.vocab_size,
+            clock=time.perf_counter,
+            async_scheduling=is_ahead,
+        )
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench speculation", description=__doc__.splitlines()[0])
+    parser.add_argument("model", metavar="PATH", type=Path)
+    parser.add_argument("--out", metavar="PATH", type=Path, required=True)
+    parser.add_argument("--cases", metavar="SEQUENCESxTOKENS,...", default="1x1024,8x1024,32x1024")
+    parser.add_argument("--drafts", metavar="N", type=int, default=3)
+    parser.add_argument("--tokens", metavar="N", type=int, default=256)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
+    options = parser.parse_args(argv)
+    cases = [tuple(map(int, case.split("x"))) for case in options.cases.split(",")]
+    most = max(sequences for sequences, _ in cases)
+    settings = ExecutionSettings(
+        model=options.model,
+        device=options.device,
+        load_format=options.load_format,
+        quantization=options.quantization,
+        deterministic=options.deterministic,
+        swap_space_bytes=0,
+        kv_cache_memory_bytes=2**30 if options.device == "cpu" else None,
+        max_model_len=max(tokens for _, tokens in cases) + options.tokens,
+        max_num_seqs=most * (1 + options.drafts),
+        max_num_batched_tokens=_MAX_TOKENS,
+    )
+    bench = Speculation(
+        load_model_runner(settings, lambda phase, progress, detail: None), options.drafts, options.tokens
+    )
+    figures = [bench.case(*case) for case in cases]
+    for case in figures:
+        print(json.dumps(case))
+    options.out.write_text(json.dumps({"commit": commit(), "argv": argv, "cases": figures}, indent=1))
+    return 0
