@@ -58,7 +58,8 @@ WORKER_OPTIONS = """
     kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes max_num_seqs max_num_batched_tokens
     deterministic cudagraph_mode enforce_eager
     preemption_mode offloaded_prefixes enable_prefix_caching max_prefill_tokens_with_decodes async_scheduling
-    served_model_name redis_url store_namespace worker_id drain_seconds step_timeout_seconds dead_after_seconds check
+    speculative_config served_model_name redis_url store_namespace worker_id drain_seconds step_timeout_seconds
+    dead_after_seconds check
     exit_with_parent metrics_host metrics_port log_format otlp_traces_endpoint vllm_metric_names
 """
 

@@ -28,13 +28,21 @@ PROMPTS = [
 ]
 
 
-async def test_second_worker_takes_over_streams(valkey: Valkey, demo_model_dir: Path, tmp_path: Path) -> None:
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "min_gain": 0}'
+
+
+@pytest.mark.parametrize("of_first", [[], ["--speculative-config", DRAFTS]], ids=["plain", "one drafts"])
+async def test_second_worker_takes_over_streams(
+    valkey: Valkey, demo_model_dir: Path, tmp_path: Path, of_first: list[str]
+) -> None:
+    """A worker that drafts and one that does not give the same tokens, so each can continue the other's streams."""
     with running_fleet(tmp_path / "logs") as fleet:
         common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey.url]
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
         for name in ("worker-a", "worker-b"):
             options = ["--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "128M"]
             options += ["--max-model-len", "1024", "--metrics-port", "0", "--worker-id", name]
+            options += of_first if name == "worker-a" else []
             fleet.start(name, "-m", "engine_worker", *common, *options)
         async with connected(f"http://127.0.0.1:{fleet.port}") as api:
             await api.wait_until_ready(fleet, num_workers=2)

@@ -1,0 +1,129 @@
+"""Proposers, the measured gain, the limits of drafts, and wrong values of --speculative-config."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine_worker.kv.sequence import Sequence
+from engine_worker.scheduling.settings import SchedulingSettings
+from engine_worker.scheduling.speculation.config import SpeculativeConfig
+from engine_worker.scheduling.speculation.draft_gain import DraftGain
+from engine_worker.scheduling.speculation.proposers import PROPOSERS
+from shared.settings import SettingsError
+from tests.builders import drafting_by, expected_output, make_engine, make_request, make_sequence, run_to_end
+from tests.proposers import FunctionProposer, OracleProposer
+
+
+def proposed(method: str, token_ids: list[int], max_drafts: int = 3, **config: Any) -> list[int]:
+    proposer = PROPOSERS[method](SpeculativeConfig(method=method, **config))
+    return proposer.propose(make_sequence(token_ids), max_drafts)
+
+
+@pytest.mark.parametrize("method", list(PROPOSERS))
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [
+        ([1, 2, 3, 4, 9, 1, 2], [3, 4]),  # suffix: as many as were equal
+        ([1, 2, 3, 9, 8, 1, 2, 7, 9, 8, 1, 2], [7, 9]),  # the longest match, not the first
+        ([5, 6, 5, 6, 5, 6], [5, 6]),  # the match that enough tokens follow
+        ([1, 2, 3, 4], []),
+        ([1, 2, 3, 9, 3], []),  # one equal token is fewer than two
+        ([7], []),
+    ],
+)
+def test_proposers_continue_an_earlier_text(method: str, token_ids: list[int], expected: list[int]) -> None:
+    assert proposed(method, token_ids)[: len(expected)] == expected
+    assert bool(proposed(method, token_ids)) is bool(expected)
+
+
+def test_proposer_never_exceeds_the_drafts_it_may_make() -> None:
+    assert proposed("ngram", [1, 2, 3, 4, 5, 6, 1, 2], max_drafts=1) == [3]
+    assert proposed("suffix", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], max_drafts=1) == [5]
+
+
+def ended(token_ids: list[int], root: bytes) -> Sequence:
+    sequence = make_sequence([99], output_token_ids=token_ids)
+    sequence.kv.cache_root = root
+    return sequence
+
+
+def test_suffix_finds_texts_that_ended_of_the_same_tenant_only() -> None:
+    proposer = PROPOSERS["suffix"](SpeculativeConfig(method="suffix"))
+    first = ended([1, 2, 3, 4, 5], b"a")
+    proposer.propose(first, 3)
+    proposer.ended([first])
+    assert proposer.propose(ended([8, 2, 3], b"a"), 3) == [4, 5]
+    assert proposer.propose(ended([8, 2, 3], b"b"), 3) == []
+
+
+def test_gain_turns_drafts_off_and_tries_again() -> None:
+    gain, states = DraftGain(1.05, runs_ahead=False), []
+    for _ in range(420):
+        is_on = gain.is_on(4)
+        states.append(is_on)
+        gain.record(4, 4, 0.02 if is_on else 0.01, has_drafts=is_on)  # drafts only cost
+    assert states[:8] == [False] * 8 and states[8:16] == [True] * 8
+    assert not any(states[16:400]) and states[400:408] == [True] * 8 and not any(states[408:])
+
+
+def test_gain_counts_all_tokens_of_all_steps() -> None:
+    """Half of the steps give one token in twice the time, half give seven: 4 tokens in 2 steps' time pay."""
+    gain = DraftGain(1.05, runs_ahead=False)
+    for step in range(16):
+        is_on = gain.is_on(1)
+        gain.record(1, (1 if step % 2 else 7) if is_on else 1, 0.02 if is_on else 0.01, has_drafts=is_on)
+    assert gain.is_on(1) and not gain.is_on(32)
+
+
+def test_drafts_end_at_a_stop_token_and_at_max_tokens() -> None:
+    request = make_request(5, "a", max_tokens=9, ignore_eos=True)
+    tokens = expected_output(request)
+    for options in ({"stop_token_ids": (tokens[4],)}, {"max_tokens": 3}):
+        engine = make_engine(drafting=drafting_by(OracleProposer(), max_drafts=7))
+        engine.add_request(make_request(5, "a", **{"max_tokens": 9, "ignore_eos": True, **options}))
+        assert run_to_end(engine).tokens["a"] == tokens[: 5 if "stop_token_ids" in options else 3]
+        engine.check_integrity()
+
+
+def test_drafts_leave_half_of_the_free_tokens_to_prompts() -> None:
+    drafted: list[int] = []
+    engine = make_engine(
+        drafting=drafting_by(FunctionProposer(lambda _: [7] * 7), max_drafts=7), max_num_batched_tokens=9
+    )
+    engine.add_request(make_request(4, "decodes", max_tokens=40, ignore_eos=True))
+    engine.step()
+    engine.add_request(make_request(60, "prompt", max_tokens=1, ignore_eos=True))
+    while "prompt" in engine.request_ids:
+        engine.step()
+        drafted.append(engine.last_step.num_tokens)
+    assert max(drafted) <= 9
+    assert len(drafted) <= 16  # 60 tokens in chunks of at least 4
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("ngram", "JSON object such as"),
+        ({}, "missing required field `method`"),
+        ({"method": "eagle"}, "method: expected one of ngram, suffix; got 'eagle'"),
+        ({"method": "ngram", "num_speculative_tokens": 8}, "num_speculative_tokens: expected 1 to 7; got 8"),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, r"Expected `int`, got `str` - at `\$.num_speculative_tok"),
+        ({"method": "ngram", "prompt_lookup_min": 5}, r"at most prompt_lookup_max \(4\); got 5"),
+        ({"method": "ngram", "model": "x"}, "unknown field `model`"),
+        ({"method": "suffix", "min_gain": -1}, "min_gain: expected 0 or more; got -1"),
+    ],
+)
+def test_wrong_configuration_is_refused(config: Any, problem: str) -> None:
+    text = config if isinstance(config, str) else json.dumps(config)
+    with pytest.raises(
+        SettingsError, match=problem
+    ):
+        SchedulingSettings(speculative_config=text)
+
+
+def test_more_drafts_than_a_gpu_checks_are_refused() -> None:
+    settings = SchedulingSettings(speculative_config='{"method": "ngram", "num_speculative_tokens": 4}')
+    assert settings.for_device("cpu", 0).speculation is not None
+    with pytest.raises(SettingsError, match="num_speculative_tokens: expected 1 to 3 on cuda; got 4"):
+        settings.for_device("cuda", 0)
