@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 class SpeculationTotals:
     drafts: int = 0  # sequences that drafted, summed over the steps
     draft_tokens: int = 0
-    accepted_by_position: list[int] = field(
-        default_factory=lambda: [0]
-    )  # by place in the draft
+    accepted_by_position: list[int] = field(default_factory=lambda: [0])  # by place in the draft
 
     @classmethod
     def of(cls, max_drafts: int) -> "SpeculationTotals":

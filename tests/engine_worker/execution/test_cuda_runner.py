@@ -24,7 +24,7 @@ LENGTHS = [1, 7, 15, 16, 17, 33, 64, 100, 129, 300, 640]
 # name: (KV bytes, scheduler)
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "roomy": (2**28, {"max_num_seqs": 16, "max_num_batched_tokens": 2048}),
-    "small_chunks": (2**28, {"max_num_seqs": 5, "max_num_batched_tokens": 64}),
+    "small_chunks": (2**28, {"max_num_seqs": 8, "max_num_batched_tokens": 64}),
     "preempted": (50 * 16 * 3 * 2 * 2 * 32 * 4, {"max_num_seqs": 16, "max_num_batched_tokens": 256}),
 }
 

@@ -116,9 +116,7 @@ def test_drafts_leave_half_of_the_free_tokens_to_prompts() -> None:
 )
 def test_wrong_configuration_is_refused(config: Any, problem: str) -> None:
     text = config if isinstance(config, str) else json.dumps(config)
-    with pytest.raises(
-        SettingsError, match=problem
-    ):
+    with pytest.raises(SettingsError, match=problem):
         SchedulingSettings(speculative_config=text)
 
 
