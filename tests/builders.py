@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -121,13 +122,21 @@ def drafting_by(
     proposer: Proposer, max_drafts: int = 3, gain: DraftGain | None = None, max_samples: int = 1000
 ) -> Callable[[KVAllocator, SchedulerConfig], Drafting]:
     """Return what make_scheduler() needs to draft by `proposer`; without `gain` in every step."""
+    return partial(_drafting, proposer, max_drafts, gain or DraftGain(0.0, runs_ahead=False), max_samples)
 
-    def drafting(kv_cache: KVAllocator, limits: SchedulerConfig) -> Drafting:
-        most = limits.max_num_batched_tokens
-        draft_limits = DraftLimits(max_drafts=max_drafts, max_samples=max_samples, max_tokens=most)
-        return Drafting(proposer, kv_cache, draft_limits, gain or DraftGain(0.0, runs_ahead=False))
 
-    return drafting
+def _drafting(
+    proposer: Proposer,
+    max_drafts: int,
+    gain: DraftGain,
+    max_samples: int,
+    kv_cache: KVAllocator,
+    limits: SchedulerConfig,
+) -> Drafting:
+    most = limits.max_num_batched_tokens
+    return Drafting(
+        proposer, kv_cache, DraftLimits(max_drafts=max_drafts, max_samples=max_samples, max_tokens=most), gain
+    )
 
 
 def preempted(scheduler: Scheduler, batch: ScheduledBatch, since: int = 0) -> list[str]:

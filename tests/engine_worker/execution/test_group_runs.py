@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.scheduling.speculation.config import SpeculativeConfig
+from engine_worker.scheduling.speculation.proposers import PROPOSERS
 from shared.messages import GenerationRequest
-from tests.builders import make_request
+from tests.builders import drafting_by, make_request
 from tests.engine_worker.execution.group_runs import Run, add_to, run_watched, tokens_of_runs, write_shape
 from tests.engine_worker.model.ranks import Ranks
 
@@ -85,6 +87,16 @@ def test_group_both_ranks_compute_same_bits_in_every_step(
     assert first.takes_norms == second.takes_norms == by_peers
     assert second.tokens == {}
     print(f"{first.num_steps} steps, sums by {first.all_reduce_path}")
+
+
+def test_group_drafts_change_no_token(model_dirs: dict[str, Path]) -> None:
+    requests = of_lengths([40] * 4, ignore_eos=True, temperature=0.5, seed=3)
+    proposer = PROPOSERS["ngram"](SpeculativeConfig(method="ngram", prompt_lookup_min=1))
+    drafting = drafting_by(proposer, max_drafts=3, max_samples=16)
+    plain, drafted = tokens_of_runs(
+        settings_of(model_dirs, "cpu"), [Run(requests, CONFIG), Run(requests, CONFIG | {"drafting": drafting})]
+    )
+    assert drafted == plain
 
 
 def test_checksum_detects_one_bit_of_one_step() -> None:
