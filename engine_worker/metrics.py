@@ -289,10 +289,11 @@ class _SnapshotCollector(Collector):
 
     def _speculation(self, totals: SpeculationTotals) -> Iterator[Metric]:
         yield self._counter("spec_decode_drafts", "Sequences that drafted tokens, summed over steps", totals.drafts)
-        yield self._counter("spec_decode_draft_tokens", "Drafted tokens", totals.draft_tokens)
-        accepted = {str(position): count for position, count in enumerate(totals.accepted_by_position)}
-        text = "Drafted tokens that were right, by position in the draft"
-        yield self._count_by("spec_decode_accepted_tokens", text, "position", accepted)
+        for name, text, counts in (
+            ("spec_decode_draft_tokens", "Drafted tokens by position in the draft", totals.drafted),
+            ("spec_decode_accepted_tokens", "Drafted tokens that were right by position in the draft", totals.accepted),
+        ):
+            yield self._count_by(name, text, "position", {str(place): count for place, count in enumerate(counts)})
 
     def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
         return self._add(GaugeMetricFamily, name, text, labels or {}, [((), value)])

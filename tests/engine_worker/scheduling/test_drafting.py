@@ -10,8 +10,17 @@ from engine_worker.scheduling.settings import SchedulingSettings
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
 from engine_worker.scheduling.speculation.proposers import PROPOSERS
+from engine_worker.scheduling.speculation.totals import SpeculationTotals
 from shared.settings import SettingsError
-from tests.builders import drafting_by, expected_output, make_engine, make_request, make_sequence, run_to_end
+from tests.builders import (
+    VOCAB_SIZE,
+    drafting_by,
+    expected_output,
+    make_engine,
+    make_request,
+    make_sequence,
+    run_to_end,
+)
 from tests.proposers import FunctionProposer, OracleProposer
 
 
@@ -125,3 +134,18 @@ def test_more_drafts_than_a_gpu_checks_are_refused() -> None:
     assert settings.for_device("cpu", 0).speculation is not None
     with pytest.raises(SettingsError, match="num_speculative_tokens: expected 1 to 3 on cuda; got 4"):
         settings.for_device("cuda", 0)
+
+
+def test_drafts_are_counted_by_position() -> None:
+    request = make_request(5, "a", max_tokens=4, ignore_eos=True)
+    tokens = expected_output(request)
+
+    def one_right(sequence: Sequence) -> list[int]:
+        known = sequence.num_output_tokens
+        return [tokens[known], (tokens[known + 1] + 1) % VOCAB_SIZE]
+
+    engine = make_engine(drafting=drafting_by(FunctionProposer(one_right), max_drafts=3))
+    engine.add_request(request)
+    assert run_to_end(engine).tokens["a"] == tokens
+    # The first step gives one token, the second a right draft and one more; the last token needs no draft.
+    assert engine.stats().speculation == SpeculationTotals(drafts=1, drafted=[1, 1, 0], accepted=[1, 0, 0])
