@@ -27,6 +27,7 @@ EVERY_FAMILY = """
     workers_reaped orphaned_requests bad_heartbeats heartbeat_failures queue_read_failures store_retries
     worker_up worker_last_step_timestamp_seconds worker_start_phase device_memory_bytes build_info engine_info
     rank_up rank_messages_behind channel_wait_seconds step_skew_seconds all_reduce_info
+    spec_decode_drafts spec_decode_draft_tokens spec_decode_accepted_tokens
 """
 
 
