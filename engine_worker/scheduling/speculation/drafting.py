@@ -36,9 +36,9 @@ class DraftLimits:
     max_samples: int  # of a step: one per decode, and one per draft
     max_tokens: int  # of a step
 
-    def of_step(self, num_sampled: int, num_decodes: int) -> int:
-        """Return the most drafts of a step. Half of the tokens beside the decodes stay, so that prompts progress."""
-        return min(self.max_samples - num_sampled, (self.max_tokens - num_decodes) // 2)
+    def of_step(self, num_sampled: int) -> int:
+        """Return the most drafts of a step. Half of the tokens beside its decodes stay, so that prompts progress."""
+        return min(self.max_samples - num_sampled, (self.max_tokens - num_sampled) // 2)
 
 
 class Drafting:
@@ -62,7 +62,7 @@ class Drafting:
         `num_sampled`: the most sequences that the step may sample, including those that it begins.
         """
         drafts: dict[Sequence, tuple[int, ...]] = {}
-        num_left = self._limits.of_step(num_sampled, len(decodes))
+        num_left = self._limits.of_step(num_sampled)
         if num_left <= 0 or not self._gain.is_on(len(decodes)):
             return drafts
         for group, sequence in decodes:

@@ -257,7 +257,8 @@ def test_random_drafts_change_no_output(seed: int, async_scheduling: bool) -> No
     run = run_random_traffic(
         seed, async_scheduling, 0.2, windows, full_pool=seed % 3 == 0, has_tenants=seed % 5 == 0, proposer=proposer
     )
-    assert run.num_drafts > 0 or run.settings["max_num_batched_tokens"] < 3  # no room beside a decode
+    has_room = run.settings["max_num_batched_tokens"] - run.settings["max_num_seqs"] > 1
+    assert run.num_drafts > 0 or not has_room
     assert not proposer.kept
 
 
