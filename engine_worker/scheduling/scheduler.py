@@ -210,7 +210,7 @@ class Scheduler:
         sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
         for scheduled, token_ids, token_logprobs in sampled:
             sequence = scheduled.sequence
-            sequence.num_inflight_tokens -= len(scheduled.drafts) + scheduled.samples  # num_samples without a call
+            sequence.num_inflight_tokens -= scheduled.samples
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # ended after it was scheduled
             if failures and (error := failures.get(sequence.request_id)) is not None:
@@ -218,10 +218,9 @@ class Scheduler:
             elif scheduled.samples and not sequence.sampling.use_beam_search:
                 assert token_ids, f"{sequence.request_id}: the executor returned neither a token nor a failure"
                 if scheduled.drafts:
-                    self._take_back(scheduled, len(token_ids) - 1)
-                updates.append(self._update(sequence, token_ids, token_logprobs))
-                if scheduled.drafts and sequence.status is SequenceStatus.RUNNING:
-                    self._kv_cache.trim(sequence)
+                    updates.append(self._update_drafted(scheduled, token_ids, token_logprobs))
+                else:
+                    updates.append(self._update(sequence, token_ids, token_logprobs))
         for request_id, candidates in result.beam_candidates.items():
             group = self._running.get(request_id)
             if group is not None:
@@ -365,27 +364,38 @@ class Scheduler:
         self._end(group, self._kv_cache.discard)
         return SequenceUpdate(sequence, error=error)
 
-    def _take_back(self, scheduled: ScheduledSequence, num_accepted: int) -> None:
-        """Count the drafts that were wrong as not computed."""
+    def _update_drafted(
+        self, scheduled: ScheduledSequence, token_ids: list[int], logprobs: list[EncodedLogprobs] | None
+    ) -> SequenceUpdate:
+        """Take the tokens of a step with drafts, up to one that ends the sequence."""
         assert self._drafting is not None, "a draft of no proposer"
-        scheduled.sequence.kv.num_computed_tokens = scheduled.start + 1 + num_accepted
-        self._drafting.verified(len(scheduled.drafts), num_accepted)
+        self._drafting.verified(len(scheduled.drafts), len(token_ids) - 1)
+        sequence = scheduled.sequence
+        group = self._group(sequence.request_id)
+        assert group is not None
+        sequence.num_inflight_tokens -= len(scheduled.drafts)
+        for number, token_id in enumerate(token_ids[:-1], start=1):
+            sequence.output_token_ids.append(token_id)
+            if finish_reason(sequence, group.max_num_tokens) is not None:
+                sequence.output_token_ids.pop()  # _update() appends the last one
+                token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
+                break
+        sequence.kv.num_computed_tokens = scheduled.start + len(token_ids)  # the drafts that were wrong are not
+        update = self._update(sequence, token_ids, logprobs)
+        if sequence.status is SequenceStatus.RUNNING:
+            self._kv_cache.trim(sequence)
+        return update
 
     def _update(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[EncodedLogprobs] | None
     ) -> SequenceUpdate:
+        """Append the last of the tokens; those before it are in the output already."""
         group = self._running.get(sequence.request_id) or self._group(sequence.request_id)  # usually without a call
         assert group is not None
-        reason, num_tokens = None, 0
-        while reason is None and num_tokens < len(token_ids):  # a kept draft may end the sequence
-            sequence.output_token_ids.append(token_ids[num_tokens])
-            num_tokens += 1
-            reason = finish_reason(sequence, group.max_num_tokens)
+        sequence.output_token_ids.append(token_ids[-1])
         self._estimator.advanced(sequence)
+        reason = finish_reason(sequence, group.max_num_tokens)
         if reason is not None:
-            if num_tokens < len(token_ids):
-                token_ids, logprobs = token_ids[:num_tokens], logprobs and logprobs[:num_tokens]
-                sequence.kv.num_computed_tokens = sequence.num_tokens - 1
             self._forget([sequence])
             self._kv_cache.free(sequence)
             num_slots = group.num_slots

@@ -98,12 +98,14 @@ class StepPlan:
 
     def add_decodes(self, decodes: Iterable[Place], drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS) -> None:
         """Add the decodes of sequences that lack one token, with the drafts of some."""
-        for group, sequence in decodes:
-            if drafts and (guessed := drafts.get(sequence)):
-                self.num_drafts += len(guessed)
-                self._add(group, sequence, 1 + len(guessed), samples=True, drafts=guessed)
-            else:
+        if not drafts:
+            for group, sequence in decodes:
                 self._add(group, sequence, 1, samples=True)
+            return
+        for group, sequence in decodes:
+            guessed = drafts.get(sequence, ())
+            self.num_drafts += len(guessed)
+            self._add(group, sequence, 1 + len(guessed), samples=True).drafts = guessed
 
     def add_prefills(self, prefills: Iterator[tuple[SequenceGroup, Sequence]], budget_tokens: int) -> bool:
         """Add prefills within the budget, and return whether one was added. The iterator advances only within budget.
@@ -123,14 +125,8 @@ class StepPlan:
         return len(self.sequences) > num_before
 
     def _add(
-        self,
-        group: SequenceGroup,
-        sequence: Sequence,
-        num_new_tokens: int,
-        *,
-        samples: bool,
-        drafts: tuple[int, ...] = (),
-    ) -> None:
+        self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, *, samples: bool
+    ) -> ScheduledSequence:
         """Add the next tokens of `sequence`, and the forks of its group that are due with them."""
         kv = sequence.kv
         start = kv.num_computed_tokens
@@ -141,12 +137,14 @@ class StepPlan:
             self._kv_cache.publish(sequence, end)
         kv.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
-        self.sequences.append(ScheduledSequence(sequence, start, num_new_tokens, samples, drafts))
+        scheduled = ScheduledSequence(sequence, start, num_new_tokens, samples)
+        self.sequences.append(scheduled)
         if end >= group.num_prompt_tokens and len(group.active) != len(group.sequences):
             if sequence.sampling.use_beam_search:
                 self._fork_beams(group)
             elif samples and end == group.num_prompt_tokens:
                 self._fork_new(group, sequence)
+        return scheduled
 
     def _fork_new(self, group: SequenceGroup, first: Sequence) -> None:
         """Fork the sequences without tokens while slots are free. They sample from the logits of `first`."""
