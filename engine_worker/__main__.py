@@ -19,13 +19,12 @@ from engine_worker.engine import Engine
 from engine_worker.execution.group_health import ALONE
 from engine_worker.execution.load.start_times import StartTimes, log_lines
 from engine_worker.execution.ranks.follower_processes import Followers
-from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.kv_durations import KVDurations
 from engine_worker.kv.kv_events import KVEventLog
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.metrics import EngineInfo
-from engine_worker.model.preflight import check_files
+from engine_worker.model.preflight import check_files, is_recurrent
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.settings import SchedulingSettings
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
@@ -70,7 +69,7 @@ def check(settings: WorkerSettings) -> int:
     """Check the files of a model that is on this machine. Return the exit status."""
     if (settings.execution.model / "config.json").is_file():
         try:
-            _check_files(settings.execution)
+            _check_files(settings)
         except ValueError as error:
             sys.stderr.write(f"{PROGRAM}: error: {error}\n")
             return EXIT_CANNOT_START
@@ -109,7 +108,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     report = times = StartTimes(report)
     report("load", 0.0, "the checkpoint's headers")
     execution = settings.execution
-    _check_files(execution)
+    _check_files(settings)
     size = execution.tensor_parallel_size
     report("load", 0.0, "torch")
     followers = Followers(size) if size > 1 and not execution.rendezvous_endpoint else None
@@ -142,7 +141,8 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     return replace(loaded, dump_others=runner.group.dump_stacks, set_on_end=runner.group.set_on_end)
 
 
-def _check_files(execution: ExecutionSettings) -> None:
+def _check_files(settings: WorkerSettings) -> None:
+    execution = settings.execution
     check_files(
         execution.model,
         execution.model_impl,
@@ -151,6 +151,11 @@ def _check_files(execution: ExecutionSettings) -> None:
         execution.quantization,
         execution.enable_expert_parallel,
     )
+    if settings.scheduling.speculation is not None and is_recurrent(execution.model, execution.model_impl):
+        raise ValueError(
+            "--speculative-config: this model has recurrent layers, whose state cannot go back to before a wrong "
+            "draft; serve it without speculative decoding"
+        )
 
 
 def _info(runner: "ModelRunner", device: str) -> EngineInfo:
@@ -202,11 +207,6 @@ def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager) -> Drafting | 
     speculation, bounds = settings.scheduling.speculation, settings.execution.bounds
     if speculation is None:
         return None
-    if kv_cache.has_states:
-        raise ValueError(
-            "--speculative-config: this model has recurrent layers, whose state cannot go back to before a wrong "
-            "draft; serve it without speculative decoding"
-        )
     return Drafting(
         PROPOSERS[speculation.method](speculation),
         kv_cache,

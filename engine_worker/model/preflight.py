@@ -51,3 +51,9 @@ def check_files(
         check_scales(found[name] for name in scale_names(spec))
         for group, names in group_indices(spec).items():
             check_group_order((found[name] for name in names), group)
+
+
+def is_recurrent(directory: Path, model_impl: str = "auto") -> bool:
+    """Return whether the model has recurrent layers, by its config.json alone."""
+    files = read_model_files(directory)
+    return is_native(files.config, model_impl) and spec_from_json(files.config, files.generation).state_shape[0] > 0
