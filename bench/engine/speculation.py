@@ -82,17 +82,14 @@ class Speculation:
             engine.add_request(GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
         tokens: Tokens = {f"r{number}": [] for number in range(len(prompts))}
         ends, counts = [], []  # of the steps in which all sequences decode
-        while len(engine.request_ids) == len(prompts):
+        while engine.has_work:
+            are_all_running = len(engine.request_ids) == len(prompts)
             for event in engine.step():
                 if isinstance(event, TokenEvent):
                     tokens[event.request_id] += event.token_ids
-            if all(tokens.values()):
+            if are_all_running and all(tokens.values()):
                 ends.append(time.perf_counter())
                 counts.append(sum(map(len, tokens.values())))
-        while engine.has_work:
-            for event in engine.step():
-                if isinstance(event, TokenEvent):
-                    tokens[event.request_id] += event.token_ids
         num_tokens, num_steps = counts[-1] - counts[0], len(ends) - 1
         return tokens, {
             "steps": num_steps,
@@ -104,11 +101,11 @@ class Speculation:
     def _engine(self, num_sequences: int, proposer: Proposer | None, min_gain: float) -> Engine:
         runner, is_ahead = self._runner, self._runner.device_type == "cuda"
         config = SchedulerConfig(
-            max_num_seqs=num_sequences, max_num_batched_tokens=8192, max_model_len=runner.max_model_len
+            max_num_seqs=num_sequences, max_num_batched_tokens=_MAX_TOKENS, max_model_len=runner.max_model_len
         )
         kv_cache = KVCacheManager(runner.num_blocks, runner.block_size, windows=runner.windows)
         limits = DraftLimits(
-            max_drafts=self._max_drafts, max_samples=(1 + self._max_drafts) * num_sequences, max_tokens=8192
+            max_drafts=self._max_drafts, max_samples=(1 + self._max_drafts) * num_sequences, max_tokens=_MAX_TOKENS
         )
         gain = DraftGain(min_gain, runs_ahead=is_ahead)
         drafting = Drafting(proposer, kv_cache, limits, gain) if proposer is not None else None

@@ -36,11 +36,6 @@ class ScheduledSequence:
     drafts: tuple[int, ...] = ()  # the last of the new tokens; none of them is in the sequence yet
 
     @property
-    def num_samples(self) -> int:
-        """The number of tokens to sample: one after each draft and one before them."""
-        return len(self.drafts) + self.samples
-
-    @property
     def end(self) -> int:
         return self.start + self.num_new_tokens
 

@@ -107,7 +107,7 @@ class Sampler:
         Args:
             vocab_size: Width of the logits.
             eos_token_ids: End-of-sequence tokens of the model.
-            max_num_seqs: Maximum of sequences in a step.
+            max_num_seqs: Maximum of rows in a step: sequences, and drafts.
             device: Device of the logits.
             grammars: Masks of grammars; without them a sequence with a grammar fails.
         """

@@ -5,7 +5,8 @@ import msgspec
 from shared.settings import SettingsError
 
 METHODS = ("ngram", "suffix")
-# Attention over more tokens of one sequence than this would take another kernel. On CUDA a decode tile has room for 4.
+# A draft is a further row of a decode step, whose attention reads the keys of its sequence again. With 3 drafts, steps
+# of 32 x 1,024 tokens take 1.6 to 1.75 times as long on an H100; more drafts were not measured there.
 MAX_DRAFTS = {"cpu": 7, "cuda": 3}
 
 
