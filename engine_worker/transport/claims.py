@@ -47,7 +47,8 @@ class Claims:
 
     @property
     def runs_solo(self) -> bool:
-        return any(claim.solo for claim in self)
+        """Whether a request that must run alone is claimed; then it is the only one."""
+        return len(self) == 1 and next(iter(self)).solo
 
     def get(self, request_id: str) -> ClaimedRequest | None:
         return self._by_request_id.get(request_id)

@@ -219,7 +219,7 @@ class RequestStream:
             num_held=self.num_held,
             is_impatient=self._patience.is_over,
             abilities=self._abilities,
-            waiting_flows=self._flows_of(demand.waiting_tenants),
+            waiting_flows=self._flows_of(demand.waiting_tenants) if demand.others else (),
         )
         self._backlog += taken.entries
         self._patience.observe(taken)
