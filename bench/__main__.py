@@ -45,6 +45,7 @@ PROGRAMS = {
     "request-profile": "serving.request_profile",  # files, functions and calls per token of one streamed chat
     "metrics-cost": "serving.metrics_cost",  # the cost of metrics
     "take-cost": "serving.take_cost",  # server time of TAKE and ACCEPT
+    "affinity": "serving.affinity",  # cached prompt tokens of workers on one queue, with and without prefix affinity
     "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and the share of a late worker
     "disconnects": "serving.disconnects",  # clients that disconnect at random: how soon their KV is free
     "summarize": "summarize",  # bench/results/TOPIC.json from raw results

@@ -27,7 +27,7 @@ from engine_worker.request_spans import RequestSpans
 from engine_worker.request_times import RequestClock, TimesSink
 from engine_worker.settings import WorkerSettings
 from engine_worker.status import WorkerStatus
-from engine_worker.transport.cancel_hints import CancelHints
+from engine_worker.transport.control_messages import ControlMessages
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.heartbeat import BEAT_SECONDS, HeartbeatPublisher
 from engine_worker.transport.incarnation import Incarnation, WorkerProfile, register
@@ -232,7 +232,7 @@ class WorkerService:
         worker = Worker(
             self._engine,
             self._register,
-            self._listen_for_cancels,
+            self._listen,
             self._metrics,
             self._settings.drain_seconds,
             RequestClock(self._sinks),
@@ -306,9 +306,14 @@ class WorkerService:
         await self._beat()  # saves gateways that wait for a worker 0.5 s on average
         return incarnation
 
-    async def _listen_for_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
-        hints = CancelHints(self._connections.subscriber, self._keys, on_cancel, incarnation.claims.attach)
-        await hints.run(incarnation.worker_id)
+    async def _listen(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
+        await ControlMessages(
+            self._connections.subscriber,
+            self._keys,
+            on_cancel,
+            on_attach=incarnation.claims.attach,
+            on_wake=incarnation.requests.wakes.wake,
+        ).run(incarnation.worker_id)
 
     async def _beat_each_second(self) -> None:
         while True:

@@ -35,9 +35,7 @@ MIN_TO_SHARE = 2  # requests; an idle peer gets half of them
 logger = logging.getLogger("worker")
 
 Register = Callable[[Incarnation | None], Awaitable[Incarnation]]  # previous -> next; waits for the store
-ListenForCancels = Callable[
-    [Incarnation, Callable[[str], None]], Coroutine[None, None, None]
-]  # with what to call for each
+Listen = Callable[[Incarnation, Callable[[str], None]], Coroutine[None, None, None]]  # with what to call for each
 
 
 @dataclass(slots=True)
@@ -68,14 +66,14 @@ class Worker:
         self,
         engine: EngineThread,
         register: Register,
-        listen_for_cancels: ListenForCancels,
+        listen: Listen,
         metrics: WorkerMetrics,
         drain_seconds: float,
         clock: RequestClock | None = None,
     ) -> None:
         self._engine = engine
         self._register = register
-        self._listen_for_cancels = listen_for_cancels
+        self._listen = listen
         self._metrics = metrics
         self._clock = clock or RequestClock([metrics])
         self._drain_seconds = drain_seconds
@@ -125,7 +123,7 @@ class Worker:
             await run_until_first_ends(
                 self._engine.wait_ended(),
                 self._emit_turns(incarnation.tokens),
-                self._listen_for_cancels(incarnation, self._on_cancel_hint),
+                self._listen(incarnation, self._on_cancel_hint),
                 self._claim_until_drained(incarnation.requests),
                 self._share_what_waits(incarnation.requests),
                 self._run_out_of_time(),

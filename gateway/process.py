@@ -21,6 +21,7 @@ from gateway.http.state import STATE, GatewayState
 from gateway.large_buffers import return_large_buffers
 from gateway.model_service import ModelOptions
 from gateway.settings import GatewaySettings
+from gateway.store.acceptance import QueueRules
 from gateway.store.inference_client import InferenceClient
 from shared.garbage_collection import search_rarely
 from shared.logs import configure_logging
@@ -79,13 +80,13 @@ def clients_of(
 ) -> dict[ModelOptions, InferenceClient]:
     """Return one client per model; all share one gateway id."""
     gateway_id = secrets.token_hex(8)
+    rules = QueueRules(settings.max_num_queued_reqs, settings.max_num_queued_tokens, settings.prefix_affinity)
     return {
         options: InferenceClient(
             connections,
             RedisKeys(options.name, settings.store_namespace),
             gateway_id,
-            max_queued_requests=settings.max_num_queued_reqs,
-            max_queued_tokens=settings.max_num_queued_tokens,
+            queue_rules=rules,
         )
         for options in models
     }

@@ -84,6 +84,9 @@ class GatewaySettings:
         parse=parse_count,
         help="maximum prompt tokens waiting at this gateway, then 503 queue_full; default: no limit",
     )
+    prefix_affinity: bool = setting(
+        True, help="prefer the worker that served a prompt with the same beginning, whose prefix cache has it"
+    )
     default_timeout_seconds: float = setting(
         0.0, parse=float, help="default `timeout_seconds` of a request: time for the whole answer; 0: no limit"
     )

@@ -146,6 +146,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     tenant_weight: float = 1.0  # share of the tenant's running slots and KV blocks relative to other tenants
     tenant_max_running: int = 0  # maximum of running sequences of the tenant on a worker; 0 = no limit
     pooling: Pooling | None = None  # None: the request generates text
+    prefix_key: bytes = b""  # requests with equal keys prefer the same worker; b"": no preference
 
 
 class RequestWithNeeds(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,6 +43,7 @@ class NewRequest:
     num_choices: int = 1
     needs: int = 0  # bits of capabilities.py
     context_tokens: int = 0  # maximum of prompt and output; 0: not known
+    prefix_key: bytes = b""  # requests with equal keys prefer the same worker; b"": no preference
 
     @classmethod
     def of(
@@ -52,6 +53,7 @@ class NewRequest:
         journal: bytes = b"",
         terms: RetentionTerms | None = None,
         reserved_bytes: int = 0,
+        prefix_key: bytes = b"",
     ) -> "NewRequest":
         """Return the stored form of a request, with the capabilities that it needs."""
         needs = needs_of(request)
@@ -65,6 +67,7 @@ class NewRequest:
             num_choices=request.sampling.n,
             needs=needs,
             context_tokens=context_tokens_of(request),
+            prefix_key=prefix_key,
         )
 
 

@@ -92,6 +92,11 @@ class RedisKeys:
         return self._name("q:") + "model"
 
     @property
+    def homes(self) -> str:
+        """Return the key of the table of homes (homes.lua). It has the prefix of queues, as that of the model."""
+        return self._name("q:") + "homes"
+
+    @property
     def dead_letters(self) -> str:
         return self._name("dlq")
 

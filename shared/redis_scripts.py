@@ -35,13 +35,13 @@ from shared.shares import ALPHA
 BEGINNINGS: dict[str, tuple[str, ...]] = {
     "emit": ("publish",),
     "finish": ("publish",),
-    "accept": ("waiting", "account"),
-    "take": ("waiting", "entries", "order"),
+    "accept": ("waiting", "account", "homes"),
+    "take": ("waiting", "entries", "homes", "order"),
     "cancel": ("waiting",),
     "level": ("waiting",),
-    "attach": ("entries", "requeue"),
-    "reap": ("entries", "requeue"),
-    "unclaim": ("entries", "requeue"),
+    "attach": ("entries", "homes", "requeue"),
+    "reap": ("entries", "homes", "requeue"),
+    "unclaim": ("entries", "homes", "requeue"),
 }
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
@@ -109,6 +109,7 @@ class QueueEntry:
     needs: int = 0  # bits of capabilities.py
     context_tokens: int = 0  # 0: not known
     flow: str = ""  # flow in fair queueing: the API key
+    home: str | None = None  # worker that probably has its prefix; "": none; None: its gateway wakes no worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +130,13 @@ class Demand:
         asked = self.requests if self.background_requests is None else self.background_requests
         return max(0, min(self.requests, asked))
 
+    @property
+    def most_room(self) -> int:
+        """Requests that it would take in addition now or soon; while there are any, gateways wake the worker."""
+        return max(self.requests, self.room or 0)
+
     def counts(self) -> list[int]:
-        room = self.requests if self.room is None else self.room
-        background_room = self.of_last if self.background_room is None else self.background_room
-        return [self.requests, room, self.of_last, background_room]
+        return [self.requests, self.most_room, self.of_last, max(self.of_last, self.background_room or 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +228,7 @@ def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | N
     fields = fields or {}
     queued_ms = int(fields.get(b"t") or entry_id.split(b"-")[0])
     request_id, flow = (fields.get(name, b"").decode() for name in (b"r", b"f"))
+    home = fields.get(b"h")
     return QueueEntry(
         queue.decode(),
         entry_id,
@@ -233,6 +238,7 @@ def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | N
         int(fields.get(b"n", 0)),
         int(fields.get(b"l", 0)),
         flow,
+        None if home is None else home.decode(),
     )
 
 
@@ -299,7 +305,8 @@ class RedisScripts:
         weight = share.weight if share else 1.0
         turns = [self.keys.request(first_id)] * 2 if queue_name == NEWER else self.keys.turns(priority_class)
         pairs = self._pairs([request.request_id for request in requests])
-        keys = [self.keys.queue(queue_name), name, account, *turns, *pairs]
+        held = self.keys.held[0 if priority_class == INTERACTIVE else 1]
+        keys = [self.keys.queue(queue_name), name, account, *turns, self.keys.homes, *pairs]
         arguments: list[Any] = [gateway_id, first.owner_key_hash, priority_class, max_queued]
         arguments += [first.fingerprint, first.stale_id, first.name_seconds]
         arguments += [
@@ -309,6 +316,8 @@ class RedisScripts:
             *self._pair(""),
             flow,
             ALPHA * weight if share and share.divides_queue else "",
+            self.keys.control_channel_prefix,
+            held,
         ]
         for request in requests:
             terms = request.terms or _NOT_KEPT
@@ -316,7 +325,7 @@ class RedisScripts:
             arguments += [terms.record, terms.holder, terms.grace_seconds, request.reserved_bytes]
             cost = (request.num_prompt_tokens + PLACE_TOKENS * request.num_choices) / weight
             arguments += [request.num_prompt_tokens, cost if queue_name == INTERACTIVE else ""]
-            arguments += [request.needs, request.context_tokens]
+            arguments += [request.needs, request.context_tokens, request.prefix_key.hex()]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != first_id:
             raise RuntimeError(f"ACCEPT: expected a reply for request {first_id}, got one for another request")
@@ -339,7 +348,7 @@ class RedisScripts:
         gateways seemed to be gone.
         """
         keys = [*self._pair(request_id), self.keys.queue(RESUMED), self.keys.queue(NEWER)]
-        arguments = [request_id, holder, gateway_id, self.keys.control_channel_prefix, int(again)]
+        arguments = [request_id, holder, gateway_id, self.keys.control_channel_prefix, int(again), self.keys.held[0]]
         return AttachStatus(await self._call("attach", keys, arguments))
 
     async def register(self, worker_id: str, identity: Mapping[str, str] | None = None) -> None:
@@ -387,9 +396,10 @@ class RedisScripts:
         """
         arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts(), self._prefixes[0]]
         arguments += ["" if demand.prompt_tokens is None else demand.prompt_tokens, demand.likely_prompt_tokens]
-        arguments += [abilities.capabilities, abilities.max_model_len, demand.others, *waiting_flows]
+        arguments += [abilities.capabilities, abilities.max_model_len, demand.others]
+        arguments += [self.keys.control_channel_prefix, *waiting_flows]
         _, times_of_last = self.keys.turns(PRIORITY_CLASSES[-1])
-        keys = [*self.keys.held, *self.keys.turns(INTERACTIVE), times_of_last, *self.keys.queues]
+        keys = [*self.keys.held, *self.keys.turns(INTERACTIVE), times_of_last, *self.keys.queues, self.keys.homes]
         reply = await self._fenced_call("take", worker_id, keys, arguments)
         entries = [
             queue_entry(queue, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
@@ -412,8 +422,8 @@ class RedisScripts:
             entries: Entries that were not started, oldest first.
             queue_name: NEWER for requests that the worker cannot serve.
         """
-        keys: list[str] = [self.keys.queue(queue_name), self.keys.queue(NEWER)]
-        arguments: list[Any] = [worker_id, GROUP]
+        keys: list[str] = [self.keys.queue(queue_name), self.keys.queue(NEWER), self.keys.held[0]]
+        arguments: list[Any] = [worker_id, GROUP, self.keys.control_channel_prefix]
         for entry in entries:
             keys += [entry.queue, self.keys.request(entry.request_id)]
             arguments += [entry.entry_id, entry.request_id]
@@ -479,10 +489,10 @@ class RedisScripts:
 
     async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:
         keys = [self.keys.fence(worker_id), self.keys.dead_letters, self.keys.queue(RESUMED), queue, *self.keys.held]
-        keys.append(self.keys.queue(NEWER))
+        keys += [self.keys.queue(NEWER), self.keys.turns(INTERACTIVE)[0]]
         keys += self._pairs([entry.request_id for entry in entries])
         arguments: list[Any] = [worker_id, GROUP, mode, MAX_CRASHES, MAX_ATTEMPTS, KEEP_DEAD_SECONDS]
-        arguments.append(self.keys.gateway_channel_prefix)
+        arguments += [self.keys.gateway_channel_prefix, self.keys.control_channel_prefix]
         for entry in entries:
             arguments += [entry.entry_id, entry.request_id, entry.error_event, entry.error_blob]
         return ReapReply(*(await self._call("reap", keys, arguments)))

@@ -16,7 +16,7 @@ from typing import Any
 from bench.provenance import provenance
 from bench.serving.client_processes import run_load
 from bench.serving.load_summary import summarize
-from bench.serving.own_fleet import MODEL, OwnFleet, own_fleet
+from bench.serving.own_fleet import MODEL, FleetSize, OwnFleet, own_fleet
 from bench.workload import PlannedRequest, Workload
 
 PROMPT_TOKENS = 100
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 async def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     steps = ["--step-seconds", str(options.step_seconds), "--max-num-seqs", str(options.requests)]
-    async with own_fleet(options.model, steps, gateways=options.gateways) as fleet:
+    async with own_fleet(options.model, steps, size=FleetSize(gateways=options.gateways)) as fleet:
         _run(options, fleet.url, 1, "warm-up")  # warm-up for what is loaded on first use
         return [_cost(options, fleet, tokens) for tokens in (1, options.output_tokens)]
 

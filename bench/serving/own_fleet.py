@@ -1,6 +1,7 @@
 """A benchmark's own store, gateways and worker, by default a scripted one without a model (scripted_worker.py)."""
 
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -23,11 +25,17 @@ STORE_BYTES = 2**30
 ROOT, DRIVER = Path(__file__).parents[2], "gateway/batches/driver/__main__.py"
 
 
+class FleetSize(NamedTuple):
+    gateways: int = 1
+    workers: int = 1
+
+
 @dataclass(frozen=True)
 class OwnFleet:
     address: tuple[str, int]
     store_url: str
-    processes: dict[str, psutil.Process]  # "gateway N", "worker", "store", and "batches" with a directory of files
+    # "gateway N", "worker" or "worker N", "store", and "batches" with a directory of files
+    processes: dict[str, psutil.Process]
     directory: Path
 
     @property
@@ -44,7 +52,7 @@ async def own_fleet(
     model: Path,
     worker_flags: Sequence[str],
     *,
-    gateways: int = 1,
+    size: FleetSize = FleetSize(),  # noqa: B008 - immutable
     gateway_flags: Sequence[str] = (),
     worker: str = "bench.serving.scripted_worker",
     store_bytes: int = STORE_BYTES,
@@ -56,7 +64,7 @@ async def own_fleet(
     Args:
         model: Model directory; only its tokenizer is used by the scripted worker.
         worker_flags: Flags of the worker.
-        gateways: Number of gateways.
+        size: Number of gateways and workers.
         gateway_flags: Flags of each gateway; with --files-dir there is a batch driver too.
         worker: Module that runs as the worker.
         store_bytes: Memory of the store.
@@ -69,14 +77,22 @@ async def own_fleet(
         await store.start()
         assert store.process is not None, "a new directory must have its own store"
         common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", store.url]
-        listen = ["--port", str(port), *(["--reuse-port"] if gateways > 1 else []), *gateway_flags]
-        commands = {f"gateway {number}": [*launcher, "gateway", *common, *listen] for number in range(gateways)}
+        listen = ["--port", str(port), *(["--reuse-port"] if size.gateways > 1 else []), *gateway_flags]
+        commands = {f"gateway {number}": [*launcher, "gateway", *common, *listen] for number in range(size.gateways)}
         if "--files-dir" in gateway_flags and ((gateway_home or ROOT) / DRIVER).exists():  # else the gateways drive
             commands["batches"] = [*launcher, "gateway.batches.driver", *common, *gateway_flags, "--metrics-port", "0"]
-        commands["worker"] = [*launcher, worker, *common, *worker_flags, "--metrics-port", "0"]
+        for number in range(size.workers):
+            commands["worker" if size.workers == 1 else f"worker {number}"] = [
+                *launcher,
+                worker,
+                *common,
+                *worker_flags,
+                "--metrics-port",
+                "0",
+            ]
         try:
             with _running(commands, directory / "log", gateway_home) as processes:
-                _wait_until_ready(port, directory / "log")
+                _wait_until_ready(port, directory / "log", size.workers)
                 processes["store"] = psutil.Process(store.process.process.pid)
                 yield OwnFleet(("127.0.0.1", port), store.url, processes, directory)
         finally:
@@ -90,7 +106,7 @@ def _running(
     with log_path.open("wb") as log:
         running = {}
         for name, command in commands.items():
-            home = None if name == "worker" else gateway_home
+            home = None if name.startswith("worker") else gateway_home
             python = sys.executable if home is None else str(home.resolve() / ".venv/bin/python")
             running[name] = subprocess.Popen([python, "-m", *command], stdout=log, stderr=subprocess.STDOUT, cwd=home)
         try:
@@ -111,12 +127,15 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _wait_until_ready(port: int, log: Path) -> None:
+def _wait_until_ready(port: int, log: Path, workers: int) -> None:
     until = time.monotonic() + START_SECONDS
+    path = "readyz" if workers == 1 else "ready"  # readyz needs no key
     while time.monotonic() < until:
-        url = f"http://127.0.0.1:{port}/readyz"  # needs no key
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
-            if reply.status == 200:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as reply,
+        ):
+            if workers == 1 or len(json.load(reply)["workers"]) == workers:
                 return
         time.sleep(0.1)
     raise RuntimeError("the fleet is not ready:\n" + log.read_text(errors="replace")[-2000:])

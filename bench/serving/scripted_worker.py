@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--step-seconds", metavar="SECONDS", type=float, required=True)
     parser.add_argument("--token-seconds", metavar="SECONDS", type=float, default=0.0)
     parser.add_argument("--tell-time", action="store_true")
+    parser.add_argument("--num-blocks", metavar="N", type=int, default=NUM_BLOCKS, help="KV blocks of 16 tokens")
     parser.add_argument("--load-until", metavar="PATH", type=Path, help="finish loading when this file exists")
     parser.add_argument(
         "--log-aborts", metavar="PATH", type=Path, help="file for aborts: request id and monotonic seconds per line"
@@ -128,7 +129,7 @@ def main() -> int:
             max_model_len=max_model_len,
         )
         engine = (LoggingEngine if script.log_aborts else Engine)(
-            Scheduler(config, KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)),
+            Scheduler(config, KVCacheManager(script.num_blocks, BLOCK_SIZE)),
             ClockDevice(script.step_seconds, script.token_seconds, tells_time=script.tell_time),
             eos_token_ids=(),
             vocab_size=VOCAB_SIZE,

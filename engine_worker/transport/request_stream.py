@@ -1,6 +1,6 @@
 """Claims requests from the priority queues for one worker incarnation. The caller decides how many.
 
-    queue entry --TAKE or XREADGROUP BLOCK--> backlog --CLAIM--> ClaimedRequest
+    queue entry --TAKE or XREADGROUP BLOCK (wakes.py)--> backlog --CLAIM--> ClaimedRequest
 
 A read is never repeated blindly: an entry whose reply was lost is in the worker's pending list, which is read after
 every failed read and every few seconds, because a server may deliver to a read that its client gave up. A request
@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from engine_worker.transport.claims import ClaimedRequest, Claims
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.patience import Patience
+from engine_worker.transport.wakes import Wakes
 from shared.capabilities import UNREADABLE_MESSAGE, Abilities
 from shared.fleet_clock import FleetClock
 from shared.messages import (
@@ -34,7 +35,7 @@ from shared.messages import (
 )
 from shared.reaping import ReapSummary, reap_worker
 from shared.redis_client import BLOCK_SECONDS, RedisConnections, is_missing_group
-from shared.redis_keys import GROUP, NEWER
+from shared.redis_keys import GROUP, NEWER, PRIORITY_CLASSES
 from shared.redis_scripts import (
     ALL_ABILITIES,
     ClaimReply,
@@ -53,7 +54,7 @@ from shared.ticks import until_tick
 REREAD_SECONDS = 5.0
 REREAD_MAX_ENTRIES = 4096  # far more than one worker holds
 UNFIT_PAUSE_SECONDS = 1.0  # keeps a worker from rereading entries that it passed on; TAKE continues meanwhile
-BATCH_RECHECK_MILLISECONDS = 20  # between checks whether class `batch` may claim, while it may not
+BATCH_RECHECK_SECONDS = 0.02  # between checks whether class `batch` may claim, while it may not
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,10 @@ class RequestStream:
         self._reread_at = clock() + REREAD_SECONDS
         self._waits_for_newer_at = clock()  # when the queue NEWER may wake this worker again
         self.faults = faults or FaultCounts()
+        self.wakes = Wakes()
+        # Whether the last TAKE left no entry and told the store of room, so that a message precedes the next entry.
+        self._has_seen_all = False
+        self._new_queues = tuple(map(scripts.keys.queue, PRIORITY_CLASSES))
 
     async def claim(self, demand: Demand, *, block: bool = False) -> list[ClaimedRequest]:
         """Claim new requests, highest class first, as demand and the peers' share allow.
@@ -212,7 +217,13 @@ class RequestStream:
         wanted = max(0, demand.requests - len(self._claimable))
         if wanted + demand.others <= 0 or self._solo_waits:
             return
+        if block and self._has_seen_all:
+            self._has_seen_all = False
+            if self.wakes.are_sent:
+                await self.wakes.wait(until_tick(BLOCK_SECONDS) if demand.of_last else BATCH_RECHECK_SECONDS)
+                return
         demand = replace(demand, requests=wanted)
+        self.wakes.begin_look()
         taken = await self._scripts.take(
             self._worker_id,
             demand,
@@ -221,14 +232,19 @@ class RequestStream:
             abilities=self._abilities,
             waiting_flows=self._flows_of(demand.waiting_tenants) if demand.others else (),
         )
-        self._backlog += taken.entries
+        self._add_read(taken.entries)
         self._patience.observe(taken)
+        self._has_seen_all = demand.most_room > len(taken.entries) and taken.allowance > 0 and not taken.others_wait
         if not block or self._backlog:
             return
-        if taken.allowance:
+        if taken.others_wait or not taken.allowance:
+            await self.wakes.wait(self._patience.pause_seconds)
+        elif not self.wakes.are_sent:
             await self._wait_for_entries(taken.batch_allowance)
-        else:
-            await asyncio.sleep(self._patience.pause_seconds)
+
+    def _add_read(self, entries: list[QueueEntry]) -> None:
+        self.wakes.observe(entries, self._new_queues)
+        self._backlog += entries
 
     def _flows_of(self, tenants: frozenset[str]) -> set[str]:
         return {claim.flow for claim in self._claims if claim.flow and claim.request.tenant in tenants}
@@ -238,8 +254,8 @@ class RequestStream:
         queues = list(self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1])
         if self._clock() < self._waits_for_newer_at:
             queues.remove(self._scripts.keys.queue(NEWER))
-        block_milliseconds = ceil(until_tick(BLOCK_SECONDS) * 1000) if max_batch else BATCH_RECHECK_MILLISECONDS
-        self._backlog += await self._read(">", 1, block_milliseconds, queues)
+        block_seconds = until_tick(BLOCK_SECONDS) if max_batch else BATCH_RECHECK_SECONDS
+        self._add_read(await self._read(">", 1, ceil(block_seconds * 1000), queues))
 
     async def _reread_own_pending(self) -> None:
         known = {(claim.queue, claim.entry_id) for claim in self._claims}

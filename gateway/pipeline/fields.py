@@ -79,6 +79,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=128)] | None = None
+    prompt_cache_key: str | None = None  # requests with the same key prefer the same worker
     detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
     timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
     queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None

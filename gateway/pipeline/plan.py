@@ -19,6 +19,7 @@ from gateway.pipeline.call_grammar import answer_or_calls
 from gateway.pipeline.fields import GenerationFields, check_something_is_allowed, truncated, words_token_ids
 from gateway.pipeline.grammar import AskedGrammar
 from gateway.pipeline.harmony_grammar import in_channels
+from gateway.pipeline.prefix_key import prefix_key
 from gateway.pipeline.request import CompletionRequest, FilledPrompt, Prompt
 from gateway.text.chat_template import ChatTemplateError, TemplateOptions
 from gateway.text.parsers.formats import HARMONY
@@ -235,7 +236,7 @@ def plan_requests(
     if request.choices.use_beam_search:
         _check_beam_width(request, limits)
     planned, limit = [], max_answer_tokens(request, prompts_token_ids)
-    for token_ids in prompts_token_ids:
+    for prompt, token_ids in zip(request.prompts, prompts_token_ids, strict=True):
         check_prompt(token_ids, request.prompt_param, limits)
         max_tokens = max(1, _max_tokens(request, len(token_ids), limits, limit))  # for 0 see answer_extras.py
         generation = GenerationRequest(
@@ -244,6 +245,7 @@ def plan_requests(
             sampling=_sampling_params(request, max_tokens, limits),
             cache_salt=request.fields.cache_salt or "",
             pooling=request.pooling,
+            prefix_key=prefix_key(request, prompt, token_ids),
         )
         planned.append(generation)
     return planned

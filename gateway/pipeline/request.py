@@ -29,9 +29,7 @@ from shared.redis_keys import PRIORITY_CLASSES
 MAX_CHOICES = 64  # per request: best_of, or n, times the number of prompts
 
 
-NO_EFFECT = frozenset(
-    ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "service_tier")
-)
+NO_EFFECT = frozenset(("user", "metadata", "safety_identifier", "parallel_tool_calls", "service_tier"))
 # field -> values besides null that have no effect
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (False,),

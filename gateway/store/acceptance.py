@@ -10,7 +10,7 @@ before their limit; the rest is counted as it is written (shared/redis_scripts/a
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from redis.exceptions import RedisError
 
@@ -60,28 +60,35 @@ def _scores_bytes(count: int) -> int:
     return SCORES_BYTES + SCORE_BYTES * count
 
 
+@dataclass(frozen=True, slots=True)
+class QueueRules:
+    """How requests of one model are queued."""
+
+    max_requests: int = 1024  # of each priority class, for all gateways
+    max_tokens: int | None = None  # prompt tokens that this gateway has waiting; None: no limit
+    prefix_affinity: bool = True  # requests prefer the worker that has their prefix in its cache
+
+
 class Acceptance:
     def __init__(
         self,
         scripts: RedisScripts,
         gateway_id: str,
         fleet: Fleet,
-        max_queued_requests: int,
-        max_queued_tokens: int | None,
+        rules: QueueRules,
     ) -> None:
+        self._rules = rules
         self._fleet = fleet
         self._scripts = scripts
         self._gateway_id = gateway_id
-        self._max_queued_requests = max_queued_requests
-        self._max_queued_tokens = max_queued_tokens
 
     def check_room(self, num_waiting_tokens: int, requests: Sequence[GenerationRequest]) -> None:
-        """Raise QueueFull if the waiting prompts and the new ones exceed max_queued_tokens."""
-        if self._max_queued_tokens is None:
+        """Raise QueueFull if the waiting prompts and the new ones exceed the limit."""
+        if self._rules.max_tokens is None:
             return
         num_new = sum(len(request.prompt_token_ids) for request in requests)
-        if num_waiting_tokens and num_waiting_tokens + num_new > self._max_queued_tokens:
-            raise QueueFull(f"{num_waiting_tokens} prompt tokens are waiting; at most {self._max_queued_tokens}")
+        if num_waiting_tokens and num_waiting_tokens + num_new > self._rules.max_tokens:
+            raise QueueFull(f"{num_waiting_tokens} prompt tokens are waiting; at most {self._rules.max_tokens}")
 
     async def accept(self, streams: Sequence[Inbox], share: Share | None) -> None:
         """Store and queue the requests of one answer.
@@ -94,18 +101,23 @@ class Acceptance:
         try:
             status = await self._repeated(streams, share)
         except QueueShareExceeded as error:
-            cap = self._max_queued_requests
+            cap = self._rules.max_requests
             raise QueueShareFull(min(error.max_places, cap), cap) from error
         if status is AcceptStatus.BUSY:
             priority_class = streams[0].request.priority_class
-            raise QueueFull(f"{self._max_queued_requests} requests of class {priority_class} are waiting")
+            raise QueueFull(f"{self._rules.max_requests} requests of class {priority_class} are waiting")
         if status is AcceptStatus.FULL:
             assert share is not None and share.max_bytes is not None
             raise ShareFull(share.max_bytes)
 
     async def _repeated(self, streams: Sequence[Inbox], share: Share | None) -> AcceptStatus:
         requests = [
-            NewRequest.of(stream.request, terms=stream.terms, reserved_bytes=reserved_bytes(stream.request))
+            NewRequest.of(
+                stream.request,
+                terms=stream.terms,
+                reserved_bytes=reserved_bytes(stream.request),
+                prefix_key=stream.request.prefix_key if self._rules.prefix_affinity else b"",
+            )
             for stream in streams
         ]
         if not all(self._fleet.can_serve(request.needs) for request in requests):
@@ -116,7 +128,7 @@ class Acceptance:
                     requests,
                     gateway_id=self._gateway_id,
                     priority_class=streams[0].request.priority_class,
-                    max_queued=self._max_queued_requests,
+                    max_queued=self._rules.max_requests,
                     share=share,
                     queue_name=self._queue_name(requests),
                 )

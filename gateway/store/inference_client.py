@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from gateway.fleet import Fleet
-from gateway.store.acceptance import Acceptance
+from gateway.store.acceptance import Acceptance, QueueRules
 from gateway.store.duties import HeldAnswers, OverdueRequests, Withdrawals
 from gateway.store.inbox import cancelled_event
 from gateway.store.kv_watch import KVWatch
@@ -42,8 +42,7 @@ class InferenceClient:
         keys: RedisKeys,
         gateway_id: str,
         *,
-        max_queued_requests: int = 1024,
-        max_queued_tokens: int | None = None,
+        queue_rules: QueueRules | None = None,
         quiet_seconds: float = QUIET_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         scripts: RedisScripts | None = None,
@@ -54,8 +53,7 @@ class InferenceClient:
             connections: Connections to the store. The caller closes them after this client.
             keys: The model's key names.
             gateway_id: The id of this gateway.
-            max_queued_requests: Cap of each priority class, for all gateways.
-            max_queued_tokens: Cap of the prompt tokens that this gateway has waiting; None for no cap.
+            queue_rules: How requests are queued; None: the defaults.
             quiet_seconds: Time without events after which a stream's journal is read.
             clock: Monotonic clock, in seconds.
             scripts: Scripts to use instead of those of `connections`.
@@ -80,7 +78,7 @@ class InferenceClient:
         self._listening = Listening(
             connections, keys, gateway_id, self.streams, self.fleet, self.counts, clock=clock
         )  # fmt: skip
-        acceptance = Acceptance(scripts, gateway_id, self.fleet, max_queued_requests, max_queued_tokens)
+        acceptance = Acceptance(scripts, gateway_id, self.fleet, queue_rules or QueueRules())
         self._recovery = Recovery(
             self.streams, acceptance, self.archive, self._withdrawals, self._calls, self.counts,
             quiet_seconds=quiet_seconds, clock=clock,

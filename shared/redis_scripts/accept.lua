@@ -5,22 +5,25 @@
 -- With a limit, `a` is the account of the API key (account.lua): FULL if it would exceed the limit.
 -- The cap counts waiting requests. With a flow and `multiple`, a flow may hold `multiple` times the free places
 -- (shared/shares.py): SHARE if it would hold more.
--- Requests with a cost are ordered among those of other flows (order.lua).
--- KEYS  q, i (or the first r again), a (or the first r), order, times, (r, j)...
+-- Requests with a cost are ordered among those of other flows (order.lua). The homes of their prefixes (homes.lua) and one more
+-- worker are woken; for requests without a home, the least loaded workers.
+-- KEYS  q, i (or the first r again), a (or the first r), order, times, homes, (r, j)...
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
 --       limit of a in bytes (or ''), seconds to keep a, bytes of a request besides its content, prefixes of r and of j, flow
---       (or ''), multiple (or ''), then (request id, body, journal (tokens the client already has, or ''), record or '',
---       holder, grace seconds, bytes that it may write, tokens of its prompt (0: unknown), its cost (or ''), its needs
---       (0: none), tokens of its context (0: unknown)) for each (r, j)
+--       (or ''), multiple (or ''), prefix of the control channels, held (homes.lua; not among KEYS, because
+--       gateways may only read it), then (request id, body, journal (tokens the client already
+--       has, or ''), record or '', holder, grace seconds, bytes that it may write, tokens of its prompt (0: unknown), its cost
+--       (or ''), its needs (0: none), tokens of its context (0: unknown), the key of its prefix (or '')) for each (r, j)
 -- reply {OK|DUP|BUSY|FULL, first request id} | {SHARE, first request id, places that the flow may hold}
 --       | {SAME, first request id, id of the other request, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
 local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
 local limit, account_seconds, bare_bytes, r_prefix, j_prefix, flow, multiple = unpack(ARGV, 8, 14)
-local order, times = KEYS[4], KEYS[5]
-local first, count = ARGV[15], (#KEYS - 5) / 2
+local channel_prefix, held_by_worker = ARGV[15], ARGV[16]
+local order, times, homes = KEYS[4], KEYS[5], KEYS[6]
+local first, count = ARGV[17], (#KEYS - 6) / 2
 
-if redis.call('EXISTS', KEYS[6]) == 1 then
+if redis.call('EXISTS', KEYS[7]) == 1 then
   return {'DUP', first}
 end
 if fingerprint ~= '' then
@@ -62,7 +65,7 @@ local account = limit ~= '' and open_account(KEYS[3], r_prefix, j_prefix, tonumb
 if account then
   local entries, new = {}, 0
   for n = 1, count do
-    local id, body, journal, record, _, _, reserved = unpack(ARGV, 4 + 11 * n, 10 + 11 * n)
+    local id, body, journal, record, _, _, reserved = unpack(ARGV, 5 + 12 * n, 11 + 12 * n)
     local own = #body + #record + bare_bytes
     local counted = own + math.max(tonumber(reserved), #journal)
     entries[n] = {id, own, reserved, counted}
@@ -77,9 +80,13 @@ if account then
     return {'FULL', first}
   end
 end
+
+local can_wake = type(redis.pcall('ZCARD', held_by_worker)) == 'number' -- otherwise the store's user has no permission
+local woken, num_homes = {}, 0
+
 for n = 1, count do
-  local r, j = KEYS[4 + 2 * n], KEYS[5 + 2 * n]
-  local id, body, journal, record, holder, grace, _, prompt, cost, needs, context = unpack(ARGV, 4 + 11 * n, 14 + 11 * n)
+  local r, j = KEYS[5 + 2 * n], KEYS[6 + 2 * n]
+  local id, body, journal, record, holder, grace, _, prompt, cost, needs, context, prefix = unpack(ARGV, 5 + 12 * n, 16 + 12 * n)
   local fields = {'r', id, 's', '0'}
   if prompt ~= '0' then
     fields[5], fields[6], fields[7], fields[8] = 'p', prompt, 'l', context
@@ -90,12 +97,28 @@ for n = 1, count do
   if flow ~= '' then
     fields[#fields + 1], fields[#fields + 2] = 'f', flow
   end
+  local is_in_turn = flow ~= '' and cost ~= ''
+  local home = is_in_turn and can_wake and home_of(homes, prefix)
+  if prefix ~= '' then
+    fields[#fields + 1], fields[#fields + 2] = 'k', prefix
+  end
+  if can_wake then
+    fields[#fields + 1], fields[#fields + 2] = 'h', home or ''
+  end
   local entry = redis.call('XADD', q, '*', unpack(fields))
   if queued == 0 and n == 1 then -- after a write: a full store lets only scripts that have written continue to write
     redis.call('DEL', order, times)
   end
-  if flow ~= '' and cost ~= '' then
+  if is_in_turn then
     redis.pcall('ZADD', order, start, entry) -- without permission, requests are read in order of arrival
+    if home then
+      redis.call('ZADD', home_key(order, home), start, entry)
+      num_homes = num_homes + 1
+      if not woken[home] and load_of(held_by_worker, home) then
+        woken[home] = true
+        redis.call('PUBLISH', channel_prefix .. home, '')
+      end
+    end
     start = start + tonumber(cost)
   end
   if journal == '' then
@@ -115,7 +138,11 @@ for n = 1, count do
 end
 if flow ~= '' then
   redis.call('HSET', times, '', now, flow, start .. ' ' .. held + count)
+  if num_homes > 0 then
+    redis.call('HSET', times, 'homes', 1) -- TAKE must compare homes
+  end
 end
+wake(held_by_worker, channel_prefix, count - num_homes + math.min(num_homes, 1), woken)
 if fingerprint ~= '' then
   redis.call('HSET', i, 'id', first, 'fingerprint', fingerprint)
   redis.call('EXPIRE', i, keep_seconds)

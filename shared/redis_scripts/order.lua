@@ -6,6 +6,10 @@
 -- streams define which requests wait. An entry that is not in `order` is read when it is the oldest.
 -- A consumer group reads a stream in its order only. An entry that is next before older entries is moved to the end of `ahead`,
 -- the queue before this one, all of whose entries have been read.
+-- Entries of a home (homes.lua) are read by it before other homes' entries whose start is at most WINDOW_TOKENS lower, so that keys
+-- get their turns. Another worker leaves an entry to its home until it has waited for MAX_LEFT_MS, unless the home has no room, or
+-- more requests than it may have beside this worker.
+local WINDOW_TOKENS, MAX_LEFT_MS = 16384, 20
 local MAX_STALE = 256 -- maximum of entries that were read or cancelled meanwhile, and are dropped by one call
 
 local function last_read_of(q, group)
@@ -38,14 +42,49 @@ local function save_start(turns)
   end
 end
 
--- Move an entry to the end of `ahead`. Returns its fields, or nil if it is gone.
-local function move_ahead(q, ahead, entry, r_prefix)
-  local found = redis.call('XRANGE', q, entry, entry)[1]
-  if not found then
-    return nil
+local function leave_home(order, entry, fields)
+  if fields.h and fields.h ~= '' then
+    redis.call('ZREM', home_key(order, fields.h), entry)
   end
+end
+
+-- Return the next entry for this worker and its start number, and whether the worker is its home.
+local function next_in_turn(turns)
+  local first, start = unpack(redis.call('ZRANGE', turns.order, 0, 0, 'WITHSCORES'))
+  if not turns.has_homes then
+    return first, start, false
+  end
+  local own, own_start = unpack(redis.call('ZRANGE', home_key(turns.order, turns.worker), 0, 0, 'WITHSCORES'))
+  if own and (not start or tonumber(own_start) - tonumber(start) <= WINDOW_TOKENS) then
+    return own, own_start, true
+  end
+  return first, start, false
+end
+
+local function milliseconds_since(entry)
+  local now = redis.pcall('TIME') -- without permission, no entry is left to its home
+  return now.err and math.huge or now[1] * 1000 + now[2] / 1000 - numbers_of(entry)
+end
+
+local function is_left_to_home(turns, entry)
+  local home = fields_of(entry).h or ''
+  if home == '' or home == turns.worker then
+    return false
+  end
+  local load = load_of(turns.held, home)
+  return load and load < allowed_beside(turns.load(), true) and milliseconds_since(entry[1]) < MAX_LEFT_MS
+end
+
+-- Return an entry of `q`, or nil if it is gone or was read before `last`.
+local function unread(q, entry, last)
+  return entry_is_after(entry, last) and redis.call('XRANGE', q, entry, entry)[1] or nil
+end
+
+-- Move an entry of `q` to the end of `ahead`. Returns its fields.
+local function move_ahead(order, q, ahead, found, r_prefix)
+  local entry, list, fields = found[1], found[2], fields_of(found)
   redis.call('XDEL', q, entry)
-  local list = found[2]
+  leave_home(order, entry, fields)
   local r = r_prefix .. list[2] -- 'r' is first
   list[#list + 1] = 't'
   list[#list + 1] = string.match(entry, '^%d+') -- time of queueing
@@ -53,22 +92,22 @@ local function move_ahead(q, ahead, entry, r_prefix)
   if redis.pcall('HGET', r, 'entry') == entry then -- otherwise it was accepted again, and this entry is ignored
     redis.call('HSET', r, 'entry', again)
   end
-  return fields_of(found)
+  return fields
 end
 
--- Read up to `limit` entries in fair order, until `turns.is_enough()`. `turns.read(stream, count)` reads, counts, and returns
+-- Read up to `limit` entries in fair order, or up to `home_limit` if the further ones have their home here, until `turns.is_enough()`. `turns.read(stream, count)` reads, counts, and returns
 -- entry ids; `turns.read_on` does so in the stream's order until it is enough. `turns.count(fields)` counts an entry that is
 -- moved ahead, and `turns.read_ahead(count)` reads those. Returns the number of entries, and whether more may wait; if not, the
 -- start numbers are reset.
-local function read_in_turn(turns, q, ahead, group, limit, r_prefix)
+local function read_in_turn(turns, q, ahead, group, limit, home_limit, r_prefix)
   local order, times = turns.order, turns.times
   local num_fields = redis.pcall('HLEN', times)
   if type(num_fields) ~= 'number' then
     num_fields = 0 -- the store's user has no permission
   end
   if num_fields <= 2 then -- at most one key: the stream's order is right
-    local entries = turns.read_on(q, limit)
-    local may_wait = #entries == limit or turns.is_enough()
+    local entries = limit > 0 and turns.read_on(q, limit) or {}
+    local may_wait = #entries >= limit or turns.is_enough()
     if num_fields > 0 and not may_wait then
       redis.call('DEL', order, times)
     elseif num_fields > 0 and #entries > 0 then
@@ -77,6 +116,7 @@ local function read_in_turn(turns, q, ahead, group, limit, r_prefix)
     end
     return #entries, may_wait
   end
+  turns.has_homes = redis.call('HGET', times, 'homes')
   local last, oldest = last_read_of(q, group), nil
   local oldest_start -- false: it has no start number
   local taken, moved, stale = 0, 0, 0 -- `moved`: taken entries at the end of `ahead` that are not read yet
@@ -88,7 +128,7 @@ local function read_in_turn(turns, q, ahead, group, limit, r_prefix)
     end
   end
 
-  while taken < limit and not turns.is_enough() do
+  while taken < home_limit and not turns.is_enough() do
     if not oldest then
       oldest = oldest_after(q, last)
       if not oldest then
@@ -98,21 +138,28 @@ local function read_in_turn(turns, q, ahead, group, limit, r_prefix)
       end
       oldest_start = redis.call('ZSCORE', order, oldest)
     end
-    local first, start = unpack(redis.call('ZRANGE', order, 0, 0, 'WITHSCORES'))
-    if first == oldest or not oldest_start or stale == MAX_STALE then
+    local first, start, is_own = next_in_turn(turns)
+    local reads_oldest = first == oldest or not oldest_start or stale == MAX_STALE
+    local found = (turns.has_homes or not reads_oldest) and unread(q, reads_oldest and oldest or first, last)
+    turns.has_left = found and turns.has_homes and is_left_to_home(turns, found)
+    if turns.has_left or (taken >= limit and not is_own) then
+      break
+    elseif reads_oldest then
       read_moved()
       taken = taken + #turns.read(q, 1)
       had_turn(turns, {oldest}, oldest_start)
       last, oldest = oldest, nil
     else
-      local fields = entry_is_after(first, last) and move_ahead(q, ahead, first, r_prefix)
-      if fields then
-        turns.count(fields)
+      if found then
+        turns.count(move_ahead(order, q, ahead, found, r_prefix))
         taken, moved = taken + 1, moved + 1
         had_turn(turns, {first}, start)
       else
         stale = stale + 1
         redis.call('ZREM', order, first)
+        if is_own then
+          redis.call('ZREM', home_key(order, turns.worker), first)
+        end
       end
     end
   end
@@ -129,11 +176,11 @@ local function read_of_others(turns, q, ahead, group, limit, r_prefix, unwanted)
   local found = redis.pcall('ZRANGE', turns.order, 0, MAX_EXAMINED - 1, 'WITHSCORES')
   local last, taken = last_read_of(q, group), 0
   for i = 1, found.err and 0 or #found, 2 do
-    local kept = taken < limit and entry_is_after(found[i], last) and redis.call('XRANGE', q, found[i], found[i])[1]
+    local kept = taken < limit and unread(q, found[i], last)
     local flow = kept and fields_of(kept).f
     if flow and not unwanted[flow] then
       unwanted[flow] = true
-      turns.count(move_ahead(q, ahead, found[i], r_prefix))
+      turns.count(move_ahead(turns.order, q, ahead, kept, r_prefix))
       turns.read_ahead(1)
       had_turn(turns, {found[i]}, found[i + 1])
       taken = taken + 1

@@ -2,21 +2,23 @@
 -- FINISH are refused even if it still runs. Entries that are no longer pending for it are skipped, so a repeated call does
 -- nothing. `strikes` counts crashes without a new journal token, by a worker that had started the request (`worker` names it).
 -- After `max crashes` the request runs alone; a crash while alone, or too many attempts, makes it a dead letter.
--- KEYS  w, dlq, resumed queue, q, held, held of the last class, queue of requests with needs, (r, j)...
+-- KEYS  w, dlq, resumed queue, q, held, held of the last class, queue of requests with needs, order, (r, j)...
 -- ARGV  worker id, group, crash|drain, max crashes, max attempts, seconds to keep r and j of a dead letter, prefix of
---       the gateway channels, then (entry id, request id, error event, blob of it) for each (r, j)
+--       the gateway channels, prefix of the control channels, then (entry id, request id, error event, blob of it) for each (r, j)
 -- reply {requeued, dead letters, dropped (cancelled), entries still pending for the worker}
 local fence, dlq, resumed, q = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, group, mode, max_crashes, max_attempts, keep_seconds, prefix = unpack(ARGV, 1, 7)
+local channel_prefix = ARGV[8]
 local requeued, dead, dropped = 0, 0, 0
 
 redis.call('DEL', fence)
 redis.call('ZREM', KEYS[5], worker)
 redis.call('ZREM', KEYS[6], worker)
+redis.pcall('UNLINK', home_key(KEYS[8], worker))
 
-for i = 1, (#KEYS - 7) / 2 do
-  local r, j = KEYS[6 + 2 * i], KEYS[7 + 2 * i]
-  local entry, id, event, blob = unpack(ARGV, 4 + 4 * i, 7 + 4 * i)
+for i = 1, (#KEYS - 8) / 2 do
+  local r, j = KEYS[7 + 2 * i], KEYS[8 + 2 * i]
+  local entry, id, event, blob = unpack(ARGV, 5 + 4 * i, 8 + 4 * i)
   if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
@@ -63,6 +65,7 @@ for i = 1, (#KEYS - 7) / 2 do
   end
 end
 
+wake(KEYS[5], channel_prefix, requeued, {})
 local remaining = #redis.call('XPENDING', q, group, '-', '+', 1000, worker)
 if remaining == 0 then
   redis.call('XGROUP', 'DELCONSUMER', q, group, worker)

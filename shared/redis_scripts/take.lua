@@ -4,15 +4,17 @@
 -- that workers last reported. A worker that is out of patience removes lower loads, so a silent worker cannot stop others.
 -- The queue before the last is read in the order of order.lua, the others in that of their streams.
 -- A request that this worker cannot serve (capabilities.py) is moved to the second queue, which is read while its next entry fits.
--- KEYS  w, held, held of the last class, order, times, times of the last queue, q... in order of priority: four
+-- An entry is left to its home for a short time (order.lua). If entries remain, the least loaded worker with room is woken.
+-- KEYS  w, held, held of the last class, order, times, times of the last queue, q... in order of priority: four, homes
 -- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, maximum of entries, requests that it has room
 --       for, the same two for the last queue, prefix of r, prompt tokens of the queue before the last after which to stop (or
 --       ''), assumed prompt tokens of an entry without a length, the worker's capabilities, its longest context in tokens (0:
---       unknown), and the number of additional entries of flows that are not among the remaining arguments. So a worker without
---       room sees every API key's next request, and gives the key its share of the running slots.
+--       unknown), the number of additional entries of flows that are not among the remaining arguments, the prefix of the control
+--       channels, and flows. So a worker without room sees every API key's next request, and gives the key its share of the
+--       running slots.
 -- reply {FENCED} | {OK, {{q, entries}, ...}, entries that it could still have read, those of the last queue,
 --       1 = entries wait that it must leave to peers}
-local QUANTUM, QUANTUM_RATIO, MAX_COUNT = 2, 8, 1048576
+local MAX_COUNT = 1048576
 
 local function count_of(text) -- bounds what a worker reports, so that it cannot stop others
   return math.max(0, math.min(math.floor(tonumber(text) or 0), MAX_COUNT))
@@ -20,7 +22,7 @@ end
 
 local worker, group, held, impatient = ARGV[1], ARGV[2], count_of(ARGV[3]), ARGV[4] == '1'
 
-local function share(key, wanted)
+local function share(key, wanted, is_home)
   if wanted == 0 then
     return 0
   end
@@ -34,14 +36,15 @@ local function share(key, wanted)
     return wanted
   end
   level = count_of(level)
-  return math.max(0, math.min(wanted, level + math.max(QUANTUM, math.floor(level / QUANTUM_RATIO)) - held))
+  return math.max(0, math.min(wanted, allowed_beside(level, is_home) - held))
 end
 
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end
 local wanted, room, wanted_of_last, room_of_last = count_of(ARGV[5]), ARGV[6], count_of(ARGV[7]), ARGV[8]
-local of_all = share(KEYS[2], wanted)
+local of_home = share(KEYS[2], wanted, true)
+local of_all = math.min(of_home, share(KEYS[2], wanted))
 local of_last = share(KEYS[3], math.min(wanted, wanted_of_last))
 local of_others = math.max(0, share(KEYS[2], wanted + count_of(ARGV[14] or 0)) - of_all)
 local found = {}
@@ -91,8 +94,12 @@ local function read_uncounted(q, limit)
   local all, ids, kept = {}, {}, {}
   for n, entry in ipairs(reply and reply[1][2] or {}) do
     all[n], ids[n] = fields_of(entry), entry[1]
+    leave_home(KEYS[4], entry[1], all[n])
     if fits(all[n]) then
       kept[#kept + 1] = entry
+      if all[n].k then
+        settle(KEYS[11], all[n].k, worker)
+      end
     else
       pass_on(q, entry, all[n])
     end
@@ -146,7 +153,13 @@ local function read_on(q, limit)
 end
 
 local taken, refused = 0, 0
-local turns = {order = KEYS[4], times = KEYS[5], read = read, read_on = read_on, is_enough = is_enough}
+local turns = {
+  order = KEYS[4], times = KEYS[5], read = read, read_on = read_on, is_enough = is_enough, worker = worker, held = KEYS[2],
+}
+
+function turns.load()
+  return held + taken
+end
 
 function turns.count(fields)
   count(fields, counts)
@@ -156,13 +169,14 @@ function turns.read_ahead(limit)
   read_uncounted(KEYS[FIRST], limit)
 end
 
+local may_remain = {}
 local may_wait = false -- in the queue in fair order, which precedes the last queue
 for i = FIRST, LAST do
   local is_last = i == LAST
   local limit = is_last and math.min(of_last, wanted) - taken or of_all - taken
   local num_read = 0
-  if limit > 0 and i == IN_TURN then
-    num_read, may_wait = read_in_turn(turns, KEYS[i], KEYS[FIRST], group, limit, ARGV[9])
+  if i == IN_TURN and of_home > taken then
+    num_read, may_wait = read_in_turn(turns, KEYS[i], KEYS[FIRST], group, limit, of_home - taken, ARGV[9])
   elseif limit > 0 and i == NEWER then
     num_read = read_while_it_fits(KEYS[i], limit)
   elseif limit > 0 and not may_wait then
@@ -170,6 +184,7 @@ for i = FIRST, LAST do
   end
   taken = taken + num_read
   local limited = is_last and of_last < math.min(wanted, wanted_of_last) or not is_last and of_all < wanted
+  may_remain[i] = limited and num_read >= limit or num_read > 0 and (num_read == limit or is_enough())
   if limited and num_read >= limit and refused == 0 then
     local may_have_more = i == NEWER and next_fits(KEYS[i]) or i ~= NEWER and num_waiting(KEYS[i]) > 0
     refused = may_have_more and 1 or 0
@@ -177,10 +192,13 @@ for i = FIRST, LAST do
 end
 if of_others > 0 and num_waiting(KEYS[FIRST]) == 0 then
   local unwanted = {}
-  for i = 15, #ARGV do
+  for i = 16, #ARGV do
     unwanted[ARGV[i]] = true
   end
   taken = taken + read_of_others(turns, KEYS[IN_TURN], KEYS[FIRST], group, of_others, ARGV[9], unwanted)
+end
+if turns.has_left then
+  refused = 1
 end
 uncount(KEYS[5], counts)
 uncount(KEYS[6], counts_of_last)
@@ -190,6 +208,12 @@ for i, left in ipairs({count_of(room) - taken, count_of(room_of_last) - taken}) 
     redis.call('ZADD', KEYS[1 + i], held + taken, worker)
   else
     redis.call('ZREM', KEYS[1 + i], worker)
+  end
+end
+for i = FIRST, LAST do
+  if may_remain[i] and num_waiting(KEYS[i]) > 0 then
+    wake(KEYS[i == LAST and 3 or 2], ARGV[15], 1, {[worker] = true})
+    break
   end
 end
 return {'OK', found, math.max(0, of_all - taken), math.max(0, of_last - taken), refused}

@@ -2,16 +2,16 @@
 -- older than all unread ones of their class. Attempts and crashes do not change. An entry that is no longer pending for this
 -- worker is skipped, so a repeated call does nothing. Also for entries that a worker has read, not claimed, and cannot serve: they
 -- go to the queue of requests with needs, which is passed as `resumed`.
--- KEYS  w, resumed queue, queue of requests with needs, (q, r)...
--- ARGV  worker id, group, (entry id, request id) for each (q, r), oldest first
+-- KEYS  w, resumed queue, queue of requests with needs, held, (q, r)...
+-- ARGV  worker id, group, prefix of the control channels, (entry id, request id) for each (q, r), oldest first
 -- reply {FENCED} | {OK, number of requeued requests}
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end
 local worker, group = ARGV[1], ARGV[2]
 local requeued = 0
-for i = 1, (#KEYS - 3) / 2 do
-  local q, r, entry, id = KEYS[2 + 2 * i], KEYS[3 + 2 * i], ARGV[1 + 2 * i], ARGV[2 + 2 * i]
+for i = 1, (#KEYS - 4) / 2 do
+  local q, r, entry, id = KEYS[3 + 2 * i], KEYS[4 + 2 * i], ARGV[2 + 2 * i], ARGV[3 + 2 * i]
   if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
@@ -26,4 +26,5 @@ for i = 1, (#KEYS - 3) / 2 do
     end
   end
 end
+wake(KEYS[4], ARGV[3], requeued, {})
 return {'OK', requeued}

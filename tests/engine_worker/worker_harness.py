@@ -15,7 +15,7 @@ from engine_worker.metrics import WorkerMetrics
 from engine_worker.request_times import RequestClock
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.status import WorkerStatus
-from engine_worker.transport.cancel_hints import CancelHints
+from engine_worker.transport.control_messages import ControlMessages
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.worker import Worker
 from shared.fleet_clock import FleetClock
@@ -89,7 +89,7 @@ class WorkerHarness:
         self.fleet_clock = FleetClock(self.scripts)
         status = WorkerStatus("w", "0")
         metrics = WorkerMetrics("w", "m", "0", status)
-        self.worker = Worker(self.thread, self._register, self._listen_for_cancels, metrics, drain_seconds, clock)
+        self.worker = Worker(self.thread, self._register, self._listen, metrics, drain_seconds, clock)
         self.running: asyncio.Task[None] | None = None
 
     @property
@@ -160,10 +160,15 @@ class WorkerHarness:
         self.incarnations.append(incarnation.worker_id)
         return incarnation
 
-    async def _listen_for_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
+    async def _listen(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
         def on_hint(request_id: str) -> None:
             on_cancel(request_id)
             self.hinted.append(request_id)
 
-        hints = CancelHints(self._connections.subscriber, self.keys, on_hint, incarnation.claims.attach)
-        await hints.run(incarnation.worker_id)
+        await ControlMessages(
+            self._connections.subscriber,
+            self.keys,
+            on_hint,
+            on_attach=incarnation.claims.attach,
+            on_wake=incarnation.requests.wakes.wake,
+        ).run(incarnation.worker_id)

@@ -20,6 +20,7 @@ from gateway.http.state import STATE, GatewayState
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
+from gateway.store.acceptance import QueueRules
 from gateway.store.inference_client import InferenceClient
 from gateway.text.served_model import ServedModel, load_served_model
 from shared.capabilities import SUPPORTED
@@ -127,8 +128,7 @@ class World:
             self.connections,
             self.keys,
             gateway_id,
-            max_queued_requests=settings.get("max_num_queued_reqs", 1024),
-            max_queued_tokens=settings.get("max_num_queued_tokens"),
+            queue_rules=QueueRules(settings.get("max_num_queued_reqs", 1024), settings.get("max_num_queued_tokens")),
             quiet_seconds=0.3,
             scripts=(scripts := RedisScripts(self.connections.commands, self.keys)),
         )

@@ -391,6 +391,7 @@ class World:
         return GenerationRequest(
             request_id=request_id,
             prompt_token_ids=[kind, 2, 3],
+            prefix_key=bytes([self.random.randrange(3)]) * 8,
             sampling=SamplingParams(max_tokens=self.random.randint(4 if kind != 1 else 1, 25), seed=0),
             priority_class=self.random.choice(["interactive", "batch"]),
         )

@@ -83,7 +83,9 @@ class TestNeeds:
         assert SamplingParams.__struct_fields__[21:] == ("allowed_token_ids", "bad_words", "logprob_token_ids")
         # A worker that ignores these divides slots unevenly between keys, but its outputs are correct.
         shares = ("tenant_weight", "tenant_max_running")
-        assert GenerationRequest.__struct_fields__[-5:] == ("deadline", "queue_deadline", *shares, "pooling")
+        # `prefix_key` only chooses among workers.
+        fields = ("deadline", "queue_deadline", *shares, "pooling", "prefix_key")
+        assert GenerationRequest.__struct_fields__[-6:] == fields
 
 
 class TestTake:

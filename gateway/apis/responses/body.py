@@ -229,7 +229,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
     metadata: _Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class CountedBody(ResponsesBody, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.store.acceptance import QueueRules
 from gateway.store.inbox import Inbox
 from gateway.store.inference_client import InferenceClient
 from shared.messages import (
@@ -86,7 +87,7 @@ def flaky(connections: RedisConnections, keys: RedisKeys) -> FlakyScripts:
 
 @pytest.fixture
 async def client(connections: RedisConnections, keys: RedisKeys, flaky: FlakyScripts) -> AsyncIterator[InferenceClient]:
-    client = InferenceClient(connections, keys, "g", max_queued_requests=3, quiet_seconds=0.2, scripts=flaky)
+    client = InferenceClient(connections, keys, "g", queue_rules=QueueRules(3), quiet_seconds=0.2, scripts=flaky)
     await client.start()
     await subscribed(connections, keys)
     yield client

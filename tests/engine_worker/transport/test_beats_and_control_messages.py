@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine_worker.transport.cancel_hints import CancelHints
+from engine_worker.transport.control_messages import ControlMessages
 from engine_worker.transport.heartbeat import HeartbeatPublisher
 from engine_worker.transport.incarnation import register
 from shared.messages import WorkerHeartbeat, WorkerPhase, decode_heartbeat
@@ -56,9 +56,9 @@ async def test_heartbeat_send_failure_is_counted(keys, tmp_path):
         await away.aclose()
 
 
-async def test_cancel_hints_reach_only_their_worker(rig, connections):
+async def test_control_messages_reach_only_their_worker(rig, connections):
     hints: asyncio.Queue[str] = asyncio.Queue()
-    task = asyncio.create_task(CancelHints(connections.subscriber, rig.keys, hints.put_nowait).run(WORKER))
+    task = asyncio.create_task(ControlMessages(connections.subscriber, rig.keys, hints.put_nowait).run(WORKER))
     try:
         channel = rig.keys.control_channel(WORKER)
         while not (await rig.redis.pubsub_numsub(channel))[0][1]:

@@ -1,0 +1,56 @@
+-- Common code of the scripts that queue entries, and of TAKE: wake-ups of workers, and homes of entries.
+-- A worker with room waits for a message in its control channel, then calls TAKE. A lost message costs at most a second, because
+-- an idle worker calls TAKE once a second anyway. `held` is the set of workers with room, by number of requests.
+-- The home of a prefix is the worker that last read an entry with this prefix: its cache probably has it. `homes` is a table of
+-- NUM_SLOTS values "prefix key, home", in which a prefix replaces another one of its slot, so its memory is bounded: 5 MB.
+-- An entry's field `h` is its home when it was accepted, empty if it has none; an entry of a gateway that wakes nobody lacks the
+-- field. The start numbers of a home's entries (order.lua) are also in a set of its own, which may have entries that are gone.
+local QUANTUM, QUANTUM_RATIO = 2, 8
+local HOME_QUANTUM, HOME_QUANTUM_RATIO = 6, 4
+local NUM_SLOTS = 32768
+
+-- The requests that a worker may hold if the least loaded worker with room holds `lowest`; more if it is the home of the last.
+local function allowed_beside(lowest, is_home)
+  local quantum, ratio = is_home and HOME_QUANTUM or QUANTUM, is_home and HOME_QUANTUM_RATIO or QUANTUM_RATIO
+  return lowest + math.max(quantum, math.floor(lowest / ratio))
+end
+
+local function home_key(order, worker)
+  return order .. ':' .. worker
+end
+
+local function load_of(held, worker) -- nil: it has no room, or the store's user has no permission
+  local load = redis.pcall('ZSCORE', held, worker)
+  return type(load) == 'string' and tonumber(load) or nil
+end
+
+local function slot_of(prefix_key) -- hexadecimal digits of a hash
+  return tonumber(string.sub(prefix_key, 1, 8), 16) % NUM_SLOTS
+end
+
+local function home_of(homes, prefix_key)
+  local found = prefix_key ~= '' and redis.call('HGET', homes, slot_of(prefix_key)) or ''
+  local known, worker = string.match(found, '^(%S+) (%S+)$')
+  return known == prefix_key and worker or nil
+end
+
+local function settle(homes, prefix_key, worker)
+  redis.call('HSET', homes, slot_of(prefix_key), prefix_key .. ' ' .. worker)
+end
+
+-- Wake up to `count` of the least loaded workers with room that are not in `woken`.
+local function wake(held, channel_prefix, count, woken)
+  local num_known = 0
+  for _ in pairs(woken) do
+    num_known = num_known + 1
+  end
+  local found = count > 0 and redis.pcall('ZRANGE', held, 0, count + num_known - 1) or {}
+  for _, worker in ipairs(found) do
+    if count > 0 and not woken[worker] then
+      woken[worker] = true
+      count = count - 1
+      redis.pcall('PUBLISH', channel_prefix .. worker, '')
+    end
+  end
+end
+
