@@ -30,9 +30,10 @@ from engine_worker.status import WorkerStatus
 from engine_worker.transport.control_messages import ControlMessages
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.heartbeat import BEAT_SECONDS, HeartbeatPublisher
-from engine_worker.transport.incarnation import Incarnation, WorkerProfile, register
+from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.kv_feed import KVFeed
 from engine_worker.transport.reaper import Reaper
+from engine_worker.transport.worker_profile import WorkerProfile
 from engine_worker.watchdog import EXIT_CODE_HUNG, StepWatchdog, dump_stacks
 from engine_worker.worker import Worker
 from shared.capabilities import Abilities
@@ -292,7 +293,11 @@ class WorkerService:
             fleet_clock=self._fleet_clock,
             faults=self._faults,
             self_fence_seconds=SELF_FENCE_RATIO * self._settings.dead_after_seconds,
-            profile=WorkerProfile(self._identity, Abilities(max_model_len=self._status.max_model_len)),
+            profile=WorkerProfile(
+                self._identity,
+                Abilities(max_model_len=self._status.max_model_len),
+                has_peers=lambda: self._reaper.num_workers != 1,
+            ),
         )
         patience_seconds = self._settings.dead_after_seconds + REAP_SECONDS
         incarnation = await wait_for_match(attempt, self._reaper.seen_worker_ids, patience_seconds)

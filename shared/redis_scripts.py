@@ -266,10 +266,13 @@ class RedisScripts:
         max_queued: int = -1,
         journal: bytes = b"",
         terms: RetentionTerms | None = None,
+        wakes: bool = True,
     ) -> AcceptStatus:
         """Store and queue one request: see accept_all()."""
         new = NewRequest(request_id, body, journal, terms)
-        return await self.accept_all([new], gateway_id=gateway_id, priority_class=priority_class, max_queued=max_queued)
+        return await self.accept_all(
+            [new], gateway_id=gateway_id, priority_class=priority_class, max_queued=max_queued, wakes=wakes
+        )
 
     async def accept_all(
         self,
@@ -280,6 +283,7 @@ class RedisScripts:
         max_queued: int = -1,
         share: Share | None = None,
         queue_name: str = "",
+        wakes: bool = True,
     ) -> AcceptStatus:
         """Store and queue all requests of one answer, or none.
 
@@ -290,6 +294,7 @@ class RedisScripts:
             max_queued: Limit of waiting requests; -1 for no limit.
             share: Limits of the API key; without them the requests are neither counted nor ordered by key.
             queue_name: NEWER for requests with needs, else empty.
+            wakes: Whether to send messages to waiting workers. A single worker needs none, and has no peer to prefer.
 
         Raises:
             NameTaken: If the client's name belongs to another request.
@@ -316,7 +321,7 @@ class RedisScripts:
             *self._pair(""),
             flow,
             ALPHA * weight if share and share.divides_queue else "",
-            self.keys.control_channel_prefix,
+            self.keys.control_channel_prefix if wakes else "",
             held,
         ]
         for request in requests:

@@ -15,8 +15,7 @@ await incarnation.requests.hand_back()                                    # drai
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -24,12 +23,12 @@ from engine_worker.transport.claims import Claims
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import SELF_FENCE_SECONDS, TokenPublisher
-from shared.capabilities import Abilities
+from engine_worker.transport.worker_profile import WorkerProfile
 from shared.fleet_clock import FleetClock
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import ALL_ABILITIES, ReapMode, RedisScripts
+from shared.redis_scripts import ReapMode, RedisScripts
 from shared.store_errors import StoreRetry
 
 MAX_FORMER_IDS = 4  # a failover with two temporary primaries may take three incarnations
@@ -46,14 +45,6 @@ class Incarnation:
     former_ids: tuple[str, ...] = ()  # of this process's earlier incarnations, oldest first
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerProfile:
-    """The model that a worker serves, and the requests that it can serve."""
-
-    identity: Mapping[str, str] = field(default_factory=dict)  # shared/model_identity.py; empty: not compared
-    abilities: Abilities = ALL_ABILITIES
-
-
 async def register(
     connections: RedisConnections,
     keys: RedisKeys,
@@ -63,7 +54,7 @@ async def register(
     self_fence_seconds: float = SELF_FENCE_SECONDS,
     fleet_clock: FleetClock | None = None,
     faults: FaultCounts | None = None,
-    profile: WorkerProfile = WorkerProfile(),
+    profile: WorkerProfile | None = None,
 ) -> Incarnation:
     """Register a new worker id `BASE.<random>`, with its fence, groups, and consumers. Wait until the store answers.
 
@@ -82,7 +73,7 @@ async def register(
         try:
             for former_id in former_ids:
                 await reap_worker(scripts, former_id, ReapMode.DRAIN)
-            await scripts.register(worker_id, profile.identity)
+            await scripts.register(worker_id, profile.identity if profile else None)
             break
         except (RedisError, OSError) as error:
             delay_seconds = retry.delay_after(error)
@@ -100,7 +91,7 @@ async def register(
             claims,
             fleet_clock=fleet_clock,
             faults=faults,
-            abilities=profile.abilities,
+            profile=profile,
         ),
         tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds, faults=faults),
         former_ids=former_ids,

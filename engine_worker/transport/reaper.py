@@ -67,6 +67,7 @@ class Reaper:
         self._clock = clock
         self._missed = MissedTicks(missed_ticks_until_dead)
         self.seen_worker_ids: set[str] = set()  # all workers that sent a heartbeat
+        self.num_workers: int | None = None  # of the queue, at the last tick; None before the first
         self.faults = faults or FaultCounts()
         self._retry = StoreRetry(clock=clock)
         self._orphans = Orphans(self._scripts, tick_seconds, self.faults)
@@ -97,6 +98,7 @@ class Reaper:
         """Reap zombies and silent workers. Store errors end only this tick."""
         try:
             worker_ids = await list_worker_ids(self._scripts.redis, self._keys)
+            self.num_workers = len(worker_ids)
             fenced = await self._without_fence(worker_ids)
             dead = self._missed.tick(worker_ids) if could_hear else []
             for worker_id in sorted({*fenced, *dead}):

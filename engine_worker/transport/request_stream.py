@@ -23,7 +23,8 @@ from engine_worker.transport.claims import ClaimedRequest, Claims
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.patience import Patience
 from engine_worker.transport.wakes import Wakes
-from shared.capabilities import UNREADABLE_MESSAGE, Abilities
+from engine_worker.transport.worker_profile import WorkerProfile
+from shared.capabilities import UNREADABLE_MESSAGE
 from shared.fleet_clock import FleetClock
 from shared.messages import (
     ErrorCode,
@@ -37,7 +38,6 @@ from shared.reaping import ReapSummary, reap_worker
 from shared.redis_client import BLOCK_SECONDS, RedisConnections, is_missing_group
 from shared.redis_keys import GROUP, NEWER, PRIORITY_CLASSES
 from shared.redis_scripts import (
-    ALL_ABILITIES,
     ClaimReply,
     Demand,
     Ending,
@@ -85,7 +85,7 @@ class RequestStream:
         clock: Callable[[], float] = time.monotonic,
         fleet_clock: FleetClock | None = None,
         faults: FaultCounts | None = None,
-        abilities: Abilities = ALL_ABILITIES,
+        profile: WorkerProfile | None = None,
     ) -> None:
         """Create the stream.
 
@@ -97,9 +97,10 @@ class RequestStream:
             clock: Monotonic, in seconds.
             fleet_clock: The clock of deadlines; None: gateways enforce them.
             faults: Counts failed reads.
-            abilities: Requests that need more are passed on to other workers.
+            profile: Requests that need more than its abilities are passed on to other workers.
         """
-        self._abilities = abilities
+        profile = profile or WorkerProfile()
+        self._abilities = profile.abilities
         self._blocking: Redis = connections.blocking
         self._scripts = scripts
         self._worker_id = worker_id
@@ -112,7 +113,7 @@ class RequestStream:
         self._reread_at = clock() + REREAD_SECONDS
         self._waits_for_newer_at = clock()  # when the queue NEWER may wake this worker again
         self.faults = faults or FaultCounts()
-        self.wakes = Wakes()
+        self.wakes = Wakes(profile.has_peers)
         # Whether the last TAKE left no entry and told the store of room, so that a message precedes the next entry.
         self._has_seen_all = False
         self._new_queues = tuple(map(scripts.keys.queue, PRIORITY_CLASSES))

@@ -131,6 +131,7 @@ class Acceptance:
                     max_queued=self._rules.max_requests,
                     share=share,
                     queue_name=self._queue_name(requests),
+                    wakes=len(self._fleet.ready) > 1,
                 )
             except (RedisError, OSError) as error:
                 if not attempts_left or not got_no_reply(error):

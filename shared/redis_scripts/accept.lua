@@ -10,7 +10,7 @@
 -- KEYS  q, i (or the first r again), a (or the first r), order, times, homes, (r, j)...
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
 --       limit of a in bytes (or ''), seconds to keep a, bytes of a request besides its content, prefixes of r and of j, flow
---       (or ''), multiple (or ''), prefix of the control channels, held (homes.lua; not among KEYS, because
+--       (or ''), multiple (or ''), prefix of the control channels (or '': wake nobody), held (homes.lua; not among KEYS, because
 --       gateways may only read it), then (request id, body, journal (tokens the client already
 --       has, or ''), record or '', holder, grace seconds, bytes that it may write, tokens of its prompt (0: unknown), its cost
 --       (or ''), its needs (0: none), tokens of its context (0: unknown), the key of its prefix (or '')) for each (r, j)
@@ -81,7 +81,7 @@ if account then
   end
 end
 
-local can_wake = type(redis.pcall('ZCARD', held_by_worker)) == 'number' -- otherwise the store's user has no permission
+local can_wake = channel_prefix ~= '' and type(redis.pcall('ZCARD', held_by_worker)) == 'number' -- otherwise the store's user has no permission
 local woken, num_homes = {}, 0
 
 for n = 1, count do
@@ -142,7 +142,9 @@ if flow ~= '' then
     redis.call('HSET', times, 'homes', 1) -- TAKE must compare homes
   end
 end
-wake(held_by_worker, channel_prefix, count - num_homes + math.min(num_homes, 1), woken)
+if can_wake then
+  wake(held_by_worker, channel_prefix, count - num_homes + math.min(num_homes, 1), woken)
+end
 if fingerprint ~= '' then
   redis.call('HSET', i, 'id', first, 'fingerprint', fingerprint)
   redis.call('EXPIRE', i, keep_seconds)

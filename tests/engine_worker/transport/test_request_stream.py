@@ -8,6 +8,7 @@ from redis.exceptions import ResponseError
 
 from engine_worker.transport.patience import PATIENCE_SECONDS
 from engine_worker.transport.request_stream import REREAD_SECONDS, RequestStream
+from engine_worker.transport.worker_profile import WorkerProfile
 from shared.capabilities import Abilities, was_refused_as_unreadable
 from shared.messages import (
     ErrorEvent,
@@ -259,7 +260,12 @@ async def test_claim_second_entry_waits_for_end_of_first(rig):
 
 async def test_claim_blocking_passes_on_unsupported_request(rig: Rig) -> None:
     rig.requests = RequestStream(
-        rig.connections, rig.scripts, WORKER, rig.claims, rig.clock, abilities=Abilities(max_model_len=8)
+        rig.connections,
+        rig.scripts,
+        WORKER,
+        rig.claims,
+        rig.clock,
+        profile=WorkerProfile(abilities=Abilities(max_model_len=8)),
     )
     waiting = asyncio.create_task(rig.requests.claim(Demand(4), block=True))
     while not await blocked_readers(rig):

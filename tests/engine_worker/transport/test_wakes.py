@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from engine_worker.transport.control_messages import ControlMessages
+from engine_worker.transport.request_stream import RequestStream
+from engine_worker.transport.worker_profile import WorkerProfile
 from shared.redis_client import RedisConnections
 from shared.redis_scripts import Demand
 from shared.tasks import cancel_and_wait
@@ -86,3 +88,15 @@ async def test_requeued_entry_says_nothing_about_gateways(rig):
     await rig.requests.unclaim(["a"])
     assert await rig.claim() == ["a"]
     assert rig.requests.wakes.are_sent
+
+
+async def test_worker_without_peers_waits_in_a_blocking_read(rig, connections):
+    """Its gateways may send no messages then."""
+    alone = WorkerProfile(has_peers=lambda: False)
+    rig.requests = RequestStream(connections, rig.scripts, WORKER, rig.claims, rig.clock, profile=alone)
+    rig.requests.wakes.wake()
+    waiting = asyncio.create_task(rig.requests.claim(Demand(4), block=True))
+    while not (await rig.redis.info("clients"))["blocked_clients"]:
+        await asyncio.sleep(0)
+    await rig.accept("a", wakes=False)
+    assert [claimed.request.request_id for claimed in await waiting] == ["a"]
