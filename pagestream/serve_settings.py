@@ -28,6 +28,7 @@ GATEWAY_FLAGS = frozenset(
         "--write-stall-seconds",
         "--body-timeout-seconds",
         "--max-num-queued-tokens",
+        "--prefix-affinity",
         "--default-timeout-seconds",
         "--default-queue-timeout-seconds",
         "--no-worker",

@@ -44,7 +44,8 @@ GATEWAY_OPTIONS = """
     allowed_hosts open_routes allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams max_bytes_in_flight
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
-    max_num_queued_tokens default_timeout_seconds default_queue_timeout_seconds no_worker no_worker_wait_seconds
+    max_num_queued_tokens prefix_affinity
+    default_timeout_seconds default_queue_timeout_seconds no_worker no_worker_wait_seconds
     max_timeout_seconds
     default_detach_seconds max_detach_seconds drain_seconds
     tool_call_parser reasoning_parser generation_config task force_include_usage

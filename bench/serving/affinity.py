@@ -10,6 +10,7 @@ with 1 if a figure misses its limit.
 
 import argparse
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -23,10 +24,9 @@ from redis.asyncio import Redis
 from bench.provenance import provenance
 from bench.serving.load_report import tell
 from bench.serving.own_fleet import MODEL, FleetSize, OwnFleet, own_fleet
+from bench.statistics import distribution
 from shared.redis_keys import RedisKeys
 
-FIRST_TOKENS, MORE_TOKENS, OUTPUT_TOKENS = 480, 100, 64
-THINK_SECONDS = 0.4  # mean pause between two turns
 SLOTS, STEP_SECONDS, TOKEN_SECONDS = 32, 0.005, 2e-5
 BLOCK_SIZE = 16
 CACHE_RATIO = 1.15  # cache memory of all workers together relative to the tokens of all conversations
@@ -41,8 +41,12 @@ class Counts:
     prompt: Counter[str] = field(default_factory=Counter)
     cached: Counter[str] = field(default_factory=Counter)
     by_worker: Counter[str] = field(default_factory=Counter)
+    first_token_seconds: list[float] = field(default_factory=list)  # of later turns
 
-    def add(self, turn: int, usage: dict[str, Any], worker: str) -> None:
+    def add(self, turn: int, answer: "Answer", worker: str) -> None:
+        usage = answer.usage
+        if turn:
+            self.first_token_seconds.append(answer.first_token_seconds)
         part = "later" if turn else "first"
         self.prompt[part] += usage["prompt_tokens"]
         self.cached[part] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -54,8 +58,17 @@ class Counts:
             "hit": self.cached.total() / total,
             "hit_after_first_turn": self.cached["later"] / self.prompt["later"],
             "computed_tokens": total - self.cached.total(),
+            "later_first_token_seconds": distribution(self.first_token_seconds),
             "most_over_mean": max(self.by_worker.values()) * len(self.by_worker) / self.by_worker.total(),
         }
+
+
+@dataclass
+class Answer:
+    request_id: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    first_token_seconds: float = 0.0
 
 
 def main(argv: list[str]) -> int:
@@ -92,20 +105,29 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "computed_over_one_worker_without": off["computed_tokens"] / one["computed_tokens"],
         "hot_prefix_requests_per_second": dict(zip(("no_affinity", "affinity"), hot, strict=True)),
         "hot_prefix_ratio": hot[1] / hot[0],
+        "later_first_token_ratio": {
+            quantile: on["later_first_token_seconds"][quantile] / off["later_first_token_seconds"][quantile]
+            for quantile in ("p50", "p99")
+        },
     }
 
 
 def _fleet(options: argparse.Namespace, workers: int, num_blocks: int, affinity: bool) -> Any:
     pace = ["--step-seconds", str(STEP_SECONDS), "--token-seconds", str(TOKEN_SECONDS)]
-    flags = [*pace, "--num-blocks", str(num_blocks), "--max-num-seqs", str(SLOTS)]
+    scripted = [*pace, "--num-blocks", str(num_blocks), "--max-num-seqs", str(SLOTS)]
+    memory = ["--kv-cache-memory-bytes", str(num_blocks * BLOCK_SIZE * options.kv_bytes_per_token)]
     return own_fleet(
-        options.model.resolve(), flags, size=FleetSize(workers=workers),
+        options.model.resolve(),
+        [*memory, *options.worker_flags.split()] if options.real else scripted,
+        size=FleetSize(workers=workers),
+        worker="engine_worker" if options.real else "bench.serving.scripted_worker",
         gateway_flags=["--prefix-affinity" if affinity else "--no-prefix-affinity"],
     )  # fmt: skip
 
 
 async def _conversations(options: argparse.Namespace, *, workers: int, affinity: bool) -> Counts:
-    last_tokens = FIRST_TOKENS + (options.turns - 1) * (MORE_TOKENS + OUTPUT_TOKENS) + OUTPUT_TOKENS
+    later = (options.turns - 1) * (options.more_tokens + options.output_tokens)
+    last_tokens = options.first_tokens + later + options.output_tokens
     num_blocks = int(CACHE_RATIO * options.conversations * last_tokens / BLOCK_SIZE / workers)
     counts = Counts()
     async with (
@@ -114,30 +136,35 @@ async def _conversations(options: argparse.Namespace, *, workers: int, affinity:
         Redis.from_url(fleet.store_url) as store,
     ):
         await asyncio.gather(*(
-            _converse(fleet, session, store, random.Random(number), options.turns, counts)
+            _converse(fleet, session, store, random.Random(number), options, counts)
             for number in range(options.conversations)
         ))  # fmt: skip
     return counts
 
 
 async def _converse(
-    fleet: OwnFleet, session: aiohttp.ClientSession, store: Redis, source: random.Random, turns: int, counts: Counts
+    fleet: OwnFleet,
+    session: aiohttp.ClientSession,
+    store: Redis,
+    source: random.Random,
+    options: argparse.Namespace,
+    counts: Counts,
 ) -> None:
-    token_ids = source.choices(range(100, 40_000), k=FIRST_TOKENS)
-    for turn in range(turns):
-        await asyncio.sleep(source.expovariate(1 / THINK_SECONDS))
-        answer = await _post(fleet, session, token_ids, return_token_ids=True)
-        key = RedisKeys(MODEL).request(answer["id"].rpartition("-")[2])
+    token_ids = source.choices(range(100, 40_000), k=options.first_tokens)
+    for turn in range(options.turns):
+        await asyncio.sleep(source.expovariate(1 / options.think_seconds))
+        answer = await _answer(fleet, session, token_ids, options.output_tokens)
+        key = RedisKeys(MODEL).request(answer.request_id)
         worker: Any = await store.hget(key, "worker")
-        counts.add(turn, answer["usage"], (worker or b"?").decode())
-        token_ids += answer["choices"][0]["token_ids"] + source.choices(range(100, 40_000), k=MORE_TOKENS)
+        counts.add(turn, answer, (worker or b"?").decode())
+        token_ids += answer.token_ids + source.choices(range(100, 40_000), k=options.more_tokens)
 
 
 async def _hot_prefix(options: argparse.Namespace, *, affinity: bool) -> float:
     """Return requests per second when all prompts begin alike."""
     source = random.Random(1)
     prefix = source.choices(range(100, 40_000), k=HOT_PREFIX_TOKENS)
-    prompts = [prefix + source.choices(range(100, 40_000), k=MORE_TOKENS) for _ in range(HOT_REQUESTS)]
+    prompts = [prefix + source.choices(range(100, 40_000), k=options.more_tokens) for _ in range(HOT_REQUESTS)]
     places = asyncio.Semaphore(HOT_AT_ONCE)
     async with (
         _fleet(options, options.workers, 20_000, affinity) as fleet,
@@ -146,7 +173,7 @@ async def _hot_prefix(options: argparse.Namespace, *, affinity: bool) -> float:
 
         async def send(prompt: list[int]) -> None:
             async with places:
-                await _post(fleet, session, prompt)
+                await _answer(fleet, session, prompt, options.output_tokens)
 
         await asyncio.gather(*map(send, prompts[:HOT_AT_ONCE]))  # warm-up
         began_at = time.perf_counter()
@@ -154,12 +181,22 @@ async def _hot_prefix(options: argparse.Namespace, *, affinity: bool) -> float:
         return HOT_REQUESTS / (time.perf_counter() - began_at)
 
 
-async def _post(fleet: OwnFleet, session: aiohttp.ClientSession, prompt: list[int], **fields: object) -> dict[str, Any]:
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, **fields}
+async def _answer(fleet: OwnFleet, session: aiohttp.ClientSession, prompt: list[int], max_tokens: int) -> Answer:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer, began_at = Answer(), time.perf_counter()
     async with session.post(fleet.url + "/v1/completions", json=body) as reply:
         reply.raise_for_status()
-        answer: dict[str, Any] = await reply.json()
-        return answer
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            answer.request_id = chunk["id"].rpartition("-")[2]
+            answer.usage = chunk.get("usage") or answer.usage
+            for choice in chunk["choices"]:
+                answer.first_token_seconds = answer.first_token_seconds or time.perf_counter() - began_at
+                answer.token_ids += choice.get("token_ids") or []
+    return answer
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -168,5 +205,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=4, metavar="N")
     parser.add_argument("--conversations", type=int, default=32, metavar="N")
     parser.add_argument("--turns", type=int, default=6, metavar="N")
+    parser.add_argument("--first-tokens", type=int, default=480, metavar="N", help="of a first prompt (%(default)s)")
+    parser.add_argument("--more-tokens", type=int, default=100, metavar="N", help="added by each turn (%(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=64, metavar="N", help="of each answer (%(default)s)")
+    parser.add_argument(
+        "--think-seconds", type=float, default=0.4, metavar="SECONDS", help="mean pause between turns (%(default)s)"
+    )
+    parser.add_argument("--real", action="store_true", help="engine workers")
+    parser.add_argument("--worker-flags", default="", metavar="FLAGS", help="of the engine workers, in one argument")
+    parser.add_argument(
+        "--kv-bytes-per-token", type=int, default=131_072, metavar="BYTES", help="of the engine's cache (%(default)s)"
+    )
     parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")
     return parser

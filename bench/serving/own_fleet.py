@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -92,7 +93,7 @@ async def own_fleet(
             ]
         try:
             with _running(commands, directory / "log", gateway_home) as processes:
-                _wait_until_ready(port, directory / "log", size.workers)
+                _wait_until_ready(port, directory / "log", size.workers, processes)
                 processes["store"] = psutil.Process(store.process.process.pid)
                 yield OwnFleet(("127.0.0.1", port), store.url, processes, directory)
         finally:
@@ -108,7 +109,11 @@ def _running(
         for name, command in commands.items():
             home = None if name.startswith("worker") else gateway_home
             python = sys.executable if home is None else str(home.resolve() / ".venv/bin/python")
-            running[name] = subprocess.Popen([python, "-m", *command], stdout=log, stderr=subprocess.STDOUT, cwd=home)
+            _, _, number = name.partition("worker ")  # each of several workers has a GPU of its own, if there are any
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": number} if number else None
+            running[name] = subprocess.Popen(
+                [python, "-m", *command], stdout=log, stderr=subprocess.STDOUT, cwd=home, env=environment
+            )
         try:
             yield {name: psutil.Process(process.pid) for name, process in running.items()}
         finally:
@@ -127,10 +132,10 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _wait_until_ready(port: int, log: Path, workers: int) -> None:
+def _wait_until_ready(port: int, log: Path, workers: int, processes: dict[str, psutil.Process]) -> None:
     until = time.monotonic() + START_SECONDS
     path = "readyz" if workers == 1 else "ready"  # readyz needs no key
-    while time.monotonic() < until:
+    while time.monotonic() < until and all(process.status() != psutil.STATUS_ZOMBIE for process in processes.values()):
         with (
             contextlib.suppress(OSError),
             urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as reply,

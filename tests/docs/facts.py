@@ -137,7 +137,8 @@ def redis_names() -> frozenset[str]:
         elif name == "queue":
             continue  # `queues` has them
         elif name == "turns":  # batches have no order
-            found.add(keys.turns(INTERACTIVE)[0])
+            order, _ = keys.turns(INTERACTIVE)
+            found |= {order, f"{order}:*"}  # of all entries, and of those with a home
         else:
             found.add(getattr(keys, name)("*"))
     names = {name + "*" if name.endswith(":") else name for name in found}
