@@ -117,6 +117,10 @@ class WorkerMetrics:
             "pagestream_queue_given_back_total", "Requests returned to the queue for less loaded workers",
             names, registry=self.registry,
         ).labels(*self._labels)  # fmt: skip
+        self._claims = Counter(
+            "pagestream_claimed_requests_total", "Claimed requests, by the worker that probably has their prefix",
+            (*names, "home"), registry=self.registry,
+        )  # fmt: skip
         self._incarnations = Counter(
             "pagestream_worker_incarnations_total", "Registrations of this worker; more than 1: it was fenced",
             names, registry=self.registry,
@@ -133,6 +137,11 @@ class WorkerMetrics:
     def ended(self, times: RequestTimes, ended: float, reason: str) -> None:
         if times.first_token is not None:
             self._request_seconds["decode"].observe(ended - times.first_token)
+
+    def took(self, home: str, worker_id: str) -> None:
+        """Count a claim by `worker_id` of a request whose prefix `home` probably has; "": no worker."""
+        place = ("this" if home == worker_id else "other") if home else "none"
+        self._claims.labels(*self._labels, place).inc()
 
     def gave_back(self, num_requests: int) -> None:
         self._given_back.inc(num_requests)

@@ -124,7 +124,7 @@ class Worker:
                 self._engine.wait_ended(),
                 self._emit_turns(incarnation.tokens),
                 self._listen(incarnation, self._on_cancel_hint),
-                self._claim_until_drained(incarnation.requests),
+                self._claim_until_drained(incarnation),
                 self._share_what_waits(incarnation.requests),
                 self._run_out_of_time(),
             )
@@ -134,11 +134,13 @@ class Worker:
         await self._hand_back(incarnation)
         return True
 
-    async def _claim_until_drained(self, requests: RequestStream) -> None:
+    async def _claim_until_drained(self, incarnation: Incarnation) -> None:
+        requests = incarnation.requests
         while not self._draining.is_set():
             demand = await self._engine.wait_for_demand()
             if not self._draining.is_set():
                 for claimed in await requests.claim(demand, block=demand.requests > 0):
+                    self._metrics.took(claimed.home, incarnation.worker_id)
                     self._take(claimed)
         await self._is_idle.wait()
 

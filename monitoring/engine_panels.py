@@ -98,6 +98,12 @@ def engine_panels() -> list[Panel]:
             },
         ),
         lines(
+            "Prefix affinity",
+            "Claimed requests, by the worker whose prefix cache probably has their prefix",
+            "ops",
+            {"{{home}}": rate("pagestream_claimed_requests_total", "home", SELECTED)},
+        ),
+        lines(
             "Ranks up",
             "Workers with several ranks: 1 for each rank that is alive and has its part of the model",
             "short",

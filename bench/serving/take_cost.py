@@ -1,7 +1,8 @@
 """python -m bench take-cost: server time of TAKE and ACCEPT, as counted by the store.
 
 TAKE with 0 and 256 peers without fair queueing, and with 20,000 waiting requests of 100 keys; ACCEPT of one request
-into that queue. Each value is the minimum of the rounds, because other programs can only add to it.
+into that queue, and of one that wakes its home among 256 idle workers. Each value is the minimum of the rounds, because
+other programs can only add to it.
 """
 
 import argparse
@@ -43,7 +44,8 @@ async def _measure() -> dict[str, dict[str, float]]:
         connections, keys = connect(store.url), RedisKeys("m")
         try:
             redis = connections.commands
-            return {"microseconds": {**await take_costs(redis, keys), **await turn_costs(redis, keys)}}
+            costs = await take_costs(redis, keys) | await turn_costs(redis, keys) | await wake_costs(redis, keys)
+            return {"microseconds": costs}
         finally:
             await connections.aclose()
             await store.stop()
@@ -90,6 +92,22 @@ async def turn_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
         "TAKE of 8 in turns": await _best_of(scripts, fill, take),
         "ACCEPT of 1": await _best_of(scripts, fill, lambda number: accept(1, number % NUM_KEYS, f"new{number}")),
     }
+
+
+async def wake_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
+    """Return microseconds per ACCEPT of a request whose home is one of 256 workers that wait for messages."""
+    scripts, prefix = RedisScripts(redis, keys), b"p" * 8
+
+    async def accept(number: int) -> None:
+        new = NewRequest(str(number), b"body", num_prompt_tokens=100, prefix_key=prefix)
+        await scripts.accept_all([new], gateway_id="g", priority_class="interactive", share=Share(""))
+
+    async def fill() -> None:
+        await accept(CALLS)
+        await scripts.take(WORKER, Demand(1, room=64))
+        await redis.zadd(keys.held[0], {f"w{number}.x": 0 for number in range(256)})
+
+    return {"ACCEPT of 1 that wakes its home, 256 idle workers": await _best_of(scripts, fill, accept)}
 
 
 async def _best_of(

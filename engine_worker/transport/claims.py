@@ -22,6 +22,7 @@ class ClaimedRequest:
     queued_ms: int = 0  # time of entering the queue, by the store's clock
     more_gateway_ids: tuple[str, ...] = ()  # gateways that attached later
     flow: str = ""  # the key that orders it in the queue
+    home: str = ""  # the worker that probably has its prefix in its cache; "": none
 
     @property
     def gateway_ids(self) -> tuple[str, ...]:

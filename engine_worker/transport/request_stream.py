@@ -373,4 +373,5 @@ def _claimed(entry: QueueEntry, reply: ClaimReply, capabilities: int) -> Claimed
         solo=reply.solo,
         queued_ms=entry.queued_ms,
         flow=entry.flow,
+        home=entry.home or "",
     )

@@ -90,7 +90,9 @@ end
 
 -- Read entries, and pass on those that this worker cannot serve. Returns the fields and the ids of all.
 local function read_uncounted(q, limit)
-  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', limit, 'STREAMS', q, '>')
+  -- The read of the first queue fails if the store has lost the queues; the others need none if they are empty.
+  local reply = (q == KEYS[FIRST] or redis.call('XLEN', q) > 0)
+    and redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', limit, 'STREAMS', q, '>')
   local all, ids, kept = {}, {}, {}
   for n, entry in ipairs(reply and reply[1][2] or {}) do
     all[n], ids[n] = fields_of(entry), entry[1]

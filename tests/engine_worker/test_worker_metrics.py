@@ -23,7 +23,7 @@ EVERY_FAMILY = """
     prefix_cache_hit_tokens recomputed_tokens preemptions requests
     step_duration_seconds step_batch_tokens step_batch_requests prompt_tokens generation_tokens requests_finished
     request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
-    queue_reclaims queue_given_back worker_incarnations
+    queue_reclaims queue_given_back claimed_requests worker_incarnations
     workers_reaped orphaned_requests bad_heartbeats heartbeat_failures queue_read_failures store_retries
     worker_up worker_last_step_timestamp_seconds worker_start_phase device_memory_bytes build_info engine_info
     rank_up rank_messages_behind channel_wait_seconds step_skew_seconds all_reduce_info
@@ -181,3 +181,12 @@ def test_metrics_request_phases_and_incarnations(metrics: WorkerMetrics) -> None
         assert samples[f"pagestream_request_{part}_time_seconds_sum"] == seconds
         assert samples[f"pagestream_request_{part}_time_seconds_count"] == 1
     assert value(families["pagestream_queue_reclaims"]) == value(families["pagestream_worker_incarnations"]) == 1
+
+
+def test_claims_are_counted_by_the_worker_with_the_prefix(metrics: WorkerMetrics) -> None:
+    for home in ("w0.1", "w0.1", "w1.2", ""):
+        metrics.took(home, "w0.1")
+    samples = scrape(metrics)["pagestream_claimed_requests"].samples
+    assert {one.labels["home"]: one.value for one in samples if one.name.endswith("_total")} == {
+        "this": 2, "other": 1, "none": 1,
+    }  # fmt: skip

@@ -8,10 +8,12 @@ from typing import Any
 from engine_worker.transport.control_messages import ControlMessages
 from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.worker_profile import WorkerProfile
+from shared.messages import encode
+from shared.new_requests import NewRequest, Share
 from shared.redis_client import RedisConnections
 from shared.redis_scripts import Demand
 from shared.tasks import cancel_and_wait
-from tests.engine_worker.transport.rig import WORKER, Rig
+from tests.engine_worker.transport.rig import WORKER, Rig, make_request
 
 TIMEOUT_SECONDS = 0.9  # of a claim that a message must end before the next tick, at which any claim ends
 
@@ -100,3 +102,28 @@ async def test_worker_without_peers_waits_in_a_blocking_read(rig, connections):
         await asyncio.sleep(0)
     await rig.accept("a", wakes=False)
     assert [claimed.request.request_id for claimed in await waiting] == ["a"]
+
+
+async def test_request_of_a_silent_home_waits_only_shortly(rig, connections):
+    """Its home is stopped and still counts as a worker with room; a peer is woken too, and takes the request."""
+    await rig.scripts.register("silent.1")
+    await accept_with_prefix(rig, "first")
+    assert len((await rig.scripts.take("silent.1", Demand(1, room=9))).entries) == 1
+    async with listening(rig, connections):
+        rig.requests.wakes.wake()
+        assert await rig.claim() == []
+        waiting = asyncio.create_task(claim_any(rig))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await accept_with_prefix(rig, "next")
+            assert await waiting == ["next"]
+
+
+async def accept_with_prefix(rig: Rig, request_id: str) -> None:
+    new = NewRequest(request_id, encode(make_request(request_id)), prefix_key=b"p" * 8)
+    await rig.scripts.accept_all([new], gateway_id="g", priority_class="interactive", share=Share(""))
+
+
+async def claim_any(rig: Rig) -> list[str]:
+    while not (claimed := await rig.requests.claim(Demand(4), block=True)):
+        pass
+    return [one.request.request_id for one in claimed]
