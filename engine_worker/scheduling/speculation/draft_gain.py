@@ -1,39 +1,42 @@
 """Measures what drafts gain, per size of the batch, and turns them off where it is too little.
 
 A step with drafts costs more and gives more tokens. Both kinds of steps are timed; the slower kind is tried again for a
-few steps from time to time, since contents change.
+few steps from time to time, since contents change. Drafts make no step faster, so the tokens that a sequence gets in a
+drafting step bound the gain: where they are too few in all batches, one step is enough to try again.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+_BOUND_STEPS = 2  # with drafts, before their tokens tell that they cannot pay
 _TRIAL_STEPS = 8  # of the kind that is not in use
 _STEPS_BETWEEN_TRIALS = 400  # 8 steps that take 1.5 times as long then cost 1 %
 _WEIGHT = 0.1  # of a new measurement
 
 
 @dataclass(slots=True)
-class _SecondsPerToken:
-    seconds: float = 0.0  # weighted means of a step
-    tokens: float = 0.0
+class _Ratio:
+    """A ratio of two sums over steps: the mean of each step's own ratio would count steps with few tokens too much."""
+
+    amount: float = 0.0  # weighted means of a step
+    base: float = 0.0
     num_steps: int = 0
 
     @property
     def mean(self) -> float:
-        """Of all tokens: the mean of each step's own ratio would count steps with few tokens too much."""
-        return self.seconds / self.tokens
+        return self.amount / self.base
 
-    def add(self, seconds: float, num_tokens: int) -> None:
+    def add(self, amount: float, base: float) -> None:
         self.num_steps += 1
         weight = max(_WEIGHT, 1 / self.num_steps)
-        self.seconds += (seconds - self.seconds) * weight
-        self.tokens += (num_tokens - self.tokens) * weight
+        self.amount += (amount - self.amount) * weight
+        self.base += (base - self.base) * weight
 
 
 @dataclass(slots=True)
 class _Kinds:
-    plain: _SecondsPerToken = field(default_factory=_SecondsPerToken)
-    drafting: _SecondsPerToken = field(default_factory=_SecondsPerToken)
+    plain: _Ratio = field(default_factory=_Ratio)  # seconds per token
+    drafting: _Ratio = field(default_factory=_Ratio)
     num_steps: int = 0
 
 
@@ -51,6 +54,8 @@ class DraftGain:
         self._min_gain = min_gain
         self._runs_ahead = runs_ahead
         self._by_size: defaultdict[int, _Kinds] = defaultdict(_Kinds)
+        self._tokens_each = _Ratio()  # per sequence of steps with drafts, of all sizes
+        self._num_steps = 0
 
     def is_on(self, num_sequences: int) -> bool:
         if self._min_gain == 0.0:
@@ -58,6 +63,8 @@ class DraftGain:
         kinds = self._by_size[num_sequences.bit_length()]
         if kinds.plain.num_steps < _TRIAL_STEPS:
             return False
+        if self._tokens_each.num_steps >= _BOUND_STEPS and self._tokens_each.mean < self._min_gain:
+            return self._num_steps % _STEPS_BETWEEN_TRIALS == 0
         if kinds.drafting.num_steps < _TRIAL_STEPS:
             return True
         pays = kinds.plain.mean >= self._min_gain * kinds.drafting.mean
@@ -72,3 +79,6 @@ class DraftGain:
         kinds = self._by_size[num_sequences.bit_length()]
         (kinds.drafting if is_drafting else kinds.plain).add(seconds, num_tokens)
         kinds.num_steps += 1
+        self._num_steps += 1
+        if is_drafting:
+            self._tokens_each.add(num_tokens, num_sequences)

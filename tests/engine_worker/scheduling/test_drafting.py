@@ -97,9 +97,30 @@ def test_gain_turns_drafts_off_and_tries_again() -> None:
     for _ in range(420):
         is_on = gain.is_on(4)
         states.append(is_on)
-        gain.record(4, 4, 0.02 if is_on else 0.01, has_drafts=is_on)  # drafts only cost
+        gain.record(
+            4, 8 if is_on else 4, 0.03 if is_on else 0.01, has_drafts=is_on
+        )  # twice the tokens, thrice the time
     assert states[:8] == [False] * 8 and states[8:16] == [True] * 8
     assert not any(states[16:400]) and states[400:408] == [True] * 8 and not any(states[408:])
+
+
+@pytest.mark.parametrize("size", [4, 200])
+def test_gain_needs_two_steps_to_see_that_wrong_drafts_cannot_pay(size: int) -> None:
+    """In batches of all sizes, and one step in 400 after that."""
+    gain, states = DraftGain(1.05, runs_ahead=False), []
+    for step in range(811):
+        num_sequences = 4 if step < 20 else size
+        states.append(gain.is_on(num_sequences))
+        gain.record(num_sequences, num_sequences, 0.01, has_drafts=states[-1])
+    assert [step for step, is_on in enumerate(states) if is_on] == [8, 9, 400, 800]
+
+
+def test_gain_of_drafts_that_become_right_is_found() -> None:
+    gain = DraftGain(1.05, runs_ahead=False)
+    for step in range(500):
+        is_on = gain.is_on(4)
+        gain.record(4, 16 if is_on and step > 20 else 4, 0.012 if is_on else 0.01, has_drafts=is_on)
+    assert gain.is_on(4)
 
 
 def test_gain_counts_all_tokens_of_all_steps() -> None:
