@@ -1,14 +1,11 @@
-"""The values that KEDA reads through the overlay equal the accepted, unfinished requests of each queue.
+"""The values that KEDA reads through the components `gpu` and `keda` equal the unfinished requests of each queue.
 
 A canceled request that a worker has read counts until the worker releases it in its next step.
 """
 
 import random
-import shutil
-import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,18 +18,16 @@ from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import NEWER, PRIORITY_CLASSES, QUEUE_NAMES, RESUMED, RedisKeys
 from shared.redis_scripts import Demand, Ending, QueueEntry, ReapMode, RedisScripts
+from tests.deploy.kustomizations import with_components
 
-OVERLAY = Path(__file__).parents[2] / "deploy" / "kustomize" / "overlays" / "keda"
-MODEL = "SmolLM2-135M-Instruct"  # model name of the overlay
+MODEL = "model"  # of the component `gpu`
 NUM_HISTORIES, NUM_ACTIONS = 200, 40
 WORKERS = ("w0.1", "w1.1")
 
 
 @pytest.fixture(scope="module")
-def scaled_object() -> dict[str, Any]:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl, whose kustomize builds the overlay, is not on this machine")
-    built = subprocess.run(["kubectl", "kustomize", str(OVERLAY)], check=True, capture_output=True, text=True).stdout
+def scaled_object(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    built = with_components(tmp_path_factory.mktemp("built"), "gpu", "keda")
     (found,) = [item for item in yaml.safe_load_all(built) if item["kind"] == "ScaledObject"]
     return found
 

@@ -1,7 +1,6 @@
 """The Kubernetes manifests are valid and match the code, Compose and the alerts."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,26 +14,28 @@ from engine_worker.settings import WorkerSettings
 from gateway.auth.access import OPEN_ROUTES
 from gateway.batches.driver.settings import DriverSettings
 from gateway.settings import GatewaySettings
+from shared.redis_keys import RedisKeys
 from shared.settings import load_settings, options
+from tests.deploy.kustomizations import KUSTOMIZE, kustomized, with_components
 
 ROOT = Path(__file__).parents[2]
-KUSTOMIZE = ROOT / "deploy" / "kustomize"
 OVERLAYS = ("cpu", "gpu", "files", "keda", "monitoring", "tensor-parallel", "leader-worker-set")
+COMBINATIONS = (
+    "gpu keda", "gpu monitoring", "gpu tensor-parallel keda", "gpu tensor-parallel monitoring", "keda monitoring",
+    "files gpu keda monitoring", "files gpu model-hub redis-auth", "redis-auth keda", "gpu gateway-hpa ingress",
+    "gpu httproute",
+)  # fmt: skip
 PROGRAMS = ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml", "components/files/batches.yaml")
 NAME = "app.kubernetes.io/name"  # pod label
 # Kubernetes has no schema of these kinds.
-CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule", "LeaderWorkerSet"}
+CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule", "LeaderWorkerSet", "HTTPRoute"}
 
 
-@pytest.fixture(scope="module", params=OVERLAYS)
-def built(request: pytest.FixtureRequest) -> str:
-    return kustomized(KUSTOMIZE / "overlays" / request.param)
-
-
-def kustomized(path: Path) -> str:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl, whose kustomize builds the overlays, is not on this machine")
-    return subprocess.run(["kubectl", "kustomize", path], check=True, capture_output=True, text=True).stdout
+@pytest.fixture(scope="module", params=(*OVERLAYS, *COMBINATIONS))
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param in OVERLAYS:
+        return kustomized(KUSTOMIZE / "overlays" / request.param)
+    return with_components(tmp_path_factory.mktemp("built"), *request.param.split())
 
 
 def test_kubernetes_objects_are_valid(built: str, tmp_path: Path) -> None:
@@ -82,11 +83,8 @@ def test_updates_and_drains_stop_one_worker_at_a_time(built: str) -> None:
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
 def test_component_files_gives_gateway_and_driver_one_volume(tmp_path: Path, overlay: str) -> None:
-    shutil.copytree(KUSTOMIZE, tmp_path / "kustomize")
-    path = tmp_path / "kustomize" / "overlays" / overlay
-    with (path / "kustomization.yaml").open("a") as file:
-        file.write("components: [../../components/files]\n")
-    objects = list(yaml.safe_load_all(kustomized(path)))
+    built = with_components(tmp_path, "files", *(["gpu"] if overlay == "gpu" else []))
+    objects = list(yaml.safe_load_all(built))
     (claim,) = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     pods = {
@@ -155,8 +153,8 @@ def templates_of_groups(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ("path", "settings"),
     [("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings),
      ("components/files/batches.yaml", DriverSettings),
-     ("overlays/gpu/engine-worker-gpu.yaml", WorkerSettings),
-     ("overlays/tensor-parallel/engine-worker-group.yaml", WorkerSettings),
+     ("components/gpu/engine-worker.yaml", WorkerSettings),
+     ("components/tensor-parallel/engine-worker.yaml", WorkerSettings),
      ("overlays/leader-worker-set/groups.yaml", WorkerSettings)],
 )  # fmt: skip
 def test_manifest_options_exist(path: str, settings: type) -> None:
@@ -249,5 +247,47 @@ def test_drain_fits_in_the_grace_period() -> None:
 
 
 def test_deployed_alert_rules_are_the_tested_ones() -> None:
-    (rule,) = documents("overlays/monitoring/prometheus-rule.yaml")
+    (rule,) = documents("components/monitoring/prometheus-rule.yaml")
     assert rule["spec"] == yaml.safe_load((ROOT / "monitoring" / "prometheus" / "alerts.yml").read_text())
+
+
+def test_queues_that_keda_reads_are_those_of_the_served_model(built: str) -> None:
+    objects = list(yaml.safe_load_all(built))
+    (settings,) = [item["data"] for item in objects if "PAGESTREAM_SERVED_MODEL_NAME" in item.get("data", {})]
+    for item in objects:
+        if item["kind"] == "ScaledObject":
+            streams = {trigger["metadata"]["stream"] for trigger in item["spec"]["triggers"]}
+            assert streams == set(RedisKeys(settings["PAGESTREAM_SERVED_MODEL_NAME"]).queues)
+
+
+def test_model_of_the_hub_is_where_the_programs_look_for_it(tmp_path: Path) -> None:
+    objects = list(yaml.safe_load_all(with_components(tmp_path, "files", "gpu", "model-hub")))
+    (settings,) = [item["data"] for item in objects if "PAGESTREAM_MODEL" in item.get("data", {})]
+    (job,) = [item["spec"]["template"]["spec"] for item in objects if item["kind"] == "Job"]
+    (container,) = job["containers"]
+    assert "mv .download model" in container["args"][0]
+    assert settings["PAGESTREAM_MODEL"] == container["workingDir"] + "/model"
+    claims = {item["metadata"]["name"] for item in objects if item["kind"] == "PersistentVolumeClaim"}
+    for pod in [job, *(item["spec"]["template"]["spec"] for item in objects if item["kind"] == "Deployment")]:
+        claimed = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]
+                   if "persistentVolumeClaim" in volume}  # fmt: skip
+        assert claimed["model"] == "pagestream-model" and set(claimed.values()) <= claims
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts["model"] == container["workingDir"]
+
+
+def test_store_passwords_come_from_a_secret(tmp_path: Path) -> None:
+    objects = list(yaml.safe_load_all(with_components(tmp_path, "files", "redis-auth")))
+    keys = {
+        "pagestream-gateway": "gateway-url",
+        "pagestream-batches": "gateway-url",
+        "pagestream-engine-worker": "worker-url",
+    }
+    for item in objects:
+        if item["kind"] == "Deployment":
+            env = {entry["name"]: entry for entry in item["spec"]["template"]["spec"]["containers"][0]["env"]}
+            source = {"secretKeyRef": {"name": "pagestream-store", "key": keys[item["metadata"]["name"]]}}
+            assert env["PAGESTREAM_REDIS_URL"] == {"name": "PAGESTREAM_REDIS_URL", "valueFrom": source}
+        elif item["kind"] == "StatefulSet":
+            (users,) = [volume for volume in item["spec"]["template"]["spec"]["volumes"] if volume["name"] == "users"]
+            assert users["secret"]["secretName"] == "pagestream-store"

@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,25 @@ async def test_store_users_of_old_release_read_in_arrival_order(
         await client.close()
         await as_worker.aclose()
         await as_gateway.aclose()
+
+
+async def test_documented_passwords_are_needed_and_sufficient(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Runs the commands of the guide, whose `kubectl` only shows its arguments here."""
+    guide = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    (commands,) = [block for block in guide.split("```")[1::2] if "hash()" in block]
+    shell = "kubectl() { printf '%s\\n' \"$@\"; }\n" + commands.replace("deploy/kustomize/base/users.acl", str(USERS))
+    run = partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True, text=True)
+    done = await asyncio.to_thread(run, ["bash", "-ec", shell])
+    urls = dict(re.findall(r"--from-literal=(\w+)-url=(\S+)", done.stdout))
+    options = ["--port", str(port := free_port()), "--protected-mode", "no", "--aclfile", str(tmp_path / "users.acl")]
+    with running_server(request.config, options):
+        for user in ("gateway", "worker"):
+            url = urls[user].replace("pagestream-redis:6379", f"127.0.0.1:{port}")
+            async with Redis.from_url(url) as client:
+                assert await client.ping()
+            async with Redis.from_url(Store(port).url(user)) as client:
+                with pytest.raises(redis.exceptions.AuthenticationError):
+                    await client.ping()
 
 
 FORBIDDEN: dict[str, list[tuple[Any, ...]]] = {

@@ -1,0 +1,27 @@
+"""Builds overlays, and combinations of components."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+KUSTOMIZE = Path(__file__).parents[2] / "deploy" / "kustomize"
+
+
+def with_components(path: Path, *components: str) -> str:
+    """Return the objects of the base with components in this order."""
+    shutil.copytree(KUSTOMIZE, path / "kustomize")
+    overlay = path / "kustomize" / "overlays" / "mine"
+    overlay.mkdir()
+    listed = [f"../../components/{name}" for name in components]
+    kustomization = {"kind": "Kustomization", "resources": ["../../base"], "components": listed}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return kustomized(overlay)
+
+
+def kustomized(path: Path) -> str:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl, whose kustomize builds the overlays, is not on this machine")
+    return subprocess.run(["kubectl", "kustomize", path], check=True, capture_output=True, text=True).stdout
