@@ -10,10 +10,10 @@
 -- KEYS  q, i (or the first r again), a (or the first r), order, times, homes, (r, j)...
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
 --       limit of a in bytes (or ''), seconds to keep a, bytes of a request besides its content, prefixes of r and of j, flow
---       (or ''), multiple (or ''), prefix of the control channels (or '': wake nobody), held (homes.lua; not among KEYS, because
---       gateways may only read it), then (request id, body, journal (tokens the client already
---       has, or ''), record or '', holder, grace seconds, bytes that it may write, tokens of its prompt (0: unknown), its cost
---       (or ''), its needs (0: none), tokens of its context (0: unknown), the key of its prefix (or '')) for each (r, j)
+--       (or ''), multiple (or ''), prefix of the control channels (or '': wake nobody), held (not among KEYS, because gateways
+--       may only read it), then (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace
+--       seconds, bytes that it may write, tokens of its prompt (0: unknown), its cost (or ''), its needs (0: none), tokens of
+--       its context (0: unknown), the key of its prefix (or '')) for each (r, j)
 -- reply {OK|DUP|BUSY|FULL, first request id} | {SHARE, first request id, places that the flow may hold}
 --       | {SAME, first request id, id of the other request, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
@@ -81,7 +81,8 @@ if account then
   end
 end
 
-local can_wake = channel_prefix ~= '' and type(redis.pcall('ZCARD', held_by_worker)) == 'number' -- otherwise the store's user has no permission
+-- The users of an older release may not read `held`.
+local can_wake = channel_prefix ~= '' and type(redis.pcall('ZCARD', held_by_worker)) == 'number'
 local woken, num_homes = {}, 0
 
 for n = 1, count do
@@ -113,6 +114,7 @@ for n = 1, count do
     redis.pcall('ZADD', order, start, entry) -- without permission, requests are read in order of arrival
     if home then
       redis.call('ZADD', home_key(order, home), start, entry)
+      redis.call('EXPIRE', home_key(order, home), HOME_SECONDS)
       num_homes = num_homes + 1
       if not woken[home] and load_of(held_by_worker, home) then
         woken[home] = true

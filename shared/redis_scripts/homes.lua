@@ -4,12 +4,14 @@
 -- The home of a prefix is the worker that last read an entry with this prefix: its cache probably has it. `homes` is a table of
 -- NUM_SLOTS values "prefix key, home", in which a prefix replaces another one of its slot, so its memory is bounded: 5 MB.
 -- An entry's field `h` is its home when it was accepted, empty if it has none; an entry of a gateway that wakes nobody lacks the
--- field. The start numbers of a home's entries (order.lua) are also in a set of its own, which may have entries that are gone.
+-- field. The start numbers of a home's entries (order.lua) are also in a set of its own. It may have entries that are gone, so it
+-- expires if its worker is.
 local QUANTUM, QUANTUM_RATIO = 2, 8
 local HOME_QUANTUM, HOME_QUANTUM_RATIO = 6, 4
-local NUM_SLOTS = 32768
+local NUM_SLOTS, HOME_SECONDS = 32768, 3600
 
--- The requests that a worker may hold if the least loaded worker with room holds `lowest`; more if it is the home of the last.
+-- The requests that a worker may hold if the least loaded worker with room holds `lowest`; more if it is the
+-- home of those above.
 local function allowed_beside(lowest, is_home)
   local quantum, ratio = is_home and HOME_QUANTUM or QUANTUM, is_home and HOME_QUANTUM_RATIO or QUANTUM_RATIO
   return lowest + math.max(quantum, math.floor(lowest / ratio))

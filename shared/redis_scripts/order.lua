@@ -6,9 +6,9 @@
 -- streams define which requests wait. An entry that is not in `order` is read when it is the oldest.
 -- A consumer group reads a stream in its order only. An entry that is next before older entries is moved to the end of `ahead`,
 -- the queue before this one, all of whose entries have been read.
--- Entries of a home (homes.lua) are read by it before other homes' entries whose start is at most WINDOW_TOKENS lower, so that keys
--- get their turns. Another worker leaves an entry to its home until it has waited for MAX_LEFT_MS, unless the home has no room, or
--- more requests than it may have beside this worker.
+-- A worker reads the entries whose home it is (homes.lua) before others whose start is at most WINDOW_TOKENS lower: keys still get
+-- their turns. It leaves an entry to another home until the entry has waited for MAX_LEFT_MS, unless that home has no room, or more
+-- requests than it may have beside this worker.
 local WINDOW_TOKENS, MAX_LEFT_MS = 16384, 20
 local MAX_STALE = 256 -- maximum of entries that were read or cancelled meanwhile, and are dropped by one call
 
@@ -95,7 +95,8 @@ local function move_ahead(order, q, ahead, found, r_prefix)
   return fields
 end
 
--- Read up to `limit` entries in fair order, or up to `home_limit` if the further ones have their home here, until `turns.is_enough()`. `turns.read(stream, count)` reads, counts, and returns
+-- Read up to `limit` entries in fair order, or up to `home_limit` if the further ones have their home here, until
+-- `turns.is_enough()`. `turns.read(stream, count)` reads, counts, and returns
 -- entry ids; `turns.read_on` does so in the stream's order until it is enough. `turns.count(fields)` counts an entry that is
 -- moved ahead, and `turns.read_ahead(count)` reads those. Returns the number of entries, and whether more may wait; if not, the
 -- start numbers are reset.

@@ -162,6 +162,13 @@ class TestOrder:
         assert not await redis.exists(order, times, f"{order}:{A}")
         assert await redis.hlen(keys.homes) == 1
 
+    async def test_entries_of_a_home_expire_with_it(self, store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+        """They may be cancelled after the home has gone, which nobody would notice."""
+        await settle_at(store, A)
+        await reap_worker(store, A)
+        await accept(store, "own")
+        assert 0 < await redis.ttl(f"{keys.turns(INTERACTIVE)[0]}:{A}") <= 3600
+
     async def test_table_of_homes_is_bounded(self, store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
         await take(store, B, 0, room=0)
         for number in range(50):
