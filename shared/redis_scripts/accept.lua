@@ -5,8 +5,8 @@
 -- With a limit, `a` is the account of the API key (account.lua): FULL if it would exceed the limit.
 -- The cap counts waiting requests. With a flow and `multiple`, a flow may hold `multiple` times the free places
 -- (shared/shares.py): SHARE if it would hold more.
--- Requests with a cost are ordered among those of other flows (order.lua). The homes of their prefixes (homes.lua) and one more
--- worker are woken; for requests without a home, the least loaded workers.
+-- Requests with a cost are ordered among those of other flows (order.lua). The homes of their prefixes (homes.lua) are woken, and
+-- for requests without a home the least loaded workers.
 -- KEYS  q, i (or the first r again), a (or the first r), order, times, homes, (r, j)...
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
 --       limit of a in bytes (or ''), seconds to keep a, bytes of a request besides its content, prefixes of r and of j, flow
@@ -145,7 +145,7 @@ if flow ~= '' then
   end
 end
 if can_wake then
-  wake(held_by_worker, channel_prefix, count - num_homes + math.min(num_homes, 1), woken)
+  wake(held_by_worker, channel_prefix, count - num_homes, woken)
 end
 if fingerprint ~= '' then
   redis.call('HSET', i, 'id', first, 'fingerprint', fingerprint)

@@ -40,14 +40,15 @@ local function settle(homes, prefix_key, worker)
   redis.call('HSET', homes, slot_of(prefix_key), prefix_key .. ' ' .. worker)
 end
 
--- Wake up to `count` of the least loaded workers with room that are not in `woken`.
+-- Wake the least loaded workers with room that are not in `woken`: `count`, and one more, because a stopped worker may be among
+-- them.
 local function wake(held, channel_prefix, count, woken)
+  count = count + 1
   local num_known = 0
   for _ in pairs(woken) do
     num_known = num_known + 1
   end
-  local found = count > 0 and redis.pcall('ZRANGE', held, 0, count + num_known - 1) or {}
-  for _, worker in ipairs(found) do
+  for _, worker in ipairs(redis.pcall('ZRANGE', held, 0, count + num_known - 1)) do
     if count > 0 and not woken[worker] then
       woken[worker] = true
       count = count - 1

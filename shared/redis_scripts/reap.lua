@@ -65,7 +65,9 @@ for i = 1, (#KEYS - 8) / 2 do
   end
 end
 
-wake(KEYS[5], channel_prefix, requeued, {})
+if requeued > 0 then
+  wake(KEYS[5], channel_prefix, requeued, {})
+end
 local remaining = #redis.call('XPENDING', q, group, '-', '+', 1000, worker)
 if remaining == 0 then
   redis.call('XGROUP', 'DELCONSUMER', q, group, worker)

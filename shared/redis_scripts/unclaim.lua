@@ -26,5 +26,7 @@ for i = 1, (#KEYS - 4) / 2 do
     end
   end
 end
-wake(KEYS[4], ARGV[3], requeued, {})
+if requeued > 0 then
+  wake(KEYS[4], ARGV[3], requeued, {})
+end
 return {'OK', requeued}
