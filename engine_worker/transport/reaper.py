@@ -2,7 +2,7 @@
 
 Time is counted in ticks of this process: a worker without a heartbeat for 15 ticks is dead. A late tick counts as one,
 so a paused observer reaps no worker. A tick in which the observer received nothing, not even the reply to its ping,
-does not count. A consumer without a fence is a zombie, and is reaped at once.
+does not count. A consumer without a fence is a zombie, and is reaped at once; one without requests is not counted.
 """
 
 import logging
@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.orphans import Orphans
 from shared.messages import FormatError, decode_heartbeat
-from shared.reaping import list_worker_ids, reap_worker
+from shared.reaping import ReapSummary, list_worker_ids, reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
@@ -103,6 +103,8 @@ class Reaper:
             dead = self._missed.tick(worker_ids) if could_hear else []
             for worker_id in sorted({*fenced, *dead}):
                 summary = await reap_worker(self._scripts, worker_id)
+                if worker_id not in dead and summary == ReapSummary():
+                    continue  # it is ending: its fence goes before its consumers
                 self.faults.num_reaped += 1
                 logger.warning("reaper: reaped worker %s: %s", worker_id, summary)
             await self._orphans.tick()

@@ -70,7 +70,16 @@ class TestReaper:
         await rig.redis.xreadgroup(GROUP, "zombie.1", {rig.keys.queue("interactive"): ">"})
         await reaper.tick(could_hear=False)
         assert await list_worker_ids(rig.redis, rig.keys) == [WORKER]
+        assert reaper.faults.num_reaped == 1
         assert await rig.claim() == ["a"]
+
+    async def test_reaper_does_not_count_a_worker_that_is_ending(self, reaper, rig):
+        """A hand-back deletes the fence first, and the consumers queue by queue."""
+        await rig.scripts.register("w1.ending")
+        await rig.redis.delete(rig.keys.fence("w1.ending"))
+        await reaper.tick(could_hear=False)
+        assert await list_worker_ids(rig.redis, rig.keys) == [WORKER]
+        assert reaper.faults.num_reaped == 0
 
     async def test_reaper_tick_without_subscription_does_not_count(self, reaper, rig):
         for _ in range(50):
