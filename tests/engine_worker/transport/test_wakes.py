@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from engine_worker.transport.control_messages import ControlMessages
 from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.worker_profile import WorkerProfile
@@ -15,7 +17,13 @@ from shared.redis_scripts import Demand
 from shared.tasks import cancel_and_wait
 from tests.engine_worker.transport.rig import WORKER, Rig, make_request
 
-TIMEOUT_SECONDS = 0.9  # of a claim that a message must end before the next tick, at which any claim ends
+TIMEOUT_SECONDS = 10.0  # of a claim that only a message can end
+
+
+@pytest.fixture(autouse=True)
+def no_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No claim ends at a tick."""
+    monkeypatch.setattr("engine_worker.transport.request_stream.BLOCK_SECONDS", 600.0)
 
 
 @asynccontextmanager
