@@ -117,10 +117,11 @@ class WorkerMetrics:
             "pagestream_queue_given_back_total", "Requests returned to the queue for less loaded workers",
             names, registry=self.registry,
         ).labels(*self._labels)  # fmt: skip
-        self._claims = Counter(
+        claims = Counter(
             "pagestream_claimed_requests_total", "Claimed requests, by the worker that probably has their prefix",
             (*names, "home"), registry=self.registry,
         )  # fmt: skip
+        self._claims = {home: claims.labels(*self._labels, home) for home in ("this", "other", "none")}
         self._incarnations = Counter(
             "pagestream_worker_incarnations_total", "Registrations of this worker; more than 1: it was fenced",
             names, registry=self.registry,
@@ -141,7 +142,7 @@ class WorkerMetrics:
     def took(self, home: str, worker_id: str) -> None:
         """Count a claim by `worker_id` of a request whose prefix `home` probably has; "": no worker."""
         place = ("this" if home == worker_id else "other") if home else "none"
-        self._claims.labels(*self._labels, place).inc()
+        self._claims[place].inc()
 
     def gave_back(self, num_requests: int) -> None:
         self._given_back.inc(num_requests)

@@ -27,7 +27,7 @@ from engine_worker.request_spans import RequestSpans
 from engine_worker.request_times import RequestClock, TimesSink
 from engine_worker.settings import WorkerSettings
 from engine_worker.status import WorkerStatus
-from engine_worker.transport.control_messages import ControlMessages
+from engine_worker.transport.control_messages import listen
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.heartbeat import BEAT_SECONDS, HeartbeatPublisher
 from engine_worker.transport.incarnation import Incarnation, register
@@ -233,7 +233,7 @@ class WorkerService:
         worker = Worker(
             self._engine,
             self._register,
-            self._listen,
+            partial(listen, self._connections, self._keys),
             self._metrics,
             self._settings.drain_seconds,
             RequestClock(self._sinks),
@@ -310,15 +310,6 @@ class WorkerService:
         )
         await self._beat()  # saves gateways that wait for a worker 0.5 s on average
         return incarnation
-
-    async def _listen(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
-        await ControlMessages(
-            self._connections.subscriber,
-            self._keys,
-            on_cancel,
-            on_attach=incarnation.claims.attach,
-            on_wake=incarnation.requests.wakes.wake,
-        ).run(incarnation.worker_id)
 
     async def _beat_each_second(self) -> None:
         while True:

@@ -82,15 +82,9 @@ async def own_fleet(
         commands = {f"gateway {number}": [*launcher, "gateway", *common, *listen] for number in range(size.gateways)}
         if "--files-dir" in gateway_flags and ((gateway_home or ROOT) / DRIVER).exists():  # else the gateways drive
             commands["batches"] = [*launcher, "gateway.batches.driver", *common, *gateway_flags, "--metrics-port", "0"]
-        for number in range(size.workers):
-            commands["worker" if size.workers == 1 else f"worker {number}"] = [
-                *launcher,
-                worker,
-                *common,
-                *worker_flags,
-                "--metrics-port",
-                "0",
-            ]
+        of_worker = [*launcher, worker, *common, *worker_flags, "--metrics-port", "0"]
+        names = ["worker"] if size.workers == 1 else [f"worker {number}" for number in range(size.workers)]
+        commands |= dict.fromkeys(names, of_worker)
         try:
             with _running(commands, directory / "log", gateway_home) as processes:
                 _wait_until_ready(port, directory / "log", size.workers, processes)

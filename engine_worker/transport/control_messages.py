@@ -13,8 +13,24 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
+from engine_worker.transport.incarnation import Incarnation
+from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.subscription import Message, Subscription
+
+
+async def listen(
+    connections: RedisConnections, keys: RedisKeys, incarnation: Incarnation, on_cancel: Callable[[str], None]
+) -> None:
+    """Receive the messages of an incarnation until cancelled; `on_cancel` is called with the id of a request."""
+    messages = ControlMessages(
+        connections.subscriber,
+        keys,
+        on_cancel,
+        on_attach=incarnation.claims.attach,
+        on_wake=incarnation.requests.wakes.wake,
+    )
+    await messages.run(incarnation.worker_id)
 
 
 class ControlMessages:

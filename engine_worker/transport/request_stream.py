@@ -114,7 +114,7 @@ class RequestStream:
         self._waits_for_newer_at = clock()  # when the queue NEWER may wake this worker again
         self.faults = faults or FaultCounts()
         self.wakes = Wakes(profile.has_peers)
-        # Whether the last TAKE left no entry and told the store of room, so that a message precedes the next entry.
+        # The last TAKE left no entry, and the store knows that there is room: a message comes before the next entry.
         self._has_seen_all = False
         self._new_queues = tuple(map(scripts.keys.queue, PRIORITY_CLASSES))
 

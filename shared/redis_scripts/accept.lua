@@ -10,8 +10,8 @@
 -- KEYS  q, i (or the first r again), a (or the first r), order, times, homes, (r, j)...
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
 --       limit of a in bytes (or ''), seconds to keep a, bytes of a request besides its content, prefixes of r and of j, flow
---       (or ''), multiple (or ''), prefix of the control channels (or '': wake nobody), held (not among KEYS, because gateways
---       may only read it), then (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace
+--       (or ''), multiple (or ''), prefix of the control channels (or '': wake nobody), held (an argument: gateways may not write
+--       it), then (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace
 --       seconds, bytes that it may write, tokens of its prompt (0: unknown), its cost (or ''), its needs (0: none), tokens of
 --       its context (0: unknown), the key of its prefix (or '')) for each (r, j)
 -- reply {OK|DUP|BUSY|FULL, first request id} | {SHARE, first request id, places that the flow may hold}

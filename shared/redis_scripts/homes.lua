@@ -10,8 +10,7 @@ local QUANTUM, QUANTUM_RATIO = 2, 8
 local HOME_QUANTUM, HOME_QUANTUM_RATIO = 6, 4
 local NUM_SLOTS, HOME_SECONDS = 32768, 3600
 
--- The requests that a worker may hold if the least loaded worker with room holds `lowest`; more if it is the
--- home of those above.
+-- The requests that a worker may hold if the least loaded worker with room holds `lowest`. A home may hold more of its entries.
 local function allowed_beside(lowest, is_home)
   local quantum, ratio = is_home and HOME_QUANTUM or QUANTUM, is_home and HOME_QUANTUM_RATIO or QUANTUM_RATIO
   return lowest + math.max(quantum, math.floor(lowest / ratio))

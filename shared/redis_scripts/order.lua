@@ -7,7 +7,7 @@
 -- A consumer group reads a stream in its order only. An entry that is next before older entries is moved to the end of `ahead`,
 -- the queue before this one, all of whose entries have been read.
 -- A worker reads the entries whose home it is (homes.lua) before others whose start is at most WINDOW_TOKENS lower: keys still get
--- their turns. It leaves an entry to another home until the entry has waited for MAX_LEFT_MS, unless that home has no room, or more
+-- their turns. It leaves other homes' entries to them for MAX_LEFT_MS. It does not wait for a home without room, or with more
 -- requests than it may have beside this worker.
 local WINDOW_TOKENS, MAX_LEFT_MS = 16384, 20
 local MAX_STALE = 256 -- maximum of entries that were read or cancelled meanwhile, and are dropped by one call

@@ -23,7 +23,8 @@ OVERLAYS = ("cpu", "gpu", "files", "keda", "monitoring", "tensor-parallel", "lea
 COMBINATIONS = (
     "gpu keda", "gpu monitoring", "gpu tensor-parallel keda", "gpu tensor-parallel monitoring", "keda monitoring",
     "files gpu keda monitoring", "files gpu model-hub redis-auth", "redis-auth keda", "gpu gateway-hpa ingress",
-    "gpu httproute",
+    "gpu httproute", "files gpu model-hub keda monitoring", "files gpu model-hub keda monitoring redis-auth",
+    "files gpu model-hub keda monitoring gateway-hpa ingress redis-auth",
 )  # fmt: skip
 PROGRAMS = ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml", "components/files/batches.yaml")
 NAME = "app.kubernetes.io/name"  # pod label

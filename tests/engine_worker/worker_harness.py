@@ -15,7 +15,7 @@ from engine_worker.metrics import WorkerMetrics
 from engine_worker.request_times import RequestClock
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.status import WorkerStatus
-from engine_worker.transport.control_messages import ControlMessages
+from engine_worker.transport.control_messages import listen
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.worker import Worker
 from shared.fleet_clock import FleetClock
@@ -165,10 +165,4 @@ class WorkerHarness:
             on_cancel(request_id)
             self.hinted.append(request_id)
 
-        await ControlMessages(
-            self._connections.subscriber,
-            self.keys,
-            on_hint,
-            on_attach=incarnation.claims.attach,
-            on_wake=incarnation.requests.wakes.wake,
-        ).run(incarnation.worker_id)
+        await listen(self._connections, self.keys, incarnation, on_hint)
