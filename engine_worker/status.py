@@ -78,6 +78,7 @@ class WorkerStatus:
             capabilities=SUPPORTED,
             fingerprint=self.fingerprint,
             max_num_seqs=self.max_num_seqs,
+            generated_tokens=stats.counters.generated_tokens if stats else 0,
         )
 
     def _print(self) -> None:

@@ -9,7 +9,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.auth.access import Access, authenticate, check_address
 from gateway.auth.api_keys import ApiKeysError
-from gateway.http import admin, kv, page
+from gateway.http import admin, fleet, kv, page
 from gateway.http.descriptors import watch_descriptors
 from gateway.http.dialect import DIALECTS
 from gateway.http.middlewares import admit, charge, errors_to_json, identify, measure, set_headers, trace, write_out
@@ -63,7 +63,7 @@ RUNNER_OPTIONS: dict[str, Any] = {
 def operations_of(apis: Iterable[Api], *, has_page: bool = True) -> list[Operation]:
     """Return the operations of a gateway with these APIs."""
     operations = [operation for api in apis for operation in api.operations]
-    operations += [*admin.OPERATIONS, *kv.OPERATIONS]
+    operations += [*admin.OPERATIONS, *kv.OPERATIONS, *fleet.OPERATIONS]
     return [*operations, *page.OPERATIONS] if has_page else operations
 
 

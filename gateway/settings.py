@@ -56,6 +56,7 @@ class GatewaySettings:
         None, parse=Path, help="TOML file of API keys and their limits; reloaded when it changes"
     )
     ui: bool = setting(True, help="serve the web page at /: playground and live map of KV blocks")
+    ui_history: bool = setting(True, help="let the page keep its conversations in the browser's local storage")
     allowed_hosts: tuple[str, ...] = setting(
         (), help="additional Host names to accept while no API key is set, separated by commas"
     )

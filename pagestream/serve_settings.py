@@ -47,6 +47,7 @@ GATEWAY_FLAGS = frozenset(
         "--task",
         "--force-include-usage",
         "--ui",
+        "--ui-history",
         "--api-key",
         "--api-keys-file",
         "--allowed-hosts",

@@ -41,7 +41,7 @@ SERVE_OPTIONS = """
 """
 GATEWAY_OPTIONS = """
     model served_model_name models_file redis_url store_namespace host port reuse_port own_port api_key api_keys_file ui
-    allowed_hosts open_routes allow_unauthenticated
+    ui_history allowed_hosts open_routes allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams max_bytes_in_flight
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
     max_num_queued_tokens prefix_affinity

@@ -5,7 +5,9 @@ import { RequestTable } from "./kv_requests.js";
 import { KVTimeline } from "./kv_timeline.js";
 
 const RETRY_MS = 3000;
-const SILENT_MS = 15000; // workers publish each second; a silent one has ended
+const SILENT_MS = 5000; // workers publish each second; a silent one has ended
+const SWEEP_MS = 1000;
+const SERVE_WORKER = /^(serve\..+\.\d+)-(\d+)\./; // of `pagestream serve`: the number of its place and of its life
 const KEPT_EVENTS = 500;
 const LISTED_EVENTS = 100;
 const $ = (id) => document.getElementById(id);
@@ -27,6 +29,7 @@ export function watchBlocks() {
   timeline = new KVTimeline($("timeline"));
   $("worker").addEventListener("change", draw);
   document.addEventListener("visibilitychange", follow);
+  setInterval(() => forget(isSilent), SWEEP_MS);
   follow();
 }
 
@@ -58,12 +61,27 @@ async function read(controller) {
 }
 
 function take(snapshot) {
-  const receivedAt = performance.now();
-  latest.set(snapshot.worker, { ...snapshot, receivedAt });
-  for (const [name, last] of latest) if (receivedAt - last.receivedAt > SILENT_MS) { latest.delete(name); history.delete(name); }
+  latest.set(snapshot.worker, { ...snapshot, receivedAt: performance.now() });
+  forget((name) => isEarlierLife(name, snapshot.worker));
   history.set(snapshot.worker, [...snapshot.events.toReversed(), ...(history.get(snapshot.worker) || [])].slice(0, KEPT_EVENTS));
-  offerWorkers();
   if (snapshot.worker === $("worker").value) draw();
+}
+
+function forget(isGone) {
+  for (const [name, last] of latest) if (isGone(name, last)) { latest.delete(name); history.delete(name); }
+  offerWorkers();
+}
+
+function isSilent(name, last) {
+  // A hidden page reads nothing, so it knows of no silence.
+  return !document.hidden && performance.now() - last.receivedAt > SILENT_MS;
+}
+
+// Whether `serve` started `worker` after the process of `name` had ended.
+function isEarlierLife(name, worker) {
+  const [, place, life] = SERVE_WORKER.exec(worker) ?? [];
+  const [, itsPlace, itsLife] = SERVE_WORKER.exec(name) ?? [];
+  return place !== undefined && place === itsPlace && Number(itsLife) < Number(life);
 }
 
 function offerWorkers() {
@@ -71,9 +89,11 @@ function offerWorkers() {
   const names = [...latest.keys()].sort();
   if (names.join() === [...select.options].map((option) => option.value).join()) return;
   const chosen = select.value;
-  select.replaceChildren(...names.map((name) => new Option(name, name)));
-  select.disabled = false;
-  if (latest.has(chosen)) select.value = chosen;
+  const options = names.length ? names.map((name) => new Option(name, name)) : [new Option("waiting for workers", "")];
+  select.replaceChildren(...options);
+  select.disabled = !names.length;
+  select.value = names.find((name) => name === chosen) ?? names.find((name) => isEarlierLife(chosen, name)) ?? options[0].value;
+  draw();
 }
 
 function pick(id) {

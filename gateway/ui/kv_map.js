@@ -36,7 +36,7 @@ export class KVMap {
     canvas.addEventListener("keydown", (event) => this.#key(event));
     canvas.addEventListener("blur", () => { this.focused = -1; this.#showTip(-1); this.#paint(); });
     new ResizeObserver(() => this.#paint()).observe(canvas.parentElement);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#paint());
+    document.addEventListener("themechange", () => this.#paint());
   }
 
   // view: {worker, states, slots (of a block), tables: [{id, group, blocks, first (its number), computed (tokens)}]}

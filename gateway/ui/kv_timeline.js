@@ -19,7 +19,7 @@ export class KVTimeline {
   draw(events, now) {
     const scale = window.devicePixelRatio || 1;
     const width = this.canvas.parentElement.clientWidth;
-    const height = LANES.length * LANE_PIXELS;
+    const height = (LANES.length + 1) * LANE_PIXELS;
     this.canvas.style.height = `${height}px`;
     this.canvas.width = width * scale;
     this.canvas.height = height * scale;
@@ -43,6 +43,17 @@ export class KVTimeline {
       }
       return `${ours.length} ${lane.name}`;
     });
+    drawAxis(context, style, width);
     this.canvas.setAttribute("aria-label", `Moves of blocks in the last two minutes: ${summaries.join(", ")}`);
+  }
+}
+
+// The times below the lanes.
+function drawAxis(context, style, width) {
+  const top = LANES.length * LANE_PIXELS + 10;
+  context.fillStyle = style.getPropertyValue("--muted");
+  for (const [share, label, align] of [[0, "-2 min", "left"], [0.5, "-1 min", "center"], [1, "now", "right"]]) {
+    context.textAlign = align;
+    context.fillText(label, LABEL_PIXELS + share * (width - LABEL_PIXELS), top);
   }
 }

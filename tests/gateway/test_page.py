@@ -1,6 +1,7 @@
 """The page and its event stream: complete, self-contained, and active only while somebody watches."""
 
 import asyncio
+import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,7 @@ from tests.gateway.conftest import Gateway
 from tests.patience import PATIENCE_SECONDS
 
 UI = Path(__file__).parents[2] / "gateway" / "ui"
+VENDOR = UI / "vendor"
 
 
 def snapshot(worker: str = "w") -> KVSnapshot:
@@ -35,24 +37,45 @@ async def test_page_and_all_its_files_are_served(gateway: Gateway) -> None:
     assert "default-src 'none'" in policy and "unsafe" not in policy
     named = set(re.findall(r'(?:src|href)="(ui/[^"]+)"', page))
     sources = {path.name: path.read_text() for path in UI.glob("*.js")}
-    named |= {f"ui/{name}" for text in sources.values() for name in re.findall(r'from "\./([^"]+)"', text)}
-    assert {path.name for path in UI.iterdir()} - {"index.html"} == {name.removeprefix("ui/") for name in named}
+    named |= {f"ui/{name}" for text in sources.values() for name in re.findall(r'(?:from|import) "\./([^"]+)"', text)}
+    assert {path.name for path in UI.glob("*.*")} - {"index.html"} == {
+        name[3:] for name in named if "vendor" not in name
+    }
+    assert {path.name for path in VENDOR.glob("*.js")} == {name[10:] for name in named if "vendor" in name}
     for name in named:
         async with gateway.session.get(f"/{name}") as response:
             assert response.status == 200, name
             assert response.headers["X-Content-Type-Options"] == "nosniff"
 
 
+def test_scripts_of_other_projects_are_unchanged_and_small() -> None:
+    table = re.findall(r"^\| (\S+\.js) \|.*\| ([0-9a-f]{64}) \|$", (VENDOR / "README.md").read_text(), re.M)
+    assert dict(table) == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.glob("*.js")}
+    assert sum(path.stat().st_size for path in VENDOR.glob("*.js")) <= 220_000
+
+
+@pytest.mark.parametrize(("ui_history", "attribute"), [(True, "on"), (False, "off")])
+async def test_page_says_whether_it_may_keep_conversations(
+    start_gateway: Callable[..., Any], ui_history: bool, attribute: str
+) -> None:
+    gateway = await start_gateway(ui_history=ui_history)
+    async with gateway.session.get("/") as response:
+        assert f'data-history="{attribute}"' in await response.text()
+
+
 async def test_page_obeys_a_strict_security_policy() -> None:
     """The page has no inline script or style, no foreign resource, and never builds HTML from data."""
-    for path in UI.iterdir():
+    for path in UI.glob("*.*"):
         text = path.read_text()
         assert not re.search(r"https?://|<style|\sstyle=|\son\w+=", text)
         assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
         assert not re.search(r"<script(?![^>]*\ssrc=)", text)
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "..%2Fapp.py", "%2e%2e/app.py", "__init__.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["nothing.js", "..%2Fapp.py", "%2e%2e/app.py", "__init__.py", "vendor/nothing.js", "vendor/README.md", "vendor"],
+)
 async def test_other_paths_are_not_served(gateway: Gateway, name: str) -> None:
     async with gateway.session.get(f"/ui/{name}") as response:
         assert response.status == 404

@@ -84,6 +84,20 @@ async def test_readyz_requires_a_writable_store(gateway: Gateway) -> None:
     assert (status, body["store_write_seconds"]) == (503, None)
 
 
+async def test_fleet_shows_queue_and_workers(gateway: Gateway) -> None:
+    beat = heartbeat(running=3, waiting=1, max_num_seqs=8, kv_blocks_total=100, kv_blocks_free=60, generated_tokens=7)
+    gateway.engine.workers = [beat]
+    status, body = await get(gateway, "/debug/fleet")
+    [model] = body["models"]
+    [worker] = model["workers"]
+    assert (status, model["state"], model["generated_tokens"]) == (200, "ready", 7)
+    assert model["queue"] == {"interactive": 2, "batch": 1}
+    assert (worker["running"], worker["waiting"], worker["kv_blocks_used"]) == (3, 1, 40)
+    gateway.engine.store_error = StoreUnavailable("MISCONF")
+    status, body = await get(gateway, "/debug/fleet")
+    assert (status, body["models"][0]["queue"]) == (200, None)
+
+
 async def test_models_are_listed(gateway: Gateway) -> None:
     model = {
         "id": "tiny",
