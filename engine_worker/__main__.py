@@ -36,6 +36,7 @@ from shared.garbage_collection import no_searches, search_rarely
 from shared.logs import configure_logging
 from shared.model_identity import files_identity
 from shared.processes import exit_with_parent
+from shared.setting_names import discard_unread_variables
 from shared.settings import settings_or_exit
 from shared.store_errors import StoreRefused
 
@@ -54,6 +55,7 @@ EXIT_OK, EXIT_FAILED, EXIT_CANNOT_START = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the worker. Return the exit status."""
     parent_pid = os.getppid()
+    discard_unread_variables(os.environ, PROGRAM)
     arguments = sys.argv[1:] if argv is None else argv
     settings = settings_or_exit(WorkerSettings, arguments, os.environ, prog=PROGRAM).settings
     if settings.check:

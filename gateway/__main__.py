@@ -24,6 +24,7 @@ from gateway.settings import GatewaySettings
 from gateway.work.reader_pool import ReaderPool
 from gateway.work.reader_process import ReaderProcess
 from shared.redis_client import connect
+from shared.setting_names import discard_unread_variables
 from shared.settings import SettingsError, settings_or_exit
 from shared.tracing import TracingUnavailable, open_tracing
 
@@ -39,6 +40,7 @@ MAX_PROCESSES = 2  # that read requests; each loads the tokenizer of each model:
 def main(argv: list[str] | None = None) -> int:
     """Run the gateway. Return the exit status."""
     parent_pid = os.getppid()
+    discard_unread_variables(os.environ, PROGRAM)
     arguments = sys.argv[1:] if argv is None else argv
     settings: GatewaySettings = settings_or_exit(GatewaySettings, arguments, os.environ, prog=PROGRAM).settings
     if settings.check:

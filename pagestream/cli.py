@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagestream.serve_settings import DEMO, ServeSettings, split_flags
+from shared.setting_names import discard_unread_variables
 from shared.settings import SettingsError, build_parser, load_settings
 from shared.version import VERSION
 
@@ -117,6 +118,7 @@ def _serve(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(_serve_help())
         return 0
+    discard_unread_variables(os.environ, "pagestream serve")
     # The model comes first, as in vLLM. Elsewhere a word could be the value of a child's flag.
     model = ["--model", arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
     rest: list[str] = []

@@ -30,6 +30,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 ENVIRONMENT_PREFIX = "PAGESTREAM_"
+# Variables that Kubernetes and Docker set for each service that they know. A service that is named
+# pagestream-gateway gives PAGESTREAM_GATEWAY_PORT=tcp://10.0.0.9:8000.
+_LINK_NAME = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 _PASSWORD = re.compile(r"(://[^/@:]*:)[^/]*@")  # in a URL
 _UNITS = {name.lower(): name for name in ("SECONDS", "BYTES", "RATIO", "PORT", "URL", "HOST", "KEY")}
@@ -157,7 +161,7 @@ def load_settings(
         variable = ENVIRONMENT_PREFIX + field.name.upper()
         if field.name in given:
             text, source, origin = given[field.name], _flag(field), "flag"
-        elif environ.get(variable):
+        elif environ.get(variable) and not is_service_link(variable, environ[variable]):
             text, source, origin = environ[variable], variable, f"env {variable}"
         elif field.name in file_values:
             text, source, origin = file_values[field.name], f"{field.name} in {config_path}", f"file {config_path}"
@@ -175,10 +179,21 @@ def load_settings(
     return Loaded(_construct(cls, values), origins, config_path)
 
 
+def is_service_link(name: str, value: str) -> bool:
+    """Return whether Kubernetes or Docker, and not a user, set an environment variable."""
+    return bool(_LINK_NAME.fullmatch(name) or _LINK_VALUE.fullmatch(value))
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return a clause that names the known option most like an unknown one, or an empty string."""
-    close = difflib.get_close_matches(word.partition("=")[0], list(known), n=1, cutoff=0.75)
-    return f"did you mean {close[0]}?" if close else ""
+    close = closest(word.partition("=")[0], known)
+    return f"did you mean {close}?" if close else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word most like an unknown one, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
+    return close[0] if close else ""
 
 
 def settings_or_exit(

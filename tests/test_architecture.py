@@ -23,6 +23,7 @@ from engine_worker.settings import WorkerSettings
 from gateway.batches.driver.settings import DriverSettings
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import GATEWAY_FLAGS, SET_BY_SERVE, ServeSettings
+from shared import setting_names
 from shared.settings import options
 
 ROOT = Path(__file__).parents[1]
@@ -32,37 +33,6 @@ DANGEROUS_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "she
 # A gateway and its child processes, through private pipes: no byte of a client is unpickled.
 PICKLES_TO_ITSELF = {("gateway/work/reader_process.py", "pickle")}
 DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load", "yaml.load"}
-
-# A new option must be added here and to the changelog. Its help text is its documentation.
-SERVE_OPTIONS = """
-    model revision served_model_name models_file host port metrics_port gateways workers tensor_parallel_size redis_url
-    store_namespace store_max_memory_bytes max_model_len files_dir drain_seconds log_format otlp_traces_endpoint
-    vllm_metric_names
-"""
-GATEWAY_OPTIONS = """
-    model served_model_name models_file redis_url store_namespace host port reuse_port own_port api_key api_keys_file ui
-    ui_history allowed_hosts open_routes allow_unauthenticated
-    max_model_len max_num_queued_reqs max_num_streams max_bytes_in_flight
-    sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
-    max_num_queued_tokens prefix_affinity
-    default_timeout_seconds default_queue_timeout_seconds no_worker no_worker_wait_seconds
-    max_timeout_seconds
-    default_detach_seconds max_detach_seconds drain_seconds
-    tool_call_parser reasoning_parser generation_config task force_include_usage
-    files_dir max_file_bytes max_files_bytes max_files_bytes_per_key files_retention_seconds max_batch_concurrency
-    check exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
-"""
-BATCHES_OPTIONS = GATEWAY_OPTIONS + "metrics_host metrics_port"
-WORKER_OPTIONS = """
-    model device dtype model_impl load_format quantization max_model_len tensor_parallel_size enable_expert_parallel
-    rendezvous_endpoint num_threads kv_cache_dtype block_size
-    kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes max_num_seqs max_num_batched_tokens
-    deterministic cudagraph_mode enforce_eager
-    preemption_mode offloaded_prefixes enable_prefix_caching max_prefill_tokens_with_decodes async_scheduling
-    speculative_config served_model_name redis_url store_namespace worker_id drain_seconds step_timeout_seconds
-    dead_after_seconds check
-    exit_with_parent metrics_host metrics_port log_format otlp_traces_endpoint vllm_metric_names
-"""
 
 
 @cache
@@ -116,10 +86,10 @@ def test_forbidden_import_breaks_its_contract(tmp_path: Path, file: str, line: s
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (ServeSettings, SERVE_OPTIONS),
-        (GatewaySettings, GATEWAY_OPTIONS),
-        (DriverSettings, BATCHES_OPTIONS),
-        (WorkerSettings, WORKER_OPTIONS),
+        (ServeSettings, setting_names.SERVE),
+        (GatewaySettings, setting_names.GATEWAY),
+        (DriverSettings, setting_names.BATCHES),
+        (WorkerSettings, setting_names.WORKER),
     ],
 )
 def test_options_match_the_list(settings: type, names: str) -> None:

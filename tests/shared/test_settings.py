@@ -39,6 +39,11 @@ def load(*argv: str, environ: dict[str, str] | None = None, prog: str = "pagestr
     return load_settings(Example, ["--model", "/m", *argv], environ or {}, prog=prog)
 
 
+def test_settings_ignore_the_link_to_a_service_of_the_same_name() -> None:
+    # Kubernetes sets it in all pods beside a service that is named pagestream-block-size.
+    assert load(environ={"PAGESTREAM_BLOCK_SIZE": "tcp://10.0.0.9:80"}).origins["block_size"] == "default"
+
+
 def test_settings_defaults_have_origin_default() -> None:
     loaded = load()
     assert loaded.settings == Example(model=Path("/m"))

@@ -19,6 +19,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.model_service import model_options
 from gateway.process import CLOSE_SECONDS, Address, clients_of, refuse_start, run, serve_app
 from shared.redis_client import connect
+from shared.setting_names import discard_unread_variables
 from shared.settings import SettingsError, settings_or_exit
 
 PROGRAM = "pagestream batches"
@@ -27,6 +28,7 @@ PROGRAM = "pagestream batches"
 def main(argv: list[str] | None = None) -> int:
     """Run the driver. Return the exit status."""
     parent_pid = os.getppid()
+    discard_unread_variables(os.environ, PROGRAM)
     arguments = sys.argv[1:] if argv is None else argv
     settings: DriverSettings = settings_or_exit(
         DriverSettings, arguments, os.environ, prog=PROGRAM, tables=("gateway",)
