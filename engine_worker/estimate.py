@@ -174,7 +174,7 @@ def _does_not_fit(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     try:
         load_format = "auto" if any(options.model.glob("*.safetensors*")) else "dummy"
         notes = _decide_quantization(options, load_format)
@@ -294,7 +294,7 @@ def _advice(options: argparse.Namespace, blueprint: "Blueprint", shared: Estimat
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagestream estimate", description="Estimate the memory of a model.")
     parser.add_argument("model", type=Path, metavar="PATH", help="model directory; config.json is enough")
     parser.add_argument(

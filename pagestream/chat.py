@@ -90,6 +90,21 @@ def _message(body: bytes) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    options = {"model": args.model, "max_tokens": args.max_tokens, "temperature": args.temperature}
+    api_key = os.environ.get("PAGESTREAM_API_KEY", "")
+    conversation = Conversation(streamed_answers(args.url, api_key, options), sys.stdout)
+    while True:
+        try:
+            conversation.take(input("> "))
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+        except EOFError:
+            sys.stdout.write("\n")
+            return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagestream chat",
         description="Talk to a server: /reset, /system TEXT; Ctrl-C stops an answer.",
@@ -105,18 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--temperature", type=float, default=None, metavar="RATIO", help="sampling temperature, 0 to 2 (default: 1)"
     )
-    args = parser.parse_args(argv)
-    options = {"model": args.model, "max_tokens": args.max_tokens, "temperature": args.temperature}
-    api_key = os.environ.get("PAGESTREAM_API_KEY", "")
-    conversation = Conversation(streamed_answers(args.url, api_key, options), sys.stdout)
-    while True:
-        try:
-            conversation.take(input("> "))
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
-        except EOFError:
-            sys.stdout.write("\n")
-            return 0
+    return parser
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ MODULES = {
 EXTRAS = {"gateway": "gateway", "worker": "engine", "batches": "gateway", "run-batch": "gateway"}
 CLONE = Path(__file__).parents[1]  # root of the repository, if this is a clone
 _KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # the names that gateway/auth/api_keys.py allows
+SHELLS = ("bash", "zsh", "fish")
 CONFIGURED = ("serve", "gateway", "worker", "batches")
 _COMMANDS = """commands:
   serve [MODEL]   store, gateway and workers on this machine; MODEL: directory, .gguf file, ORG/NAME or `demo` (default)
@@ -47,6 +48,7 @@ _COMMANDS = """commands:
   top [URL]       show the KV blocks of a running server, live
   doctor          check this machine: Python, packages, torch, driver, Triton compiler, store, clock, port, model, disk
   config show     show every setting of serve, gateway, worker and batches with its value and origin
+  completion      print the completion of a shell: bash, zsh or fish
 
 `pagestream COMMAND --help` shows a command's options."""
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pagestream {VERSION}")
-    commands = ["serve", *MODULES, "bench", "new-key", "dlq", "queue", "top", "doctor", "config"]
+    commands = ["serve", *MODULES, "bench", "new-key", "dlq", "queue", "top", "doctor", "config", "completion"]
     parser.add_argument("command", choices=commands, metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     args = parser.parse_args(argv)
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _program(args.command, arguments) if arguments is not None else 1
     commands_here: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve, "bench": _bench, "new-key": _new_key, "dlq": _dlq, "queue": _queue, "top": _top,
-        "doctor": _doctor, "config": _config,
+        "doctor": _doctor, "config": _config, "completion": _completion,
     }  # fmt: skip
     return commands_here[args.command](args.arguments)
 
@@ -150,8 +152,7 @@ def _new_key(arguments: Sequence[str]) -> int:
 
     `pagestream new-key team-a >> keys.toml`: the key is shown once, on stderr, and not stored.
     """
-    parser = argparse.ArgumentParser(prog="pagestream new-key", description="Create an API key of the gateway.")
-    parser.add_argument("name", help="name of the owner, shown in logs; its prompts share cached KV")
+    parser = new_key_parser()
     name = parser.parse_args(arguments).name
     if not _KEY_NAME.fullmatch(name):
         parser.error(f"name: expected 1 to 64 letters, digits, '.', '_', and '-'; got {name!r}")
@@ -159,6 +160,12 @@ def _new_key(arguments: Sequence[str]) -> int:
     sys.stderr.write(f"{key}\n")
     sys.stdout.write(f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n\n')
     return 0
+
+
+def new_key_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagestream new-key", description="Create an API key of the gateway.")
+    parser.add_argument("name", help="name of the owner, shown in logs; its prompts share cached KV")
+    return parser
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -186,10 +193,7 @@ def _queue(arguments: Sequence[str]) -> int:
 
 
 def _config(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="pagestream config", description="Every setting with its value and origin.")
-    parser.add_argument("action", choices=["show"])
-    parser.add_argument("program", nargs="?", choices=CONFIGURED, help="default: all of them")
-    parser.add_argument("--json", action="store_true")
+    parser = config_parser()
     args, flags = parser.parse_known_args(arguments)
     if flags and args.program is None:
         parser.error(f"{flags[0]}: name its program first: config show {{{','.join(CONFIGURED)}}} ...")
@@ -200,6 +204,29 @@ def _config(arguments: Sequence[str]) -> int:
     else:
         sys.stdout.write("\n".join(f"[{program}]\n{text}" for program, text in shown.items()))
     return 0 if all(shown.values()) else 2
+
+
+def config_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagestream config", description="Every setting with its value and origin.")
+    parser.add_argument("action", choices=["show"])
+    parser.add_argument("program", nargs="?", choices=CONFIGURED, help="default: all of them")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def _completion(arguments: Sequence[str]) -> int:
+    shell = completion_parser().parse_args(arguments).shell
+    sys.stdout.write((Path(__file__).parent / "completions" / f"pagestream.{shell}").read_text(encoding="utf-8"))
+    return 0
+
+
+def completion_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagestream completion",
+        description="Print the completion of a shell, for example: pagestream completion bash >> ~/.bashrc",
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    return parser
 
 
 def _show(program: str, arguments: Sequence[str]) -> str:

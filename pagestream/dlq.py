@@ -30,7 +30,7 @@ ALL = "all"
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     try:
         asyncio.run(_run(options, url_of(options)))
     except (NoSuchLetter, RedisError, OSError, ValueError) as error:
@@ -99,7 +99,7 @@ def _print(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagestream dlq", description="Requests that repeatedly crashed their workers."
     )

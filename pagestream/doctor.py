@@ -63,6 +63,19 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 
 def main(argv: Sequence[str]) -> int:
     """Run all checks. Returns 0 if none failed, else 1."""
+    args = build_parser().parse_args(argv)
+    findings = examine(args.model, args.redis_url, args.host, args.port, args.tensor_parallel_size)
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            print(f"{finding.status:<5} {finding.check:<16} {finding.message}")
+            if finding.hint:
+                print(f"{'':<22} -> {finding.hint}")
+    return 1 if any(finding.status == "fail" for finding in findings) else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagestream doctor", description="Check this machine.")
     parser.add_argument("--model", default=DEMO, metavar="NAME", help="model directory, .gguf file, ORG/NAME, or demo")
     parser.add_argument(
@@ -74,16 +87,7 @@ def main(argv: Sequence[str]) -> int:
         "--tensor-parallel-size", type=_size, default=1, metavar="N", help="number of GPUs that share the model"
     )
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    findings = examine(args.model, args.redis_url, args.host, args.port, args.tensor_parallel_size)
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        for finding in findings:
-            print(f"{finding.status:<5} {finding.check:<16} {finding.message}")
-            if finding.hint:
-                print(f"{'':<22} -> {finding.hint}")
-    return 1 if any(finding.status == "fail" for finding in findings) else 0
+    return parser
 
 
 def examine(model: str, redis_url: str, host: str, port: int, tensor_parallel_size: int = 1) -> list[Finding]:

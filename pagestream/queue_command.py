@@ -17,7 +17,7 @@ from shared.redis_keys import RedisKeys
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     try:
         num_ended = asyncio.run(_clear(url_of(options), RedisKeys(options.model, options.store_namespace)))
     except (RedisError, OSError, ValueError) as error:
@@ -35,7 +35,7 @@ async def _clear(url: str, keys: RedisKeys) -> int:
         await connections.aclose()
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagestream queue", description="The queues of a model.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="clear")
     clearing = actions.add_parser("clear", help="end all waiting requests, each with an error")

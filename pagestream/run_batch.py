@@ -170,19 +170,7 @@ async def _show_progress(batch: Batch, num_lines: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pagestream run-batch", description="Run a batch file at low priority.")
-    parser.add_argument(
-        "-i", "--input-file", type=Path, required=True, metavar="PATH", help="JSON lines in OpenAI's batch format"
-    )
-    parser.add_argument(
-        "-o", "--output-file", type=Path, required=True, metavar="PATH", help="results; lines in it are not sent again"
-    )
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", metavar="URL", help="server URL without /v1 (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--concurrency", type=int, default=64, metavar="N", help="concurrent requests (default: %(default)s)"
-    )
+    parser = build_parser()
     args = parser.parse_args(argv)
     if args.concurrency < 1:
         parser.error("--concurrency: expected 1 or more")
@@ -196,6 +184,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("stopped; run it again to continue\n")
         return 130
     return 1 if failed else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagestream run-batch", description="Run a batch file at low priority.")
+    parser.add_argument(
+        "-i", "--input-file", type=Path, required=True, metavar="PATH", help="JSON lines in OpenAI's batch format"
+    )
+    parser.add_argument(
+        "-o", "--output-file", type=Path, required=True, metavar="PATH", help="results; lines in it are not sent again"
+    )
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", metavar="URL", help="server URL without /v1 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=64, metavar="N", help="concurrent requests (default: %(default)s)"
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -34,15 +34,7 @@ _NAMES = {"f": "free", "c": "cached", "a": "active", "s": "shared"}
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="pagestream top",
-        description="The KV blocks of a running server.",
-        epilog="PAGESTREAM_API_KEY is sent as the API key.",
-    )
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="gateway URL (default: %(default)s)")
-    parser.add_argument("--worker", default="", metavar="NAME", help="prefix of a worker id (default: first worker)")
-    parser.add_argument("--once", action="store_true", help="print one picture and exit")
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         with open_feed(args.url, os.environ.get("PAGESTREAM_API_KEY", "")) as feed:
             show(snapshots(feed), args.worker, once=args.once)
@@ -56,6 +48,18 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"pagestream top: {args.url}: {error}\n")
         return 1
     return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagestream top",
+        description="The KV blocks of a running server.",
+        epilog="PAGESTREAM_API_KEY is sent as the API key.",
+    )
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="gateway URL (default: %(default)s)")
+    parser.add_argument("--worker", default="", metavar="NAME", help="prefix of a worker id (default: first worker)")
+    parser.add_argument("--once", action="store_true", help="print one picture and exit")
+    return parser
 
 
 def open_feed(url: str, key: str) -> HTTPResponse:

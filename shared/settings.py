@@ -24,7 +24,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
@@ -218,11 +218,21 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
-def build_parser(cls: type[_SettingsClass], prog: str) -> argparse.ArgumentParser:
-    """Return a parser of the flags. Values stay text, because values of all sources are parsed by the same code."""
+def build_parser(
+    cls: type[_SettingsClass], prog: str, without: Container[str] = frozenset()
+) -> argparse.ArgumentParser:
+    """Return a parser of the flags. Values stay text, because values of all sources are parsed by the same code.
+
+    Args:
+        cls: A settings class.
+        prog: Name of the program.
+        without: Flags to leave out.
+    """
     # No abbreviations: `--block` would change its meaning when a second option with this prefix is added.
     parser = _Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in options(cls):
+        if _flag(field) in without:
+            continue
         names = [_flag(field), *field.metadata["aliases"]]
         help_text = (field.metadata["help"] + _default_note(field)).replace("%", "%%")
         if _value_type(field) is bool:
