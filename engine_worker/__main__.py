@@ -152,6 +152,7 @@ def _check_files(settings: WorkerSettings) -> None:
         execution.tensor_parallel_size,
         execution.quantization,
         execution.enable_expert_parallel,
+        execution.max_model_len,
     )
     if settings.scheduling.speculation is not None and is_recurrent(execution.model, execution.model_impl):
         raise ValueError(

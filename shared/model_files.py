@@ -72,6 +72,15 @@ def read_model_files(directory: Path) -> ModelFiles:
     return ModelFiles(known, read_json(generation) if generation.is_file() else {})
 
 
+def checked_max_model_len(max_model_len: int | None, longest: int) -> int:
+    """Return the context length to serve: --max-model-len, or the model's. Raises ModelFilesError if it is longer."""
+    if max_model_len is not None and max_model_len > longest:
+        raise ModelFilesError(
+            f"--max-model-len: expected at most {longest}, the model's positions; got {max_model_len}"
+        )
+    return max_model_len or longest
+
+
 def task_of(directory: Path) -> Task:
     """Return the task that the files of a model directory name.
 

@@ -9,7 +9,7 @@ from engine_worker.model.implementation import is_native
 from engine_worker.model.quantization_config import refuse_quantized
 from engine_worker.model.scale_values import check_group_order, check_scales
 from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size, with_expert_shares
-from shared.model_files import read_model_files
+from shared.model_files import checked_max_model_len, read_model_files
 
 
 def check_files(
@@ -19,6 +19,7 @@ def check_files(
     tensor_parallel_size: int = 1,
     quantization: str = "auto",
     enable_expert_parallel: bool = False,
+    max_model_len: int | None = None,
 ) -> None:
     """Check the files.
 
@@ -31,6 +32,7 @@ def check_files(
         tensor_parallel_size: Number of ranks.
         quantization: auto, none, fp8, mxfp4, int4, int8 or as-stored.
         enable_expert_parallel: Ranks share whole experts.
+        max_model_len: In tokens; None: the model's.
 
     Raises:
         ValueError: If config.json has something that is not supported. ModelFilesError, a subclass: if files are wrong.
@@ -38,6 +40,7 @@ def check_files(
     files = read_model_files(directory)
     spec = spec_from_json(files.config, files.generation) if is_native(files.config, model_impl) else None
     if spec is not None:
+        checked_max_model_len(max_model_len, spec.max_position_embeddings)
         check_tensor_parallel_size(with_expert_shares(spec, enable_expert_parallel), tensor_parallel_size)
     else:
         refuse_quantized(files.config, quantization)

@@ -25,7 +25,14 @@ from gateway.text.parsers.formats import CallFormat, ReasoningFormat, call_forma
 from gateway.text.tokenization import PromptEncoder
 from shared.grammars import check_grammar
 from shared.messages import Grammar, GrammarKind
-from shared.model_files import Json, ModelFilesError, Task, read_json, read_model_files
+from shared.model_files import (
+    Json,
+    ModelFilesError,
+    Task,
+    checked_max_model_len,
+    read_json,
+    read_model_files,
+)
 from shared.version import VERSION
 
 
@@ -173,13 +180,11 @@ def load_served_model(
         own_max_model_len, vocab_size = (int(files.config[key]) for key in ("max_position_embeddings", "vocab_size"))
     except (KeyError, TypeError, ValueError) as error:
         raise ModelFilesError(f"config.json: {error!r}") from error
-    if max_model_len is not None and max_model_len > own_max_model_len:
-        raise ModelFilesError(f"--max-model-len: {max_model_len} exceeds the model's maximum, {own_max_model_len}")
+    max_model_len = checked_max_model_len(max_model_len, own_max_model_len)
     tokenizer_file = directory / "tokenizer_config.json"
     tokenizer_config = read_json(tokenizer_file) if tokenizer_file.is_file() else {}
     source = _template_source(directory, tokenizer_config)
     encoder = _encoder(directory, tokenizer_config, source)
-    max_model_len = max_model_len or own_max_model_len
     return ServedModel(
         encoder=encoder,
         eos_token_ids=frozenset(files.eos_token_ids),

@@ -1,8 +1,10 @@
 """`serve` refuses what its children would refuse, before the store starts, with their own words."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +39,15 @@ async def test_refused_settings_are_named(words: Sequence[str], message: str) ->
     with pytest.raises(ChildRefused) as refused:
         await check_children([command(*words, "--model", "nowhere")])
     assert message in str(refused.value)
+
+
+async def test_context_longer_than_the_model_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = {"model_type": "llama", "vocab_size": 128, "max_position_embeddings": 2048, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--model", str(tmp_path), "--load-format", "dummy", "--max-model-len", "1000k"]
+    with pytest.raises(ChildRefused, match="expected at most 2048, the model's positions; got 1000000"):
+        await check_children([command("engine_worker", *words)])
 
 
 async def test_good_settings_pass() -> None:

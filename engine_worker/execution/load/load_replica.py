@@ -46,9 +46,10 @@ from engine_worker.model.devices import (
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.quantization.grouped import why_no_kernels
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
-from engine_worker.model.spec import ModelShape, kv_layout
+from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
+from shared.model_files import checked_max_model_len
 
 logger = logging.getLogger("worker")
 
@@ -99,7 +100,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     if not blueprint.is_capturable:
         settings = replace(settings, cudagraph_mode="none")
     settings = _with_dtypes(settings, blueprint, device)
-    max_model_len = _max_model_len(settings, blueprint.shape)
+    max_model_len = checked_max_model_len(settings.max_model_len, blueprint.shape.max_position_embeddings)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     check_convolutions(blueprint.shape, device.type, kv_cache_dtype(settings.kv_cache_dtype, settings.dtype))
     return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
@@ -241,17 +242,6 @@ def _step_bytes(
     keys = _graph_keys(plan.settings)
     num_logits = max((key.num_logits for key in keys), default=0)
     return peak + len(keys) * _GRAPH_BYTES + num_logits * model.spec.vocab_size * _LOGIT_BYTES
-
-
-def _max_model_len(settings: ExecutionSettings, config: ModelShape) -> int:
-    longest = config.max_position_embeddings
-    if settings.max_model_len is None:
-        return longest
-    if settings.max_model_len > longest:
-        raise ValueError(
-            f"--max-model-len: expected at most {longest}, the model's positions; got {settings.max_model_len}"
-        )
-    return settings.max_model_len
 
 
 def _dtype(settings: ExecutionSettings, saved: str, device: torch.device) -> torch.dtype:
