@@ -8,7 +8,7 @@ Steps, KV blocks, and queue time within the engine are worker metrics; names do 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -28,8 +28,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from gateway.store.stream_table import DeliveryCounts, StreamTable
+from shared.messages import WorkerHeartbeat
 from shared.redis_keys import PRIORITY_CLASSES
-from shared.vllm_metric_names import VllmNames
+from shared.vllm_metric_names import HttpNames, VllmNames
 
 # Reasons of `requests_rejected_total`. Each series begins at 0, so that an alert sees the first refusal as an increase.
 REFUSALS = (
@@ -169,6 +170,8 @@ class GatewayMetrics(_Metrics):
             "pagestream_redis_command_duration_seconds", "Time to the reply of a store command, including scripts",
             ("command",), buckets=REDIS_BUCKETS_SECONDS, registry=self.registry,
         )  # fmt: skip
+        if vllm_names:
+            self.exposed.register(HttpNames(self.http_duration))
         self._durations_of = cache(lambda command: self.redis_duration.labels(command.lower()))  # labels() takes 2 us
         self.redis_errors = self._counter("redis_errors_total", "Failed store commands")
 
@@ -234,6 +237,25 @@ class ModelMetrics(_Metrics):
         )
         self.dead_letters = self._gauge("dead_letters", "Requests that exceeded the limit of worker crashes")
         self.ready_workers = self._gauge("gateway_ready_workers", "Workers that are ready and not stalled")
+        self.fleet_requests = self._gauge(
+            "fleet_requests", "Requests in each worker's engine by state, by its last heartbeat",
+            ("worker", "state"),
+        )  # fmt: skip
+        self.fleet_kv_usage = self._gauge(
+            "fleet_kv_usage_ratio",
+            "Active KV blocks / capacity of each worker, by its last heartbeat",
+            ("worker",),
+        )
+
+    def show_fleet(self, heartbeats: Iterable[WorkerHeartbeat]) -> None:
+        """Replace the gauges of all workers."""
+        self.fleet_requests.clear()
+        self.fleet_kv_usage.clear()
+        for beat in heartbeats:
+            for state, count in {"running": beat.running, "waiting": beat.waiting}.items():
+                self.fleet_requests.labels(beat.worker_id, state).set(count)
+            if beat.kv_blocks_total:
+                self.fleet_kv_usage.labels(beat.worker_id).set(1 - beat.kv_blocks_free / beat.kv_blocks_total)
 
 
 class DeliveryCollector(Collector):

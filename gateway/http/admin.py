@@ -114,7 +114,9 @@ async def _refresh_gauges(state: GatewayState) -> None:
 async def _refresh_model(service: ModelService) -> bool:
     """Update a model's gauges; return whether the store answered."""
     gauges = service.metrics
-    gauges.ready_workers.set(service.readiness().ready_workers)
+    readiness = service.readiness()
+    gauges.ready_workers.set(readiness.ready_workers)
+    gauges.show_fleet(status.heartbeat for status in readiness.workers)
     try:
         stats = await service.client.probe.queue_stats()
     except StoreUnavailable:
