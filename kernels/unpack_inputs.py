@@ -46,7 +46,12 @@ class InputTensors:
 
 
 def unpack_inputs_reference(
-    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, size: int | None, block_size: int
+    described: DescribedBatch,
+    sampled_token_ids: Tensor,
+    inputs: InputTensors,
+    size: int | None,
+    block_size: int,
+    num_logit_rows: int = 0,
 ) -> None:
     num_sequences, num_tokens = described.num_sequences, described.num_tokens
     num_rows, num_padded_tokens = (num_sequences, num_tokens) if size is None else (size, size)
@@ -72,7 +77,7 @@ def unpack_inputs_reference(
         tensor[num_tokens:num_padded_tokens] = 0
     num_logits = described.num_logits
     inputs.logits_indices[:num_logits] = described.logits_indices[:num_logits].long()
-    inputs.logits_indices[num_logits : max(num_logits, num_rows)] = 0
+    inputs.logits_indices[num_logits : max(num_logits, num_rows, num_logit_rows)] = 0
 
 
 # Counts change from step to step and must not trigger a compilation.
@@ -136,13 +141,19 @@ def _unpack_inputs_kernel(
 
 
 def unpack_inputs_triton(
-    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, size: int | None, block_size: int
+    described: DescribedBatch,
+    sampled_token_ids: Tensor,
+    inputs: InputTensors,
+    size: int | None,
+    block_size: int,
+    num_logit_rows: int = 0,
 ) -> None:
     num_rows, num_padded_tokens = (described.num_sequences, described.num_tokens) if size is None else (size, size)
     assert described.num_sequences <= num_rows <= inputs.seq_lens.shape[0]
     assert described.num_tokens <= num_padded_tokens <= inputs.token_ids.shape[0]
-    assert described.num_logits <= inputs.logits_indices.shape[0] and sampled_token_ids.dtype == torch.int64
-    _unpack_inputs_kernel[(max(num_rows, described.num_logits),)](
+    num_logit_rows = max(num_logit_rows, described.num_logits)
+    assert num_logit_rows <= inputs.logits_indices.shape[0] and sampled_token_ids.dtype == torch.int64
+    _unpack_inputs_kernel[(max(num_rows, num_logit_rows),)](
         described.query_start_loc,
         described.seq_lens,
         described.feedback,
@@ -173,7 +184,12 @@ def unpack_inputs_triton(
 
 
 def unpack_inputs(
-    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, size: int | None, block_size: int
+    described: DescribedBatch,
+    sampled_token_ids: Tensor,
+    inputs: InputTensors,
+    size: int | None,
+    block_size: int,
+    num_logit_rows: int = 0,
 ) -> None:
     """Write the inputs of one step.
 
@@ -189,6 +205,7 @@ def unpack_inputs(
         inputs: The tensors to write; only what a batch of this size uses is written.
         size: Pad to this many rows and tokens; None: no padding.
         block_size: Slots per block.
+        num_logit_rows: Pad the logits indices to this many.
     """
     unpack = unpack_inputs_triton if inputs.token_ids.is_cuda else unpack_inputs_reference
-    unpack(described, sampled_token_ids, inputs, size, block_size)
+    unpack(described, sampled_token_ids, inputs, size, block_size, num_logit_rows)

@@ -19,10 +19,16 @@ _DECODE_LENGTH_TOKENS = 32
 # Decodes beside a prompt use other variants of the decode kernel, by the number of sequences (decode_shares.py).
 _MIXED_SIZES = {"cpu": (), "cuda": (2, 16, 64)}  # sequences, one of which has a part of a prompt
 _MIXED_PREFILL_TOKENS = 32
-# Steps without a graph: cuBLAS loads another kernel for each range of rows, in all linear layers and the output layer.
-# The largest comes first, so that its memory stays in the allocator's cache.
-_BURST_TOKENS = {"cpu": (), "cuda": (8192, 4096, 2048, 1280)}
-_BURST_SAMPLES = (1024, 512, 256, 128, 32, 1)
+# Tokens and samples of steps without a graph. cuBLAS loads another kernel for each range of rows: in all linear layers
+# by the tokens, and in the last layer and the head by the samples, of which there are these numbers only
+# (persistent_inputs.py). The largest step comes first, so that its memory stays in the allocator's cache.
+_BURSTS = {
+    "cpu": (),
+    "cuda": (
+        (8192, 1024), (4096, 896), (2048, 768), (1280, 640), (1024, 512), (768, 384), (640, 256), (512, 192),
+        (384, 128), (256, 64), (192, 32), (160, 16), (160, 8), (160, 4), (160, 2), (160, 1),
+    ),
+}  # fmt: skip
 
 
 def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, str]]:
@@ -60,11 +66,12 @@ def _mixed_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) 
 def _burst_batches(runner: ModelRunner, bounds: StepBounds, decode_length: int) -> Iterator[ScheduledBatch]:
     """Yield full steps of prompts beside decodes, as after a start for which clients have waited."""
     longest = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
-    sizes = [size for size in _BURST_TOKENS[runner.device_type] if size <= bounds.max_num_batched_tokens]
-    samples = [count for count in _BURST_SAMPLES if count <= bounds.max_num_seqs]
-    for number in range(max(len(sizes), len(samples)) if sizes else 0):
-        num_tokens = sizes[min(number, len(sizes) - 1)]
-        num_samples = samples[min(number, len(samples) - 1)]
+    within = [
+        (min(tokens, bounds.max_num_batched_tokens), min(samples, bounds.max_num_seqs))
+        for tokens, samples in _BURSTS[runner.device_type]
+    ]
+    for num_tokens, wanted in dict.fromkeys(within):
+        num_samples = min(wanted, num_tokens)
         num_decodes = max(0, num_samples - -(-num_tokens // longest))
         batch = runner.synthetic_batch(num_decodes, decode_length - 1, 1).sequences
         num_prompts = min(num_samples, -(-(num_tokens - num_decodes) // longest))

@@ -30,6 +30,7 @@ class PreparedStep:
 
     model_input: ModelInput
     graph: GraphKey | None  # None: no graph
+    num_logits: int  # without padding
 
 
 class StepReplica(Protocol):
@@ -108,17 +109,18 @@ class Replica:
     def begin(self, description: StepDescription, graph: GraphKey | None) -> PreparedStep:
         """Prepare a step for the chosen graph."""
         self.move_blocks(description.transfers)
-        return PreparedStep(self._inputs.unpack(description, graph.size if graph else None), graph)
+        model_input = self._inputs.unpack(description, graph.size if graph else None)
+        return PreparedStep(model_input, graph, description.num_logits)
 
     @torch.inference_mode()
     def run(self, prepared: PreparedStep, look: Callable[[StepOutput], None] | None = None) -> Tensor:
         if self._graphs is not None and prepared.graph is not None:
-            return self._graphs.replay(prepared.graph)[: len(prepared.model_input.logits_indices)]
+            return self._graphs.replay(prepared.graph)[: prepared.num_logits]
         if look is None and self._programs is not None:
             logits = self._programs.logits_of(prepared.model_input)
             if logits is not None:
                 return logits
-        return self._model.forward(prepared.model_input, self._device, look)
+        return self._model.forward(prepared.model_input, self._device, look)[: prepared.num_logits]
 
     def keep_samples(self, token_ids: Tensor) -> None:
         self._inputs.keep_samples(token_ids)

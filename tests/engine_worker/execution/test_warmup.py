@@ -8,6 +8,7 @@ import pytest
 from engine_worker.execution.load.warmup import warm_up
 from engine_worker.execution.settings import StepBounds
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.execution.step.persistent_inputs import padded_logit_rows
 from engine_worker.scheduling.batch import ScheduledBatch, synthetic_batch
 from kernels.attention.decode_shares import H200_CONFIGS, share_config
 
@@ -55,3 +56,17 @@ def test_warmup_steps_stay_within_bounds(device_type: str, max_num_seqs: int, ma
     bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     for batch in warmed_up(device_type, **bounds):
         assert len(batch.sequences) <= max_num_seqs and batch.num_tokens <= max_num_batched_tokens
+
+
+def test_warmup_samples_every_padded_number_of_rows() -> None:
+    """Each loads other kernels of the library; a row count without a step would stop the host in a burst."""
+    batches = warmed_up("cuda", max_num_seqs=1024, max_num_batched_tokens=8192)
+    with_prompts = {len(batch.sequences) for batch in batches if num_prompts(batch)}
+    assert {padded_logit_rows(count) for count in range(1, 1025)} <= with_prompts
+    assert max(batch.num_tokens for batch in batches) == 8192
+    fewer = warmed_up("cuda", max_num_seqs=200, max_num_batched_tokens=2048)
+    assert max(batch.num_tokens for batch in fewer) == 2048 and max(len(batch.sequences) for batch in fewer) == 200
+
+
+def test_logit_rows_are_padded_to_few_numbers() -> None:
+    assert [padded_logit_rows(count) for count in (0, 1, 3, 65, 256, 257, 1000)] == [0, 1, 4, 128, 256, 384, 1024]

@@ -74,13 +74,25 @@ def test_unpack_reference_without_padding() -> None:
     assert written.logits_indices.tolist() == [0, 5, 6, 0, *[UNWRITTEN] * 12]
 
 
+def test_unpack_reference_with_padded_logit_rows() -> None:
+    described, sampled = batch()
+    written = inputs()
+    unpack_inputs_reference(described, sampled, written, None, BLOCK_SIZE, num_logit_rows=8)
+    assert written.logits_indices.tolist() == [0, 5, 6, 0, 0, 0, 0, 0, *[UNWRITTEN] * 8]
+
+
 def assert_kernel_equals_reference(
-    described: DescribedBatch, sampled: torch.Tensor, size: int | None, block_size: int, num_tokens: int
+    described: DescribedBatch,
+    sampled: torch.Tensor,
+    size: int | None,
+    block_size: int,
+    num_tokens: int,
+    num_logit_rows: int = 0,
 ) -> None:
     num_groups = len(described.block_tables) // (described.num_sequences * described.row_stride)
     expected, written = (inputs(num_tokens=num_tokens, num_groups=num_groups) for _ in range(2))
-    unpack_inputs_reference(described, sampled, expected, size, block_size)
-    unpack_inputs_triton(described, sampled, written, size, block_size)
+    unpack_inputs_reference(described, sampled, expected, size, block_size, num_logit_rows)
+    unpack_inputs_triton(described, sampled, written, size, block_size, num_logit_rows)
     for name in InputTensors.__annotations__:
         assert torch.equal(getattr(written, name), getattr(expected, name)), name
 
@@ -88,6 +100,7 @@ def assert_kernel_equals_reference(
 @pytest.mark.parametrize("size", [None, 10, 11, 16])
 def test_unpack_of_a_mixed_batch_equals_the_reference(size: int | None) -> None:
     assert_kernel_equals_reference(*batch(), size, BLOCK_SIZE, num_tokens=16)
+    assert_kernel_equals_reference(*batch(), size, BLOCK_SIZE, num_tokens=16, num_logit_rows=14)
 
 
 @pytest.mark.parametrize("size", [None, 2, 4])
