@@ -34,6 +34,7 @@ def main() -> None:
             page = context.new_page()
             page.goto(url)
             expect(page.locator("#state")).to_have_text("ready", timeout=120_000)
+            expect(page.locator("#worker")).to_be_enabled()
             picture.prepare(page)
             page.screenshot(path=IMAGES / picture.name)
             context.close()

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
+from shared.kv_snapshot import KVSnapshot
 from tests.browser.conftest import (
     BLOCK_SIZE,
     MODEL,
@@ -116,3 +118,25 @@ def test_block_copies_flash_and_enter_the_timeline(page: Page, stack: Stack) -> 
     eventually(lambda: "flash" in colors(page))
     expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile(r"[1-9]\d* copied"))
     expect(page.locator("#events li").first).to_contain_text("a shared block is written to")
+
+
+def snapshot_of(worker: str) -> str:
+    snapshot = KVSnapshot(worker=worker, block_size=16, states="pff", requests=[], events=[])
+    return f"data: {msgspec.json.encode(snapshot).decode()}\n\n"
+
+
+def test_restarted_worker_replaces_its_earlier_life_and_a_silent_one_leaves(page: Page) -> None:
+    """Workers of `serve` are named by their place and life; those of others only by an id."""
+    workers = ["serve.f.0-0.a", "serve.f.1-0.b", "host-17.c", "serve.f.0-1.d"]
+    body = "".join(map(snapshot_of, workers))
+    is_silent = False
+
+    def answer(route: Route) -> None:
+        if not is_silent:  # otherwise the stream stays open
+            route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route("**/debug/kv/stream*", answer)
+    page.reload()
+    expect(page.locator("#worker option")).to_have_text(["host-17.c", "serve.f.0-1.d", "serve.f.1-0.b"])
+    is_silent = True
+    expect(page.locator("#worker option")).to_have_text(["waiting for workers"], timeout=9_000)
