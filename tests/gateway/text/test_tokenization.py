@@ -179,7 +179,7 @@ def test_model_directory_loads(tiny_model_dir: Path) -> None:
     assert model.eos_token_ids == {IM_END}
     assert (model.max_model_len, model.vocab_size) == (MAX_MODEL_LEN, VOCAB_SIZE)
     assert load_served_model(tiny_model_dir, max_model_len=100).max_model_len == 100
-    with pytest.raises(ModelFilesError, match="--max-model-len: 257"):
+    with pytest.raises(ModelFilesError, match="expected at most 256, the model's positions; got 257"):
         load_served_model(tiny_model_dir, max_model_len=257)
 
 
