@@ -123,7 +123,8 @@ async def test_worker_request_waiting_past_queue_deadline_times_out(
     async with WorkerHarness(connections, keys, num_steps=2).serving() as harness:
         await harness.submit(running)
         await eventually(lambda: len(harness.gate.batches) == 3)
-        overdue = structs.replace(make_request(3, "overdue"), queue_deadline=harness.fleet_clock.now() + 0.2)
+        # Long enough to be claimed on a busy machine; a request that is claimed later does not reach the engine.
+        overdue = structs.replace(make_request(3, "overdue"), queue_deadline=harness.fleet_clock.now() + 2.0)
         for request in (patient, overdue):
             await harness.submit(request)
         await eventually(lambda: harness.num_held == 3)
