@@ -28,16 +28,18 @@ async function read() {
 }
 
 function show(fleet) {
-  const ready = fleet.workers.filter((worker) => worker.phase === "ready");
+  // Until its last heartbeat is 10 s old, a worker that has registered is also there by the id of its start.
+  const workers = fleet.workers.filter((one) => !fleet.workers.some((other) => other.id.startsWith(`${one.id}.`)));
+  const ready = workers.filter((worker) => worker.phase === "ready");
   $("state").textContent = fleet.state === "ready" ? "ready" : `${fleet.phase} ${Math.round(fleet.progress * 100)} %`;
   $("state").classList.toggle("ready", fleet.state === "ready");
-  $("ready_workers").textContent = `${ready.length}/${fleet.workers.length}`;
+  $("ready_workers").textContent = `${ready.length}/${workers.length}`;
   $("queued").textContent = fleet.queue ? sum(Object.values(fleet.queue)) : "–";
-  $("running").textContent = sum(fleet.workers.map((worker) => worker.running));
+  $("running").textContent = sum(workers.map((worker) => worker.running));
   $("tokens_per_second").textContent = rate(fleet.generated_tokens);
   $("queues").replaceChildren(...Object.entries(fleet.queue ?? {}).flatMap(([name, waiting]) => [
     element("div", {}, element("dt", {}, name), element("dd", {}, String(waiting)))]));
-  $("workers").replaceChildren(...(fleet.workers.length ? fleet.workers.map(row) : [none()]));
+  $("workers").replaceChildren(...(workers.length ? workers.map(row) : [none()]));
 }
 
 // Tokens per second since the last reading; a worker that came or went makes one reading unusable.
