@@ -5,16 +5,12 @@ const POLL_MS = 2000;
 let before = null; // generated tokens and time of the last reading
 let model = ""; // the chosen model
 
-export function watchFleet() {
-  read();
-}
-
 export function showFleetOf(name) {
   model = name;
   before = null;
 }
 
-async function read() {
+export async function watchFleet() {
   try {
     const { models } = await (await fetch("debug/fleet")).json();
     const fleet = models.find((one) => one.model === model) ?? models[0];
@@ -24,7 +20,7 @@ async function read() {
     $("state").classList.remove("ready");
     before = null;
   }
-  setTimeout(read, POLL_MS);
+  setTimeout(watchFleet, POLL_MS);
 }
 
 function show(fleet) {

@@ -1,5 +1,6 @@
 // Reads snapshots of the workers' KV caches while the page is visible, and draws them.
 import { events } from "./chat_stream.js";
+import { $ } from "./dom.js";
 import { KVMap } from "./kv_map.js";
 import { RequestTable } from "./kv_requests.js";
 import { KVTimeline } from "./kv_timeline.js";
@@ -10,7 +11,6 @@ const SWEEP_MS = 1000;
 const SERVE_WORKER = /^(serve\..+\.\d+)-(\d+)\./; // of `pagestream serve`: the number of its place and of its life
 const KEPT_EVENTS = 500;
 const LISTED_EVENTS = 100;
-const $ = (id) => document.getElementById(id);
 
 const latest = new Map(); // worker -> its last snapshot
 const history = new Map(); // worker -> its last events, newest first

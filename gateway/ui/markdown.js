@@ -30,9 +30,8 @@ const marked = new Marked({
 export class MarkdownStream {
   constructor(container) {
     this.text = "";
-    this.container = container;
     this.last = element("div", { className: "last" });
-    this.container.append(this.last);
+    container.append(this.last);
     this.settled = 0; // characters whose blocks stay as they are
     this.timer = 0;
     this.costMs = 0;

@@ -246,7 +246,7 @@ def test_page_without_history_stores_no_conversation(page: Page) -> None:
 
 
 def test_finished_blocks_of_a_growing_answer_are_not_drawn_again(page: Page) -> None:
-    """Drawing a long answer anew with each token would stop the page. Tasks are not timed: the machine may be busy."""
+    """A page that redraws a long answer for each token does not respond. A busy machine would fail a timed test."""
     paragraph = "word " * 3000
     text = (
         f"{paragraph}\n\n" + "- item of a list\n" * 300 + "\n```python\n" + "x = f(1, 'two')  # three\n" * 400 + "```\n"

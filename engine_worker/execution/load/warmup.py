@@ -19,8 +19,8 @@ _DECODE_LENGTH_TOKENS = 32
 # Decodes beside a prompt use other variants of the decode kernel, by the number of sequences (decode_shares.py).
 _MIXED_SIZES = {"cpu": (), "cuda": (2, 16, 64)}  # sequences, one of which has a part of a prompt
 _MIXED_PREFILL_TOKENS = 32
-# Tokens and samples of steps without a graph. cuBLAS loads another kernel for each range of rows: in all linear layers
-# by the tokens, and in the last layer and the head by the samples, of which there are these numbers only
+# Tokens and samples of steps without a graph. cuBLAS loads another kernel for each range of rows.
+# Most layers have a row for each token. The last layer and the head have one for each sample, and pad to these numbers
 # (persistent_inputs.py). The largest step comes first, so that its memory stays in the allocator's cache.
 _BURSTS = {
     "cpu": (),

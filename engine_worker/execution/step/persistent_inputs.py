@@ -12,9 +12,9 @@ from engine_worker.execution.step.step_description import EMPTY, StepDescription
 from engine_worker.model.model_input import ModelInput
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs
 
-# cuBLAS chooses a kernel by the number of rows, and the driver loads a kernel at its first use, after all work on the
-# device: 0.13 to 0.26 s without a launch in steps of 8,192 tokens. With rows padded to a few numbers, the warm-up can
-# load all kernels of the head and of what the last layer computes for logits (ADR 0172).
+# cuBLAS chooses a kernel by the number of rows. The driver loads a kernel at its first use, after all work of the GPU.
+# In steps of 8,192 tokens this stopped all launches for 0.13 to 0.26 s. Padded to a few numbers of rows, the last layer
+# and the head need few kernels, and the warm-up loads them all (ADR 0172).
 _LOGIT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 _LOGIT_ROWS_STRIDE = 128  # above these
 NUM_DESCRIPTIONS = 3  # one is written, one may wait on the device, one is spare for a step without sequences
