@@ -27,6 +27,7 @@ NEVER_QUICK = (
     "tests/browser/",
     "tests/faults/",
     "tests/packaging/",
+    "tests/monitoring/test_alerts_of_faults.py",
     "tests/monitoring/test_with_prometheus.py",
     "tests/integration/test_protocol_model.py",
     "tests/kernels/",

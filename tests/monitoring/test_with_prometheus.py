@@ -3,20 +3,15 @@
 import asyncio
 import json
 import re
-import shutil
 import subprocess
 import time
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from bench.serving.free_port import free_port
 from gateway.batches.driver.metrics import DriverMetrics
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.store.stream_table import DeliveryCounts, StreamTable
@@ -24,10 +19,10 @@ from monitoring.build_dashboards import DASHBOARDS
 from tests.conftest import Valkey
 from tests.monitoring.loaded_stack import MODEL, LoadedStack, loaded_stack
 from tests.monitoring.loaded_worker import LoadedWorker
-from tests.monitoring.test_dashboards_and_alerts import MONITORING, expressions
+from tests.monitoring.prometheus_server import RULES, Query, installed_program, running_prometheus
+from tests.monitoring.test_dashboards_and_alerts import expressions
 from tests.patience import PATIENCE_SECONDS
 
-RULES = MONITORING / "prometheus"
 EVENTS_SECONDS = 300.0  # until every counted event has happened: 20 s on two idle cores
 pytestmark = pytest.mark.timeout(600)
 # These conditions do not occur in the load; an alert whose condition is not met has no data.
@@ -52,31 +47,9 @@ EMPTY_BY_NATURE = {
 }
 
 
-@pytest.fixture(scope="session")
-def program(request: pytest.FixtureRequest) -> Callable[[str], str]:
-    """Return the path of `promtool` or `prometheus`: the installed one, or one unpacked from Debian's package."""
-    unpacked = Path(request.config.cache.mkdir("prometheus"))
-
-    def find(name: str) -> str:
-        inside = unpacked / "usr" / "bin" / name
-        if (found := shutil.which(name)) is not None:
-            return found
-        if not inside.exists():
-            _unpack_debian_package(unpacked)
-        return str(inside)
-
-    return find
-
-
-def _unpack_debian_package(directory: Path) -> None:
-    if shutil.which("apt-get") is None:
-        pytest.skip("neither Prometheus nor apt-get is on this machine")
-    download = ["apt-get", "download", "prometheus"]
-    done = subprocess.run(download, cwd=directory, capture_output=True, text=True, check=False)
-    packages = list(directory.glob("prometheus_*.deb"))
-    if done.returncode != 0 or not packages:
-        pytest.skip(f"Prometheus cannot be had: {done.stderr.strip()[-200:]}")
-    subprocess.run(["dpkg", "-x", packages[0].name, "."], cwd=directory, check=True)
+@pytest.fixture
+def promtool(request: pytest.FixtureRequest) -> str:
+    return installed_program(request.config, "promtool")
 
 
 def run(command: list[str], **options: Any) -> None:
@@ -84,12 +57,12 @@ def run(command: list[str], **options: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_prometheus_configuration_is_valid(program: Callable[[str], str]) -> None:
-    run([program("promtool"), "check", "config", str(RULES / "prometheus.yml")])
+def test_prometheus_configuration_is_valid(promtool: str) -> None:
+    run([promtool, "check", "config", str(RULES / "prometheus.yml")])
 
 
-def test_alert_fires_on_its_condition(program: Callable[[str], str]) -> None:
-    run([program("promtool"), "test", "rules", str(RULES / "alerts_test.yml")])
+def test_alert_fires_on_its_condition(promtool: str) -> None:
+    run([promtool, "test", "rules", str(RULES / "alerts_test.yml")])
     tested = {
         case["alertname"]
         for test in yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]
@@ -100,11 +73,11 @@ def test_alert_fires_on_its_condition(program: Callable[[str], str]) -> None:
     assert {alert["alert"] for alert in alerts} == tested
 
 
-def test_promtool_accepts_metric_names(program: Callable[[str], str]) -> None:
+def test_promtool_accepts_metric_names(promtool: str) -> None:
     for registry in (LoadedWorker().metrics.registry, _gateway().exposed):
         # The client library exports process_* and python_*.
         ours = [line for line in generate_latest(registry).decode().splitlines() if "pagestream_" in line]
-        run([program("promtool"), "check", "metrics"], input="\n".join(ours) + "\n")
+        run([promtool, "check", "metrics"], input="\n".join(ours) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -115,33 +88,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory, valkey_server: Valkey) -> It
 
 @pytest.fixture(scope="module")
 def query(
-    program: Callable[[str], str], stack: LoadedStack, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], list[Any]]]:
+    request: pytest.FixtureRequest, stack: LoadedStack, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Query]:
     """Query a real server that scrapes a worker and a gateway under load."""
-    directory, port = tmp_path_factory.mktemp("prometheus"), free_port()
-    config = {
-        "global": {"scrape_interval": "250ms", "evaluation_interval": "1s"},
-        "rule_files": [str(RULES / "alerts.yml")],
-        "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
-            for job, target in stack.ports.items()
-        ],
-    }
-    (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
-    options = [f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"]
-    options.append(f"--web.listen-address=127.0.0.1:{port}")
-    with (directory / "log").open("wb") as log:
-        server = subprocess.Popen([program("prometheus"), *options], stdout=log, stderr=log)
-    try:
-        ask = _queries_of(port)
-        _until_rates_exist(ask, directory / "log")
+    program = installed_program(request.config, "prometheus")
+    jobs = {job: [port] for job, port in stack.ports.items()}
+    with running_prometheus(program, tmp_path_factory.mktemp("prometheus"), jobs, "250ms") as ask:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not ask("count_over_time(pagestream_worker_up[10s]) > 20"):  # rates exist
+            assert time.monotonic() < deadline
+            time.sleep(0.1)  # polls an external process
         yield ask
-    finally:
-        server.kill()
-        server.wait()
 
 
-def test_panels_and_alerts_find_data(query: Callable[[str], list[Any]]) -> None:
+def test_panels_and_alerts_find_data(query: Query) -> None:
     wanted = [(where, expression) for where, expression in expressions() if where not in EMPTY_BY_NATURE]
     deadline = time.monotonic() + EVENTS_SECONDS
     while empty := [(where, expression) for where, expression in wanted if not query(_selected(expression))]:
@@ -167,14 +127,14 @@ def test_panels_and_alerts_find_data(query: Callable[[str], list[Any]]) -> None:
         "pagestream_gateway_client_disconnects_total",
     ],
 )
-def test_load_has_swaps_beams_and_failures(query: Callable[[str], list[Any]], counter: str) -> None:
+def test_load_has_swaps_beams_and_failures(query: Query, counter: str) -> None:
     deadline = time.monotonic() + EVENTS_SECONDS
     while not query(f"{counter} > 0"):
         assert time.monotonic() < deadline
         time.sleep(0.25)  # between two scrapes
 
 
-def test_dashboard_variables_find_values(query: Callable[[str], list[Any]]) -> None:
+def test_dashboard_variables_find_values(query: Query) -> None:
     dashboard = json.loads((DASHBOARDS / "kv.json").read_text())
     for variable in dashboard["templating"]["list"][1:]:
         metric, label = variable["query"]["query"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
@@ -212,25 +172,3 @@ def _serve_one_request(gateway: GatewayMetrics, metrics: ModelMetrics) -> None:
     metrics.queue_unfinished.labels("all").set(3)
     metrics.queue_depth.labels("all").set(2)
     metrics.queue_pending.labels("all").set(1)
-
-
-def _queries_of(port: int) -> Callable[[str], list[Any]]:
-    def ask(expression: str) -> list[Any]:
-        url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as reply:
-            found: list[Any] = json.load(reply)["data"]["result"]
-        return found
-
-    return ask
-
-
-def _until_rates_exist(ask: Callable[[str], list[Any]], log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            if ask("count_over_time(pagestream_worker_up[10s]) > 20"):
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)  # polls an external process
-    raise AssertionError("Prometheus scraped nothing:\n" + log.read_text()[-2000:])
