@@ -18,7 +18,7 @@ import yaml
 
 from bench.serving.free_port import free_port
 from tests.conftest import Valkey
-from tests.e2e.batch_load import WORKER, begun, client_at, start_driver
+from tests.e2e.batch_load import WORKER, begun, client_at
 from tests.e2e.fleet import Answer, Api, Fleet, connected, running_fleet
 from tests.monitoring.prometheus_server import RULES, Query, installed_program, running_prometheus
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
@@ -56,7 +56,7 @@ async def running_site(directory: Path, valkey: Valkey, worker_port: int, driver
             site = Site(fleet, directory, common, free_port(), api)
             site.start_gateway("first", fleet.port)
             site.start_gateway("second", site.second_port)
-            start_driver(fleet, "driver", *common, "--metrics-port", str(driver_port))
+            fleet.start("driver", "-m", "gateway.batches.driver", *common, "--metrics-port", str(driver_port))
             script = ["--script-vocab-size", str(VOCAB_SIZE), "--script-step-seconds", STEP_SECONDS]
             fleet.start("worker", WORKER, *script, *common[:-2], "--metrics-port", str(worker_port), PYTHONPATH=".")
             await api.wait_until_ready(fleet)
