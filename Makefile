@@ -106,7 +106,7 @@ check: dev
 	$(BIN)/typos
 
 wheel: dev
-	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python .ci/wheels dist
 
 format: dev
 	$(BIN)/ruff format --quiet .
@@ -141,10 +141,10 @@ $(VENV)/.dev-installed: requirements/dev.txt $(VENV)/.serve-installed
 	@touch $@
 
 # Foreign API clients (tests/clients) have their own environment, because their pins conflict with ours.
-$(VENV)/clients/.installed: requirements/clients.txt tests/clients/npm/package-lock.json $(VENV)/.dev-installed
+$(VENV)/clients/.installed: requirements/clients.txt tests/npm/package-lock.json $(VENV)/.dev-installed
 	$(PYTHON) -m venv --without-pip $(VENV)/clients
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/clients --require-hashes -r requirements/clients.txt
-	@if command -v npm > /dev/null; then cp tests/clients/npm/package*.json $(VENV)/clients && \
+	@if command -v npm > /dev/null; then cp tests/npm/package*.json $(VENV)/clients && \
 		npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/clients; fi
 	@touch $@
 

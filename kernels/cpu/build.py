@@ -76,7 +76,7 @@ def compiler() -> list[str]:
     return [found]
 
 
-def build(directory: Path | None = None, extra_flags: tuple[str, ...] = ()) -> Path:
+def build(directory: Path | None = None, extra_flags: tuple[str, ...] = (), links_openmp: bool = True) -> Path:
     """Compile the library and return its path; the file appears complete.
 
     Concurrent builds are safe: they write the same file.
@@ -84,6 +84,8 @@ def build(directory: Path | None = None, extra_flags: tuple[str, ...] = ()) -> P
     Args:
         directory: Destination; default: the user's cache.
         extra_flags: Additional flags for compiler and linker.
+        links_openmp: If False, the library names no OpenMP library and takes the functions from the one that torch has
+            loaded. PyPI's torch brings GCC's under a name of its own, and an image may have no other.
 
     Raises:
         NoLibrary: If there is no compiler, or it fails.
@@ -102,7 +104,8 @@ def build(directory: Path | None = None, extra_flags: tuple[str, ...] = ()) -> P
             for compiled in done:
                 compiled.result()
         made = Path(work, "library.so")
-        _run([*command, "-shared", "-fopenmp", *extra_flags, *map(str, objects), "-o", str(made)])
+        openmp = ["-fopenmp"] if links_openmp else []
+        _run([*command, "-shared", *openmp, *extra_flags, *map(str, objects), "-o", str(made)])
         return made.rename(directory / library_name())
 
 

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-KUSTOMIZE = Path(__file__).parents[2] / "deploy" / "kustomize"
+ROOT = Path(__file__).parents[2]
+KUSTOMIZE = ROOT / "deploy" / "kustomize"
+DASHBOARDS = Path("monitoring", "grafana", "dashboards")  # which a component reads
 
 
 def with_components(path: Path, *components: str) -> str:
     """Return the objects of the base with components in this order."""
-    shutil.copytree(KUSTOMIZE, path / "kustomize")
-    overlay = path / "kustomize" / "overlays" / "mine"
+    shutil.copytree(KUSTOMIZE, path / "deploy" / "kustomize")
+    shutil.copytree(ROOT / DASHBOARDS, path / DASHBOARDS)
+    overlay = path / "deploy" / "kustomize" / "overlays" / "mine"
     overlay.mkdir()
     listed = [f"../../components/{name}" for name in components]
     kustomization = {"kind": "Kustomization", "resources": ["../../base"], "components": listed}

@@ -1,6 +1,8 @@
 """The Kubernetes manifests are valid and match the code, Compose and the alerts."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +26,14 @@ COMBINATIONS = (
     "gpu keda", "gpu monitoring", "gpu tensor-parallel keda", "gpu tensor-parallel monitoring", "keda monitoring",
     "files gpu keda monitoring", "files gpu model-hub redis-auth", "redis-auth keda", "gpu gateway-hpa ingress",
     "gpu httproute", "files gpu model-hub keda monitoring", "files gpu model-hub keda monitoring redis-auth",
-    "files gpu model-hub keda monitoring gateway-hpa ingress redis-auth",
+    "files gpu model-hub keda monitoring gateway-hpa ingress redis-auth", "files gpu kernel-cache redis-external",
 )  # fmt: skip
 PROGRAMS = ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml", "components/files/batches.yaml")
 NAME = "app.kubernetes.io/name"  # pod label
-# Kubernetes has no schema of these kinds.
-CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule", "LeaderWorkerSet", "HTTPRoute"}
+# Kubernetes has no schema of these kinds. The Node package of LeaderWorkerSet does not exist.
+TYPED_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule", "HTTPRoute"}
+CUSTOM_KINDS = TYPED_KINDS | {"LeaderWorkerSet"}
+NODE_PACKAGES = Path(sys.prefix) / "clients"
 
 
 @pytest.fixture(scope="module", params=(*OVERLAYS, *COMBINATIONS))
@@ -51,6 +55,29 @@ def test_kubernetes_objects_are_valid(built: str, tmp_path: Path) -> None:
     done = subprocess.run([validate, "--strict", tmp_path / "built.yaml"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("passed") + done.stdout.count("passed") == len(objects)
+
+
+def test_custom_objects_are_valid(built: str) -> None:
+    objects = [item for item in yaml.safe_load_all(built) if item["kind"] in TYPED_KINDS]
+    assert problems_of(objects) == []
+
+
+def test_misspelled_and_missing_fields_of_custom_objects_are_found() -> None:
+    (scaled,) = documents("components/keda/scaled-object.yaml")
+    scaled["spec"]["minReplicaCuont"] = 1
+    del scaled["spec"]["triggers"]
+    unknown, missing = problems_of([scaled])
+    assert "minReplicaCuont" in unknown and "triggers" in missing
+
+
+def problems_of(objects: list[dict[str, Any]]) -> list[str]:
+    node = shutil.which("node")
+    if node is None or not (NODE_PACKAGES / "node_modules").exists():
+        pytest.skip("Node is not installed")
+    command = [node, Path(__file__).with_name("custom_objects.mjs"), NODE_PACKAGES]
+    done = subprocess.run(command, input=json.dumps(objects), capture_output=True, text=True, check=True)
+    found: list[str] = json.loads(done.stdout)
+    return found
 
 
 def test_kustomize_references_resolve(built: str) -> None:
@@ -221,7 +248,8 @@ def test_network_policies_guard_ports_without_keys(built: str) -> None:
             guarded.setdefault(name, []).extend(item["spec"].get("ingress") or [])
     pods = {item["metadata"]["name"] for item in objects if item["kind"] in ("Deployment", "StatefulSet")}
     pods |= {template["metadata"]["labels"][NAME] for template in templates_of_groups(objects)}
-    assert guarded.keys() == pods - {"pagestream-gateway"}  # the gateway checks API keys
+    unguarded = pods - guarded.keys()
+    assert unguarded == {"pagestream-gateway"}  # it checks API keys
     for rules in guarded.values():
         for rule in rules:
             assert rule["ports"] and rule["from"]
@@ -234,10 +262,8 @@ def test_network_policies_guard_ports_without_keys(built: str) -> None:
         assert ranks["from"] == [{"podSelector": {"matchLabels": {NAME: "pagestream-follower"}}}]
         expected = [[{"port": 1024, "endPort": 65535}]]
     assert [rule["ports"] for rule in of_worker] == expected
-    (store,) = [
-        item for item in objects if item["metadata"]["name"] == "pagestream-redis" and "ingress" in item["spec"]
-    ]
-    assert "pagestream-follower" not in str(store)  # followers accept no requests and do not connect to the store
+    # Followers accept no requests and do not connect to the store.
+    assert "pagestream-follower" not in str(guarded.get("pagestream-redis"))
 
 
 def test_drain_fits_in_the_grace_period() -> None:
@@ -277,8 +303,23 @@ def test_model_of_the_hub_is_where_the_programs_look_for_it(tmp_path: Path) -> N
         assert mounts["model"] == container["workingDir"]
 
 
-def test_store_passwords_come_from_a_secret(tmp_path: Path) -> None:
-    objects = list(yaml.safe_load_all(with_components(tmp_path, "files", "redis-auth")))
+def test_kernels_are_kept_on_a_claim(tmp_path: Path) -> None:
+    objects = list(yaml.safe_load_all(with_components(tmp_path, "gpu", "kernel-cache")))
+    claims = {item["metadata"]["name"] for item in objects if item["kind"] == "PersistentVolumeClaim"}
+    (worker,) = [
+        item["spec"]["template"]["spec"]
+        for item in objects
+        if item["kind"] == "Deployment" and item["metadata"]["name"] == "pagestream-engine-worker"
+    ]
+    (cache,) = [volume for volume in worker["volumes"] if volume["name"] == "cache"]
+    assert cache == {"name": "cache", "persistentVolumeClaim": {"claimName": "pagestream-kernel-cache"}}
+    assert "pagestream-kernel-cache" in claims
+
+
+@pytest.mark.parametrize("component", ["redis-auth", "redis-external"])
+def test_store_urls_come_from_a_secret(tmp_path: Path, component: str) -> None:
+    objects = list(yaml.safe_load_all(with_components(tmp_path, "files", component)))
+    assert any(item["kind"] == "StatefulSet" for item in objects) == (component == "redis-auth")
     keys = {
         "pagestream-gateway": "gateway-url",
         "pagestream-batches": "gateway-url",

@@ -15,6 +15,7 @@ from requirements.lock import PYTHON, PYTHON_TOO
 from shared.version import VERSION
 from tests.docs.facts import make_targets
 
+REPOSITORY = "https://github.com/owner/pagestream"
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
@@ -96,7 +97,7 @@ def test_images_have_the_version_of_the_code() -> None:
 
 
 def test_a_release_has_notes_and_manifests_with_its_images(tmp_path: Path) -> None:
-    command = [sys.executable, ".ci/release_files", "ghcr.io/owner", VERSION, str(tmp_path)]
+    command = [sys.executable, ".ci/release_files", "ghcr.io/owner", REPOSITORY, VERSION, str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
     assert "### " in (tmp_path / "notes.md").read_text()
     with tarfile.open(tmp_path / f"pagestream-deploy-{VERSION}.tar.gz") as archive:
@@ -106,6 +107,8 @@ def test_a_release_has_notes_and_manifests_with_its_images(tmp_path: Path) -> No
     assert len(named) > 10
     assert {image.rpartition("/")[0] for image in named} == {"ghcr.io/owner", "${PAGESTREAM_REGISTRY:-ghcr.io/owner}"}
     assert not re.findall(r"image: pagestream-", text)
+    runbooks = re.findall(r"runbook_url: (\S+)#", text)
+    assert len(runbooks) > 30 and set(runbooks) == {f"{REPOSITORY}/blob/v{VERSION}/docs/guides/alerts.md"}
     with tarfile.open(tmp_path / f"pagestream-results-{VERSION}.tar.gz") as archive:
         assert "bench/results/h200/http_cases.json" in archive.getnames()
 
@@ -118,7 +121,7 @@ def test_changelog_fragments_have_a_known_type() -> None:
 
 
 def test_a_version_without_notes_is_no_release(tmp_path: Path) -> None:
-    command = [sys.executable, ".ci/release_files", "ghcr.io/owner", "9.9.9", str(tmp_path)]
+    command = [sys.executable, ".ci/release_files", "ghcr.io/owner", REPOSITORY, "9.9.9", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 1 and "CHANGELOG.md has no section 9.9.9" in done.stderr
     assert list(tmp_path.iterdir()) == []

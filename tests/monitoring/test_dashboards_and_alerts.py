@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,15 @@ def test_alerts_have_a_summary_and_an_action() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"]["summary"] and rule["annotations"]["description"]
+
+
+def test_each_alert_has_a_section_of_the_guide() -> None:
+    named = [rule["annotations"]["runbook_url"].partition("#") for rule in rules()]
+    assert {path for path, _, _ in named} == {"docs/guides/alerts.md"}
+    guide = (MONITORING.parent / "docs" / "guides" / "alerts.md").read_text()
+    sections = re.findall(r"(?m)^## (\w+)$", guide)
+    assert sorted(sections) == sorted(rule["alert"] for rule in rules())
+    assert [anchor for _, _, anchor in named] == [rule["alert"].lower() for rule in rules()]
 
 
 def test_dashboard_series_are_exported(exported: dict[str, str]) -> None:

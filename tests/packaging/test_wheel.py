@@ -1,12 +1,12 @@
-"""The wheel: its content, and that it serves without a clone.
+"""The wheels: their content, and that they serve without a clone.
 
-It is built from the tracked files and installed into an environment of its own, whose dependencies are those of this
-environment; nothing is downloaded.
+Each is installed into an environment of its own, whose dependencies are those of this environment; nothing is
+downloaded.
 """
 
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from bench.serving.free_port import free_port
+from kernels.cpu.build import library_name
 from pagestream.installation import PACKAGES
 from tests.patience import PATIENCE_SECONDS
 from tests.tiny_model import write_tiny_model
@@ -40,15 +41,16 @@ def tracked(*folders: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wheel")
-    for name in tracked(*PACKAGES, "bench", "pyproject.toml", "README.md", "LICENSE"):
-        (directory / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, directory / "source" / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(directory), str(directory / "source")], check=True)
-    (built,) = directory.glob("pagestream-*.whl")
-    return built
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the wheels by platform."""
+    directory = tmp_path_factory.mktemp("wheels")
+    subprocess.run([sys.executable, ".ci/wheels", str(directory)], cwd=ROOT, check=True)
+    return {path.stem.rpartition("-")[2]: path for path in directory.iterdir()}
+
+
+@pytest.fixture(scope="module", params=["any", "manylinux_2_28_x86_64"])
+def wheel(request: pytest.FixtureRequest, wheels: dict[str, Path]) -> Path:
+    return wheels[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +71,30 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_contains_exactly_the_serving_files(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     packed = {name for name in names if ".dist-info/" not in name}
-    assert packed == set(tracked(*PACKAGES))
+    compiled = {f"kernels/cpu/{library_name()}"} if "manylinux" in wheel.name else set()
+    assert packed == set(tracked(*PACKAGES)) | compiled
     assert {name.split("/")[0] for name in packed} == set(PACKAGES)
+
+
+def test_library_runs_with_glibc_2_28_and_the_openmp_of_torch(wheels: dict[str, Path], tmp_path: Path) -> None:
+    archive = zipfile.ZipFile(wheels["manylinux_2_28_x86_64"])
+    library = archive.extract(f"kernels/cpu/{library_name()}", tmp_path)
+    read = subprocess.run(["readelf", "-dVW", library], check=True, capture_output=True, text=True).stdout
+    assert max(tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_([\d.]+)", read)) <= (2, 28)
+    # The newest of libstdc++ and of its runtime in GCC 8, the compiler of manylinux_2_28.
+    assert max(tuple(map(int, found.split("."))) for found in re.findall(r"GLIBCXX_([\d.]+)", read)) <= (3, 4, 25)
+    assert "gomp" not in read
+
+
+def test_library_of_the_wheel_needs_no_compiler(
+    programs: Path, wheel: Path, elsewhere: tuple[Path, dict[str, str]]
+) -> None:
+    directory, environ = elsewhere
+    command = [str(programs / "python"), "-P", "-m", "kernels.cpu"]
+    environ = environ | {"CXX": str(directory / "no-compiler"), "XDG_CACHE_HOME": str(directory)}
+    done = subprocess.run(command, cwd=directory, env=environ, check=True, capture_output=True, text=True)
+    expected = str(programs.parent) if "manylinux" in wheel.name else "falling back to torch operators"
+    assert expected in done.stdout
 
 
 def test_serve_extra_contains_the_extras_of_its_programs(wheel: Path) -> None:
