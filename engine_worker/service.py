@@ -32,12 +32,14 @@ from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.heartbeat import BEAT_SECONDS, HeartbeatPublisher
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.kv_feed import KVFeed
+from engine_worker.transport.presence import Presence
 from engine_worker.transport.reaper import Reaper
 from engine_worker.transport.worker_profile import WorkerProfile
 from engine_worker.watchdog import EXIT_CODE_HUNG, StepWatchdog, dump_stacks
 from engine_worker.worker import Worker
 from shared.capabilities import Abilities
 from shared.fleet_clock import FleetClock
+from shared.live_workers import LiveWorkers
 from shared.messages import WorkerPhase
 from shared.model_identity import (
     ModelDiffers,
@@ -97,9 +99,11 @@ class WorkerService:
         self._base_id = base_id
         self._keys = RedisKeys(settings.model_name, settings.store_namespace)
         self._connections = connect(settings.redis_url)
-        self._fleet_clock = FleetClock(RedisScripts(self._connections.commands, self._keys))
         self._engine = EngineThread()
         self._status = WorkerStatus(base_id, version)
+        scripts = RedisScripts(self._connections.commands, self._keys)
+        self._presence = Presence(scripts, self._incarnation_id, settings.dead_after_seconds)
+        self._fleet_clock = FleetClock(self._presence.tick)
         self._faults = FaultCounts()
         self._metrics = WorkerMetrics(
             base_id,
@@ -122,7 +126,7 @@ class WorkerService:
         self._reaper = Reaper(
             self._connections,
             self._keys,
-            missed_ticks_until_dead=settings.dead_after_seconds,
+            self._presence,
             faults=self._faults,
         )
         self._identity: dict[str, str] = {}  # of the served model
@@ -193,7 +197,7 @@ class WorkerService:
         if files:
             scripts = RedisScripts(self._connections.commands, self._keys)
             try:
-                await refuse_other_model(partial(scripts.compare_identity, files), self._reaper.seen_worker_ids)
+                await refuse_other_model(partial(scripts.compare_identity, files), LiveWorkers(scripts).ids)
             except (RedisError, OSError) as error:
                 logger.warning("model identity: not compared before loading: %s", error)
         return files
@@ -257,8 +261,8 @@ class WorkerService:
 
     async def _hand_over(self) -> None:
         """Requeue this worker's requests after a failure, so that peers need not wait for missed heartbeats."""
-        worker_id = self._status.worker_id
-        if worker_id == self._base_id:
+        worker_id = self._incarnation_id()
+        if not worker_id:
             return  # this worker never served
         try:
             async with asyncio.timeout(HAND_OVER_SECONDS):
@@ -296,11 +300,12 @@ class WorkerService:
             profile=WorkerProfile(
                 self._identity,
                 Abilities(max_model_len=self._status.max_model_len),
-                has_peers=lambda: self._reaper.num_workers != 1,
+                has_peers=lambda: self._presence.has_peers,
             ),
         )
         patience_seconds = self._settings.dead_after_seconds + REAP_SECONDS
-        incarnation = await wait_for_match(attempt, self._reaper.seen_worker_ids, patience_seconds)
+        live_workers = LiveWorkers(RedisScripts(self._connections.commands, self._keys))
+        incarnation = await wait_for_match(attempt, live_workers.ids, patience_seconds)
         self._status.worker_id = incarnation.worker_id
         if self._exit_reaper is not None:
             self._exit_reaper.watch(incarnation.worker_id)
@@ -310,6 +315,10 @@ class WorkerService:
         )
         await self._beat()  # saves gateways that wait for a worker 0.5 s on average
         return incarnation
+
+    def _incarnation_id(self) -> str:
+        """Return "" before the first registration."""
+        return "" if self._status.worker_id == self._base_id else self._status.worker_id
 
     async def _beat_each_second(self) -> None:
         while True:

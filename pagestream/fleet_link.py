@@ -11,6 +11,7 @@ from functools import partial
 
 from redis.exceptions import RedisError
 
+from shared.live_workers import LiveWorkers
 from shared.messages import FormatError, WorkerHeartbeat, WorkerPhase, decode_heartbeat, encode
 from shared.model_identity import refuse_other_model
 from shared.reaping import reap_workers_with_prefix
@@ -32,7 +33,6 @@ class FleetLink:
         self._on_heartbeat = on_heartbeat
         self._own_phase: WorkerHeartbeat | None = None
         self._changed = asyncio.Event()
-        self._seen_worker_ids: set[str] = set()  # workers that sent a heartbeat
 
     def announce(self, phase: WorkerPhase, progress: float, detail: str) -> None:
         """Publish the current phase to all gateways, once a second."""
@@ -73,10 +73,10 @@ class FleetLink:
             return 0
 
     async def refuse_other_model(self, identity: Mapping[str, str]) -> None:
-        """Raise ModelDiffers if the queue of this model name serves another model. Needs run()."""
+        """Raise ModelDiffers if the queue of this model name serves another model."""
         scripts = RedisScripts(self._connections.commands, self._keys)
         try:
-            await refuse_other_model(partial(scripts.compare_identity, identity), self._seen_worker_ids)
+            await refuse_other_model(partial(scripts.compare_identity, identity), LiveWorkers(scripts).ids)
         except (RedisError, OSError) as error:
             logger.warning("model identity: not compared; workers will compare it: %s", error)
 
@@ -102,7 +102,6 @@ class FleetLink:
             logger.warning("heartbeat: invalid: %s", error)
             return
         if heartbeat.worker_id != SUPERVISOR_ID:
-            self._seen_worker_ids.add(heartbeat.worker_id)
             self._on_heartbeat(heartbeat)
 
     async def _beat(self) -> None:

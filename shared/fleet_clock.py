@@ -7,11 +7,10 @@ Only differences have a meaning. It is used for deadlines of requests.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from shared.redis_scripts import RedisScripts
 from shared.store_errors import StoreRetry
 from shared.ticks import next_tick
 
@@ -21,8 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class FleetClock:
-    def __init__(self, scripts: RedisScripts, clock: Callable[[], float] = time.monotonic) -> None:
-        self._scripts = scripts
+    def __init__(self, tick: Callable[[float], Awaitable[float]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`tick`: sends this process's count to the store and returns the shared value, as RedisScripts.tick()."""
+        self._tick = tick
         self._clock = clock
         self._seen_seconds = 0.0  # shared value at the last look
         self._seen_at = clock()
@@ -49,7 +49,7 @@ class FleetClock:
 
     async def tick(self) -> None:
         """Synchronize once. Raises the store's errors; safe to repeat."""
-        common = await self._scripts.tick(self.now())
+        common = await self._tick(self.now())
         if common > self.now():  # otherwise the local count is better: it includes no round trip
             self._seen_seconds, self._seen_at = common, self._clock()
         self.is_set = True

@@ -27,7 +27,7 @@ HEAD_BYTES = 4096  # of each tensor
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 DIGEST_BYTES = 6
 RETRY_SECONDS = 0.25
-EARLY_SECONDS = 2.5  # a live worker sends a heartbeat each second
+EARLY_SECONDS = 2.5  # a live worker beats each second
 _Result = TypeVar("_Result")
 
 
@@ -55,9 +55,9 @@ class ModelDiffers(Exception):
         )
         self._live_worker_ids = live_worker_ids
 
-    def is_certain(self, seen_worker_ids: Collection[str]) -> bool:
-        """Return whether requests, or workers that sent a heartbeat, use the other model; others may be dead."""
-        return not self._live_worker_ids or any(id_ in seen_worker_ids for id_ in self._live_worker_ids)
+    def is_certain(self, live_worker_ids: Collection[str]) -> bool:
+        """Return whether requests, or workers that beat, use the other model; others may be dead."""
+        return not self._live_worker_ids or any(id_ in live_worker_ids for id_ in self._live_worker_ids)
 
 
 def files_identity(
@@ -84,13 +84,15 @@ def system_fingerprint(identity: Mapping[str, str]) -> str:
 
 
 async def wait_for_match(
-    attempt: Callable[[], Awaitable[_Result]], seen_worker_ids: Collection[str], patience_seconds: float
+    attempt: Callable[[], Awaitable[_Result]],
+    live_worker_ids: Callable[[], Awaitable[Collection[str]]],
+    patience_seconds: float,
 ) -> _Result:
     """Await `attempt` until it succeeds.
 
     Args:
         attempt: Raises ModelDiffers if the queue serves another model.
-        seen_worker_ids: Ids of workers that sent a heartbeat to the caller; it grows during the call.
+        live_worker_ids: Returns the workers that have beaten since its first call.
         patience_seconds: Time in which a conflicting worker may prove to be dead, for example an earlier incarnation
             of the caller that was not reaped yet.
 
@@ -102,17 +104,19 @@ async def wait_for_match(
         try:
             return await attempt()
         except ModelDiffers as difference:
-            if difference.is_certain(seen_worker_ids) or time.monotonic() >= deadline:
+            if difference.is_certain(await live_worker_ids()) or time.monotonic() >= deadline:
                 raise
         await asyncio.sleep(RETRY_SECONDS)
 
 
-async def refuse_other_model(compare: Callable[[], Awaitable[None]], seen_worker_ids: Collection[str]) -> None:
-    """Raise ModelDiffers if it is certain within some heartbeats. For callers that compare again later."""
+async def refuse_other_model(
+    compare: Callable[[], Awaitable[None]], live_worker_ids: Callable[[], Awaitable[Collection[str]]]
+) -> None:
+    """Raise ModelDiffers if it is certain within some beats. For callers that compare again later."""
     try:
-        await wait_for_match(compare, seen_worker_ids, EARLY_SECONDS)
+        await wait_for_match(compare, live_worker_ids, EARLY_SECONDS)
     except ModelDiffers as difference:
-        if difference.is_certain(seen_worker_ids):
+        if difference.is_certain(await live_worker_ids()):
             raise
 
 

@@ -58,6 +58,7 @@ async def reap_worker(scripts: RedisScripts, worker_id: str, mode: ReapMode = Re
             requeued += reply.requeued
             dead_letters += reply.dead_letters
             dropped += reply.dropped
+    await scripts.forget_beats([worker_id])
     return ReapSummary(requeued, dead_letters, dropped)
 
 

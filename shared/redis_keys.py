@@ -105,6 +105,16 @@ class RedisKeys:
         return self._name("clock")
 
     @property
+    def beats(self) -> str:
+        """Return the sorted set of workers by their last beat (tick.lua). It has the prefix of queues, as the model."""
+        return self._name("q:") + "beats"
+
+    @property
+    def observer(self) -> str:
+        """Return the lease of the worker that looks for dead ones. It has the prefix of queues, as the model."""
+        return self._name("q:") + "observer"
+
+    @property
     def write_probe(self) -> str:
         return self._name("probe")
 

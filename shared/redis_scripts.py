@@ -6,8 +6,9 @@
     claim    worker    bodies and journals of read entries     level    worker    report its load, read its peers'
     unclaim  worker    return requests that it has not started
     emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
-    tick     both      the fleet clock
+    tick     both      the fleet clock; a worker's beat
     reap     both      end an incarnation, requeue its requests
+    gone     worker    requests whose gateway is gone
 
 The .lua file of a script documents it. This module builds key names, orders arguments, and converts replies.
 """
@@ -27,7 +28,7 @@ from redis.asyncio import Redis
 from shared.capabilities import Abilities
 from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
 from shared.model_identity import ModelDiffers
-from shared.new_requests import RETAINED_SECONDS, NewRequest, RetentionTerms, Share
+from shared.new_requests import GRACE_SECONDS, RETAINED_SECONDS, NewRequest, RetentionTerms, Share
 from shared.redis_keys import GROUP, INTERACTIVE, NEWER, PRIORITY_CLASSES, RESUMED, RedisKeys
 from shared.shares import ALPHA
 
@@ -45,7 +46,7 @@ BEGINNINGS: dict[str, tuple[str, ...]] = {
 }
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
-    *("cancel", "reap", "tick"),
+    *("cancel", "reap", "tick", "gone"),
 )
 KEEP_DEAD_SECONDS = 86_400  # of a dead letter's body: a day for an operator to examine it
 ACCOUNT_SECONDS = 7_200  # life of an account after its last request; the few requests that live longer do not count
@@ -110,6 +111,25 @@ class QueueEntry:
     context_tokens: int = 0  # 0: not known
     flow: str = ""  # flow in fair queueing: the API key
     home: str | None = None  # worker that probably has its prefix; "": none; None: its gateway wakes no worker
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The reply to a worker's tick."""
+
+    seconds: float  # the fleet clock
+    observes: bool  # whether this worker is the observer
+    has_peers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GoneRequest:
+    """An unfinished request whose gateway does not listen."""
+
+    request_id: str
+    gateway_id: str
+    grace_seconds: float
+    priority_class: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +524,40 @@ class RedisScripts:
 
     async def tick(self, seconds: float) -> float:
         """Return the fleet clock in seconds, which is at least the caller's `seconds`."""
-        return float(await self._call("tick", [self.keys.clock], [round(seconds * 1000)])) / 1000
+        milliseconds, _, _ = await self._call("tick", [self.keys.clock], [round(seconds * 1000)])
+        return float(milliseconds) / 1000
+
+    async def beat(self, seconds: float, worker_id: str, *, lease_seconds: float, may_observe: bool) -> Beat:
+        """Tick as a worker; `worker_id` is empty before it is registered."""
+        keys = [self.keys.clock, self.keys.beats, self.keys.observer]
+        arguments = [round(seconds * 1000), worker_id, round(lease_seconds * 1000), int(may_observe)]
+        milliseconds, observes, num_workers = await self._call("tick", keys, arguments)
+        return Beat(float(milliseconds) / 1000, bool(observes), num_workers > 1)
+
+    async def beats(self) -> dict[str, float]:
+        """Return the fleet clock's time of the last beat of each worker, in seconds."""
+        found: Any = await self.redis.zrange(self.keys.beats, 0, -1, withscores=True)
+        return {name.decode(): milliseconds / 1000 for name, milliseconds in found}
+
+    async def forget_beats(self, worker_ids: Iterable[str]) -> None:
+        if names := list(worker_ids):
+            await self.redis.zrem(self.keys.beats, *names)
+
+    async def gone(self, queue: str, after: str, num_entries: int) -> tuple[str, list[GoneRequest]]:
+        """Return a page of a queue: the entry after which the next page begins, or "", and requests without gateway.
+
+        Args:
+            queue: Name of the queue.
+            after: Entry before the page; empty for the first.
+            num_entries: Entries of a page.
+        """
+        start = f"({after}" if after else "-"
+        arguments = [start, num_entries, self._prefixes[0], self.keys.gateway_channel_prefix]
+        last, *rows = await self._call("gone", [queue], arguments)
+        return last.decode(), [
+            GoneRequest(request_id.decode(), gateway_id.decode(), float(grace or GRACE_SECONDS), class_.decode())
+            for request_id, gateway_id, grace, class_ in rows
+        ]
 
     async def _fenced_call(self, name: str, worker_id: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         reply = await self._call(name, [self.keys.fence(worker_id), *keys], arguments)

@@ -1,13 +1,18 @@
-"""Finds dead workers and requeues their requests, and ends orphaned requests (orphans.py). It runs in every worker.
+"""Finds dead workers and requeues their requests, and ends orphaned requests (orphans.py).
 
-Time is counted in ticks of this process: a worker without a heartbeat for 15 ticks is dead. A late tick counts as one,
-so a paused observer reaps no worker. A tick in which the observer received nothing, not even the reply to its ping,
-does not count. A consumer without a fence is a zombie, and is reaped at once; one without requests is not counted.
+It runs in every worker, and only the observer looks (presence.py), so the cost does not grow with the square of the
+number of workers.
+
+A worker without a beat for --dead-after-seconds is dead. Workers of older releases do not beat; the observer listens to
+their heartbeats and counts ticks without one. A late tick counts as one, and a tick in which it received nothing, not
+even the reply to its ping, does not count. A consumer without a fence is a zombie, and is reaped at once; one without
+requests is not counted.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from redis.exceptions import RedisError
 
@@ -20,12 +25,24 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
 from shared.store_errors import StoreRetry
 from shared.subscription import GAP, Message, Subscription
-from shared.ticks import until_tick
+from shared.ticks import next_tick, until_tick
 
 TICK_SECONDS = 1.0
-MISSED_TICKS_UNTIL_DEAD = 15
 
 logger = logging.getLogger(__name__)
+
+
+class Observing(Protocol):
+    """Whether this worker observes the others: engine_worker/transport/presence.py."""
+
+    @property
+    def is_observer(self) -> bool: ...
+
+    @property
+    def fleet_seconds(self) -> float: ...
+
+    @property
+    def dead_after_seconds(self) -> float: ...
 
 
 class MissedTicks:
@@ -54,8 +71,8 @@ class Reaper:
         self,
         connections: RedisConnections,
         keys: RedisKeys,
+        presence: Observing,
         *,
-        missed_ticks_until_dead: int = MISSED_TICKS_UNTIL_DEAD,
         tick_seconds: float = TICK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         faults: FaultCounts | None = None,
@@ -63,23 +80,32 @@ class Reaper:
         self._scripts = RedisScripts(connections.commands, keys)
         self._subscriber = connections.subscriber
         self._keys = keys
+        self._presence = presence
         self._tick_seconds = tick_seconds
         self._clock = clock
-        self._missed = MissedTicks(missed_ticks_until_dead)
-        self.seen_worker_ids: set[str] = set()  # all workers that sent a heartbeat
-        self.num_workers: int | None = None  # of the queue, at the last tick; None before the first
+        self._missed = MissedTicks(round(presence.dead_after_seconds / tick_seconds))
+        self._hears_nothing = True  # every worker of the last tick beats
         self.faults = faults or FaultCounts()
         self._retry = StoreRetry(clock=clock)
         self._orphans = Orphans(self._scripts, tick_seconds, self.faults)
 
     async def run(self) -> None:
-        """Listen to heartbeats and reap each tick, until cancelled."""
+        """Look for dead workers at each tick while this worker is the observer, until cancelled."""
+        while True:
+            if self._hears_nothing:
+                await next_tick(self._tick_seconds)
+                await self.tick(could_hear=False)
+            else:
+                await self._listen_and_tick()
+
+    async def _listen_and_tick(self) -> None:
+        """Tick and listen to heartbeats while some workers do not beat."""
         # Two pings per silent tick, so that a live subscription receives something in each tick.
         subscription = Subscription(
             self._subscriber, [self._keys.heartbeat_channel], ping_seconds=self._tick_seconds / 2, clock=self._clock
         )
         try:
-            while True:
+            while not self._hears_nothing:
                 could_hear = await self._listen_until(subscription, self._clock() + until_tick(self._tick_seconds))
                 await self.tick(could_hear=could_hear)
         finally:
@@ -88,30 +114,41 @@ class Reaper:
     def on_message(self, data: bytes) -> None:
         """Record an encoded heartbeat. An invalid one is counted."""
         try:
-            worker_id = decode_heartbeat(data).worker_id
-            self._missed.record_heartbeat(worker_id)
-            self.seen_worker_ids.add(worker_id)
+            self._missed.record_heartbeat(decode_heartbeat(data).worker_id)
         except FormatError:
             self.faults.num_bad_heartbeats += 1
 
     async def tick(self, *, could_hear: bool) -> None:
-        """Reap zombies and silent workers. Store errors end only this tick."""
+        """Reap zombies and silent workers, if this worker observes. Store errors end only this tick."""
+        if not self._presence.is_observer:
+            self._hears_nothing = True
+            self._missed.forget_all()
+            self._orphans.forget_all()
+            return
         try:
-            worker_ids = await list_worker_ids(self._scripts.redis, self._keys)
-            self.num_workers = len(worker_ids)
-            fenced = await self._without_fence(worker_ids)
-            dead = self._missed.tick(worker_ids) if could_hear else []
-            for worker_id in sorted({*fenced, *dead}):
-                summary = await reap_worker(self._scripts, worker_id)
-                if worker_id not in dead and summary == ReapSummary():
-                    continue  # it is ending: its fence goes before its consumers
-                self.faults.num_reaped += 1
-                logger.warning("reaper: reaped worker %s: %s", worker_id, summary)
+            await self._reap_dead(could_hear)
             await self._orphans.tick()
             self._retry.succeeded()
         except (RedisError, OSError) as error:
             self._retry.delay_after(error)
             logger.warning("reaper: tick skipped: %s", error)
+
+    async def _reap_dead(self, could_hear: bool) -> None:
+        worker_ids = await list_worker_ids(self._scripts.redis, self._keys)
+        beats = await self._scripts.beats()
+        fenced = await self._without_fence(worker_ids)
+        long_ago = self._presence.fleet_seconds - self._presence.dead_after_seconds
+        silent = {worker_id for worker_id, seconds in beats.items() if seconds <= long_ago}
+        unknown = [worker_id for worker_id in worker_ids if worker_id not in beats]
+        self._hears_nothing = not unknown
+        dead = {*silent.intersection(worker_ids), *(self._missed.tick(unknown) if could_hear else [])}
+        await self._scripts.forget_beats(silent.difference(worker_ids))  # ended: nothing is left of it
+        for worker_id in sorted({*fenced, *dead}):
+            summary = await reap_worker(self._scripts, worker_id)
+            if worker_id not in dead and summary == ReapSummary():
+                continue  # it is ending: its fence goes before its consumers
+            self.faults.num_reaped += 1
+            logger.warning("reaper: reaped worker %s: %s", worker_id, summary)
 
     async def _listen_until(self, subscription: Subscription, deadline: float) -> bool:
         """Return whether anything was received.

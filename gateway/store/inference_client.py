@@ -61,7 +61,7 @@ class InferenceClient:
         scripts = scripts or RedisScripts(connections.commands, keys)
         self._redis = connections.commands
         self._calls = StoreCalls()
-        self._fleet_clock = FleetClock(scripts, clock)
+        self._fleet_clock = FleetClock(scripts.tick, clock)
         self._wake = asyncio.Event()
         self.counts = DeliveryCounts()
         self.fleet = Fleet(clock)

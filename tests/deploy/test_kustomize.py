@@ -74,7 +74,7 @@ def problems_of(objects: list[dict[str, Any]]) -> list[str]:
     node = shutil.which("node")
     if node is None or not (NODE_PACKAGES / "node_modules").exists():
         pytest.skip("Node is not installed")
-    command = [node, Path(__file__).with_name("custom_objects.mjs"), NODE_PACKAGES]
+    command = [node, str(Path(__file__).with_name("custom_objects.mjs")), str(NODE_PACKAGES)]
     done = subprocess.run(command, input=json.dumps(objects), capture_output=True, text=True, check=True)
     found: list[str] = json.loads(done.stdout)
     return found

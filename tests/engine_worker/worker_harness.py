@@ -86,7 +86,7 @@ class WorkerHarness:
         self.incarnations: list[str] = []
         self.hinted: list[str] = []
         self._connections = connections
-        self.fleet_clock = FleetClock(self.scripts)
+        self.fleet_clock = FleetClock(self.scripts.tick)
         status = WorkerStatus("w", "0")
         metrics = WorkerMetrics("w", "m", "0", status)
         self.worker = Worker(self.thread, self._register, self._listen, metrics, drain_seconds, clock)

@@ -47,6 +47,7 @@ from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import Demand, Fenced, GatewayMessage, QueueEntry, RedisScripts
 from shared.subscription import Message, Subscription
 from shared.tasks import cancel_and_wait
+from tests.engine_worker.transport.presence import FixedPresence
 from tests.inbox_reader import InboxReader
 
 LOST_REPLY_RATIO = 0.10
@@ -363,7 +364,7 @@ class World:
 
     async def reap_zombies(self) -> None:
         """Run the product's reaper without heartbeats; bring_disasters() decides which workers die."""
-        reaper = Reaper(self.connections, self.keys)
+        reaper = Reaper(self.connections, self.keys, FixedPresence())
         while True:
             await asyncio.sleep(0.1)
             await reaper.tick(could_hear=False)

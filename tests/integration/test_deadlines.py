@@ -79,7 +79,7 @@ async def test_deadline_ends_running_request(world: World, stream: bool) -> None
 
 async def test_worker_does_not_compute_expired_requests(world: World) -> None:
     """The worker checks the deadline with the fleet clock itself, because the gateway may be gone."""
-    clock = FleetClock(world.worker.scripts)
+    clock = FleetClock(world.worker.scripts.tick)
     await clock.tick()
     world.worker.gate.allow(FOREVER_STEPS)
     cases = {"deadline": ErrorCode.DEADLINE_EXCEEDED, "queue_deadline": ErrorCode.QUEUE_TIMEOUT}

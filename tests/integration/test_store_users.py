@@ -261,14 +261,14 @@ def test_store_users_cover_every_kind_of_key() -> None:
     assert {name + "*" if name.endswith(":") else name for name in patterns} <= mine
 
 
-WORKER_SCRIPTS = {"register", "take", "level", "claim", "unclaim", "emit", "finish", "reap"}
+WORKER_SCRIPTS = {"register", "take", "level", "claim", "unclaim", "emit", "finish", "reap", "gone"}
 
 
 def commands_of_scripts(names: set[str]) -> set[str]:
     text = "".join(source for name, source in load_sources().items() if name in names)
     found = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?", text)
     return {
-        f"{command}|{second}".lower() if command in ("XGROUP", "XINFO") else command.lower()
+        f"{command}|{second}".lower() if command in ("XGROUP", "XINFO", "PUBSUB") else command.lower()
         for command, second in found
     }
 

@@ -25,6 +25,7 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand
 from tests.builders import make_request
 from tests.conftest import Valkey
+from tests.engine_worker.transport.presence import FixedPresence
 from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 
@@ -66,7 +67,7 @@ async def answer(url: str, keys: RedisKeys) -> None:
             events = [event async for event in InboxReader(stream)]
             tokens = [token for event in events if isinstance(event, TokenEvent) for token in event.token_ids]
             assert tokens == [5, 6, 7] and events[-1] == end
-            await Reaper(of_worker, keys).tick(could_hear=True)
+            await Reaper(of_worker, keys, FixedPresence()).tick(could_hear=True)
             await incarnation.requests.hand_back_within(PATIENCE_SECONDS)
         assert not owners.failed.is_set()
     finally:

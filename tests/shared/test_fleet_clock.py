@@ -21,7 +21,7 @@ def monotonic() -> list[Monotonic]:
 
 @pytest.fixture
 def clocks(scripts: RedisScripts, monotonic: list[Monotonic]) -> list[FleetClock]:
-    return [FleetClock(scripts, own) for own in monotonic]
+    return [FleetClock(scripts.tick, own) for own in monotonic]
 
 
 async def test_fleet_clock_all_processes_agree(clocks, monotonic):

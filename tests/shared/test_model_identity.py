@@ -36,6 +36,14 @@ def write_model(directory: Path, *, value: float = 0.0, size: int = 4096, name: 
     return directory
 
 
+async def nobody() -> set[str]:
+    return set()
+
+
+async def first_worker() -> set[str]:
+    return {"w0.a"}
+
+
 class TestFiles:
     @pytest.mark.parametrize(
         "change",
@@ -138,7 +146,7 @@ class TestWaiting:
     async def test_wait_for_match_waits_for_silent_worker(self, scripts: RedisScripts) -> None:
         await scripts.register("w0.a", FIRST)
         other = FIRST | {"dtype": "bfloat16"}
-        waiting = asyncio.create_task(wait_for_match(lambda: scripts.register("w1.a", other), set(), 60.0))
+        waiting = asyncio.create_task(wait_for_match(lambda: scripts.register("w1.a", other), nobody, 60.0))
         await reap_worker(scripts, "w0.a")
         await waiting
         assert (await scripts.redis.hgetall(scripts.keys.model))[b"dtype"] == b"bfloat16"
@@ -148,9 +156,9 @@ class TestWaiting:
         other = FIRST | {"dtype": "bfloat16"}
         async with asyncio.timeout(30):
             with pytest.raises(ModelDiffers):
-                await wait_for_match(lambda: scripts.register("w1.a", other), {"w0.a"}, 3600.0)
+                await wait_for_match(lambda: scripts.register("w1.a", other), first_worker, 3600.0)
             with pytest.raises(ModelDiffers):
-                await refuse_other_model(lambda: scripts.compare_identity(other), {"w0.a"})
+                await refuse_other_model(lambda: scripts.compare_identity(other), first_worker)
 
 
 async def test_clear_queue_ends_each_waiting_request(scripts: RedisScripts, connections: RedisConnections) -> None:

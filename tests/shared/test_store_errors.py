@@ -32,6 +32,7 @@ from shared.subscription import GAP, Subscription
 from shared.tasks import cancel_and_wait
 from tests.builders import make_request
 from tests.conftest import Valkey
+from tests.engine_worker.transport.presence import FixedPresence
 from tests.inbox_reader import InboxReader
 from tests.patience import PATIENCE_SECONDS
 from tests.shared.resp_proxy import CLOSE, RespProxy
@@ -276,7 +277,7 @@ async def handing_back(parts: Parts, arm: Arm) -> None:
 
 
 async def reaping(parts: Parts, arm: Arm) -> None:
-    reaper = Reaper(parts.connections, parts.keys)
+    reaper = Reaper(parts.connections, parts.keys, FixedPresence())
     await reaper.tick(could_hear=True)
     arm("EXISTS")
     await reaper.tick(could_hear=True)
@@ -284,7 +285,7 @@ async def reaping(parts: Parts, arm: Arm) -> None:
 
 
 async def ticking(parts: Parts, arm: Arm) -> None:
-    clock = FleetClock(parts.scripts)
+    clock = FleetClock(parts.scripts.tick)
     await clock.tick()
     arm("tick")
     running = asyncio.create_task(clock.run())

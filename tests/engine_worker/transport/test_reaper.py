@@ -12,6 +12,7 @@ from shared.reaping import list_worker_ids
 from shared.redis_client import connect
 from shared.redis_keys import GROUP
 from shared.tasks import cancel_and_wait
+from tests.engine_worker.transport.presence import FixedPresence
 from tests.engine_worker.transport.rig import WORKER
 from tests.patience import PATIENCE_SECONDS
 
@@ -51,10 +52,37 @@ class TestMissedTicks:
 
 class TestReaper:
     @pytest.fixture
-    def reaper(self, connections, keys):
-        return Reaper(connections, keys, missed_ticks_until_dead=3)
+    def presence(self):
+        return FixedPresence(dead_after_seconds=3)
 
-    async def test_reaper_reaps_only_the_silent_worker(self, reaper, rig):
+    @pytest.fixture
+    def reaper(self, connections, keys, presence):
+        return Reaper(connections, keys, presence)
+
+    async def test_reaper_reaps_the_worker_with_an_old_beat(self, reaper, presence, rig):
+        await rig.accept("a")
+        await rig.claim()
+        await rig.scripts.register("w1.alive")
+        for worker_id, seconds in ((WORKER, 10), ("w2.ended", 10), ("w1.alive", 12)):
+            await rig.scripts.beat(seconds, worker_id, lease_seconds=3, may_observe=False)
+        presence.fleet_seconds = 12.9
+        await reaper.tick(could_hear=False)
+        assert reaper.faults.num_reaped == 0
+        presence.fleet_seconds = 13
+        await reaper.tick(could_hear=False)
+        assert reaper.faults.num_reaped == 1
+        assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
+        assert await rig.scripts.beats() == {"w1.alive": 12}
+        assert await rig.stored("a", "attempt") == [b"2"]
+
+    async def test_reaper_that_does_not_observe_reads_nothing(self, reaper, presence, rig):
+        presence.is_observer, presence.fleet_seconds = False, 1e6
+        await rig.scripts.beat(10, WORKER, lease_seconds=3, may_observe=False)
+        await rig.redis.delete(rig.keys.fence(WORKER))
+        await reaper.tick(could_hear=True)
+        assert await list_worker_ids(rig.redis, rig.keys) == [WORKER]
+
+    async def test_reaper_reaps_only_the_silent_worker_of_an_older_release(self, reaper, rig):
         await rig.scripts.register("w1.alive")
         await rig.accept("a")
         await rig.claim()
@@ -95,14 +123,14 @@ class TestReaper:
     async def test_reaper_tick_without_store_raises_nothing(self, keys, tmp_path):
         away = connect(f"unix://{tmp_path}/no-server")
         try:
-            await Reaper(away, keys).tick(could_hear=True)
+            await Reaper(away, keys, FixedPresence()).tick(could_hear=True)
         finally:
             await away.aclose()
 
     async def test_reaper_run_reaps_dead_and_keeps_beating_worker(self, connections, rig):
         await rig.scripts.register("w1.alive")
         publisher = HeartbeatPublisher(rig.redis, rig.keys)
-        reaper = Reaper(connections, rig.keys, missed_ticks_until_dead=10, tick_seconds=0.02)
+        reaper = Reaper(connections, rig.keys, FixedPresence(dead_after_seconds=0.2), tick_seconds=0.02)
         task = asyncio.create_task(reaper.run())
         try:
             while not reaper.faults.num_reaped:
@@ -120,7 +148,7 @@ class TestReaper:
         def clock() -> float:
             return asyncio.get_running_loop().time() + jump
 
-        reaper = Reaper(connections, rig.keys, missed_ticks_until_dead=20, tick_seconds=0.2, clock=clock)
+        reaper = Reaper(connections, rig.keys, FixedPresence(dead_after_seconds=4), tick_seconds=0.2, clock=clock)
         task = asyncio.create_task(reaper.run())
         try:
             await asyncio.sleep(0.1)
@@ -139,21 +167,22 @@ class TestReaper:
         ticks: list[bool] = []  # `could_hear` of each tick
         pings: list[int] = []  # so far
 
-        class Observer(Reaper):
+        class Listener(Reaper):
             async def tick(self, *, could_hear: bool) -> None:
+                await super().tick(could_hear=could_hear)
                 ticks.append(could_hear)
                 pings.append(await num_pings())
                 if beats:
                     await rig.redis.publish(rig.keys.heartbeat_channel, beat())
 
-        task = asyncio.create_task(Observer(connections, rig.keys, tick_seconds=0.4).run())
+        task = asyncio.create_task(Listener(connections, rig.keys, FixedPresence(), tick_seconds=0.4).run())
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while len(pings) < 5:
                     await asyncio.sleep(0.05)
         finally:
             await cancel_and_wait([task])
-        assert all(ticks)
+        assert all(ticks[1:])  # the first tick finds the worker without a beat
         assert (pings[-1] == pings[1]) is beats
 
     async def test_reaper_tick_ends_orphaned_requests(self, reaper, rig):
