@@ -45,6 +45,7 @@ PROGRAMS = {
     "request-profile": "serving.request_profile",  # files, functions and calls per token of one streamed chat
     "metrics-cost": "serving.metrics_cost",  # the cost of metrics
     "take-cost": "serving.take_cost",  # server time of TAKE and ACCEPT
+    "store-scale": "serving.store_scale",  # the store's processor time for the upkeep of idle workers
     "affinity": "serving.affinity",  # cached prompt tokens of workers on one queue, with and without prefix affinity
     "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and the share of a late worker
     "disconnects": "serving.disconnects",  # clients that disconnect at random: how soon their KV is free

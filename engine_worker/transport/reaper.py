@@ -3,7 +3,8 @@
 It runs in every worker, and only the observer looks (presence.py), so the cost does not grow with the square of the
 number of workers.
 
-A worker without a beat for --dead-after-seconds is dead. Workers of older releases do not beat; the observer listens to
+A worker without a beat for --dead-after-seconds is dead, and one whose process has ended sooner: the store then closes
+its subscription. Workers of older releases do not beat; the observer listens to
 their heartbeats and counts ticks without one. A late tick counts as one, and a tick in which it received nothing, not
 even the reply to its ping, does not count. A consumer without a fence is a zombie, and is reaped at once; one without
 requests is not counted.
@@ -11,8 +12,8 @@ requests is not counted.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 
@@ -28,6 +29,7 @@ from shared.subscription import GAP, Message, Subscription
 from shared.ticks import next_tick, until_tick
 
 TICK_SECONDS = 1.0
+GONE_AFTER_SECONDS = 3.0  # without a beat and a subscription; a live worker connects again sooner
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +139,11 @@ class Reaper:
         worker_ids = await list_worker_ids(self._scripts.redis, self._keys)
         beats = await self._scripts.beats()
         fenced = await self._without_fence(worker_ids)
-        long_ago = self._presence.fleet_seconds - self._presence.dead_after_seconds
-        silent = {worker_id for worker_id, seconds in beats.items() if seconds <= long_ago}
+        silent = self._silent(beats, self._presence.dead_after_seconds)
+        ended = await self._without_subscription(self._silent(beats, GONE_AFTER_SECONDS).intersection(worker_ids))
         unknown = [worker_id for worker_id in worker_ids if worker_id not in beats]
         self._hears_nothing = not unknown
-        dead = {*silent.intersection(worker_ids), *(self._missed.tick(unknown) if could_hear else [])}
+        dead = {*silent.intersection(worker_ids), *ended, *(self._missed.tick(unknown) if could_hear else [])}
         await self._scripts.forget_beats(silent.difference(worker_ids))  # ended: nothing is left of it
         for worker_id in sorted({*fenced, *dead}):
             summary = await reap_worker(self._scripts, worker_id)
@@ -149,6 +151,18 @@ class Reaper:
                 continue  # it is ending: its fence goes before its consumers
             self.faults.num_reaped += 1
             logger.warning("reaper: reaped worker %s: %s", worker_id, summary)
+
+    def _silent(self, beats: Mapping[str, float], seconds: float) -> set[str]:
+        long_ago = self._presence.fleet_seconds - seconds
+        return {worker_id for worker_id, beat_seconds in beats.items() if beat_seconds <= long_ago}
+
+    async def _without_subscription(self, worker_ids: Iterable[str]) -> set[str]:
+        """Return those that do not listen to their control messages: their connections are closed."""
+        if not (asked := sorted(worker_ids)):
+            return set()
+        channels = [self._keys.control_channel(worker_id) for worker_id in asked]
+        replies: Any = await self._scripts.redis.pubsub_numsub(*channels)
+        return {worker_id for worker_id, (_, count) in zip(asked, replies, strict=True) if not count}
 
     async def _listen_until(self, subscription: Subscription, deadline: float) -> bool:
         """Return whether anything was received.

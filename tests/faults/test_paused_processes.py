@@ -6,6 +6,8 @@
 import asyncio
 import signal
 
+import pytest
+
 from tests.e2e.reader import Reader
 from tests.faults.conftest import StartWorld, World
 
@@ -38,6 +40,19 @@ async def test_killed_unsupervised_worker_is_taken_over(start_world: StartWorld)
     await world.all_complete(readers)
     assert await world.attempts(readers) == [2] * len(readers)
     say_silence(readers)
+    await world.nothing_is_left()
+
+
+@pytest.mark.long  # a worker observes after 15 s
+async def test_killed_worker_is_taken_over_before_the_default_limit(start_world: StartWorld) -> None:
+    """The kernel closes its connections, so no one has to wait for 15 s of silence."""
+    world, readers = await on_first_of_two(start_world, max_tokens=1_500)
+    await asyncio.sleep(16.0)  # until the second worker may observe
+    world.fleet.processes["w0"].kill()
+    await world.all_complete(readers)
+    silence_seconds = max(reader.longest_silence_seconds for reader in readers)
+    print(f"longest silence: {silence_seconds:.1f} s")
+    assert silence_seconds < 8.0  # 5 s on an idle machine
     await world.nothing_is_left()
 
 

@@ -56,6 +56,13 @@ class TestReaper:
         return FixedPresence(dead_after_seconds=3)
 
     @pytest.fixture
+    async def w1_listens(self, connections, keys):
+        async with connections.subscriber.pubsub() as channel:
+            await channel.subscribe(keys.control_channel("w1.alive"))
+            await channel.get_message(timeout=PATIENCE_SECONDS)
+            yield
+
+    @pytest.fixture
     def reaper(self, connections, keys, presence):
         return Reaper(connections, keys, presence)
 
@@ -74,6 +81,18 @@ class TestReaper:
         assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
         assert await rig.scripts.beats() == {"w1.alive": 12}
         assert await rig.stored("a", "attempt") == [b"2"]
+
+    async def test_reaper_reaps_early_who_neither_beats_nor_listens(self, reaper, presence, rig, w1_listens):
+        presence.dead_after_seconds = 15
+        await rig.scripts.register("w1.alive")
+        for worker_id in (WORKER, "w1.alive"):
+            await rig.scripts.beat(10, worker_id, lease_seconds=3, may_observe=False)
+        presence.fleet_seconds = 12.9
+        await reaper.tick(could_hear=False)
+        assert reaper.faults.num_reaped == 0
+        presence.fleet_seconds = 13
+        await reaper.tick(could_hear=False)
+        assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
 
     async def test_reaper_that_does_not_observe_reads_nothing(self, reaper, presence, rig):
         presence.is_observer, presence.fleet_seconds = False, 1e6
