@@ -172,14 +172,18 @@ class ModelService:
             draining=self._open_requests.draining,
             model_loaded=self.model is not None,
             num_ready=num_ready,
-            was_ready=self.client.fleet.last_ready is not None,
+            was_ready=self.client.fleet.last_ready is not None or self.client.served_before.is_known,
             is_waited_for=not num_ready and self._is_waited_for(),
         )
 
     def _is_waited_for(self) -> bool:
-        """Return whether requests are accepted while no worker is ready: one was ready a short time ago."""
+        """Return whether requests are accepted while no worker is ready.
+
+        One was ready a short time ago, or before this gateway started, a short time ago.
+        """
         last_ready = self.client.fleet.last_ready
-        return last_ready is not None and last_ready.seconds_since_seen < self._worker_wait_seconds
+        seconds = time.monotonic() - self._started_at if last_ready is None else last_ready.seconds_since_seen
+        return seconds < self._worker_wait_seconds
 
     def require_model(self) -> ServedModel:
         """Return the tokenizer, for routes that need no worker. Raises Unavailable."""

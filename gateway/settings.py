@@ -21,7 +21,7 @@ REASONING_PARSERS = (
     "auto", "none", "qwen3", "deepseek_r1", "glm45", "gemma4", "mistral", "harmony", "openai_gptoss",
 )  # fmt: skip
 TASKS = ("auto", *Task)
-NO_WORKER = ("wait", "refuse")
+NO_WORKER = ("wait", "refuse", "queue")
 MIN_BYTES_IN_FLIGHT = 4 * 2**20
 # Routes that --open-routes may name: scrapes and the probes of other engines, which send no key.
 OPENABLE_ROUTES = ("/health", "/load", "/metrics", "/ping", "/ready", "/version")
@@ -96,12 +96,13 @@ class GatewaySettings:
     )
     no_worker: str = setting(
         "wait", choices=NO_WORKER,
-        help="requests while no worker is ready, after one was: wait for the next, or refuse with 503 no_worker",
+        help="requests while no worker is ready, after one was: wait for the next for --no-worker-wait-seconds; refuse "
+        "with 503 no_worker; queue: always accept them, because a scaler starts workers for what waits",
     )  # fmt: skip
     no_worker_wait_seconds: float = setting(
         120.0,
         parse=float,
-        help="time to accept requests without a ready worker, and queue timeout of those that set none",
+        help="time to accept requests without a ready worker (wait), and queue timeout of those that set none",
     )
     max_timeout_seconds: float = setting(
         3600.0, parse=float, help="upper bound for `timeout_seconds` and `queue_timeout_seconds`"

@@ -1,6 +1,7 @@
 """The state of one gateway process. app.py creates it; handlers find it under STATE."""
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -60,7 +61,7 @@ class GatewayState:
                     self.open_requests,
                     self.background,
                     loop_scheduler,
-                    worker_wait_seconds=settings.no_worker_wait_seconds if settings.no_worker == "wait" else 0.0,
+                    worker_wait_seconds=_worker_wait_seconds(settings),
                     num_models=len(clients),
                 )
                 for options, client in clients.items()
@@ -123,3 +124,8 @@ class GatewayState:
 
 
 STATE = web.AppKey("STATE", GatewayState)
+
+
+def _worker_wait_seconds(settings: GatewaySettings) -> float:
+    """Return how long requests are accepted after the last ready worker."""
+    return {"wait": settings.no_worker_wait_seconds, "refuse": 0.0, "queue": math.inf}[settings.no_worker]

@@ -6,6 +6,7 @@ Admission uses the memory state before a prompt is encoded; probes, metrics, and
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,21 @@ class StoreMemory:
             machine = f"{CLOSE_AT_RATIO:.0%} of the machine's {system_bytes / 2**30:.1f} GiB"
             closes = f"closes at {machine}" if system_bytes else "never closes"
             logger.warning("store: maxmemory is not set: admission %s; set maxmemory", closes)
+
+
+class ServedBefore:
+    """Whether workers have ever served this model. Then one may come back, for which requests can wait."""
+
+    def __init__(self) -> None:
+        self.is_known = False
+
+    async def watch(self, redis: Redis, keys: RedisKeys) -> None:
+        """Look for the model's identity, which the first worker stores, until it is there."""
+        while True:
+            if not self.is_known:
+                with suppress(RedisError, OSError):
+                    self.is_known = bool(await redis.exists(keys.model))
+            await next_tick(POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

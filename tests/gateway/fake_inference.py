@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from gateway.fleet import WorkerStatus, ready_workers
-from gateway.store.store_probe import QueueLoad, QueueStats, StoreMemory
+from gateway.store.store_probe import QueueLoad, QueueStats, ServedBefore, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.work.owner_tasks import OwnerTasks
 from shared.kv_snapshot import KVSnapshot
@@ -107,6 +107,7 @@ class FakeInferenceClient:
         self.submit_error: Exception | None = None
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
+        self.served_before = ServedBefore()
         self.kv = FakeKVWatch()
         self.was_ready = asyncio.Event()
         self.submission = self.archive = self.probe = self.fleet = self

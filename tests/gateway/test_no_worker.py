@@ -91,6 +91,30 @@ async def test_no_worker_refuse_refuses_at_once(start: Callable[..., Any]) -> No
     assert (await ask(gateway, "/readyz"))[0] == 503
 
 
+async def test_no_worker_queue_accepts_however_long_no_worker_is_there(start: Callable[..., Any]) -> None:
+    gateway = await start(no_worker="queue")
+    gateway.engine.seconds_without_worker = 1e6
+    assert (await ask(gateway, "/v1/completions", BODY))[0] == 200
+    assert (await ask(gateway, "/readyz"))[0] == 200
+    assert gateway.engine.requests[-1].queue_deadline == 120.0
+
+
+@pytest.mark.parametrize("no_worker", ["wait", "queue", "refuse"])
+async def test_new_gateway_accepts_if_the_model_has_served_before(
+    start_gateway: Callable[..., Any], no_worker: str
+) -> None:
+    gateway = await start_gateway(FakeInferenceClient(says([5])), no_worker=no_worker)
+    gateway.engine.workers = []
+    status, body = await ask(gateway, "/v1/completions", BODY)
+    assert (status, body["error"]["code"]) == (503, "starting")
+    gateway.engine.served_before.is_known = True
+    status, body = await ask(gateway, "/v1/completions", BODY)
+    if no_worker == "refuse":
+        assert (status, body["error"]["code"]) == (503, "no_worker")
+    else:
+        assert status == 200
+
+
 async def test_limits_of_the_last_worker_apply_without_one(start_gateway: Callable[..., Any]) -> None:
     gateway = await start_gateway(FakeInferenceClient(says([5])))
     gateway.engine.workers = [heartbeat(max_model_len=64)]
