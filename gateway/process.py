@@ -80,7 +80,12 @@ def clients_of(
 ) -> dict[ModelOptions, InferenceClient]:
     """Return one client per model; all share one gateway id."""
     gateway_id = secrets.token_hex(8)
-    rules = QueueRules(settings.max_num_queued_reqs, settings.max_num_queued_tokens, settings.prefix_affinity)
+    rules = QueueRules(
+        settings.max_num_queued_reqs,
+        settings.max_num_queued_tokens,
+        settings.prefix_affinity,
+        settings.durable_accept_timeout_seconds if settings.durable_accept == "replica" else None,
+    )
     return {
         options: InferenceClient(
             connections,

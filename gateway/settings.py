@@ -21,6 +21,7 @@ REASONING_PARSERS = (
     "auto", "none", "qwen3", "deepseek_r1", "glm45", "gemma4", "mistral", "harmony", "openai_gptoss",
 )  # fmt: skip
 TASKS = ("auto", *Task)
+DURABLE_ACCEPT = ("primary", "replica")
 NO_WORKER = ("wait", "refuse", "queue")
 MIN_BYTES_IN_FLIGHT = 4 * 2**20
 # Routes that --open-routes may name: scrapes and the probes of other engines, which send no key.
@@ -87,6 +88,14 @@ class GatewaySettings:
     )
     prefix_affinity: bool = setting(
         True, help="prefer the worker that served a prompt with the same beginning, whose prefix cache has it"
+    )
+    durable_accept: str = setting(
+        "primary", choices=DURABLE_ACCEPT,
+        help="what has a request before it is accepted: the store's primary, or also a replica, else 503 "
+        "store_not_replicated",
+    )  # fmt: skip
+    durable_accept_timeout_seconds: float = setting(
+        0.5, parse=float, help="maximum time for a replica to confirm a request"
     )
     default_timeout_seconds: float = setting(
         0.0, parse=float, help="default `timeout_seconds` of a request: time for the whole answer; 0: no limit"
@@ -191,6 +200,7 @@ class GatewaySettings:
             ("--write-stall-seconds", self.write_stall_seconds),
             ("--body-timeout-seconds", self.body_timeout_seconds),
             ("--no-worker-wait-seconds", self.no_worker_wait_seconds),
+            ("--durable-accept-timeout-seconds", self.durable_accept_timeout_seconds),
         ):
             _require(seconds > 0, flag, "more than 0", seconds)
         kept_seconds = self.files_retention_seconds

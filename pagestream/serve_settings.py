@@ -29,6 +29,8 @@ GATEWAY_FLAGS = frozenset(
         "--body-timeout-seconds",
         "--max-num-queued-tokens",
         "--prefix-affinity",
+        "--durable-accept",
+        "--durable-accept-timeout-seconds",
         "--default-timeout-seconds",
         "--default-queue-timeout-seconds",
         "--no-worker",

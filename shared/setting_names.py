@@ -19,7 +19,7 @@ GATEWAY = """
     ui_history allowed_hosts open_routes allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams max_bytes_in_flight
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
-    max_num_queued_tokens prefix_affinity
+    max_num_queued_tokens prefix_affinity durable_accept durable_accept_timeout_seconds
     default_timeout_seconds default_queue_timeout_seconds no_worker no_worker_wait_seconds
     max_timeout_seconds
     default_detach_seconds max_detach_seconds drain_seconds

@@ -37,13 +37,21 @@ from gateway.pipeline.request import CompletionRequest
 from gateway.pipeline.response_format import Body, ReplyHeader, ResponseFormat
 from gateway.pipeline.retention import listed_names
 from gateway.store.inbox import Inbox
-from gateway.store.store_calls import NeedsNewerWorker, QueueFull, QueueShareFull, ShareFull, StoreUnavailable
+from gateway.store.store_calls import (
+    NeedsNewerWorker,
+    NotReplicated,
+    QueueFull,
+    QueueShareFull,
+    ShareFull,
+    StoreUnavailable,
+)
 from shared.messages import GenerationRequest
 from shared.new_requests import RetentionTerms
 
 _REFUSALS = {
     QueueFull: "queue_full",
     NeedsNewerWorker: "needs_newer_worker",
+    NotReplicated: "store_not_replicated",
     StoreUnavailable: "store_unavailable",
 }
 # Reserved for a choice without max_tokens: most answers end long before the end of the context.

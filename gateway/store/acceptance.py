@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from gateway.fleet import Fleet
 from gateway.store.inbox import Inbox
+from gateway.store.replication import Replication
 from gateway.store.store_calls import NeedsNewerWorker, QueueFull, QueueShareFull, ShareFull, StoreUnavailable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
 from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
@@ -67,6 +68,7 @@ class QueueRules:
     max_requests: int = 1024  # of each priority class, for all gateways
     max_tokens: int | None = None  # prompt tokens that this gateway has waiting; None: no limit
     prefix_affinity: bool = True  # requests prefer the worker that has their prefix in its cache
+    replica_timeout_seconds: float | None = None  # a replica must have a request within this time; None: no replica
 
 
 class Acceptance:
@@ -76,8 +78,10 @@ class Acceptance:
         gateway_id: str,
         fleet: Fleet,
         rules: QueueRules,
+        replication: Replication | None = None,
     ) -> None:
         self._rules = rules
+        self._replication = replication
         self._fleet = fleet
         self._scripts = scripts
         self._gateway_id = gateway_id
@@ -95,7 +99,7 @@ class Acceptance:
 
         Raises:
             Refused: If a limit or the fleet's capabilities do not allow it.
-            StoreUnavailable: If the store does not answer.
+            StoreUnavailable: If the store does not answer, or no replica has the requests.
             NameTaken: If the client's name already has another answer.
         """
         try:
@@ -109,6 +113,8 @@ class Acceptance:
         if status is AcceptStatus.FULL:
             assert share is not None and share.max_bytes is not None
             raise ShareFull(share.max_bytes)
+        if self._replication is not None:
+            await self._replication.confirm()
 
     async def _repeated(self, streams: Sequence[Inbox], share: Share | None) -> AcceptStatus:
         requests = [

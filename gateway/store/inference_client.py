@@ -20,6 +20,7 @@ from gateway.store.inbox import cancelled_event
 from gateway.store.kv_watch import KVWatch
 from gateway.store.listening import Listening
 from gateway.store.recovery import QUIET_SECONDS, Recovery
+from gateway.store.replication import Replication
 from gateway.store.request_archive import RequestArchive
 from gateway.store.store_calls import StoreCalls
 from gateway.store.store_probe import ServedBefore, StoreMemory, StoreProbe
@@ -80,7 +81,10 @@ class InferenceClient:
         self._listening = Listening(
             connections, keys, gateway_id, self.streams, self.fleet, self.counts, clock=clock
         )  # fmt: skip
-        acceptance = Acceptance(scripts, gateway_id, self.fleet, queue_rules or QueueRules())
+        rules = queue_rules or QueueRules()
+        timeout_seconds = rules.replica_timeout_seconds
+        replication = timeout_seconds and Replication(connections.blocking, keys, timeout_seconds)
+        acceptance = Acceptance(scripts, gateway_id, self.fleet, rules, replication or None)
         self._recovery = Recovery(
             self.streams, acceptance, self.archive, self._withdrawals, self._calls, self.counts,
             quiet_seconds=quiet_seconds, clock=clock,

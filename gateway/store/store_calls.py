@@ -60,6 +60,10 @@ class StoreUnavailable(InferenceError):
     """Redis does not answer or refuses writes (answer 503)."""
 
 
+class NotReplicated(StoreUnavailable):
+    """No replica of the store has the request (answer 503 with Retry-After)."""
+
+
 class StoreCalls:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()

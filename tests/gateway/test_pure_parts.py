@@ -213,7 +213,7 @@ def test_models_file_entry_inherits_the_flags(tmp_path: Path) -> None:
         ["--max-model-len", "0"],
         ["--write-stall-seconds", "0"],
         ["--drain-seconds", "-1"],
-        ["--no-worker", "queue"],
+        ["--no-worker", "hold"],
         ["--no-worker-wait-seconds", "0"],
     ],
 )
