@@ -137,6 +137,7 @@ def create_app(
         owner_task("load_models", state.load_models, may_return=lambda: True),
         owner_task("stream_watch", state.watch.run),
         owner_task("key_watch", access.watch, may_return=lambda: not access.has_file),
+        owner_task("limits", lambda: state.limits.share(access.accounts)),
         owner_task("descriptor_watch", watch_descriptors),
     ]
     runs += [api.start(app) for api in served if api.start is not None]

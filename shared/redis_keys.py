@@ -74,6 +74,11 @@ class RedisKeys:
         digest = f"bytes:{owner_key_hash}"  # differs from all digests of names
         return self.client_name(digest)
 
+    def limits(self, owner_key_hash: str) -> str:
+        """Return what an API key has left of its limits per minute. It is a client name, as the account."""
+        digest = f"limits:{owner_key_hash}"
+        return self.client_name(digest)
+
     def fence(self, worker_id: str) -> str:
         return self._name(f"w:{worker_id}")
 

@@ -8,7 +8,7 @@
     emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
     tick     both      the fleet clock; a worker's beat
     reap     both      end an incarnation, requeue its requests
-    gone     worker    requests whose gateway is gone
+    gone     worker    requests whose gateway is gone     limit    gateway   spend an API key's limits
 
 The .lua file of a script documents it. This module builds key names, orders arguments, and converts replies.
 """
@@ -46,7 +46,7 @@ BEGINNINGS: dict[str, tuple[str, ...]] = {
 }
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
-    *("cancel", "reap", "tick", "gone"),
+    *("cancel", "reap", "tick", "gone", "limit"),
 )
 KEEP_DEAD_SECONDS = 86_400  # of a dead letter's body: a day for an operator to examine it
 ACCOUNT_SECONDS = 7_200  # life of an account after its last request; the few requests that live longer do not count
@@ -85,6 +85,19 @@ class AcceptStatus(StrEnum):
     DUP = "DUP"  # already stored: a repeated call
     BUSY = "BUSY"  # the queue is full; nothing was stored
     FULL = "FULL"  # the API key has reached its limit of bytes; nothing was stored
+
+
+class LimitVerdict(StrEnum):
+    OK = "OK"
+    REQUESTS = "REQUESTS"  # the key has no request left
+    TOKENS = "TOKENS"  # the key is in debt
+
+
+@dataclass(frozen=True, slots=True)
+class LimitReply:
+    verdict: LimitVerdict
+    wait_seconds: float  # until the refused call succeeds
+    tokens_left: float  # negative: a debt
 
 
 class AttachStatus(IntEnum):
@@ -542,6 +555,23 @@ class RedisScripts:
     async def forget_beats(self, worker_ids: Iterable[str]) -> None:
         if names := list(worker_ids):
             await self.redis.zrem(self.keys.beats, *names)
+
+    async def limit(
+        self,
+        owner_key_hash: str,
+        fleet_seconds: float,
+        *,
+        requests_per_minute: int,
+        tokens_per_minute: int,
+        num_requests: int,
+        num_tokens: float,
+        refuses_debt: bool,
+    ) -> LimitReply:
+        """Spend requests and tokens of an API key. A limit of 0 is none; negative tokens are returned."""
+        arguments = [round(fleet_seconds * 1000), requests_per_minute, tokens_per_minute]
+        arguments += [num_requests, round(num_tokens), int(refuses_debt)]
+        verdict, wait, left = await self._call("limit", [self.keys.limits(owner_key_hash)], arguments)
+        return LimitReply(LimitVerdict(verdict.decode()), wait / 1000, float(left))
 
     async def gone(self, queue: str, after: str, num_entries: int) -> tuple[str, list[GoneRequest]]:
         """Return a page of a queue: the entry after which the next page begins, or "", and requests without gateway.

@@ -151,6 +151,10 @@ class Access:
             raise Unauthenticated("A valid API key is required: Authorization: Bearer KEY.")
         return self._known(self._accounts, key)
 
+    def accounts(self) -> list[Account]:
+        """Return the accounts of the keys that have sent a request."""
+        return list(self._accounts.values())
+
     def batch_account(self, owner_key_hash: str) -> Account | None:
         """Return the account of a key's batches: a second budget, so that batches do not use up that of its requests.
 

@@ -2,7 +2,7 @@
 
 An answer reserves its prompt and its longest output, or what is left in the bucket. Output above the reserve is charged
 while the answer runs, and the unused reserve is returned at its end. A key in debt starts nothing new. Each gateway
-process counts separately: with N of them a key can spend N times its limits.
+counts for itself; shared_limits.py adds what the others have spent.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,6 +36,9 @@ class TokenBucket:
         """Take units, or give back a negative amount."""
         self._fill(now)
         self._level -= amount
+
+    def set_level(self, level: float, now: float) -> None:
+        self._level, self._filled_at = level, now
 
     def _fill(self, now: float) -> None:
         self._level = min(self._per_minute, self._level + (now - self._filled_at) * self._per_minute / 60)
@@ -75,6 +78,11 @@ class Account:
         self._tokens = TokenBucket(key.tokens_per_minute, now) if key and key.tokens_per_minute else None
         self.charges = set[TokenCharge]()  # of answers that run
         self._charged_at = now
+        self._unshared_tokens = 0.0  # spent since the other gateways were told
+
+    @property
+    def is_limited(self) -> bool:
+        return self._requests is not None or self._tokens is not None
 
     @property
     def tenant(self) -> str:
@@ -115,8 +123,7 @@ class Account:
             RateLimited: If the key has used up its requests or tokens.
         """
         if self._requests and self.key and (seconds := self._requests.seconds_until(1, self._clock())):
-            message = f"This API key is limited to {self.key.requests_per_minute} requests per minute."
-            raise RateLimited(message, code="requests_per_minute_exceeded", retry_after_seconds=seconds)
+            raise self.too_many_requests(seconds)
         if generates:
             self.check_debt()
         if self._requests:
@@ -124,15 +131,29 @@ class Account:
 
     def check_debt(self) -> None:
         """Raise RateLimited if the key is in debt."""
-        if self._tokens is None or self.key is None:
+        if self._tokens is None:
             return
+        self._update_charges()
+        if seconds := self._tokens.seconds_until(1, self._clock()):
+            raise self.too_many_tokens(seconds)
+
+    def _update_charges(self) -> None:
         if self._clock() >= self._charged_at + CHARGE_SECONDS:
             self._charged_at = self._clock()
             for charge in self.charges:
                 charge.update()
-        if seconds := self._tokens.seconds_until(1, self._clock()):
-            message = f"This API key is limited to {self.key.tokens_per_minute} tokens per minute."
-            raise RateLimited(message, code="tokens_per_minute_exceeded", retry_after_seconds=seconds)
+
+    def too_many_requests(self, seconds: float) -> RateLimited:
+        """Return the error of a key without requests left; it has one again after `seconds`."""
+        limit = self.key.requests_per_minute if self.key else None
+        message = f"This API key is limited to {limit} requests per minute."
+        return RateLimited(message, code="requests_per_minute_exceeded", retry_after_seconds=seconds)
+
+    def too_many_tokens(self, seconds: float) -> RateLimited:
+        """Return the error of a key in debt; it has a token again after `seconds`."""
+        limit = self.key.tokens_per_minute if self.key else None
+        message = f"This API key is limited to {limit} tokens per minute."
+        return RateLimited(message, code="tokens_per_minute_exceeded", retry_after_seconds=seconds)
 
     def reserve(self, num_prompt: int, max_output: int, count_used: Callable[[], int]) -> TokenCharge | None:
         """Reserve the tokens of an answer.
@@ -151,9 +172,9 @@ class Account:
         self.check_debt()
         if self._tokens is None:
             return None
-        self._tokens.take(num_prompt, self._clock())
+        self.spend(num_prompt)
         output = min(max_output, self._tokens.holds(self._clock()))
-        self._tokens.take(output, self._clock())
+        self.spend(output)
         charge = TokenCharge(self, num_prompt + output, count_used)
         self.charges.add(charge)
         return charge
@@ -162,3 +183,30 @@ class Account:
         """Charge tokens, or give back a negative number."""
         if self._tokens:
             self._tokens.take(num_tokens, self._clock())
+            self._unshared_tokens += num_tokens
+
+    # -- what other gateways must know, and what they have spent
+
+    def give_back_request(self) -> None:
+        """Return a request that begin() counted, and that is refused."""
+        if self._requests:
+            self._requests.take(-1, self._clock())
+
+    def has_unshared(self) -> bool:
+        """Charge what running answers have used, and return whether the other gateways do not know all tokens."""
+        self._update_charges()
+        return self._unshared_tokens != 0
+
+    def take_unshared(self) -> float:
+        """Return the tokens that the others do not know, for telling them."""
+        taken, self._unshared_tokens = self._unshared_tokens, 0.0
+        return taken
+
+    def return_unshared(self, num_tokens: float) -> None:
+        """Undo take_unshared(): the others were not told."""
+        self._unshared_tokens += num_tokens
+
+    def learn(self, tokens_left: float) -> None:
+        """Set the tokens that all gateways together have left."""
+        if self._tokens:
+            self._tokens.set_level(tokens_left - self._unshared_tokens, self._clock())

@@ -147,7 +147,9 @@ async def charge(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Charge a request to its account. Raises RateLimited."""
     operation = operation_of(request)
     if operation is not None and not operation.uncharged:
-        request[ACCOUNT].begin(generates=operation.generates and NAME_HEADER not in request.headers)
+        account, generates = request[ACCOUNT], operation.generates and NAME_HEADER not in request.headers
+        account.begin(generates=generates)
+        await request.app[STATE].limits.begin(account, generates=generates)
     return await handler(request)
 
 

@@ -48,6 +48,8 @@ class GatewayState:
         self.open_requests = OpenRequests(metrics.open_requests, settings.max_num_streams, self._count_refusal)
         self.bytes_in_flight = bytes_in_flight(settings.max_bytes_in_flight)
         self.kept_bodies = KeptBodies(self.bytes_in_flight)
+        # Of one model, because a key has one budget; all gateways choose the same.
+        self.limits = clients[min(clients, key=lambda options: options.name)].limits
         self.started_at_unix = int(time.time())
         self.models_loaded = asyncio.Event()
         self.model_failed = asyncio.Event()  # a model's files are complete, but it cannot be served

@@ -22,6 +22,7 @@ from gateway.store.listening import Listening
 from gateway.store.recovery import QUIET_SECONDS, Recovery
 from gateway.store.replication import Replication
 from gateway.store.request_archive import RequestArchive
+from gateway.store.shared_limits import SharedLimits
 from gateway.store.store_calls import StoreCalls
 from gateway.store.store_probe import ServedBefore, StoreMemory, StoreProbe
 from gateway.store.stream_table import DeliveryCounts, StreamTable
@@ -74,6 +75,7 @@ class InferenceClient:
         self.archive = RequestArchive(connections.commands, keys, self._calls)
         self.probe = StoreProbe(connections.commands, keys, self._calls, self._fleet_clock, clock)
         self.streams = StreamTable(self._wake)
+        self.limits = SharedLimits(scripts, self._fleet_clock, self._calls)
         self._withdrawals = Withdrawals(scripts, self._wake)
         self.streams.on_failed = self._withdrawals.add
         self._held = HeldAnswers(scripts, clock)

@@ -92,6 +92,15 @@ class FakeKVWatch:
             await queue.put(await self.snapshots.get())
 
 
+class FakeLimits:
+    """No other gateway spends anything."""
+
+    async def begin(self, account: object, *, generates: bool) -> None: ...
+
+    async def share(self, accounts: object) -> None:
+        await asyncio.Event().wait()
+
+
 class FakeInferenceClient:
     """Without a script, a test gets each stream from `next_stream()` and sends the events itself."""
 
@@ -109,6 +118,7 @@ class FakeInferenceClient:
         self.store_memory = StoreMemory()
         self.served_before = ServedBefore()
         self.kv = FakeKVWatch()
+        self.limits = FakeLimits()
         self.was_ready = asyncio.Event()
         self.submission = self.archive = self.probe = self.fleet = self
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()

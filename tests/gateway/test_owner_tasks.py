@@ -32,6 +32,7 @@ OWNERS = {
     "fleet_clock": "shared.fleet_clock:FleetClock.run",
     "store_memory": "gateway.store.store_probe:StoreMemory.watch",
     "served_before": "gateway.store.store_probe:ServedBefore.watch",
+    "limits": "gateway.store.shared_limits:SharedLimits.share",
     "kv_watch": "gateway.store.kv_watch:KVWatch.run",
     "load_models": "gateway.model_service:ModelService.load",
     "stream_watch": "gateway.http.open_response:StreamWatch.run",

@@ -276,7 +276,7 @@ def commands_of_scripts(names: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("user", "names"),
     [
-        ("gateway", {"accept", "attach", "prolong", "cancel", "tick"}),
+        ("gateway", {"accept", "attach", "prolong", "limit", "cancel", "tick"}),
         ("worker", WORKER_SCRIPTS | {"cancel", "tick"}),
     ],
 )
@@ -286,5 +286,5 @@ def test_store_user_may_run_commands_of_its_scripts(user: str, names: set[str]) 
 
 def test_every_script_is_assigned_to_a_user() -> None:
     """A new script must be listed above, and users.acl must allow its commands."""
-    of_gateway = {"accept", "attach", "prolong"}
+    of_gateway = {"accept", "attach", "prolong", "limit"}
     assert set(SCRIPT_NAMES) == {*of_gateway, *WORKER_SCRIPTS, "cancel", "tick"}
