@@ -28,8 +28,8 @@
     ├── InternalError                   500     internal
     ├── NotServed                       501     not_served
     ├── Unavailable                     503     starting | no_worker | draining | queue_full | queue_timeout
-    │                                           | gateway_full | store_unavailable | store_not_replicated | store_full
-    │                                           | name_contended | needs_newer_worker
+    │                                           | gateway_full | store_unavailable | store_not_replicated
+    │                                           | store_recovering | store_full | name_contended | needs_newer_worker
     ├── DeadlineExceeded                504     deadline_exceeded
     └── DiskFull                        507     disk_full
 

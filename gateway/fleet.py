@@ -314,6 +314,7 @@ RETRY_AFTER_SECONDS = {
     "no_worker": 5,  # a worker restart with cached weights takes about 5 s on two cores
     "store_unavailable": 2,
     "store_not_replicated": 1,
+    "store_recovering": 2,
     "name_contended": 1,
     "store_full": 5,  # requests leave the store 10 minutes after their end
 }
@@ -326,6 +327,7 @@ _MESSAGES = {
     "no_worker": "No engine worker is ready.",
     "needs_newer_worker": "No ready worker is new enough for this request; a rolling upgrade may be under way.",
     "store_unavailable": "The request store is not available; try again later.",
+    "store_recovering": "The request store is new or has lost its data; running requests return to it in seconds.",
     "store_not_replicated": "No replica of the request store has the request (--durable-accept); nothing was accepted.",
     "name_contended": "Too many concurrent requests use this Idempotency-Key; try again.",
     "store_full": "The request store is nearly full; new requests are refused so that open ones can finish.",

@@ -172,7 +172,7 @@ class ModelService:
             draining=self._open_requests.draining,
             model_loaded=self.model is not None,
             num_ready=num_ready,
-            was_ready=self.client.fleet.last_ready is not None or self.client.served_before.is_known,
+            was_ready=self.client.fleet.last_ready is not None or self.client.history.was_served,
             is_waited_for=not num_ready and self._is_waited_for(),
         )
 

@@ -120,6 +120,11 @@ class RedisKeys:
         return self._name("q:") + "observer"
 
     @property
+    def born(self) -> str:
+        """Return when the store was new, by the fleet clock. It has the prefix of queues, as the model."""
+        return self._name("q:") + "born"
+
+    @property
     def write_probe(self) -> str:
         return self._name("probe")
 

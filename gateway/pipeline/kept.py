@@ -127,9 +127,20 @@ async def find_answer(
 
     Raises:
         RequestNotFound: If none has it for this key.
-        Unavailable: If the store does not answer.
+        Unavailable: If the store does not answer, or has lost its data and gets running requests again.
         GenerationFailed: If the stored answer is unreadable.
     """
+    searched = list(services)
+    try:
+        return await _find(searched, kinds, answer_id, owner_key_hash)
+    except RequestNotFound:
+        with _store_errors_raised():
+            if any([await service.client.probe.is_young() for service in searched]):
+                raise unavailable("store_recovering") from None
+        raise
+
+
+async def _find(services: Iterable[ModelService], kinds: Kinds, answer_id: str, owner_key_hash: str) -> KeptAnswer:
     if matched := _ID.fullmatch(answer_id):
         for service in services:
             (first,) = await _stored(service, [matched[1]])
@@ -180,7 +191,7 @@ async def find_named(
         return None, ""
     answer_id, fingerprint = named
     try:
-        kept = await find_answer([service], kinds, answer_id, owner_key_hash)
+        kept = await _find([service], kinds, answer_id, owner_key_hash)
     except RequestNotFound:
         return None, answer_id
     if not kept.stands:

@@ -24,7 +24,7 @@ from gateway.store.replication import Replication
 from gateway.store.request_archive import RequestArchive
 from gateway.store.shared_limits import SharedLimits
 from gateway.store.store_calls import StoreCalls
-from gateway.store.store_probe import ServedBefore, StoreMemory, StoreProbe
+from gateway.store.store_probe import StoreHistory, StoreMemory, StoreProbe
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.store.submission import Submission
 from gateway.work.owner_tasks import OwnerTasks
@@ -62,18 +62,17 @@ class InferenceClient:
         """
         scripts = scripts or RedisScripts(connections.commands, keys)
         self._redis = connections.commands
-        self._keys = keys
         self._calls = StoreCalls()
         self._fleet_clock = FleetClock(scripts.tick, clock)
         self._wake = asyncio.Event()
         self.counts = DeliveryCounts()
         self.fleet = Fleet(clock)
         self.store_memory = StoreMemory()
-        self.served_before = ServedBefore()
+        self.history = StoreHistory(connections.commands, keys, self._fleet_clock)
         self._owned: list[asyncio.Task[None]] = []
         self.kv = KVWatch(connections, keys, self.counts)
         self.archive = RequestArchive(connections.commands, keys, self._calls)
-        self.probe = StoreProbe(connections.commands, keys, self._calls, self._fleet_clock, clock)
+        self.probe = StoreProbe(connections.commands, keys, self._calls, self._fleet_clock, self.history, clock)
         self.streams = StreamTable(self._wake)
         self.limits = SharedLimits(scripts, self._fleet_clock, self._calls)
         self._withdrawals = Withdrawals(scripts, self._wake)
@@ -104,7 +103,7 @@ class InferenceClient:
             owners.start("recovery", self._recovery.run(self._wake, duties)),
             owners.start("fleet_clock", self._fleet_clock.run()),
             owners.start("store_memory", self.store_memory.watch(self._redis)),
-            owners.start("served_before", self.served_before.watch(self._redis, self._keys)),
+            owners.start("store_history", self.history.watch()),
             owners.start("kv_watch", self.kv.run()),
         ]
 

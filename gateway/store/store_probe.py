@@ -23,6 +23,7 @@ logger = logging.getLogger("gateway")
 CLOSE_AT_RATIO = 0.75
 REOPEN_AT_RATIO = 0.70
 POLL_SECONDS = 1.0
+YOUNG_SECONDS = 10.0  # gateways send the requests of a lost store again within 3 s
 
 
 class StoreMemory:
@@ -68,19 +69,36 @@ class StoreMemory:
             logger.warning("store: maxmemory is not set: admission %s; set maxmemory", closes)
 
 
-class ServedBefore:
-    """Whether workers have ever served this model. Then one may come back, for which requests can wait."""
+class StoreHistory:
+    """What the store says of the past: whether workers have served this model, and since when it has its data.
 
-    def __init__(self) -> None:
-        self.is_known = False
+    If they have, one may come back, for which requests can wait. A store that has lost its data gets the running
+    requests again from their gateways within seconds; until then an unknown id may be one of these.
+    """
 
-    async def watch(self, redis: Redis, keys: RedisKeys) -> None:
-        """Look for the model's identity, which the first worker stores, until it is there."""
+    def __init__(self, redis: Redis, keys: RedisKeys, fleet_clock: FleetClock) -> None:
+        self.was_served = False
+        self._redis = redis
+        self._keys = keys
+        self._fleet_clock = fleet_clock
+
+    async def watch(self) -> None:
+        """Look once a second. Runs as an owner task."""
         while True:
-            if not self.is_known:
-                with suppress(RedisError, OSError):
-                    self.is_known = bool(await redis.exists(keys.model))
+            with suppress(RedisError, OSError):
+                await self.look()
             await next_tick(POLL_SECONDS)
+
+    async def look(self) -> None:
+        """Look for the model's identity, and date a store that has no date. Raises the store's errors."""
+        if self._fleet_clock.is_set:
+            await self._redis.set(self._keys.born, round(self._fleet_clock.now() * 1000), nx=True)
+        self.was_served = self.was_served or bool(await self._redis.exists(self._keys.model))
+
+    async def is_young(self) -> bool:
+        """Return whether the store may have lost its data in the last seconds. Raises the store's errors."""
+        born = await self._redis.get(self._keys.born)
+        return born is None or self._fleet_clock.now() - int(born) / 1000 < YOUNG_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +159,10 @@ class StoreProbe:
         keys: RedisKeys,
         calls: StoreCalls,
         fleet_clock: FleetClock,
+        history: StoreHistory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._history = history
         self._redis = redis
         self._keys = keys
         self._calls = calls
@@ -151,6 +171,10 @@ class StoreProbe:
 
     async def queue_stats(self) -> QueueStats:
         return await self._calls.ask(read_queue_stats(self._redis, self._keys))
+
+    async def is_young(self) -> bool:
+        """Return whether the store may have lost its data in the last seconds. Raises StoreUnavailable."""
+        return await self._calls.ask(self._history.is_young())
 
     async def write_seconds(self) -> float:
         """Return the duration of one write. A PING would succeed even if writes are refused."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from gateway.fleet import WorkerStatus, ready_workers
-from gateway.store.store_probe import QueueLoad, QueueStats, ServedBefore, StoreMemory
+from gateway.store.store_probe import QueueLoad, QueueStats, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.work.owner_tasks import OwnerTasks
 from shared.kv_snapshot import KVSnapshot
@@ -116,15 +116,18 @@ class FakeInferenceClient:
         self.submit_error: Exception | None = None
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
-        self.served_before = ServedBefore()
+        self.was_served = self.store_is_young = False
         self.kv = FakeKVWatch()
         self.limits = FakeLimits()
         self.was_ready = asyncio.Event()
-        self.submission = self.archive = self.probe = self.fleet = self
+        self.submission = self.archive = self.probe = self.fleet = self.history = self
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
         self._cancellations: asyncio.Queue[str] = asyncio.Queue()
 
     async def start(self, owners: OwnerTasks | None = None) -> None: ...
+
+    async def is_young(self) -> bool:
+        return self.store_is_young
 
     async def close(self) -> None: ...
 

@@ -107,7 +107,7 @@ async def test_new_gateway_accepts_if_the_model_has_served_before(
     gateway.engine.workers = []
     status, body = await ask(gateway, "/v1/completions", BODY)
     assert (status, body["error"]["code"]) == (503, "starting")
-    gateway.engine.served_before.is_known = True
+    gateway.engine.was_served = True
     status, body = await ask(gateway, "/v1/completions", BODY)
     if no_worker == "refuse":
         assert (status, body["error"]["code"]) == (503, "no_worker")

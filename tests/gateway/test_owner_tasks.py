@@ -31,7 +31,7 @@ OWNERS = {
     "recovery": "gateway.store.recovery:Recovery.run",
     "fleet_clock": "shared.fleet_clock:FleetClock.run",
     "store_memory": "gateway.store.store_probe:StoreMemory.watch",
-    "served_before": "gateway.store.store_probe:ServedBefore.watch",
+    "store_history": "gateway.store.store_probe:StoreHistory.watch",
     "limits": "gateway.store.shared_limits:SharedLimits.share",
     "kv_watch": "gateway.store.kv_watch:KVWatch.run",
     "load_models": "gateway.model_service:ModelService.load",

@@ -124,6 +124,7 @@ class World:
     @asynccontextmanager
     async def another_gateway(self, model: Path, **settings: Any) -> AsyncIterator[Gateway]:
         gateway_id = f"g{len(self.gateways)}"
+        await self.connections.commands.set(self.keys.born, -3_600_000)  # a store that has lost nothing
         client = InferenceClient(
             self.connections,
             self.keys,
