@@ -3,6 +3,7 @@
 Admission uses the memory state before a prompt is encoded; probes, metrics, and deadlines use the rest.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from gateway.store.store_calls import StoreCalls
+from gateway.store.store_calls import StoreCalls, StoreUnavailable
 from shared.fleet_clock import FleetClock
 from shared.redis_keys import GROUP, QUEUE_NAMES, RedisKeys
 from shared.ticks import next_tick
@@ -23,6 +24,7 @@ logger = logging.getLogger("gateway")
 CLOSE_AT_RATIO = 0.75
 REOPEN_AT_RATIO = 0.70
 POLL_SECONDS = 1.0
+PROBE_SECONDS = 2.0  # load balancers often wait no longer; a command waits 5 s
 YOUNG_SECONDS = 10.0  # gateways send the requests of a lost store again within 3 s
 
 
@@ -177,8 +179,16 @@ class StoreProbe:
         return await self._calls.ask(self._history.is_young())
 
     async def write_seconds(self) -> float:
-        """Return the duration of one write. A PING would succeed even if writes are refused."""
-        return await self._calls.ask(self._write())
+        """Return the duration of one write. A PING would succeed even if writes are refused.
+
+        Raises:
+            StoreUnavailable: If it fails, or takes longer than a probe waits.
+        """
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                return await self._calls.ask(self._write())
+        except TimeoutError:
+            raise StoreUnavailable(f"no reply in {PROBE_SECONDS:g} s") from None
 
     async def fleet_seconds(self) -> float:
         """Return the current time on the fleet's clock, which deadlines use, in seconds."""

@@ -1,10 +1,14 @@
 """Cuts, silence, delay and lost replies between the store and one side. Every stream is complete in the end."""
 
 import asyncio
+import time
 
 import pytest
 
+from gateway.store.store_calls import StoreUnavailable
+from gateway.store.store_probe import PROBE_SECONDS
 from shared.new_requests import RetentionTerms
+from shared.redis_client import SOCKET_TIMEOUT_SECONDS
 from tests.e2e.reader import Reader
 from tests.faults.conftest import StartWorld, World
 from tests.faults.tcp_proxy import TcpProxy
@@ -60,6 +64,18 @@ async def test_late_replies_lose_nothing(start_world: StartWorld, proxy: TcpProx
     await asyncio.sleep(3)  # length of the fault
     proxy.delay_seconds = 0.0
     await world.all_complete(readers)
+
+
+async def test_probe_of_a_silent_store_is_over_before_load_balancers_give_up(
+    start_world: StartWorld, proxy: TcpProxy
+) -> None:
+    world = await start_world(client_through_proxy=True)
+    assert await world.client.probe.write_seconds() < PROBE_SECONDS
+    proxy.is_silent = True
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await world.client.probe.write_seconds()
+    assert time.monotonic() - began < SOCKET_TIMEOUT_SECONDS - 1
 
 
 async def test_half_open_worker_is_fenced_and_replaced(start_world: StartWorld, proxy: TcpProxy) -> None:
