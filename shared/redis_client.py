@@ -114,14 +114,15 @@ def is_missing_group(error: RedisError) -> bool:
 def _with_connection_errors(connection_class: Any) -> Any:
     """Return a subclass of redis-py's connection class that raises ConnectionError for a write on a closed transport.
 
-    Such a write raises RuntimeError in uvloop (MagicStack/uvloop#506) and TypeError in CPython (redis/redis-py#4287).
+    Such a write raises RuntimeError in uvloop (MagicStack/uvloop#506), TypeError in CPython (redis/redis-py#4287), and
+    AttributeError if the connection is closed between redis-py's check and its write.
     """
 
     class Sending(connection_class):  # type: ignore[misc]
         async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
             try:
                 await super().send_packed_command(command, check_health)
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError, AttributeError) as error:
                 raise ConnectionError(f"the connection was closed while a command was written: {error}") from error
 
     return Sending

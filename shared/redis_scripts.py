@@ -540,10 +540,10 @@ class RedisScripts:
         milliseconds, _, _ = await self._call("tick", [self.keys.clock], [round(seconds * 1000)])
         return float(milliseconds) / 1000
 
-    async def beat(self, seconds: float, worker_id: str, *, lease_seconds: float, may_observe: bool) -> Beat:
+    async def beat(self, seconds: float, worker_id: str, *, lease_seconds: float, is_steady: bool) -> Beat:
         """Tick as a worker; `worker_id` is empty before it is registered."""
         keys = [self.keys.clock, self.keys.beats, self.keys.observer]
-        arguments = [round(seconds * 1000), worker_id, round(lease_seconds * 1000), int(may_observe)]
+        arguments = [round(seconds * 1000), worker_id, round(lease_seconds * 1000), int(is_steady)]
         milliseconds, observes, num_workers = await self._call("tick", keys, arguments)
         return Beat(float(milliseconds) / 1000, bool(observes), num_workers > 1)
 

@@ -2,11 +2,11 @@
 
 Each worker ticks the fleet clock once a second, and the store notes the clock's time beside the worker's id. So one
 observer sees how long every worker has been silent, and a successor knows it too. The store gives the lease to the
-first eligible worker that asks when the last lease has ended.
+first worker that asks when the last lease has ended; a steady worker takes it from one that is not.
 
-A worker is eligible while its ticks have come without a long pause, and the fleet clock without a jump, for the time
+A worker is steady while its ticks have come without a long pause, and the fleet clock without a jump, for the time
 after which a silent worker is dead. After a pause of all processes, or an outage or loss of the store, every beat is
-old, and no one is eligible until the live workers have beaten again.
+old, and no one is steady until the live workers have beaten again. Only a steady observer judges silence.
 """
 
 import time
@@ -37,28 +37,24 @@ class Presence:
         self._max_pause_seconds = max(MIN_PAUSE_SECONDS, dead_after_seconds * PAUSE_RATIO)
         self._steady_since: float | None = None
         self._ticked_at = 0.0
-        self._holds_lease = False
-
-    @property
-    def is_observer(self) -> bool:
-        return self._holds_lease and self._is_eligible
+        self.is_observer = False
 
     async def tick(self, seconds: float) -> float:
         """Beat, and return the fleet clock. Raises the store's errors."""
         try:
             reply = await self._scripts.beat(
-                seconds, self._worker_id(), lease_seconds=LEASE_SECONDS, may_observe=self._is_eligible
+                seconds, self._worker_id(), lease_seconds=LEASE_SECONDS, is_steady=self.is_steady
             )
         except BaseException:
-            self._steady_since = None
+            self._steady_since, self.is_observer = None, False
             raise
         self._record(reply.seconds)
-        self._holds_lease = reply.observes
+        self.is_observer = reply.observes
         self.has_peers = reply.has_peers
         return reply.seconds
 
     @property
-    def _is_eligible(self) -> bool:
+    def is_steady(self) -> bool:
         return self._steady_since is not None and self._ticked_at - self._steady_since >= self.dead_after_seconds
 
     def _record(self, fleet_seconds: float) -> None:

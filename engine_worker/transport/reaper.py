@@ -41,6 +41,9 @@ class Observing(Protocol):
     def is_observer(self) -> bool: ...
 
     @property
+    def is_steady(self) -> bool: ...
+
+    @property
     def fleet_seconds(self) -> float: ...
 
     @property
@@ -153,6 +156,9 @@ class Reaper:
             logger.warning("reaper: reaped worker %s: %s", worker_id, summary)
 
     def _silent(self, beats: Mapping[str, float], seconds: float) -> set[str]:
+        """Return the workers without a beat for this long; none while this worker cannot judge it."""
+        if not self._presence.is_steady:
+            return set()
         long_ago = self._presence.fleet_seconds - seconds
         return {worker_id for worker_id, beat_seconds in beats.items() if beat_seconds <= long_ago}
 

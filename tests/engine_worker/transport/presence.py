@@ -8,5 +8,6 @@ class FixedPresence:
     """By default the observer, for whom no beat is old enough."""
 
     is_observer: bool = True
+    is_steady: bool = True
     fleet_seconds: float = 0.0
     dead_after_seconds: float = 15.0

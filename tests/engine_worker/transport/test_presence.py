@@ -46,12 +46,27 @@ def observers(hosts: list[Host]) -> list[str]:
     return [host.worker_id for host in hosts if host.presence.is_observer]
 
 
-async def test_observer_is_one_steady_worker(hosts: list[Host]) -> None:
+def judges(hosts: list[Host]) -> list[str]:
+    """Return the workers that may find others dead."""
+    return [host.worker_id for host in hosts if host.presence.is_observer and host.presence.is_steady]
+
+
+async def test_one_worker_observes_and_judges_once_it_is_steady(hosts: list[Host]) -> None:
     await pass_seconds(hosts, int(DEAD_AFTER_SECONDS))
-    assert observers(hosts) == []
+    assert observers(hosts) == ["w0.a"] and judges(hosts) == []
     for _ in range(30):
         await pass_seconds(hosts, 1)
-    assert observers(hosts) == ["w0.a"]
+        assert observers(hosts) == ["w0.a"]
+    assert judges(hosts) == ["w0.a"]
+
+
+async def test_steady_worker_takes_the_lease_from_a_new_one(hosts: list[Host]) -> None:
+    await pass_seconds(hosts, 1, [hosts[0]])
+    await pass_seconds(hosts, 20, [hosts[1]])
+    await pass_seconds(hosts, 1)  # the first one has paused
+    assert judges(hosts) == ["w1.b"]
+    await pass_seconds(hosts, 20)
+    assert judges(hosts) == ["w1.b"]
 
 
 async def test_successor_observes_when_the_lease_has_ended(hosts: list[Host]) -> None:
@@ -61,32 +76,32 @@ async def test_successor_observes_when_the_lease_has_ended(hosts: list[Host]) ->
     await pass_seconds(hosts, 1, [hosts[1]])
     assert hosts[1].presence.is_observer
     await hosts[0].fleet_clock.tick()  # it returns: it has paused, and the lease is another's
-    assert observers(hosts) == ["w1.b"]
+    assert observers(hosts) == ["w1.b"] == judges(hosts)
 
 
-async def test_no_one_observes_after_a_pause_of_all(hosts: list[Host]) -> None:
+async def test_no_one_judges_after_a_pause_of_all(hosts: list[Host]) -> None:
     await pass_seconds(hosts, 20)
     for host in hosts:
         host.now += 60
     await pass_seconds(hosts, int(DEAD_AFTER_SECONDS))
-    assert observers(hosts) == []
+    assert judges(hosts) == []
     await pass_seconds(hosts, 5)
-    assert len(observers(hosts)) == 1
+    assert len(judges(hosts)) == 1
 
 
-async def test_no_one_observes_after_a_jump_of_the_fleet_clock(hosts: list[Host], scripts: RedisScripts) -> None:
+async def test_no_one_judges_after_a_jump_of_the_fleet_clock(hosts: list[Host], scripts: RedisScripts) -> None:
     await pass_seconds(hosts, 20)
     await scripts.tick(hosts[0].fleet_clock.now() + 3_600)  # a host whose clock is wrong
     await pass_seconds(hosts, 1)
-    assert observers(hosts) == []
+    assert judges(hosts) == []
 
 
 @pytest.mark.parametrize("event", ["outage", "wipe"])
-async def test_no_one_observes_after_the_store_was_away(connections, keys, event: str) -> None:
+async def test_no_one_judges_after_the_store_was_away(connections, keys, event: str) -> None:
     scripts = FlakyScripts(connections.commands, keys)
     host = Host(scripts, "w0.a")
     await pass_seconds([host], 20)
-    assert host.presence.is_observer
+    assert judges([host]) == ["w0.a"]
     if event == "outage":
         scripts.fail("tick", "refuse")
         with pytest.raises(ConnectionError):
@@ -98,7 +113,7 @@ async def test_no_one_observes_after_the_store_was_away(connections, keys, event
         await other.fleet_clock.tick()
         host.presence.fleet_seconds += 10
         await pass_seconds([host], 1)
-    assert not host.presence.is_observer
+    assert judges([host]) == []
 
 
 async def test_unregistered_worker_does_not_beat(scripts: RedisScripts) -> None:

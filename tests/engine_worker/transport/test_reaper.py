@@ -71,7 +71,7 @@ class TestReaper:
         await rig.claim()
         await rig.scripts.register("w1.alive")
         for worker_id, seconds in ((WORKER, 10), ("w2.ended", 10), ("w1.alive", 12)):
-            await rig.scripts.beat(seconds, worker_id, lease_seconds=3, may_observe=False)
+            await rig.scripts.beat(seconds, worker_id, lease_seconds=3, is_steady=False)
         presence.fleet_seconds = 12.9
         await reaper.tick(could_hear=False)
         assert reaper.faults.num_reaped == 0
@@ -86,7 +86,7 @@ class TestReaper:
         presence.dead_after_seconds = 15
         await rig.scripts.register("w1.alive")
         for worker_id in (WORKER, "w1.alive"):
-            await rig.scripts.beat(10, worker_id, lease_seconds=3, may_observe=False)
+            await rig.scripts.beat(10, worker_id, lease_seconds=3, is_steady=False)
         presence.fleet_seconds = 12.9
         await reaper.tick(could_hear=False)
         assert reaper.faults.num_reaped == 0
@@ -94,9 +94,17 @@ class TestReaper:
         await reaper.tick(could_hear=False)
         assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
 
+    async def test_reaper_that_is_not_steady_reaps_only_zombies(self, reaper, presence, rig):
+        presence.is_steady, presence.fleet_seconds = False, 1e6
+        await rig.accept("a")
+        await rig.scripts.beat(10, WORKER, lease_seconds=3, is_steady=False)
+        await rig.redis.xreadgroup(GROUP, "zombie.1", {rig.keys.queue("interactive"): ">"})
+        await reaper.tick(could_hear=False)
+        assert await list_worker_ids(rig.redis, rig.keys) == [WORKER]
+
     async def test_reaper_that_does_not_observe_reads_nothing(self, reaper, presence, rig):
         presence.is_observer, presence.fleet_seconds = False, 1e6
-        await rig.scripts.beat(10, WORKER, lease_seconds=3, may_observe=False)
+        await rig.scripts.beat(10, WORKER, lease_seconds=3, is_steady=False)
         await rig.redis.delete(rig.keys.fence(WORKER))
         await reaper.tick(could_hear=True)
         assert await list_worker_ids(rig.redis, rig.keys) == [WORKER]
