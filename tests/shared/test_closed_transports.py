@@ -145,7 +145,7 @@ def test_write_on_closed_transport_raises_connection_error(
 async def test_connection_closed_between_check_and_write_is_a_connection_error(valkey: Valkey) -> None:
     """As by a reset while another task subscribes: redis-py has then forgotten its writer."""
     connections = connect(valkey.url)
-    connection: Any = connections.subscriber.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    connection: Any = connections.subscriber.connection_pool.make_connection()
     await connection.connect()
     sending = asyncio.create_task(connection.send_packed_command([b"PING"], check_health=False))
     await asyncio.sleep(0)  # its check is over; its write is in the next iteration of the loop

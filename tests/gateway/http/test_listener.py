@@ -1,4 +1,4 @@
-"""The listener accepts few connections per iteration of the event loop, all in the end, and again after exhaustion."""
+"""The listener serves few connections per iteration of the event loop, all in the end, and probes before them."""
 
 import asyncio
 import contextlib
@@ -9,42 +9,103 @@ from typing import cast
 import pytest
 
 from gateway.http import listener as listening
-from gateway.http.listener import ACCEPTS_PER_ITERATION, Listener, listen
+from gateway.http.listener import CONNECTS_PER_ITERATION, Listener, listen
 
 
 class Greeter(asyncio.Protocol):
+    """Answers the first bytes."""
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        writing = cast(asyncio.WriteTransport, transport)  # uvloop's is no subclass
-        writing.write(b"hello")
-        writing.close()
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is no subclass
+
+    def data_received(self, _data: bytes) -> None:
+        self._transport.write(b"hello")
+        self._transport.close()
 
 
 async def greeting_of(address: tuple[str, int]) -> bytes:
     reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /")
     try:
         return await reader.read()
     finally:
         writer.close()
 
 
-async def test_burst_is_accepted_in_turns() -> None:
-    num_made, largest = 0, 0
+class Served:
+    """Makes protocols that record the first bytes of each connection, in order."""
 
-    def make() -> asyncio.Protocol:
-        nonlocal num_made
-        num_made += 1
-        return Greeter()
+    def __init__(self) -> None:
+        self.num_made = 0
+        self.heads: list[bytes] = []
+        self.transports: list[asyncio.WriteTransport] = []
 
-    listener = await listen("127.0.0.1", 0, make, backlog=512)
-    with contextlib.ExitStack() as stack:
-        for _ in range(200):  # the loop does not run meanwhile
-            stack.enter_context(socket.create_connection(listener.address, timeout=5))
-        while num_made < 200:
-            before = num_made
+    def __call__(self) -> asyncio.Protocol:
+        self.num_made += 1
+        return Recorder(self)
+
+    async def close(self) -> None:
+        while len(self.transports) < self.num_made:
             await asyncio.sleep(0)
-            largest = max(largest, num_made - before)
-    assert 0 < largest <= ACCEPTS_PER_ITERATION
+        for transport in self.transports:
+            transport.abort()
+        await asyncio.sleep(0)  # lets the transports close their sockets
+
+
+class Recorder(asyncio.Protocol):
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._served.transports.append(cast(asyncio.WriteTransport, transport))
+
+    def data_received(self, data: bytes) -> None:
+        self._served.heads.append(data)
+
+
+def connections(address: tuple[str, int], *heads: bytes) -> contextlib.ExitStack:
+    """Open a connection for each head, and send it. The loop does not run meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for head in heads:
+            stack.enter_context(socket.create_connection(address, timeout=5)).sendall(head)
+        return stack.pop_all()
+
+
+async def test_burst_is_served_in_turns() -> None:
+    served, largest = Served(), 0
+    listener = await listen("127.0.0.1", 0, served, backlog=512)
+    with connections(listener.address, *[b"GET /v1/models"] * 200):
+        while served.num_made < 200:
+            before = served.num_made
+            await asyncio.sleep(0)
+            largest = max(largest, served.num_made - before)
+        await served.close()
+    assert 0 < largest <= CONNECTS_PER_ITERATION
     await listener.close()
+
+
+@pytest.mark.parametrize("path", [b"/livez", b"/readyz?all=true"])
+async def test_probe_overtakes_a_burst(path: bytes) -> None:
+    served = Served()
+    listener = await listen("127.0.0.1", 0, served, backlog=512)
+    probe = b"GET " + path
+    with connections(listener.address, *[b"GET /v1/models"] * 400, probe):
+        while len(served.heads) < 401:
+            await asyncio.sleep(0)
+        await served.close()
+    assert served.heads.index(probe) < 100
+    await listener.close()
+
+
+async def test_silent_connection_is_served_when_it_speaks_or_the_listener_closes() -> None:
+    served = Served()
+    listener = await listen("127.0.0.1", 0, served, backlog=512)
+    with connections(listener.address, b"", b""):
+        await asyncio.sleep(0.05)  # they are accepted meanwhile
+        assert served.num_made == 0
+        await listener.close()
+        assert served.num_made == 2
+        await served.close()
 
 
 async def test_closed_listener_refuses_and_may_be_closed_again() -> None:
