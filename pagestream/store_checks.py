@@ -1,5 +1,6 @@
 """Checks of `pagestream doctor` for the store: reachable, recent, safe for requests, and its clock. Read-only."""
 
+import re
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,6 +18,7 @@ REDIS_MINIMUM = (7, 0)
 NUM_CLOCK_READINGS = 5  # the one with the fastest reply counts
 # Queue times and traces compare the store's clock with a worker's; a smaller skew does not matter there.
 CLOCK_SKEW_SECONDS = 0.5
+MAX_LAG_BYTES = 2**20  # of a replica
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ async def check_redis(url: str) -> list[Finding]:
         server = await connections.commands.info("server")
         memory = await connections.commands.info("memory")
         persistence = await connections.commands.info("persistence")
+        replication = await connections.commands.info("replication")
         clock = await read_clock(connections.commands.time)
     except (RedisError, OSError, ValueError) as error:
         return [
@@ -63,7 +66,42 @@ async def check_redis(url: str) -> list[Finding]:
         ]
     finally:
         await connections.aclose()
-    return [*judge_sentinels(reports), *judge_redis(server, memory, persistence), judge_clock(clock)]
+    return [
+        *judge_sentinels(reports),
+        *judge_redis(server, memory, persistence),
+        *judge_replication(replication),
+        *judge_database(int(connections.commands.connection_pool.connection_kwargs.get("db") or 0)),
+        judge_clock(clock),
+    ]
+
+
+def judge_replication(replication: dict[str, object]) -> list[Finding]:
+    """Return findings about the server's role and its replicas; none for a primary without replicas."""
+    if replication.get("role") != "master":
+        hint = "name the primary, or the Sentinels: redis+sentinel://HOST:26379/SERVICE"
+        return [Finding("store replication", "fail", "this server is a replica, which refuses writes", hint)]
+    replicas = [value for name, value in replication.items() if re.fullmatch(r"slave\d+", name)]
+    if not replicas:
+        return []
+    behind = int(str(replication.get("master_repl_offset", 0)))
+    late = [
+        replica
+        for replica in replicas
+        if isinstance(replica, dict)
+        and (replica.get("state") != "online" or behind - int(replica.get("offset", 0)) > MAX_LAG_BYTES)
+    ]
+    if not late:
+        return [Finding("store replication", "ok", f"{len(replicas)} online, at most 1 MB behind")]
+    found = f"{len(late)} of {len(replicas)} replicas are offline or more than 1 MB behind"
+    return [Finding("store replication", "warn", found, "a failover to one of them loses accepted requests")]
+
+
+def judge_database(number: int) -> list[Finding]:
+    """Return a finding for another database than 0: its number separates keys, but not channels."""
+    if number == 0:
+        return []
+    hint = "use --store-namespace to separate fleets: programs in other databases hear each other's channels"
+    return [Finding("store database", "warn", f"database {number}", hint)]
 
 
 def judge_sentinels(reports: Sequence[PrimaryReport]) -> list[Finding]:

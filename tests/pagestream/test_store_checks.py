@@ -14,6 +14,7 @@ from pagestream.store_checks import (
     check_redis,
     judge_clock,
     judge_redis,
+    judge_replication,
     judge_sentinels,
     read_clock,
 )
@@ -54,6 +55,28 @@ async def test_real_store_is_checked(valkey) -> None:
     assert statuses(await check_redis(valkey.url)) == {
         "store": "ok", "store eviction": "ok", "store AOF": "warn", "store memory": "warn", "clock": "ok",
     }  # fmt: skip
+
+
+async def test_other_database_is_a_warning(valkey) -> None:
+    separator = "&" if "?" in valkey.url else "?"
+    assert statuses(await check_redis(f"{valkey.url}{separator}db=3"))["store database"] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("replication", "status"),
+    [
+        ({"role": "master", "connected_slaves": 0}, None),
+        ({"role": "slave"}, "fail"),
+        ({"role": "master", "master_repl_offset": 5_000_000, "slave0": {"state": "online", "offset": 4_999_000}}, "ok"),
+        (
+            {"role": "master", "master_repl_offset": 9_000_000, "slave0": {"state": "online", "offset": 7_000_000}},
+            "warn",
+        ),
+        ({"role": "master", "master_repl_offset": 9, "slave0": {"state": "wait_bgsave", "offset": 0}}, "warn"),
+    ],
+)
+def test_role_and_replicas_are_judged(replication: dict[str, object], status: str | None) -> None:
+    assert statuses(judge_replication(replication)).get("store replication") == status
 
 
 async def test_unreachable_store_fails() -> None:
