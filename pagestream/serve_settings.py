@@ -190,10 +190,11 @@ def split_flags(words: Sequence[str]) -> PassedFlags:
     target: list[str] | None = None
     for word in words:
         if word.startswith("--"):
-            name = "--" + word.partition("=")[0].removeprefix("--no-").removeprefix("--")
-            if name in SET_BY_SERVE:
-                raise SettingsError(f"{name}: set by serve; remove it")
-            target = gateway if name in GATEWAY_FLAGS else worker
+            flag = word.partition("=")[0]
+            positive = "--" + flag.removeprefix("--no-").removeprefix("--")
+            if flag in SET_BY_SERVE or positive in SET_BY_SERVE:
+                raise SettingsError(f"{positive}: set by serve; remove it")
+            target = gateway if flag in GATEWAY_FLAGS or positive in GATEWAY_FLAGS else worker
         if target is None:
             raise SettingsError(
                 f"unexpected argument {word!r}: the model must come first, as in `serve MODEL --flag ...`"

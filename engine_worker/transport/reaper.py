@@ -3,11 +3,11 @@
 It runs in every worker, and only the observer looks (presence.py), so the cost does not grow with the square of the
 number of workers.
 
-A worker without a beat for --dead-after-seconds is dead, and one whose process has ended sooner: the store then closes
-its subscription. Workers of older releases do not beat; the observer listens to
-their heartbeats and counts ticks without one. A late tick counts as one, and a tick in which it received nothing, not
-even the reply to its ping, does not count. A consumer without a fence is a zombie, and is reaped at once; one without
-requests is not counted.
+A worker without a beat for --dead-after-seconds is dead. One without a beat for 3 s is dead too if it does not listen
+to its control messages, because the kernel closes the connections of a process that has ended. Workers of older
+releases do not beat; the observer listens to their heartbeats and counts ticks without one. A late tick counts as one,
+and a tick in which it received nothing, not even the reply to its ping, does not count. A consumer without a fence is a
+zombie, and is reaped at once; one without requests is not counted.
 """
 
 import logging

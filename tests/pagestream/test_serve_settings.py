@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pagestream.child_commands import ChildCommands, worker_base_id
-from pagestream.serve_settings import PassedFlags, ServeSettings, split_flags
+from pagestream.serve_settings import GATEWAY_FLAGS, PassedFlags, ServeSettings, split_flags
 from pagestream.served_models import ModelSource, ServedModel, served_models
 from shared.models_file import ModelEntry
 from shared.settings import SettingsError, load_settings
@@ -29,6 +29,12 @@ def test_flags_keep_their_values() -> None:
         gateway=("--max-num-streams", "5", "--no-force-include-usage"),
         worker=("--dtype", "float32", "--block-size=8"),
     )
+
+
+@pytest.mark.parametrize("flag", sorted(GATEWAY_FLAGS))
+def test_each_flag_of_gateways_reaches_them(flag: str) -> None:
+    """Also --no-worker, which is no negation of --worker."""
+    assert split_flags([flag, "value"]) == PassedFlags(gateway=(flag, "value"), worker=())
 
 
 def test_a_word_without_a_flag_is_refused() -> None:
