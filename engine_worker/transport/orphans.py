@@ -6,6 +6,7 @@ queues, which contain every unfinished request. If a request was ended by mistak
 that gateway submits it again; a request with a stored answer is requeued when a former gateway attaches to it.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -80,9 +81,12 @@ class Orphans:
         requests: list[GoneRequest] = []
         num_full = 0
         while self._unread and num_full < PAGES_PER_TICK:
-            queue, after = self._unread[0]
-            last, gone = await self._scripts.gone(queue, after, PAGE_ENTRIES)
-            requests += gone
-            num_full += bool(last)
-            self._unread[:1] = [(queue, last)] if last else []
+            # At once, because an idle worker should wake seldom.
+            pages = await asyncio.gather(
+                *(self._scripts.gone(queue, after, PAGE_ENTRIES) for queue, after in self._unread)
+            )
+            queues = [queue for queue, _ in self._unread]
+            self._unread = [(queue, last) for queue, (last, _) in zip(queues, pages, strict=True) if last]
+            num_full += len(self._unread)
+            requests += [request for _, gone in pages for request in gone]
         return requests

@@ -10,6 +10,7 @@ and a tick in which it received nothing, not even the reply to its ping, does no
 zombie, and is reaped at once; one without requests is not counted.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -139,8 +140,9 @@ class Reaper:
             logger.warning("reaper: tick skipped: %s", error)
 
     async def _reap_dead(self, could_hear: bool) -> None:
-        worker_ids = await list_worker_ids(self._scripts.redis, self._keys)
-        beats = await self._scripts.beats()
+        worker_ids, beats = await asyncio.gather(
+            list_worker_ids(self._scripts.redis, self._keys), self._scripts.beats()
+        )
         fenced = await self._without_fence(worker_ids)
         silent = self._silent(beats, self._presence.dead_after_seconds)
         ended = await self._without_subscription(self._silent(beats, GONE_AFTER_SECONDS).intersection(worker_ids))

@@ -95,7 +95,8 @@ class StoreHistory:
         """Look for the model's identity, and date a store that has no date. Raises the store's errors."""
         if self._fleet_clock.is_set:
             await self._redis.set(self._keys.born, round(self._fleet_clock.now() * 1000), nx=True)
-        self.was_served = self.was_served or bool(await self._redis.exists(self._keys.model))
+        if not self.was_served:
+            self.was_served = bool(await self._redis.exists(self._keys.model))
 
     async def is_young(self) -> bool:
         """Return whether the store may have lost its data in the last seconds. Raises the store's errors."""

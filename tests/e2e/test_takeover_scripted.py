@@ -76,7 +76,7 @@ async def test_requests_of_a_hung_worker_continue_at_once_elsewhere(
     start("w1", "--dead-after", "600")
     await reader.check_complete()
     log = fleet.log("w0")
-    assert log.index("before_step") < log.index("failed; requeued its requests: ReapSummary(requeued=1")
+    assert log.index("before_step") < log.index("failed; requeued its requests: ReapSummary(")
     assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
 
 

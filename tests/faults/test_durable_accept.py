@@ -70,7 +70,9 @@ async def running_client(port: int, timeout_seconds: float | None) -> AsyncItera
 @pytest.mark.parametrize("is_durable", [True, False], ids=["replica", "primary"])
 async def test_failover_after_acceptance(site: StoreSite, is_durable: bool) -> None:
     """The other mode loses the last requests; otherwise the test would prove nothing."""
-    async with lagging_replica(site) as (primary, replica, _):
+    async with lagging_replica(site) as (primary, replica, proxy):
+        if not is_durable:
+            proxy.delay_seconds = 3_600.0  # the replica gets nothing until the failover
         async with running_client(primary, 5.0 if is_durable else None) as client:
             turns = asyncio.Semaphore(NUM_AT_ONCE)
 
