@@ -146,6 +146,15 @@ class GoneRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class GonePage:
+    """A page of a queue."""
+
+    queue_length: int
+    last_entry: str  # after which the next page begins; empty: none follows
+    requests: list[GoneRequest]
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
     """The demand of a worker."""
 
@@ -573,8 +582,8 @@ class RedisScripts:
         verdict, wait, left = await self._call("limit", [self.keys.limits(owner_key_hash)], arguments)
         return LimitReply(LimitVerdict(verdict.decode()), wait / 1000, float(left))
 
-    async def gone(self, queue: str, after: str, num_entries: int) -> tuple[str, list[GoneRequest]]:
-        """Return a page of a queue: the entry after which the next page begins, or "", and requests without gateway.
+    async def gone(self, queue: str, after: str, num_entries: int) -> GonePage:
+        """Return a page of a queue.
 
         Args:
             queue: Name of the queue.
@@ -583,11 +592,12 @@ class RedisScripts:
         """
         start = f"({after}" if after else "-"
         arguments = [start, num_entries, self._prefixes[0], self.keys.gateway_channel_prefix]
-        last, *rows = await self._call("gone", [queue], arguments)
-        return last.decode(), [
+        length, last, *rows = await self._call("gone", [queue], arguments)
+        requests = [
             GoneRequest(request_id.decode(), gateway_id.decode(), float(grace or GRACE_SECONDS), class_.decode())
             for request_id, gateway_id, grace, class_ in rows
         ]
+        return GonePage(length, last.decode(), requests)
 
     async def _fenced_call(self, name: str, worker_id: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         reply = await self._call(name, [self.keys.fence(worker_id), *keys], arguments)

@@ -1,9 +1,9 @@
 -- GONE: a page of a queue: its requests whose gateway does not listen to its channel. It changes nothing.
 -- KEYS  queue
 -- ARGV  start of the page as in XRANGE, entries, prefix of r, prefix of the gateway channels
--- reply {last entry of the page, or '' if no page follows, {request id, gateway, grace, class}...}
+-- reply {length of the queue, last entry of the page, or '' if no page follows, {request id, gateway, grace, class}...}
 local page = redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])
-local reply = {#page == tonumber(ARGV[2]) and page[#page][1] or ''}
+local reply = {redis.call('XLEN', KEYS[1]), #page == tonumber(ARGV[2]) and page[#page][1] or ''}
 local listeners = {}
 for _, entry in ipairs(page) do
   local id

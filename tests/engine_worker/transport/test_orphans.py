@@ -80,8 +80,18 @@ async def test_orphans_every_page_of_every_queue_is_checked(orphans, scripts, ke
     entry = await connections.commands.xadd(keys.queue(RESUMED), {"r": "half", "a": "2", "s": "0"})
     fields = {"body": "x", "state": "queued", "gateway": "gone", "class": "batch", "grace": 0, "entry": entry}
     await connections.commands.hset(keys.request("half"), mapping=fields)
-    await ticks(orphans, 2)  # four full pages in the first
+    await ticks(orphans, 3)  # one full page in each
     assert orphans.faults.num_ended == 6
+
+
+async def test_orphans_of_a_long_queue_are_read_in_larger_steps(orphans, scripts, monkeypatch):
+    monkeypatch.setattr(module, "PAGE_ENTRIES", 2)
+    for number in range(64):  # 32 pages, for eight ticks
+        await accept(scripts, f"r{number}", terms=RetentionTerms(b"r", "h", grace_seconds=0))
+    await orphans.tick()
+    assert orphans.faults.num_ended == 10  # five pages
+    await ticks(orphans, 30)  # the rest is shorter, and is read slower
+    assert orphans.faults.num_ended == 64
 
 
 async def test_orphans_requests_without_gateway_are_ignored(orphans, scripts, keys, connections):
