@@ -25,6 +25,7 @@ CLOSE_AT_RATIO = 0.75
 REOPEN_AT_RATIO = 0.70
 POLL_SECONDS = 1.0
 PROBE_SECONDS = 2.0  # load balancers often wait no longer; a command waits 5 s
+LOOK_SECONDS = 5.0  # a missing date says the same as a young one
 YOUNG_SECONDS = 10.0  # gateways send the requests of a lost store again within 3 s
 
 
@@ -85,11 +86,11 @@ class StoreHistory:
         self._fleet_clock = fleet_clock
 
     async def watch(self) -> None:
-        """Look once a second. Runs as an owner task."""
+        """Look now and then. Runs as an owner task."""
         while True:
             with suppress(RedisError, OSError):
                 await self.look()
-            await next_tick(POLL_SECONDS)
+            await next_tick(LOOK_SECONDS)
 
     async def look(self) -> None:
         """Look for the model's identity, and date a store that has no date. Raises the store's errors."""
