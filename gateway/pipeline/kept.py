@@ -135,7 +135,7 @@ async def find_answer(
         return await _find(searched, kinds, answer_id, owner_key_hash)
     except RequestNotFound:
         with _store_errors_raised():
-            if any([await service.client.probe.is_young() for service in searched]):
+            if any([await service.client.history.is_young() for service in searched]):
                 raise unavailable("store_recovering") from None
         raise
 

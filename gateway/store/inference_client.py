@@ -68,11 +68,11 @@ class InferenceClient:
         self.counts = DeliveryCounts()
         self.fleet = Fleet(clock)
         self.store_memory = StoreMemory()
-        self.history = StoreHistory(connections.commands, keys, self._fleet_clock)
+        self.history = StoreHistory(connections.commands, keys, self._calls, self._fleet_clock)
         self._owned: list[asyncio.Task[None]] = []
         self.kv = KVWatch(connections, keys, self.counts)
         self.archive = RequestArchive(connections.commands, keys, self._calls)
-        self.probe = StoreProbe(connections.commands, keys, self._calls, self._fleet_clock, self.history, clock)
+        self.probe = StoreProbe(connections.commands, keys, self._calls, self._fleet_clock, clock)
         self.streams = StreamTable(self._wake)
         self.limits = SharedLimits(scripts, self._fleet_clock, self._calls)
         self._withdrawals = Withdrawals(scripts, self._wake)
@@ -83,9 +83,10 @@ class InferenceClient:
             connections, keys, gateway_id, self.streams, self.fleet, self.counts, clock=clock
         )  # fmt: skip
         rules = queue_rules or QueueRules()
-        timeout_seconds = rules.replica_timeout_seconds
-        replication = timeout_seconds and Replication(connections.blocking, keys, timeout_seconds)
-        acceptance = Acceptance(scripts, gateway_id, self.fleet, rules, replication or None)
+        replication = None
+        if rules.replica_timeout_seconds is not None:
+            replication = Replication(connections.blocking, keys, rules.replica_timeout_seconds)
+        acceptance = Acceptance(scripts, gateway_id, self.fleet, rules, replication)
         self._recovery = Recovery(
             self.streams, acceptance, self.archive, self._withdrawals, self._calls, self.counts,
             quiet_seconds=quiet_seconds, clock=clock,

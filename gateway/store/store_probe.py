@@ -79,10 +79,11 @@ class StoreHistory:
     requests again from their gateways within seconds; until then an unknown id may be one of these.
     """
 
-    def __init__(self, redis: Redis, keys: RedisKeys, fleet_clock: FleetClock) -> None:
+    def __init__(self, redis: Redis, keys: RedisKeys, calls: StoreCalls, fleet_clock: FleetClock) -> None:
         self.was_served = False
         self._redis = redis
         self._keys = keys
+        self._calls = calls
         self._fleet_clock = fleet_clock
 
     async def watch(self) -> None:
@@ -100,9 +101,12 @@ class StoreHistory:
             self.was_served = bool(await self._redis.exists(self._keys.model))
 
     async def is_young(self) -> bool:
-        """Return whether the store may have lost its data in the last seconds. Raises the store's errors."""
-        born = await self._redis.get(self._keys.born)
+        """Return whether the store may have lost its data in the last seconds. Raises StoreUnavailable."""
+        born = await self._calls.ask(self._read_date())
         return born is None or self._fleet_clock.now() - int(born) / 1000 < YOUNG_SECONDS
+
+    async def _read_date(self) -> Any:
+        return await self._redis.get(self._keys.born)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +167,8 @@ class StoreProbe:
         keys: RedisKeys,
         calls: StoreCalls,
         fleet_clock: FleetClock,
-        history: StoreHistory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._history = history
         self._redis = redis
         self._keys = keys
         self._calls = calls
@@ -175,10 +177,6 @@ class StoreProbe:
 
     async def queue_stats(self) -> QueueStats:
         return await self._calls.ask(read_queue_stats(self._redis, self._keys))
-
-    async def is_young(self) -> bool:
-        """Return whether the store may have lost its data in the last seconds. Raises StoreUnavailable."""
-        return await self._calls.ask(self._history.is_young())
 
     async def write_seconds(self) -> float:
         """Return the duration of one write. A PING would succeed even if writes are refused.
