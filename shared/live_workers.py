@@ -1,5 +1,7 @@
 """Which workers of a model live, for a program that starts and has seen none of their beats."""
 
+from redis.exceptions import RedisError
+
 from shared.redis_scripts import RedisScripts
 
 
@@ -11,8 +13,11 @@ class LiveWorkers:
         self._first: dict[str, float] | None = None
 
     async def ids(self) -> set[str]:
-        """Return the workers that have beaten since the first call. Raises the store's errors."""
-        beats = await self._scripts.beats()
+        """Return the workers that have beaten since the first call; none while the store does not answer."""
+        try:
+            beats = await self._scripts.beats()
+        except (RedisError, OSError):
+            return set()
         if self._first is None:
             self._first = beats
         return {worker_id for worker_id, seconds in beats.items() if seconds != self._first.get(worker_id)}

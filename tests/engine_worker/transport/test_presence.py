@@ -8,6 +8,7 @@ from redis.exceptions import ConnectionError
 from engine_worker.transport.presence import LEASE_SECONDS, Presence
 from shared.fleet_clock import FleetClock
 from shared.live_workers import LiveWorkers
+from shared.redis_client import connect
 from shared.redis_scripts import RedisScripts
 from tests.engine_worker.transport.rig import FlakyScripts
 
@@ -140,6 +141,15 @@ async def test_beats_are_written_to_a_full_store(hosts: list[Host], connections,
     finally:
         await redis.config_set("maxmemory", limit)
     assert await hosts[0].scripts.beats() == {"w0.a": 0.0}
+
+
+async def test_no_worker_is_known_to_live_without_the_store(keys, tmp_path) -> None:
+    """A worker that starts during an outage waits; the error must not end it."""
+    away = connect(f"unix://{tmp_path}/no-server")
+    try:
+        assert await LiveWorkers(RedisScripts(away.commands, keys)).ids() == set()
+    finally:
+        await away.aclose()
 
 
 async def test_live_workers_are_those_that_beat_again(hosts: list[Host], scripts: RedisScripts) -> None:
