@@ -79,6 +79,8 @@ class Listener:
         self._silent.discard(connection)
         try:
             is_probe = connection.recv(_PROBE_BYTES, socket.MSG_PEEK).startswith(PROBES)
+        except BlockingIOError:  # nothing is there after all; its protocol waits for it
+            is_probe = False
         except OSError:  # closed by the client meanwhile
             connection.close()
             return
