@@ -203,7 +203,7 @@ class Account:
         return taken
 
     def return_unshared(self, num_tokens: float) -> None:
-        """Undo take_unshared(): the others were not told."""
+        """Keep tokens of take_unshared() for its next call, because telling the others failed."""
         self._unshared_tokens += num_tokens
 
     def learn(self, tokens_left: float) -> None:

@@ -1,7 +1,7 @@
 -- GONE: a page of a queue: its requests whose gateway does not listen to its channel. It changes nothing.
 -- KEYS  queue
--- ARGV  start of the page as in XRANGE, entries, prefix of r, prefix of the gateway channels
--- reply {length of the queue, last entry of the page, or '' if no page follows, {request id, gateway, grace, class}...}
+-- ARGV  start of the page as in XRANGE, entries of a page, prefix of r, prefix of the gateway channels
+-- reply {length of the queue, last entry, {request id, gateway, grace, class}...}; the last entry is '' if no page follows
 local page = redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])
 local reply = {redis.call('XLEN', KEYS[1]), #page == tonumber(ARGV[2]) and page[#page][1] or ''}
 local listeners = {}

@@ -1,8 +1,12 @@
 -- LIMIT: spend requests and tokens of an API key, whose limits per minute all gateways share. Both are buckets that refill
 -- evenly; tokens may go into debt. A refused request spends nothing, but the tokens of earlier ones are counted.
--- KEYS  u
--- ARGV  fleet clock in milliseconds, requests per minute, tokens per minute (0: no limit), requests, tokens since the last call
---       (negative: returned), 1 to refuse a key in debt
+-- KEYS  what the key has left
+-- ARGV  1 fleet clock in milliseconds
+--       2 requests per minute, 0 for no limit
+--       3 tokens per minute, 0 for no limit
+--       4 requests to spend
+--       5 tokens spent since the last call; a negative number returns them
+--       6 1 to refuse a key in debt
 -- reply {OK | REQUESTS | TOKENS, milliseconds until the call succeeds, tokens left as text}
 local now, requests_limit, tokens_limit = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local requests, tokens, refuses_debt = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'

@@ -3,8 +3,8 @@
 -- also beats, that is, it stores the clock's time beside its id, and one worker is the observer, who looks for dead workers
 -- (presence.py). Its lease ends unless it ticks again; a steady worker takes it from one that is not. Old beats must not end
 -- workers when the store is full, so this script writes even then.
--- KEYS  clock, then of a worker beats, observer
--- ARGV  milliseconds of the caller's count, then of a worker its id, or '' before it is registered, lease in milliseconds, and
+-- KEYS  clock. A worker adds: beats, observer
+-- ARGV  milliseconds of the caller's count. A worker adds: its id, '' before it is registered; its lease in milliseconds;
 --       1 if it is steady
 -- reply {milliseconds, 1 if the caller is the observer, beats: 0, 1, or 2 for more}
 local now = math.max(tonumber(redis.call('GET', KEYS[1])) or 0, tonumber(ARGV[1]))
