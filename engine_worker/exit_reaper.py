@@ -60,7 +60,7 @@ def main() -> int:
 
 
 async def _requeue(redis_url: str, keys: RedisKeys, worker_id: str) -> int:
-    connections = connect(redis_url)
+    connections = connect(redis_url, hash_tag=keys.hash_tag)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await reap_worker(RedisScripts(connections.commands, keys), worker_id)

@@ -98,7 +98,7 @@ class WorkerService:
         self._settings = settings
         self._base_id = base_id
         self._keys = RedisKeys(settings.model_name, settings.store_namespace)
-        self._connections = connect(settings.redis_url)
+        self._connections = connect(settings.redis_url, hash_tag=self._keys.hash_tag)
         self._engine = EngineThread()
         self._status = WorkerStatus(base_id, version)
         scripts = RedisScripts(self._connections.commands, self._keys)

@@ -23,7 +23,6 @@ from gateway.process import CLOSE_SECONDS, Address, clients_of, new_event_loop, 
 from gateway.settings import GatewaySettings
 from gateway.work.reader_pool import ReaderPool
 from gateway.work.reader_process import ReaderProcess
-from shared.redis_client import connect
 from shared.setting_names import discard_unread_variables
 from shared.settings import SettingsError, settings_or_exit
 from shared.tracing import TracingUnavailable, open_tracing
@@ -59,9 +58,8 @@ async def serve(settings: GatewaySettings) -> int:
     except (ApiKeysError, SettingsError, TracingUnavailable) as error:
         return refuse_start(PROGRAM, error)
     metrics = GatewayMetrics(vllm_names=settings.vllm_metric_names)
-    connections = connect(settings.redis_url, observe=metrics.observe_redis, num_models=len(models))
     try:
-        clients = clients_of(settings, models, connections)
+        clients = clients_of(settings, models, metrics.observe_redis)
         app = create_app(settings, clients, APIS, metrics, access, tracing, ReaderPool(ReaderProcess, MAX_PROCESSES))
     except OSError as error:
         return refuse_start(PROGRAM, f"--files-dir: {error}")
@@ -70,7 +68,7 @@ async def serve(settings: GatewaySettings) -> int:
     runner = web.AppRunner(app, shutdown_timeout=CLOSE_SECONDS, **RUNNER_OPTIONS)
     settle = partial(app[STATE].keep_reader_ready, *ALL_KINDS.values())
     try:
-        return await serve_app(PROGRAM, runner, _addresses(settings), connections, settle)
+        return await serve_app(PROGRAM, runner, _addresses(settings), settle)
     finally:
         if tracing is not None:
             await asyncio.to_thread(tracing.close)

@@ -26,7 +26,7 @@ from gateway.store.inference_client import InferenceClient
 from shared.garbage_collection import search_rarely
 from shared.logs import configure_logging
 from shared.processes import ParentGone, exit_with_parent
-from shared.redis_client import RedisConnections
+from shared.redis_client import Observe, connect
 from shared.redis_keys import RedisKeys
 from shared.tasks import cancel_and_wait
 
@@ -76,9 +76,15 @@ def refuse_start(program: str, reason: object) -> int:
 
 
 def clients_of(
-    settings: GatewaySettings, models: Sequence[ModelOptions], connections: RedisConnections
+    settings: GatewaySettings, models: Sequence[ModelOptions], observe: Observe
 ) -> dict[ModelOptions, InferenceClient]:
-    """Return one client per model; all share one gateway id."""
+    """Return one client per model, with connections of its own; all share one gateway id.
+
+    Args:
+        settings: The gateway's settings.
+        models: The models to serve.
+        observe: See redis_client.connect().
+    """
     gateway_id = secrets.token_hex(8)
     rules = QueueRules(
         settings.max_num_queued_reqs,
@@ -86,15 +92,12 @@ def clients_of(
         settings.prefix_affinity,
         settings.durable_accept_timeout_seconds if settings.durable_accept == "replica" else None,
     )
-    return {
-        options: InferenceClient(
-            connections,
-            RedisKeys(options.name, settings.store_namespace),
-            gateway_id,
-            queue_rules=rules,
-        )
-        for options in models
-    }
+    clients = {}
+    for options in models:
+        keys = RedisKeys(options.name, settings.store_namespace)
+        connections = connect(settings.redis_url, hash_tag=keys.hash_tag, observe=observe)
+        clients[options] = InferenceClient(connections, keys, gateway_id, queue_rules=rules)
+    return clients
 
 
 # -- cleanup contexts of an application
@@ -136,7 +139,6 @@ async def serve_app(
     program: str,
     runner: web.AppRunner,
     addresses: Sequence[Address],
-    connections: RedisConnections,
     settle: Callable[[], Coroutine[Any, Any, None]],
 ) -> int:
     """Serve until a signal or a failure, then drain.
@@ -145,13 +147,11 @@ async def serve_app(
         program: Its name, for error messages.
         runner: Of the application; not set up.
         addresses: Where to listen.
-        connections: To the store; closed at the end.
         settle: Runs once the models are loaded.
 
     Returns:
         The exit status.
     """
-    runner.app.cleanup_ctx.append(owner_task("store_primary", connections.follow_primary))
     await runner.setup()
     state = runner.app[STATE]
     listeners: list[Listener] = []
@@ -170,7 +170,6 @@ async def serve_app(
     finally:
         await _close(listeners)
         await runner.cleanup()
-        await connections.aclose()
 
 
 async def listen_at(runner: web.AppRunner, address: Address, label: str) -> Listener:

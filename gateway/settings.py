@@ -40,7 +40,8 @@ class GatewaySettings:
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0",
         parse=store_url,
-        help="URL of the store: redis://, rediss://, unix:///PATH, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE",
+        help="URL of the store: redis://, rediss://, unix:///PATH, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, or "
+        "redis+cluster://HOST:PORT,HOST:PORT",
     )
     store_namespace: str = setting(
         "", parse=store_namespace, help="prefix of all names in the store, so that deployments can share one"

@@ -40,8 +40,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(options: argparse.Namespace, url: str) -> None:
-    connections = connect(url)
-    letters = DeadLetters(connections.commands, RedisKeys(options.served_model_name, options.store_namespace))
+    keys = RedisKeys(options.served_model_name, options.store_namespace)
+    connections = connect(url, hash_tag=keys.hash_tag)
+    letters = DeadLetters(connections.commands, keys)
     try:
         if options.action == "list":
             _print_list(await letters.list(), as_json=options.json)

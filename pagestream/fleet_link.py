@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 class FleetLink:
     def __init__(self, url: str, keys: RedisKeys, on_heartbeat: Callable[[WorkerHeartbeat], None]) -> None:
-        self._connections = connect(url)
+        self._connections = connect(url, hash_tag=keys.hash_tag)
         self._keys = keys
         self._on_heartbeat = on_heartbeat
         self._own_phase: WorkerHeartbeat | None = None

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _clear(url: str, keys: RedisKeys) -> int:
-    connections = connect(url)
+    connections = connect(url, hash_tag=keys.hash_tag)
     try:
         return await clear_queue(connections.commands, keys)
     finally:

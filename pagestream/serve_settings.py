@@ -93,8 +93,8 @@ class ServeSettings:
     redis_url: str = setting(
         "",
         parse=store_url,
-        help="URL of a running Redis or Valkey, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; default: an embedded "
-        "Valkey",
+        help="URL of a running Redis or Valkey, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, or "
+        "redis+cluster://HOST:PORT,HOST:PORT; default: an embedded Valkey",
     )
     store_namespace: str = setting(
         "", parse=store_namespace, help="prefix of all names in the store, so that deployments can share one"

@@ -11,8 +11,9 @@ from typing import Literal
 from redis.exceptions import RedisError
 
 from pagestream.embedded_store import StoreError
+from shared.cluster_nodes import ClusterNodes
 from shared.redis_client import connect
-from shared.sentinels import PrimaryReport
+from shared.sentinels import PrimaryReport, Sentinels
 
 REDIS_MINIMUM = (7, 0)
 NUM_CLOCK_READINGS = 5  # the one with the fastest reply counts
@@ -52,12 +53,14 @@ def check_embedded_store(find_binary: Callable[[], Path]) -> list[Finding]:
 
 async def check_redis(url: str) -> list[Finding]:
     connections = connect(url)
-    reports = [] if connections.sentinels is None else await connections.sentinels.reports()
+    finder = connections.finder
+    reports = await finder.reports() if isinstance(finder, Sentinels) else []
     try:
         server = await connections.commands.info("server")
         memory = await connections.commands.info("memory")
         persistence = await connections.commands.info("persistence")
         replication = await connections.commands.info("replication")
+        cluster = await connections.commands.info("cluster")
         clock = await read_clock(connections.commands.time)
     except (RedisError, OSError, ValueError) as error:
         return [
@@ -69,6 +72,7 @@ async def check_redis(url: str) -> list[Finding]:
     return [
         *judge_sentinels(reports),
         *judge_redis(server, memory, persistence),
+        *judge_cluster(cluster, is_cluster_url=isinstance(finder, ClusterNodes)),
         *judge_replication(replication),
         *judge_database(int(connections.commands.connection_pool.connection_kwargs.get("db") or 0)),
         judge_clock(clock),
@@ -94,6 +98,16 @@ def judge_replication(replication: dict[str, object]) -> list[Finding]:
         return [Finding("store replication", "ok", f"{len(replicas)} online, at most 1 MB behind")]
     found = f"{len(late)} of {len(replicas)} replicas are offline or more than 1 MB behind"
     return [Finding("store replication", "warn", found, "a failover to one of them loses accepted requests")]
+
+
+def judge_cluster(cluster: dict[str, object], *, is_cluster_url: bool) -> list[Finding]:
+    """Return a finding if the server is a node of a cluster: whether the URL says so."""
+    if not cluster.get("cluster_enabled"):
+        return []
+    if is_cluster_url:
+        return [Finding("cluster", "ok", "its nodes report the primaries")]
+    hint = "name some nodes: redis+cluster://HOST:6379,HOST:6379"
+    return [Finding("cluster", "fail", "this server is a node of a cluster, and has only some models' keys", hint)]
 
 
 def judge_database(number: int) -> list[Finding]:

@@ -72,9 +72,9 @@ class Address:
 
 
 def check_is_primary(role: Any) -> None:
-    """Raise ConnectionError unless `role`, the reply of ROLE, is that of a primary: Sentinels may be late."""
+    """Raise ConnectionError unless `role`, the reply of ROLE, is that of a primary: who reported it may be late."""
     if role[0] != b"master":
-        raise ConnectionError("the Sentinel's address is not, or not yet, that of a primary")
+        raise ConnectionError("the reported address is not, or not yet, that of a primary")
 
 
 class CommandConnection:

@@ -28,15 +28,16 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, RedisError, ResponseError
 
+from shared.cluster_nodes import ClusterNodes
 from shared.command_connection import Address, CommandConnection, FindPrimary, check_is_primary
 from shared.sentinels import Sentinels
-from shared.store_address import store_address
+from shared.store_address import StoreAddress, store_address
 from shared.store_errors import rule_of
 
 SOCKET_TIMEOUT_SECONDS = 5.0
 BLOCK_SECONDS = 1.0  # maximum of a blocking read, which ends on a tick; far below the socket time-out
 RESET_SECONDS = 1.0  # minimum between two resets, because many commands fail together
-FOLLOW_SECONDS = 0.5  # between two questions to a Sentinel
+FOLLOW_SECONDS = 0.5  # between two questions for the primary
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +49,20 @@ class RedisConnections:
     commands: "CommandRedis"  # short commands and scripts
     blocking: Redis  # XREADGROUP BLOCK of one reader
     subscriber: Redis  # pub/sub
-    sentinels: Sentinels | None = None  # None: the address is fixed
+    finder: Sentinels | ClusterNodes | None = None  # of the primary; None: the address is fixed
 
     async def follow_primary(self) -> None:
-        """Reset the connections when the Sentinels report another primary. Runs until cancelled.
+        """Reset the connections when another primary is reported. Runs until cancelled.
 
         A primary that is stopped or cut off closes nothing: its connections would wait for their time-outs.
         """
-        if self.sentinels is None:
+        if self.finder is None:
             await asyncio.Event().wait()
             return
         known: tuple[str, int] | None = None
         while True:
             with suppress(RedisError, OSError):  # who needs an address now logs the error
-                found = await self.sentinels.find_primary()
+                found = await self.finder.find_primary()
                 if known not in (None, found):
                     logger.warning("store: the primary is now %s:%d", *found)
                     await self.reset()
@@ -78,32 +79,38 @@ class RedisConnections:
     async def aclose(self) -> None:
         for client in (self.commands, self.blocking, self.subscriber):
             await client.aclose(close_connection_pool=True)
-        if self.sentinels is not None:
-            await self.sentinels.aclose()
+        if self.finder is not None:
+            await self.finder.aclose()
 
 
 Observe = Callable[[str, float, bool], None]  # command, seconds until its reply, whether it failed
 
 
-def connect(url: str, *, observe: Observe | None = None, num_models: int = 1) -> RedisConnections:
+def connect(url: str, *, hash_tag: str = "", observe: Observe | None = None) -> RedisConnections:
     """Create the clients, which connect on first use.
 
     Args:
         url: A URL of store_address.py.
+        hash_tag: Of the keys (RedisKeys.hash_tag), which decides on the server in a cluster.
         observe: Called after each command of `commands`, except pipelines.
-        num_models: Number of models that share the connections.
     """
     address = store_address(url)
-    sentinels = None if address.service is None else Sentinels(address, address.service)
-    find_primary = None if sentinels is None else sentinels.find_primary
+    finder = _finder(address, hash_tag)
+    find_primary = None if finder is None else finder.find_primary
     pool = partial(_pool, address.url, find_primary)
-    shared_pool = pool(BlockingConnectionPool, 8 * num_models, timeout=SOCKET_TIMEOUT_SECONDS)
+    shared_pool = pool(BlockingConnectionPool, 8, timeout=SOCKET_TIMEOUT_SECONDS)
     commands = CommandRedis(shared_pool, Address.of(shared_pool, find_primary), observe or _not_observed)
     blocking = _BlockingRedis(connection_pool=pool(ConnectionPool, 2))
-    subscriber = Redis(connection_pool=pool(ConnectionPool, 8 * num_models))
-    connections = RedisConnections(commands, blocking, subscriber, sentinels)
+    subscriber = Redis(connection_pool=pool(ConnectionPool, 8))
+    connections = RedisConnections(commands, blocking, subscriber, finder)
     commands.on_demoted = blocking.on_demoted = _Resets(connections).request
     return connections
+
+
+def _finder(address: StoreAddress, hash_tag: str) -> Sentinels | ClusterNodes | None:
+    if address.service is not None:
+        return Sentinels(address, address.service)
+    return ClusterNodes(address, hash_tag) if address.nodes else None
 
 
 def is_missing_group(error: RedisError) -> bool:

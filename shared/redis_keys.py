@@ -154,6 +154,10 @@ class RedisKeys:
     def kv_watch(self) -> str:
         return self._name("kvw")
 
+    @property
+    def hash_tag(self) -> str:
+        """Return the part of all names, in braces, that decides on their slot in a cluster."""
+        return f"{self.namespace}|{self.model_name}" if self.namespace else self.model_name
+
     def _name(self, suffix: str) -> str:
-        tag = f"{self.namespace}|{self.model_name}" if self.namespace else self.model_name
-        return f"{{{tag}}}:{suffix}"
+        return f"{{{self.hash_tag}}}:{suffix}"

@@ -16,6 +16,7 @@ MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0  # tokens flow at most 2 s after the store accepts writes again
 # A proxy may route to the old primary until its next health check; the address of a replica is always wrong.
 REPLICA_AT_START_SECONDS = 5.0
+MOVED_SECONDS = 60.0  # until the nodes of a cluster report where a slot is
 ROTATION_SECONDS = 60.0  # time in which the store's password and this process's file may differ
 
 
@@ -52,10 +53,7 @@ _REFUSED = Rule(Outcome.REFUSED)
 _NO_REPLY = Rule(Outcome.UNKNOWN)
 _NO_REPLY_IN_TIME = Rule(Outcome.UNKNOWN, closes_connections=True)
 _FINAL = Rule(Outcome.FINAL)
-_CLUSTER = Rule(
-    Outcome.FINAL,
-    advice="the store is a node of a Redis Cluster; give the address of a store without cluster mode",
-)
+_CLUSTER_ADVICE = "the store is a node of a cluster; give its address as redis+cluster://HOST:PORT"
 _CREDENTIALS = Rule(
     Outcome.REFUSED,
     seconds_at_start=0.0,
@@ -75,7 +73,14 @@ RULES = {
         advice="the store is a read-only replica; give the address of the primary",
     ),
     "UNBLOCKED": Rule(Outcome.UNKNOWN, closes_connections=True),  # a blocking read at a primary that was demoted
-    **dict.fromkeys(("MOVED", "CROSSSLOT"), _CLUSTER),
+    "MOVED": Rule(  # the slot has another primary, which a cluster's nodes report
+        Outcome.REFUSED,
+        closes_connections=True,
+        seconds_at_start=REPLICA_AT_START_SECONDS,
+        seconds_running=MOVED_SECONDS,
+        advice=_CLUSTER_ADVICE,
+    ),
+    "CROSSSLOT": Rule(Outcome.FINAL, advice=_CLUSTER_ADVICE),
     **dict.fromkeys(("NOAUTH", "WRONGPASS", "NOPERM"), _CREDENTIALS),
     "EXECABORT": _REFUSED,
 }

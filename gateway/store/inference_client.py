@@ -52,7 +52,7 @@ class InferenceClient:
         """Create the client of one served model.
 
         Args:
-            connections: Connections to the store. The caller closes them after this client.
+            connections: Connections to the store; close() closes them.
             keys: The model's key names.
             gateway_id: The id of this gateway.
             queue_rules: How requests are queued; None: the defaults.
@@ -61,7 +61,7 @@ class InferenceClient:
             scripts: Scripts to use instead of those of `connections`.
         """
         scripts = scripts or RedisScripts(connections.commands, keys)
-        self._redis = connections.commands
+        self._connections = connections
         self._calls = StoreCalls()
         self._fleet_clock = FleetClock(scripts.tick, clock)
         self._wake = asyncio.Event()
@@ -100,16 +100,17 @@ class InferenceClient:
         owners = owners or OwnerTasks()
         duties = [self._withdrawals.send, self._held.prolong, self._overdue.end]
         self._owned = [
+            owners.start("store_primary", self._connections.follow_primary()),
             owners.start("listening", self._listening.run()),
             owners.start("recovery", self._recovery.run(self._wake, duties)),
             owners.start("fleet_clock", self._fleet_clock.run()),
-            owners.start("store_memory", self.store_memory.watch(self._redis)),
+            owners.start("store_memory", self.store_memory.watch(self._connections.commands)),
             owners.start("store_history", self.history.watch()),
             owners.start("kv_watch", self.kv.run()),
         ]
 
     async def close(self) -> None:
-        """Withdraw running requests, except kept ones, and end the tasks."""
+        """Withdraw running requests, except kept ones, and end the tasks and the connections."""
         self._held.clear()
         for stream in self.streams:
             self.streams.end(stream, cancelled_event(stream))
@@ -120,3 +121,4 @@ class InferenceClient:
         await self._calls.aclose()
         await self._listening.aclose()
         self.archive.close()
+        await self._connections.aclose()

@@ -129,7 +129,7 @@ def redis_names() -> frozenset[str]:
     keys = RedisKeys("m")
     found: set[str] = set()
     for name, member in inspect.getmembers(RedisKeys):
-        if name.startswith("_") or name in ("model_name", "namespace"):
+        if name.startswith("_") or name in ("model_name", "namespace", "hash_tag"):
             continue
         if isinstance(member, property):
             value = getattr(keys, name)

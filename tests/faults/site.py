@@ -101,7 +101,7 @@ class Site:
 
     async def nothing_is_left(self) -> None:
         """Wait until queues and pending lists are empty and every block of every worker is free."""
-        connections = connect(self.store_url or self.store.url)
+        connections = connect(self.store_url or self.store.url, hash_tag=self.keys.hash_tag)
         subscription = Subscription(connections.subscriber, [self.keys.heartbeat_channel])
         beats: dict[str, WorkerHeartbeat] = {}
         try:

@@ -63,7 +63,7 @@ async def test_cluster_node_at_start_is_refused(tmp_path: Path, demo_model_dir: 
             client.execute_command("CLUSTER", "MEET", "127.0.0.1", second.port)
             await until_moved(other)
         with running_fleet(tmp_path / "logs") as fleet:
-            await ends_with(fleet, second.url, demo_model_dir, "the store is a node of a Redis Cluster")
+            await ends_with(fleet, second.url, demo_model_dir, "the store is a node of a cluster")
     finally:
         for node in (first, second):
             node.kill()

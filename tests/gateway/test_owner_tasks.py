@@ -172,7 +172,7 @@ class TestOneOfMany:
         assert client.counts.num_message_errors == 1
 
     async def test_journal_that_fails_ends_only_its_stream(
-        self, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
+        self, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         good, bad = [await client.submission.submit(make_request(3)) for _ in range(2)]
         break_method(monkeypatch, bad, "add_journal")
@@ -180,7 +180,7 @@ class TestOneOfMany:
         assert isinstance(end, ErrorEvent) and end.code is ErrorCode.REQUEST_FAILED
         assert not good.has_ended and client.counts.num_message_errors == 1
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while await client._redis.exists(client.archive._keys.request(bad.request_id)):
+            while await connections.commands.exists(keys.request(bad.request_id)):
                 await asyncio.sleep(0.01)  # the request is cancelled in the store
 
     async def test_heartbeat_that_fails_is_counted(

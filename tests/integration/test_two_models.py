@@ -45,7 +45,7 @@ class Deployment:
 
     @asynccontextmanager
     async def connections(self) -> AsyncIterator[RedisConnections]:
-        opened = connect(self._url, num_models=2)
+        opened = connect(self._url)
         yield opened
         await opened.aclose()
 
@@ -61,7 +61,7 @@ class Deployment:
         async with self.connections() as connections:
             clients = {
                 options: InferenceClient(
-                    connections, RedisKeys(options.name), f"g{self._num_gateways}", quiet_seconds=0.3
+                    connect(self._url), RedisKeys(options.name), f"g{self._num_gateways}", quiet_seconds=0.3
                 )
                 for options in model_options(settings)
             }

@@ -24,6 +24,14 @@ def test_sentinel_url_names_service_hosts_and_credentials() -> None:
     assert "p%40" not in repr(address) and "'x'" not in repr(address)
 
 
+def test_cluster_url_names_nodes() -> None:
+    url = "rediss+cluster://u:p@a:1,b,[::1]:5/0?ssl_cert_reqs=none"
+    assert store_url(url) == url
+    address = store_address(url)
+    assert address.url == "rediss://u:p@a:1?ssl_cert_reqs=none"
+    assert address.nodes == (("a", 1), ("b", 6379), ("::1", 5))
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -35,6 +43,9 @@ def test_sentinel_url_names_service_hosts_and_credentials() -> None:
         ("redis+sentinel://a:1,b:99999/store", "'b:99999'"),
         ("redis+sentinel://a:x/store", "'a:x'"),
         ("redis+sentinel://a:1/store/two", "two"),
+        ("redis+cluster://", "host is missing"),
+        ("redis+cluster://a:1,b:x", "'b:x'"),
+        ("redis+cluster://a:1/1", "database 0"),
     ],
 )
 def test_wrong_url_is_refused_with_a_reason(url: str, words: str) -> None:

@@ -57,12 +57,12 @@ ROWS = {
     "NOPERM User worker has no permissions to run the 'evalsha' command": REFUSED,
     "EXECABORT Transaction discarded because of previous errors.": REFUSED,
     "EXECABORT Transaction discarded because of: CROSSSLOT Keys don't hash to the same slot": FINAL,
-    "MOVED 3999 127.0.0.1:6381": FINAL,
+    "MOVED 3999 127.0.0.1:6381": REFUSED,
     "CROSSSLOT Keys in request don't hash to the same slot": FINAL,
     "WRONGTYPE Operation against a key holding the wrong kind of value": FINAL,
     "ERR unknown command": FINAL,
 }
-CLOSING = [reply for reply in ROWS if reply.startswith(("READONLY", "UNBLOCKED"))]
+CLOSING = [reply for reply in ROWS if reply.startswith(("READONLY", "UNBLOCKED", "MOVED"))]
 each_row = pytest.mark.parametrize(("reply", "outcome"), ROWS.items(), ids=[reply.split()[0] for reply in ROWS])
 
 

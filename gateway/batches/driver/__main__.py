@@ -18,7 +18,6 @@ from gateway.batches.driver.settings import DriverSettings
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import model_options
 from gateway.process import CLOSE_SECONDS, Address, clients_of, refuse_start, run, serve_app
-from shared.redis_client import connect
 from shared.setting_names import discard_unread_variables
 from shared.settings import SettingsError, settings_or_exit
 
@@ -47,14 +46,13 @@ async def serve(settings: DriverSettings) -> int:
     except (ApiKeysError, SettingsError) as error:
         return refuse_start(PROGRAM, error)
     metrics = GatewayMetrics()
-    connections = connect(gateway.redis_url, observe=metrics.observe_redis, num_models=len(models))
     try:
-        app = create_app(gateway, clients_of(gateway, models, connections), metrics, access)
+        app = create_app(gateway, clients_of(gateway, models, metrics.observe_redis), metrics, access)
     except OSError as error:
         return refuse_start(PROGRAM, f"--files-dir: {error}")
     runner = web.AppRunner(app, shutdown_timeout=CLOSE_SECONDS, access_log=None)
     address = Address(settings.metrics_host, settings.metrics_port)
-    return await serve_app(PROGRAM, runner, [address], connections, partial(asyncio.sleep, 0))
+    return await serve_app(PROGRAM, runner, [address], partial(asyncio.sleep, 0))
 
 
 if __name__ == "__main__":
