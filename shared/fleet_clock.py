@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from shared.store_errors import StoreRetry
+from shared.store_errors import StoreRetry, got_no_reply
 from shared.ticks import next_tick
 
 TICK_SECONDS = 1.0
@@ -25,11 +25,15 @@ class FleetClock:
         self._tick = tick
         self._clock = clock
         self._seen_seconds = 0.0  # shared value at the last look
-        self._seen_at = clock()
+        self._seen_at = self._heard_at = clock()
         self.is_set = False  # whether the shared value was read; before that now() is much too low
 
     def now(self) -> float:
         return self._seen_seconds + self._clock() - self._seen_at
+
+    def silent_seconds(self) -> float:
+        """Return the time since the store's last reply; an error is one too."""
+        return self._clock() - self._heard_at
 
     async def run(self) -> None:
         """Synchronize once a second, in a separate task. Without the store the local clock continues.
@@ -43,6 +47,8 @@ class FleetClock:
                 await self.tick()
                 retry.succeeded()
             except (RedisError, OSError) as error:
+                if not got_no_reply(error):
+                    self._heard_at = self._clock()
                 retry.delay_after(error)
                 logger.debug("fleet clock: tick failed: %s", error)
             await next_tick(TICK_SECONDS)
@@ -50,6 +56,7 @@ class FleetClock:
     async def tick(self) -> None:
         """Synchronize once. Raises the store's errors; safe to repeat."""
         common = await self._tick(self.now())
+        self._heard_at = self._clock()
         if common > self.now():  # otherwise the local count is better: it includes no round trip
             self._seen_seconds, self._seen_at = common, self._clock()
         self.is_set = True

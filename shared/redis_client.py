@@ -9,6 +9,7 @@ have others.
 import asyncio
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +38,9 @@ from shared.store_errors import rule_of
 SOCKET_TIMEOUT_SECONDS = 5.0
 BLOCK_SECONDS = 1.0  # maximum of a blocking read, which ends on a tick; far below the socket time-out
 RESET_SECONDS = 1.0  # minimum between two resets, because many commands fail together
+# A peer that is gone without a word: the kernel closes the connection when sent data stay without acknowledgment for so
+# long, and asks an idle peer each second after as much silence. By default data are sent again for 15 minutes.
+DEAD_PEER_SECONDS = 5
 FOLLOW_SECONDS = 0.5  # between two questions for the primary
 
 logger = logging.getLogger(__name__)
@@ -153,6 +157,17 @@ async def _greet_primary(connection: Any) -> None:
     check_is_primary(await connection.read_response())
 
 
+# Options that the system lacks are left out: macOS has no user time-out.
+_DEAD_PEER_OPTIONS: dict[int, int] = {
+    getattr(socket, name): value
+    for name, value in {
+        "TCP_KEEPIDLE": DEAD_PEER_SECONDS,
+        "TCP_KEEPINTVL": 1,
+        "TCP_KEEPCNT": DEAD_PEER_SECONDS,
+        "TCP_USER_TIMEOUT": DEAD_PEER_SECONDS * 1000,
+    }.items()
+    if hasattr(socket, name)
+}
 _CONNECTION_CLASSES: dict[type[Any], type[Any]] = {
     each: _with_connection_errors(each) for each in (Connection, SSLConnection, UnixDomainSocketConnection)
 }
@@ -239,6 +254,8 @@ def _pool(
         protocol=2,  # one reply shape on every server version
         **pool_options,
     )
+    if pool.connection_class is not UnixDomainSocketConnection:
+        pool.connection_kwargs["socket_keepalive_options"] = _DEAD_PEER_OPTIONS
     pool.connection_class = _CONNECTION_CLASSES[pool.connection_class]
     if find_primary is not None:
         pool.connection_class = _at_primary(pool.connection_class, find_primary)

@@ -6,6 +6,7 @@ every response on one shared tick, because a timer per stream would have to be m
 """
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from contextlib import suppress
 from aiohttp import hdrs, web
 
 from shared.ticks import next_tick
+
+logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 PIECE_BYTES = 65_536
@@ -24,8 +27,8 @@ MAX_UNSENT_BYTES = 65_536
 
 class OpenResponse:
     __slots__ = (
-        "_is_chunked", "_max_waiting_bytes", "_request", "_transport", "_watch", "keep_alive", "last_write_at",
-        "response", "write_began_at",
+        "_is_chunked", "_max_waiting_bytes", "_request", "_transport", "_watch", "is_cut_off", "keep_alive",
+        "last_write_at", "response", "write_began_at",
     )  # fmt: skip
 
     def __init__(
@@ -34,6 +37,7 @@ class OpenResponse:
         """Create it, with a response that is not prepared; `keep_alive` is written when it is idle."""
         self.response = response
         self.keep_alive = keep_alive
+        self.is_cut_off: Callable[[], bool] = _never  # whether to close it, because it goes on elsewhere
         self._request = request
         self._watch = watch
         self._transport: asyncio.WriteTransport | None = None
@@ -113,6 +117,10 @@ class OpenResponse:
         self._watch.discard(self)
 
 
+def _never() -> bool:
+    return False
+
+
 class StreamWatch:
     def __init__(
         self, keep_alive_seconds: float, stall_seconds: float, on_stall: Callable[[], None] = lambda: None
@@ -140,6 +148,10 @@ class StreamWatch:
                     self.discard(stream)
                     self._on_stall()
                     stream.abort()
+            elif stream.is_cut_off():
+                self.discard(stream)
+                logger.warning("the store is silent: closed a stream that its client can resume at another gateway")
+                stream.abort()
             elif now - stream.last_write_at >= self._keep_alive_seconds and stream.is_silent:
                 with suppress(ConnectionResetError):  # aiohttp cancels the handler
                     stream.push(stream.keep_alive)

@@ -162,8 +162,10 @@ class AnswerSubmission:
         delivery = self._delivery()
         response_format = delivery.response_format
         response = web.StreamResponse(headers={**sse.HEADERS, **self._headers, **response_format.stream_headers})
-        watch = self._context.state.watch
-        return await delivery.stream(OpenResponse(http, response, watch, response_format.keep_alive))
+        opened = OpenResponse(http, response, self._context.state.watch, response_format.keep_alive)
+        if delivery.numbers is not None:  # clients can resume it
+            opened.is_cut_off = self._service.client.is_cut_off
+        return await delivery.stream(opened)
 
     async def collect(self) -> Body:
         """Return the complete body. Raises the error that the answer ended with."""

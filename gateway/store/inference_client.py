@@ -35,6 +35,7 @@ from shared.redis_scripts import RedisScripts
 from shared.tasks import cancel_and_wait
 
 CLOSE_SECONDS = 2.0
+CUT_OFF_SECONDS = 10.0  # without any reply: longer than a failover of the store
 
 
 class InferenceClient:
@@ -108,6 +109,10 @@ class InferenceClient:
             owners.start("store_history", self.history.watch()),
             owners.start("kv_watch", self.kv.run()),
         ]
+
+    def is_cut_off(self) -> bool:
+        """Return whether the store has been silent so long that another gateway can serve kept answers better."""
+        return self._fleet_clock.silent_seconds() >= CUT_OFF_SECONDS
 
     async def close(self) -> None:
         """Withdraw running requests, except kept ones, and end the tasks and the connections."""

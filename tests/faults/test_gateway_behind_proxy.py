@@ -127,3 +127,26 @@ async def test_fault_behind_a_proxy_changes_no_answer(
     assert [request.difference(answer) for request, answer in zip(requests, answers, strict=True)] == [""] * NUM_STREAMS
     assert not site.fleet.has_lost_one(), site.fleet.all_logs()
     await site.nothing_is_left()
+
+
+MAX_CUT_OFF_SECONDS = 15.0
+
+
+async def test_gateway_that_is_cut_off_closes_kept_streams(site: Site, demo_model_dir: Path) -> None:
+    """Bytes between one gateway and the store are dropped, connections stay: clients continue at the other one."""
+    tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
+    request = RequestMix(random.Random(SEED), tokenizer, MODEL, max_tokens=250).draw()
+    answer = empty_answer(request.body)
+    cut_off, other = site.ports
+    urls = [f"http://127.0.0.1:{site.ports[cut_off]}"]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+        stream = asyncio.create_task(StreamClient(session, urls, random.Random(SEED)).complete(request.body, answer))
+        async with asyncio.timeout(120):
+            while not any(answer.texts):
+                await asyncio.sleep(0.02)
+            urls[0] = f"http://127.0.0.1:{site.ports[other]}"
+            site.proxies[cut_off].is_silent = True
+            await stream
+    assert request.difference(answer) == ""
+    assert answer.num_resumes == 1 and answer.longest_silence_seconds <= MAX_CUT_OFF_SECONDS
+    assert not site.fleet.has_lost_one(), site.fleet.all_logs()

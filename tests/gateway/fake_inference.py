@@ -131,6 +131,9 @@ class FakeInferenceClient:
 
     async def close(self) -> None: ...
 
+    def is_cut_off(self) -> bool:
+        return False
+
     async def submit(self, request: GenerationRequest, *, terms: RetentionTerms | None = None) -> FakeStream:
         if self.submit_error is not None:
             raise self.submit_error

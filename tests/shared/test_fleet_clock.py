@@ -1,6 +1,9 @@
 """The fleet clock: several processes advance it together, each by its own monotonic clock."""
 
+import asyncio
+
 import pytest
+from redis.exceptions import ConnectionError, ResponseError
 
 from shared.fleet_clock import FleetClock
 from shared.redis_scripts import RedisScripts
@@ -67,3 +70,21 @@ async def test_fleet_clock_ignores_wall_clock_of_store(clocks, monotonic, connec
     await clocks[0].tick()
     assert await connections.commands.get(keys.clock) == b"3000"
     assert await connections.commands.ttl(keys.clock) == -1
+
+
+@pytest.mark.parametrize(("error", "is_reply"), [(ConnectionError("closed"), False), (ResponseError("OOM full"), True)])
+async def test_fleet_clock_knows_how_long_the_store_is_silent(error, is_reply):
+    own = Monotonic(50.0)
+    has_asked = asyncio.Event()
+
+    async def tick(_now: float) -> float:
+        own.now += 12
+        has_asked.set()
+        raise error
+
+    clock = FleetClock(tick, own)
+    running = asyncio.create_task(clock.run())
+    await has_asked.wait()
+    await asyncio.sleep(0)  # the task handles the error
+    assert clock.silent_seconds() == (0 if is_reply else 12)
+    running.cancel()

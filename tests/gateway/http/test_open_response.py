@@ -23,11 +23,15 @@ class FakeOpenResponse:
         self.pushed: list[bytes] = []
         self.aborted = False
         self.is_silent = True
+        self.is_store_silent = False
         self.keep_alive = b": keep-alive\n\n"
 
     def push(self, data: bytes) -> bool:
         self.pushed.append(data)
         return True
+
+    def is_cut_off(self) -> bool:
+        return self.is_store_silent
 
     def abort(self) -> None:
         self.aborted = True
@@ -47,6 +51,16 @@ def test_silent_stream_gets_a_comment() -> None:
     watching.look(9.9)
     watching.look(10.0)
     assert (silent.pushed, busy.pushed) == ([b": keep-alive\n\n"], [])
+
+
+def test_stream_without_its_store_is_closed() -> None:
+    kept, other = FakeOpenResponse(last_write_at=5.0), FakeOpenResponse(last_write_at=5.0)
+    watching, stalls = watch(kept, other)
+    watching.look(6.0)
+    assert not kept.aborted
+    kept.is_store_silent = True
+    watching.look(6.5)
+    assert (kept.aborted, other.aborted, stalls) == (True, False, [])
 
 
 def test_client_that_reads_nothing_is_dropped_once() -> None:
