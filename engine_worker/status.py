@@ -79,6 +79,7 @@ class WorkerStatus:
             fingerprint=self.fingerprint,
             max_num_seqs=self.max_num_seqs,
             generated_tokens=stats.counters.generated_tokens if stats else 0,
+            finished_requests=stats.counters.num_served if stats else 0,
         )
 
     def _print(self) -> None:

@@ -22,7 +22,7 @@
     ├── FilesFull                       413     files_full | too_many_batches
     ├── UnsupportedMediaType            415     unsupported_media_type
     ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
-    │                                           | store_share_exceeded
+    │                                           | store_share_exceeded | queue_wait_exceeded
     │   └── KeyShareExceeded            429     key_share_exceeded
     ├── GenerationFailed                500     request_failed | request_cancelled, or the worker's code
     ├── InternalError                   500     internal

@@ -46,6 +46,7 @@ class Fleet:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.was_ready = asyncio.Event()  # set by the first heartbeat of a ready worker
+        self.num_finished = 0  # requests, by all workers since this gateway's start
         self._clock = clock
         self._ready: tuple[WorkerHeartbeat, float] | None = None  # the latest heartbeat of a ready worker, its time
         self._seen: dict[str, tuple[WorkerHeartbeat, float, float]] = {}  # latest heartbeat, its time, last progress
@@ -58,6 +59,8 @@ class Fleet:
         """Store the state of a worker."""
         now = self._clock()
         before, _, progress_at = self._seen.get(heartbeat.worker_id, (None, now, now))
+        known = before.finished_requests if before else heartbeat.finished_requests
+        self.num_finished += max(0, heartbeat.finished_requests - known)
         has_work = heartbeat.running + heartbeat.waiting > 0
         stands_still = has_work and before is not None and heartbeat.step == before.step
         self._seen[heartbeat.worker_id] = (heartbeat, now, progress_at if stands_still else now)
@@ -361,6 +364,16 @@ def bytes_in_flight(max_bytes: int) -> DividedResource:
     message = f"This gateway holds {max_bytes} bytes of request and response bodies, its limit (--max-bytes-in-flight)."
     return DividedResource(
         "bytes in flight", "--max-bytes-in-flight", max_bytes, lambda: unavailable("gateway_full", message)
+    )
+
+
+def starts_late(num_ahead: int, wait_seconds: float, retry_after_seconds: float) -> RateLimited:
+    """Return the error of a request that would not start within its queue time limit."""
+    return RateLimited(
+        f"{num_ahead} requests wait before this one, for about {wait_seconds:.0f} s: it would not start within "
+        "queue_timeout_seconds.",
+        code="queue_wait_exceeded",
+        retry_after_seconds=retry_after_seconds,
     )
 
 

@@ -34,7 +34,8 @@ from shared.vllm_metric_names import HttpNames, VllmNames
 
 # Reasons of `requests_rejected_total`. Each series begins at 0, so that an alert sees the first refusal as an increase.
 REFUSALS = (
-    "draining", "gateway_full", "key_share_exceeded", "needs_newer_worker", "no_worker", "queue_full", "starting",
+    "draining", "gateway_full", "key_share_exceeded", "needs_newer_worker", "no_worker", "queue_full",
+    "queue_wait_exceeded", "starting",
     "store_full", "store_not_replicated", "store_share", "store_unavailable",
 )  # fmt: skip
 

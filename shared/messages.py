@@ -300,6 +300,7 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     fingerprint: str = ""  # of the served model and the release (model_identity.py)
     max_num_seqs: int = 0  # running slots; 0 = not known yet
     generated_tokens: int = 0  # since the start of the process
+    finished_requests: int = 0  # since the start of the process, without cancelled ones
 
 
 # Takes a sixth of msgpack.packb(to_builtins()). Not wrapped in a function, because it is called three times per token.

@@ -80,6 +80,14 @@ class QueueShareExceeded(Exception):
         self.max_places = max_places
 
 
+class StartsTooLate(Exception):
+    """More requests wait before this one than may. Nothing was stored."""
+
+    def __init__(self, num_ahead: int) -> None:
+        super().__init__(f"{num_ahead} requests wait before it")
+        self.num_ahead = num_ahead
+
+
 class AcceptStatus(StrEnum):
     OK = "OK"
     DUP = "DUP"  # already stored: a repeated call
@@ -284,6 +292,18 @@ def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | N
     )
 
 
+def _accept_status(first_id: str, status: bytes, echoed_id: bytes, *other: Any) -> AcceptStatus:
+    if echoed_id.decode() != first_id:
+        raise RuntimeError(f"ACCEPT: expected a reply for request {first_id}, got one for another request")
+    if status == b"SAME":
+        raise NameTaken(*(part.decode() for part in other))
+    if status == b"SHARE":
+        raise QueueShareExceeded(*other)
+    if status == b"LATE":
+        raise StartsTooLate(*other)
+    return AcceptStatus(status.decode())
+
+
 def load_sources() -> dict[str, str]:
     folder = files("shared") / "redis_scripts"
     parts = {name: (*BEGINNINGS.get(name, ()), name) for name in SCRIPT_NAMES}
@@ -326,6 +346,7 @@ class RedisScripts:
         share: Share | None = None,
         queue_name: str = "",
         wakes: bool = True,
+        most_ahead: int = -1,
     ) -> AcceptStatus:
         """Store and queue all requests of one answer, or none.
 
@@ -337,10 +358,12 @@ class RedisScripts:
             share: Limits of the API key; without them the requests are neither counted nor ordered by key.
             queue_name: NEWER for requests with needs, else empty.
             wakes: Whether to send messages to waiting workers. A single worker needs none, and has no peer to prefer.
+            most_ahead: Limit of the requests that are served before these; -1 for no limit.
 
         Raises:
             NameTaken: If the client's name belongs to another request.
             QueueShareExceeded: If the API key would hold too many queue places.
+            StartsTooLate: If more than `most_ahead` requests wait before these.
         """
         queue_name = queue_name or priority_class
         first_id, first = requests[0].request_id, requests[0].terms or _NOT_KEPT
@@ -373,14 +396,8 @@ class RedisScripts:
             cost = (request.num_prompt_tokens + PLACE_TOKENS * request.num_choices) / weight
             arguments += [request.num_prompt_tokens, cost if queue_name == INTERACTIVE else ""]
             arguments += [request.needs, request.context_tokens, request.prefix_key.hex()]
-        status, echoed_id, *other = await self._call("accept", keys, arguments)
-        if echoed_id.decode() != first_id:
-            raise RuntimeError(f"ACCEPT: expected a reply for request {first_id}, got one for another request")
-        if status == b"SAME":
-            raise NameTaken(*(part.decode() for part in other))
-        if status == b"SHARE":
-            raise QueueShareExceeded(*other)
-        return AcceptStatus(status.decode())
+        arguments.append(most_ahead)
+        return _accept_status(first_id, *await self._call("accept", keys, arguments))
 
     async def prolong(self, request_ids: Sequence[str], name: str, name_seconds: int) -> None:
         """Extend the life of a kept answer: its ended requests by RETAINED_SECONDS, its name by `name_seconds`."""

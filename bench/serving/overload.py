@@ -3,8 +3,10 @@
     python -m bench overload --model DIR
 
 The benchmark starts its own store, gateway and scripted worker. Requests arrive at `--factor` times the worker's rate.
-The result has how fast and with which status the surplus is rejected, and when accepted requests complete. The exit
-status is 1 if an accepted request is incomplete.
+The result has how fast and with which status the surplus is rejected, and when accepted requests complete. With
+--queue-timeout-seconds the queue has no other limit, and some accepted requests may end with queue_timeout; the goodput
+is then the part of the worker's capacity that went into whole answers. Without it the exit status is 1 if an accepted
+request is incomplete.
 """
 
 import argparse
@@ -23,19 +25,24 @@ from bench.statistics import distribution
 SEATS, OUTPUT_TOKENS, STEP_SECONDS = 16, 25, 0.02
 CAPACITY_A_SECOND = SEATS / (OUTPUT_TOKENS * STEP_SECONDS)
 QUEUED = 32  # one second of work
+UNLIMITED = 100_000
 
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     result = {**provenance(["overload", *argv]), **asyncio.run(_measure(options))}
     tell(result, options.json)
-    return 1 if result["accepted_and_not_whole"] else 0
+    return 1 if result["accepted_and_not_whole"] and not options.queue_timeout_seconds else 0
 
 
 async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     rate = options.factor * CAPACITY_A_SECOND
     worker = ["--step-seconds", str(STEP_SECONDS), "--max-num-seqs", str(SEATS)]
-    async with own_fleet(options.model, worker, gateway_flags=["--max-num-queued-reqs", str(QUEUED)]) as fleet:
+    limits = ["--max-num-queued-reqs", str(QUEUED)]
+    if options.queue_timeout_seconds:
+        limits = ["--max-num-queued-reqs", str(UNLIMITED)]
+        limits += ["--default-queue-timeout-seconds", str(options.queue_timeout_seconds)]
+    async with own_fleet(options.model, worker, gateway_flags=limits) as fleet:
         await read_stream(*fleet.address, _body(0))  # warm-up for what is loaded on first use
         begin = time.monotonic()
         tasks: list[asyncio.Task[Any]] = []
@@ -52,15 +59,18 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         for stream, (request_id, tokens, done) in zip(accepted, events, strict=True)
         if len(tokens) - OUTPUT_TOKENS not in (0, 1) or not done
     ]
+    answered = [stream for stream, (_, tokens, _) in zip(accepted, events, strict=True) if tokens]
     return {
         "requests_a_second": rate,
         "capacity_a_second": CAPACITY_A_SECOND,
+        "goodput": (len(accepted) - len(broken)) / CAPACITY_A_SECOND / (time.monotonic() - begin),
         "statuses": dict(Counter(stream.status for stream in streams)),
         "accepted_and_not_whole": broken,
+        "accepted": len(accepted),
         "unanswered": sorted({stream.failure for stream in streams if not stream.status}),
         "refusal_seconds": _times(refused, [stream.answered_at for stream in refused]),
-        "first_token_seconds": _times(accepted, [tokens[0][0] for _, tokens, _ in events if tokens]),
-        "last_token_seconds": _times(accepted, [tokens[-1][0] for _, tokens, _ in events if tokens]),
+        "first_token_seconds": _times(answered, [tokens[0][0] for _, tokens, _ in events if tokens]),
+        "last_token_seconds": _times(answered, [tokens[-1][0] for _, tokens, _ in events if tokens]),
     }
 
 
@@ -85,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=5.0,
         help="request rate as a multiple of the worker's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--queue-timeout-seconds", metavar="SECONDS", type=float, default=0.0, help="of each request; default: none"
     )
     parser.add_argument("--seconds", metavar="SECONDS", type=float, default=20.0)
     parser.add_argument("--json", metavar="PATH", type=Path, help="file for all figures")

@@ -37,6 +37,11 @@ class EngineCounters:
     swapped_out_blocks: int
     finished: Mapping[str, int]  # by reason: stop, length, cancelled, error
 
+    @property
+    def num_served(self) -> int:
+        """Return the ended requests without cancelled ones, of which some never ran."""
+        return sum(count for reason, count in self.finished.items() if reason != FinishReason.CANCELLED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from gateway.auth.rate_limits import TokenCharge
 from gateway.errors import GatewayError, KeyShareExceeded, RateLimited, Unavailable
-from gateway.fleet import share_full, unavailable
+from gateway.fleet import share_full, starts_late, unavailable
 from gateway.http import sse
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
@@ -43,6 +43,7 @@ from gateway.store.store_calls import (
     QueueFull,
     QueueShareFull,
     ShareFull,
+    StartsLate,
     StoreUnavailable,
 )
 from shared.messages import GenerationRequest
@@ -133,6 +134,9 @@ class AnswerSubmission:
             rejected.labels("key_share_exceeded").inc()
             share_now = f"{error.max_places} of {error.num_places}"
             raise KeyShareExceeded("queue places", share_now, "--max-num-queued-reqs") from error
+        except StartsLate as error:
+            rejected.labels("queue_wait_exceeded").inc()
+            raise starts_late(error.num_ahead, error.wait_seconds, error.retry_after_seconds) from error
         except ShareFull as error:
             rejected.labels("store_share").inc()
             raise share_full(error.max_bytes) from error

@@ -17,16 +17,26 @@ from redis.exceptions import RedisError
 from gateway.fleet import Fleet
 from gateway.store.inbox import Inbox
 from gateway.store.replication import Replication
-from gateway.store.store_calls import NeedsNewerWorker, QueueFull, QueueShareFull, ShareFull, StoreUnavailable
+from gateway.store.serving_rate import ServingRate
+from gateway.store.store_calls import (
+    NeedsNewerWorker,
+    QueueFull,
+    QueueShareFull,
+    ShareFull,
+    StartsLate,
+    StoreUnavailable,
+)
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
+from shared.fleet_clock import FleetClock
 from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
 from shared.new_requests import NewRequest, Share
-from shared.redis_keys import NEWER
-from shared.redis_scripts import AcceptStatus, AttachStatus, QueueShareExceeded, RedisScripts
+from shared.redis_keys import INTERACTIVE, NEWER
+from shared.redis_scripts import AcceptStatus, AttachStatus, QueueShareExceeded, RedisScripts, StartsTooLate
 from shared.store_errors import got_no_reply
 
 RESERVED_TOKENS = 1024  # per choice without log-probabilities
 TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # per token, per its own log-probability, per each other one
+QUEUE_LIMIT_RATIO = 0.95  # of the queue time limit: at the limit itself, one of 50 accepted requests came too late
 ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1
 
@@ -78,9 +88,13 @@ class Acceptance:
         gateway_id: str,
         fleet: Fleet,
         rules: QueueRules,
+        serving_rate: ServingRate,
+        fleet_clock: FleetClock,
         replication: Replication | None = None,
     ) -> None:
         self._rules = rules
+        self._serving_rate = serving_rate
+        self._fleet_clock = fleet_clock
         self._replication = replication
         self._fleet = fleet
         self._scripts = scripts
@@ -102,8 +116,13 @@ class Acceptance:
             StoreUnavailable: If the store does not answer, or no replica has the requests.
             NameTaken: If the client's name already has another answer.
         """
+        limit_seconds, per_second = self._queue_limit(streams[0].request)
         try:
-            status = await self._repeated(streams, share)
+            most_ahead = -1 if per_second is None else int(QUEUE_LIMIT_RATIO * per_second * limit_seconds)
+            status = await self._repeated(streams, share, most_ahead)
+        except StartsTooLate as error:
+            assert per_second is not None
+            raise StartsLate(error.num_ahead, per_second, limit_seconds) from error
         except QueueShareExceeded as error:
             cap = self._rules.max_requests
             raise QueueShareFull(min(error.max_places, cap), cap) from error
@@ -116,7 +135,13 @@ class Acceptance:
         if self._replication is not None:
             await self._replication.confirm()
 
-    async def _repeated(self, streams: Sequence[Inbox], share: Share | None) -> AcceptStatus:
+    def _queue_limit(self, request: GenerationRequest) -> tuple[float, float | None]:
+        """Return the seconds in which it must start, and the requests that are served per second, if both are known."""
+        if request.queue_deadline is None or request.priority_class != INTERACTIVE:
+            return 0.0, None  # how long a batch waits depends on interactive requests
+        return max(0.0, request.queue_deadline - self._fleet_clock.now()), self._serving_rate.per_second()
+
+    async def _repeated(self, streams: Sequence[Inbox], share: Share | None, most_ahead: int) -> AcceptStatus:
         requests = [
             NewRequest.of(
                 stream.request,
@@ -138,6 +163,7 @@ class Acceptance:
                     share=share,
                     queue_name=self._queue_name(requests),
                     wakes=len(self._fleet.ready) > 1,
+                    most_ahead=most_ahead,
                 )
             except (RedisError, OSError) as error:
                 if not attempts_left or not got_no_reply(error):

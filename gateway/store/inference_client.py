@@ -22,6 +22,7 @@ from gateway.store.listening import Listening
 from gateway.store.recovery import QUIET_SECONDS, Recovery
 from gateway.store.replication import Replication
 from gateway.store.request_archive import RequestArchive
+from gateway.store.serving_rate import ServingRate
 from gateway.store.shared_limits import SharedLimits
 from gateway.store.store_calls import StoreCalls
 from gateway.store.store_probe import StoreHistory, StoreMemory, StoreProbe
@@ -87,7 +88,10 @@ class InferenceClient:
         replication = None
         if rules.replica_timeout_seconds is not None:
             replication = Replication(connections.blocking, keys, rules.replica_timeout_seconds)
-        acceptance = Acceptance(scripts, gateway_id, self.fleet, rules, replication)
+        self._serving_rate = ServingRate(connections.commands, keys, self.fleet, clock)
+        acceptance = Acceptance(
+            scripts, gateway_id, self.fleet, rules, self._serving_rate, self._fleet_clock, replication
+        )  # fmt: skip
         self._recovery = Recovery(
             self.streams, acceptance, self.archive, self._withdrawals, self._calls, self.counts,
             quiet_seconds=quiet_seconds, clock=clock,
@@ -107,6 +111,7 @@ class InferenceClient:
             owners.start("fleet_clock", self._fleet_clock.run()),
             owners.start("store_memory", self.store_memory.watch(self._connections.commands)),
             owners.start("store_history", self.history.watch()),
+            owners.start("serving_rate", self._serving_rate.watch()),
             owners.start("kv_watch", self.kv.run()),
         ]
 

@@ -34,6 +34,17 @@ class NeedsNewerWorker(Refused):
     """No ready worker has the capabilities that the request needs (answer 503 with Retry-After)."""
 
 
+class StartsLate(Refused):
+    """It would not start within its queue time limit (answer 429 with Retry-After)."""
+
+    def __init__(self, num_ahead: int, per_second: float, limit_seconds: float) -> None:
+        """Create the error: `num_ahead` requests wait before it, and the fleet serves `per_second`."""
+        self.wait_seconds = num_ahead / per_second
+        self.retry_after_seconds = self.wait_seconds - limit_seconds
+        super().__init__(f"{num_ahead} requests wait before it, about {self.wait_seconds:.0f} s")
+        self.num_ahead = num_ahead
+
+
 class QueueShareFull(Refused):
     """The key holds its share of the queue (answer 429 with Retry-After)."""
 

@@ -5,6 +5,7 @@
 -- With a limit, `a` is the account of the API key (account.lua): FULL if it would exceed the limit.
 -- The cap counts waiting requests. With a flow and `multiple`, a flow may hold `multiple` times the free places
 -- (shared/shares.py): SHARE if it would hold more.
+-- With `most_ahead`, LATE if more requests would be served before them. Later requests of other flows may overtake them.
 -- Requests with a cost are ordered among those of other flows (order.lua). The homes of their prefixes (homes.lua) are woken, and
 -- for requests without a home the least loaded workers.
 -- KEYS  q, i (or the first r again), a (or the first r), order, times, homes, (r, j)...
@@ -13,8 +14,9 @@
 --       (or ''), multiple (or ''), prefix of the control channels (or '': wake nobody), held (an argument: gateways may not write
 --       it), then (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace
 --       seconds, bytes that it may write, tokens of its prompt (0: unknown), its cost (or ''), its needs (0: none), tokens of
---       its context (0: unknown), the key of its prefix (or '')) for each (r, j)
+--       its context (0: unknown), the key of its prefix (or '')) for each (r, j), then most_ahead (-1: no limit)
 -- reply {OK|DUP|BUSY|FULL, first request id} | {SHARE, first request id, places that the flow may hold}
+--       | {LATE, first request id, requests before it}
 --       | {SAME, first request id, id of the other request, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
 local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
@@ -22,6 +24,7 @@ local limit, account_seconds, bare_bytes, r_prefix, j_prefix, flow, multiple = u
 local channel_prefix, held_by_worker = ARGV[15], ARGV[16]
 local order, times, homes = KEYS[4], KEYS[5], KEYS[6]
 local first, count = ARGV[17], (#KEYS - 6) / 2
+local most_ahead = tonumber(ARGV[#ARGV])
 
 if redis.call('EXISTS', KEYS[7]) == 1 then
   return {'DUP', first}
@@ -59,6 +62,16 @@ if tonumber(cap) >= 0 and refusal() then
   local reason, share = refusal()
   if reason then
     return {reason, first, share}
+  end
+end
+if most_ahead >= 0 and queued > most_ahead then
+  local ahead = num_waiting(q)
+  if flow ~= '' then
+    local in_turn = redis.pcall('ZCOUNT', order, '-inf', string.format('(%.17g', start)) -- users of an older release may not
+    ahead = type(in_turn) == 'number' and math.min(ahead, in_turn) or ahead
+  end
+  if ahead > most_ahead then
+    return {'LATE', first, ahead}
   end
 end
 local account = limit ~= '' and open_account(KEYS[3], r_prefix, j_prefix, tonumber(bare_bytes))

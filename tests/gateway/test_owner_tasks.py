@@ -32,6 +32,8 @@ OWNERS = {
     "fleet_clock": "shared.fleet_clock:FleetClock.run",
     "store_memory": "gateway.store.store_probe:StoreMemory.watch",
     "store_history": "gateway.store.store_probe:StoreHistory.watch",
+    "serving_rate": "gateway.store.serving_rate:ServingRate.watch",
+    "store_primary": "shared.redis_client:RedisConnections.follow_primary",
     "limits": "gateway.store.shared_limits:SharedLimits.share",
     "kv_watch": "gateway.store.kv_watch:KVWatch.run",
     "load_models": "gateway.model_service:ModelService.load",

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from gateway.metrics import REFUSALS
-from gateway.store.store_calls import QueueFull, StoreUnavailable
+from gateway.store.store_calls import QueueFull, StartsLate, StoreUnavailable
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent, WorkerPhase
 from tests.gateway.conftest import IM_END, MAX_MODEL_LEN, Gateway
@@ -255,6 +255,16 @@ async def test_refusal_by_the_store_is_a_status(gateway: Gateway, error: Excepti
     assert (response.status, body["error"]["type"], body["error"]["code"]) == (503, "overloaded_error", code)
     assert response.headers["Retry-After"] == "2" and response.headers["x-should-retry"] == "true"
     assert gateway.metric("pagestream_requests_rejected_total", reason=code) == 1
+
+
+async def test_request_that_would_start_too_late_is_told_when_to_come_back(gateway: Gateway) -> None:
+    gateway.engine.submit_error = StartsLate(num_ahead=120, per_second=8.0, limit_seconds=5.0)
+    async with gateway.session.post("/v1/chat/completions", json={**CHAT, "queue_timeout_seconds": 5}) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["code"]) == (429, "queue_wait_exceeded")
+    assert "120 requests wait before this one, for about 15 s" in error["message"]
+    assert response.headers["Retry-After"] == "10" and response.headers["x-should-retry"] == "true"
+    assert gateway.metric("pagestream_requests_rejected_total", reason="queue_wait_exceeded") == 1
 
 
 async def test_prompts_are_submitted_together(gateway: Gateway) -> None:

@@ -124,7 +124,7 @@ async def test_store_users_allow_the_whole_protocol(
         await as_worker.aclose()
 
 
-OF_TURNS = (" +zadd +zrem +zcard +zrange +zscore", " +zscore", " +hlen", " %R~{*}:held:*")
+OF_TURNS = (" +zadd +zrem +zcard +zcount +zrange +zscore", " +zscore", " +hlen", " %R~{*}:held:*")
 
 
 async def test_store_users_of_old_release_read_in_arrival_order(

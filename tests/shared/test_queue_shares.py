@@ -9,7 +9,15 @@ from redis.asyncio import Redis
 from shared.new_requests import NewRequest, Share
 from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, INTERACTIVE, PRIORITY_CLASSES, RedisKeys
-from shared.redis_scripts import AcceptStatus, Demand, Ending, QueueEntry, QueueShareExceeded, RedisScripts
+from shared.redis_scripts import (
+    AcceptStatus,
+    Demand,
+    Ending,
+    QueueEntry,
+    QueueShareExceeded,
+    RedisScripts,
+    StartsTooLate,
+)
 from shared.shares import may_take
 
 WORKER = "w.1"
@@ -36,13 +44,19 @@ async def accept(
     tokens: int = 100,
     priority_class: str = INTERACTIVE,
     cap: int = CAP,
+    most_ahead: int = -1,
     **share: float,
 ) -> AcceptStatus:
     """Queue one body with `count` prompts. `share` sets fields of Share."""
     requests = [NewRequest(f"{key}{name}-{number}", b"body", num_prompt_tokens=tokens) for number in range(count)]
     queue_share = Share(key, **{"divides_queue": True, **share})  # type: ignore[arg-type]
     return await scripts.accept_all(
-        requests, gateway_id="g", priority_class=priority_class, max_queued=cap, share=queue_share
+        requests,
+        gateway_id="g",
+        priority_class=priority_class,
+        max_queued=cap,
+        share=queue_share,
+        most_ahead=most_ahead,
     )
 
 
@@ -82,6 +96,27 @@ async def unread(redis: Redis, keys: RedisKeys) -> list[bytes]:
 
 def _order(entry_id: bytes) -> tuple[int, ...]:
     return tuple(int(part) for part in entry_id.split(b"-"))
+
+
+class TestRequestsAhead:
+    async def test_requests_beyond_the_limit_are_late(self, store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+        await accept(store, "a", 10, divides_queue=False)
+        assert await accept(store, "a", name="x", most_ahead=10, divides_queue=False) is AcceptStatus.OK
+        with pytest.raises(StartsTooLate) as late:
+            await accept(store, "a", name="y", most_ahead=10, divides_queue=False)
+        assert late.value.num_ahead == 11
+        assert not await redis.exists(keys.request("ay-0")) and len(await unread(redis, keys)) == 11
+
+    async def test_read_requests_are_not_ahead(self, store: RedisScripts) -> None:
+        await accept(store, "a", 10, divides_queue=False)
+        await take(store, 6)
+        assert await accept(store, "a", name="x", most_ahead=4, divides_queue=False) is AcceptStatus.OK
+
+    async def test_only_requests_with_an_earlier_turn_are_ahead(self, store: RedisScripts) -> None:
+        await accept(store, "a", 20)
+        assert await accept(store, "b", name="x", most_ahead=1) is AcceptStatus.OK
+        with pytest.raises(StartsTooLate):
+            await accept(store, "a", name="y", most_ahead=1)
 
 
 class TestShares:
