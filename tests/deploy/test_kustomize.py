@@ -27,7 +27,7 @@ COMBINATIONS = (
     "files gpu keda monitoring", "files gpu model-hub redis-auth", "redis-auth keda", "gpu gateway-hpa ingress",
     "gpu httproute", "files gpu model-hub keda monitoring", "files gpu model-hub keda monitoring redis-auth",
     "files gpu model-hub keda monitoring gateway-hpa ingress redis-auth", "files gpu kernel-cache redis-external",
-    "gpu keda scale-from-zero",
+    "gpu keda scale-from-zero", "files gpu keda monitoring redis-ha",
 )  # fmt: skip
 PROGRAMS = ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml", "components/files/batches.yaml")
 NAME = "app.kubernetes.io/name"  # pod label
