@@ -35,6 +35,8 @@ from shared.messages import (
     SamplingParams,
     TokenEvent,
     Usage,
+    WorkerHeartbeat,
+    WorkerPhase,
     decode_event_batch,
     decode_terminal_event,
     encode,
@@ -105,6 +107,7 @@ class Tally:
     repeated_tokens: int = 0
     dead_letters: int = 0
     innocent_dead_letters: int = 0
+    homes: int = 0  # prefixes that have one at the end
     last_progress: float = field(default_factory=time.monotonic)
 
 
@@ -369,6 +372,14 @@ class World:
             await asyncio.sleep(0.1)
             await reaper.tick(could_hear=False)
 
+    async def send_heartbeats(self) -> None:
+        """Let gateways know of several ready workers: then they wake workers, and ACCEPT names homes."""
+        while True:
+            for number in range(2):
+                beat = encode(WorkerHeartbeat(worker_id=f"known.{number}", phase=WorkerPhase.READY))
+                await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
+            await asyncio.sleep(0.1)
+
     # -- clients
 
     async def be_client(self, num_requests: int) -> None:
@@ -530,6 +541,7 @@ async def run_world(
         asyncio.create_task(world.listen_to_all()),
         asyncio.create_task(world.watch_progress(stall_seconds)),
         asyncio.create_task(world.reap_zombies()),
+        asyncio.create_task(world.send_heartbeats()),
         *(asyncio.create_task(world.keep_worker(slot)) for slot in range(len(world.workers))),
     ]
     disasters = asyncio.create_task(_after_start(world))
@@ -553,6 +565,7 @@ async def run_world(
         world.tally.dead_letters = len(given_up)
         world.tally.innocent_dead_letters = len(set(given_up) - world.poisons)
         await world.check_store_is_empty(stall_seconds)
+        world.tally.homes = await world.connections.commands.hlen(keys.homes)
     finally:
         world.tally.journal_reads = sum(gateway.counts.num_journal_reads for gateway in world.gateways)
         clients.cancel()
