@@ -20,6 +20,8 @@ NUM_CLOCK_READINGS = 5  # the one with the fastest reply counts
 # Queue times and traces compare the store's clock with a worker's; a smaller skew does not matter there.
 CLOCK_SKEW_SECONDS = 0.5
 MAX_LAG_BYTES = 2**20  # of a replica
+# Workers fence themselves after 10 s without the store (two thirds of --dead-after-seconds); an election takes 3 s.
+MAX_DOWN_AFTER_SECONDS = 7.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,9 @@ def judge_replication(replication: dict[str, object]) -> list[Finding]:
         if isinstance(replica, dict)
         and (replica.get("state") != "online" or behind - int(replica.get("offset", 0)) > MAX_LAG_BYTES)
     ]
+    if not late and "min_slaves_good_slaves" not in replication:  # the field of a server that has a minimum
+        hint = "CONFIG SET min-replicas-to-write 1: else a primary that is cut off goes on accepting requests"
+        return [Finding("store replication", "warn", f"{len(replicas)} online, but none is required", hint)]
     if not late:
         return [Finding("store replication", "ok", f"{len(replicas)} online, at most 1 MB behind")]
     found = f"{len(late)} of {len(replicas)} replicas are offline or more than 1 MB behind"
@@ -128,6 +133,10 @@ def judge_sentinels(reports: Sequence[PrimaryReport]) -> list[Finding]:
         return [Finding("sentinels", "fail", "; ".join(problems), "are these addresses of Sentinels of the service?")]
     if len(primaries) > 1:
         problems.append(f"they report {len(primaries)} primaries: {', '.join(primaries)}")
+    slowest = max(report.down_after_seconds for report in reports)
+    if not problems and slowest > MAX_DOWN_AFTER_SECONDS:
+        hint = f"set down-after-milliseconds to at most {MAX_DOWN_AFTER_SECONDS * 1000:.0f}: else workers give up first"
+        return [Finding("sentinels", "warn", f"they wait {slowest:g} s for a silent primary", hint)]
     if problems:
         hint = "a failover may not happen, or take longer; see SENTINEL MASTER and SENTINEL SENTINELS"
         return [Finding("sentinels", "warn", "; ".join(problems), hint)]

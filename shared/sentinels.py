@@ -56,10 +56,11 @@ class Sentinels:
             if primary is None:
                 return PrimaryReport(sentinel, "", f"it has no service {self._service.name!r}")
             await client.execute_command("SENTINEL CKQUORUM", self._service.name)  # type: ignore[no-untyped-call]
+            state: Any = await client.sentinel_master(self._service.name)
         except (RedisError, OSError) as error:
             return PrimaryReport(sentinel, "", str(error))
         host, port = primary
-        return PrimaryReport(sentinel, f"{host}:{port}")
+        return PrimaryReport(sentinel, f"{host}:{port}", down_after_seconds=state["down-after-milliseconds"] / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,10 @@ class PrimaryReport:
         sentinel: Its host and port.
         primary: Host and port; empty with a problem.
         problem: Empty, or why the Sentinel would not lead to a primary after a failure.
+        down_after_seconds: Silence after which the Sentinel takes the primary for dead.
     """
 
     sentinel: str
     primary: str
     problem: str = ""
+    down_after_seconds: float = 0.0

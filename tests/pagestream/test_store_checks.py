@@ -62,12 +62,16 @@ async def test_other_database_is_a_warning(valkey) -> None:
     assert statuses(await check_redis(f"{valkey.url}{separator}db=3"))["store database"] == "warn"
 
 
+IN_STEP = {"state": "online", "offset": 9}
+
+
 @pytest.mark.parametrize(
     ("replication", "status"),
     [
         ({"role": "master", "connected_slaves": 0}, None),
         ({"role": "slave"}, "fail"),
-        ({"role": "master", "master_repl_offset": 5_000_000, "slave0": {"state": "online", "offset": 4_999_000}}, "ok"),
+        ({"role": "master", "min_slaves_good_slaves": 1, "master_repl_offset": 9, "slave0": IN_STEP}, "ok"),
+        ({"role": "master", "master_repl_offset": 9, "slave0": IN_STEP}, "warn"),  # the primary needs no replica
         (
             {"role": "master", "master_repl_offset": 9_000_000, "slave0": {"state": "online", "offset": 7_000_000}},
             "warn",
@@ -86,6 +90,7 @@ async def test_unreachable_store_fails() -> None:
 
 A, B = PrimaryReport("s1:26379", "a:6379"), PrimaryReport("s2:26379", "b:6379")
 DOWN = PrimaryReport("s3:26379", "", "Connection refused")
+SLOW = PrimaryReport("s1:26379", "a:6379", down_after_seconds=30.0)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,7 @@ DOWN = PrimaryReport("s3:26379", "", "Connection refused")
         ([A, B], {"sentinels": "warn"}),
         ([A, DOWN], {"sentinels": "warn"}),
         ([DOWN, DOWN], {"sentinels": "fail"}),
+        ([A, SLOW], {"sentinels": "warn"}),
     ],
 )
 def test_sentinels_must_agree(reports: list[PrimaryReport], expected: dict[str, str]) -> None:
