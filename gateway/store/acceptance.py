@@ -32,7 +32,7 @@ from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, Sam
 from shared.new_requests import NewRequest, Share
 from shared.redis_keys import INTERACTIVE, NEWER
 from shared.redis_scripts import AcceptStatus, AttachStatus, QueueShareExceeded, RedisScripts, StartsTooLate
-from shared.store_errors import got_no_reply
+from shared.store_errors import got_no_reply, rule_of
 
 RESERVED_TOKENS = 1024  # per choice without log-probabilities
 TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # per token, per its own log-probability, per each other one
@@ -166,7 +166,9 @@ class Acceptance:
                     most_ahead=most_ahead,
                 )
             except (RedisError, OSError) as error:
-                if not attempts_left or not got_no_reply(error):
+                # A server that is not, or no longer, the primary has refused it; the next attempt asks the primary.
+                may_succeed = got_no_reply(error) or rule_of(error).closes_connections
+                if not attempts_left or not may_succeed:
                     raise StoreUnavailable(str(error)) from error
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 if any(stream.num_tokens for stream in streams):

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway.store.inference_client import InferenceClient
 from pagestream.store_checks import check_redis
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
+from tests.builders import make_request
 from tests.faults.cluster_site import NODE_TIMEOUT_SECONDS, ClusterSite, running_cluster
 from tests.faults.site import MODEL, running_site
 from tests.faults.streams import Start, starting_streams
@@ -44,6 +46,16 @@ async def test_names_lead_to_the_primary_of_their_slot(tmp_path: Path) -> None:
         assert findings["cluster"].status == "ok"
         fixed = {finding.check: finding for finding in await check_redis(f"redis://127.0.0.1:{cluster.primary}")}
         assert fixed["cluster"].status == "fail" and "redis+cluster://" in fixed["cluster"].hint
+
+
+async def test_request_right_after_a_migration_is_accepted(tmp_path: Path) -> None:
+    keys = RedisKeys(MODEL)
+    with running_cluster(tmp_path / "cluster", keys.hash_tag) as cluster:
+        client = InferenceClient(connect(cluster.url, hash_tag=keys.hash_tag), keys, "g0")
+        await client.submission.submit(make_request())
+        await asyncio.to_thread(cluster.move_slot)
+        await client.submission.submit(make_request())
+        await client.close()
 
 
 @pytest.mark.long

@@ -314,11 +314,11 @@ async def test_worker_retries_unless_error_is_final(
 
 
 @each_row
-async def test_submission_is_retried_only_without_reply(
-    parts: Parts, arm: Arm, proxy: RespProxy, outcome: Outcome
+async def test_submission_is_retried_without_reply_or_at_another_server(
+    parts: Parts, arm: Arm, proxy: RespProxy, reply: str, outcome: Outcome
 ) -> None:
     arm("accept")
-    if outcome is UNKNOWN:
+    if outcome is UNKNOWN or reply in CLOSING:
         await parts.client.submission.submit(make_request(3))
     else:
         with pytest.raises(StoreUnavailable):
