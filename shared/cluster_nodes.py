@@ -26,6 +26,7 @@ class ClusterNodes:
         self._seeds = address.nodes
         self._slot: int = key_slot(hash_tag.encode())
         self._known: list[Host] = []  # as the last reply named them; the URL's nodes may be gone
+        self._clients: dict[Host, Redis] = {}
 
     async def find_primary(self) -> Host:
         """Return the host and port of the slot's primary, as the first node that sees the cluster working reports it.
@@ -42,28 +43,34 @@ class ClusterNodes:
         raise ConnectionError(f"no node of the cluster reports a primary of slot {self._slot}: {'; '.join(reasons)}")
 
     async def aclose(self) -> None:
-        """Do nothing: each question has a connection of its own."""
+        for client in self._clients.values():
+            await client.aclose()
 
     async def _ask(self, node: Host) -> Host:
-        host, port = node
-        client = Redis.from_url(
-            self._url,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            socket_timeout=NODE_SECONDS,
-            socket_connect_timeout=NODE_SECONDS,
-        )
-        client.connection_pool.connection_kwargs.update(host=host, port=port)
-        async with client:
-            info = await client.cluster("INFO")
-            if info["cluster_state"] != "ok":  # a node that is cut off would report an old primary
-                raise ConnectionError(f"cluster_state is {info['cluster_state']}")
-            ranges = await client.cluster("SLOTS")
+        client = self._client_of(node)
+        info = await client.cluster("INFO")
+        if info["cluster_state"] != "ok":  # a node that is cut off would report an old primary
+            raise ConnectionError(f"cluster_state is {info['cluster_state']}")
+        ranges = await client.cluster("SLOTS")
         self._known = [_host(each, node) for _, _, *nodes in ranges for each in nodes]
         for first, last, primary, *_ in ranges:
             if first <= self._slot <= last:
                 return _host(primary, node)
         raise ConnectionError("the slot has no primary")
+
+    def _client_of(self, node: Host) -> Redis:
+        if node not in self._clients:
+            client = Redis.from_url(
+                self._url,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                socket_timeout=NODE_SECONDS,
+                socket_connect_timeout=NODE_SECONDS,
+            )
+            host, port = node
+            client.connection_pool.connection_kwargs.update(host=host, port=port)
+            self._clients[node] = client
+        return self._clients[node]
 
 
 def _host(entry: Sequence[Any], asked: Host) -> Host:

@@ -38,8 +38,8 @@ from shared.store_errors import rule_of
 SOCKET_TIMEOUT_SECONDS = 5.0
 BLOCK_SECONDS = 1.0  # maximum of a blocking read, which ends on a tick; far below the socket time-out
 RESET_SECONDS = 1.0  # minimum between two resets, because many commands fail together
-# A peer that is gone without a word: the kernel closes the connection when sent data stay without acknowledgment for so
-# long, and asks an idle peer each second after as much silence. By default data are sent again for 15 minutes.
+# The kernel closes a connection if the other machine acknowledges nothing for this time (TCP_USER_TIMEOUT). It probes
+# an idle connection once a second after as much silence. By default it would send for 15 minutes.
 DEAD_PEER_SECONDS = 5
 FOLLOW_SECONDS = 0.5  # between two questions for the primary
 

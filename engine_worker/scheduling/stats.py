@@ -39,7 +39,7 @@ class EngineCounters:
 
     @property
     def num_served(self) -> int:
-        """Return the ended requests without cancelled ones, of which some never ran."""
+        """Return how many requests have ended. Cancelled ones do not count, because some of them never ran."""
         return sum(count for reason, count in self.finished.items() if reason != FinishReason.CANCELLED)
 
 

@@ -142,6 +142,7 @@ class StreamWatch:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
+        num_cut_off = 0
         for stream in tuple(self._streams):
             if stream.write_began_at is not None:
                 if now - stream.write_began_at >= self._stall_seconds:
@@ -150,8 +151,10 @@ class StreamWatch:
                     stream.abort()
             elif stream.is_cut_off():
                 self.discard(stream)
-                logger.warning("the store is silent: closed a stream that its client can resume at another gateway")
+                num_cut_off += 1
                 stream.abort()
             elif now - stream.last_write_at >= self._keep_alive_seconds and stream.is_silent:
                 with suppress(ConnectionResetError):  # aiohttp cancels the handler
                     stream.push(stream.keep_alive)
+        if num_cut_off:
+            logger.warning("the store is silent: closed %d streams, which go on at other gateways", num_cut_off)

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gateway.fleet import Fleet
-from gateway.store.store_probe import read_queue_load
+from gateway.store.store_probe import num_waiting
 from shared.redis_keys import INTERACTIVE, RedisKeys
 from shared.ticks import next_tick
 
@@ -45,8 +45,8 @@ class ServingRate:
             await next_tick(POLL_SECONDS)
             if self._clock() - self._asked_at < ASKED_SECONDS:
                 with suppress(RedisError, OSError):
-                    load = await read_queue_load(self._redis, self._keys.queue(INTERACTIVE))
-                    self.record(is_backlog=load.waiting > 0)
+                    waiting = await num_waiting(self._redis, self._keys.queue(INTERACTIVE))
+                    self.record(is_backlog=waiting > 0)
             else:
                 self._samples.clear()
 

@@ -134,19 +134,24 @@ class QueueStats:
 
 
 async def read_queue_stats(redis: Redis, keys: RedisKeys) -> QueueStats:
-    queues = {name: await read_queue_load(redis, keys.queue(name)) for name in QUEUE_NAMES}
+    queues: dict[str, QueueLoad] = {}
+    seconds, microseconds = await redis.time()
+    now_milliseconds = seconds * 1000 + microseconds // 1000
+    for name in QUEUE_NAMES:
+        queue = keys.queue(name)
+        group = await _group(redis, queue)
+        last_delivered: bytes = group["last-delivered-id"] if group else b"0-0"
+        first_waiting: Any = await redis.xrange(queue, f"({last_delivered.decode()}", "+", count=1)
+        added = int(first_waiting[0][0].split(b"-")[0]) if first_waiting else now_milliseconds
+        oldest_seconds = max(now_milliseconds - added, 0) / 1000
+        queues[name] = QueueLoad(await redis.xlen(queue), group["pending"] if group else 0, oldest_seconds)
     return QueueStats(queues, await redis.xlen(keys.dead_letters))
 
 
-async def read_queue_load(redis: Redis, queue: str) -> QueueLoad:
-    seconds, microseconds = await redis.time()
-    now_milliseconds = seconds * 1000 + microseconds // 1000
+async def num_waiting(redis: Redis, queue: str) -> int:
+    """Return the number of requests of a queue that no worker has read."""
     group = await _group(redis, queue)
-    last_delivered: bytes = group["last-delivered-id"] if group else b"0-0"
-    first_waiting: Any = await redis.xrange(queue, f"({last_delivered.decode()}", "+", count=1)
-    added = int(first_waiting[0][0].split(b"-")[0]) if first_waiting else now_milliseconds
-    oldest_seconds = max(now_milliseconds - added, 0) / 1000
-    return QueueLoad(await redis.xlen(queue), group["pending"] if group else 0, oldest_seconds)
+    return QueueLoad(await redis.xlen(queue), group["pending"] if group else 0).waiting
 
 
 async def _group(redis: Redis, queue: str) -> dict[str, Any] | None:

