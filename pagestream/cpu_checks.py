@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pagestream.store_checks import Finding
+from pagestream.finding import Finding
 
 CPUINFO = Path("/proc/cpuinfo")
 # Flag in /proc/cpuinfo -> name, ordered by the speed of 8-bit linear layers.

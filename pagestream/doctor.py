@@ -23,6 +23,7 @@ from pagestream.cpu_checks import check_cpu_kernels, check_cpu_layers, check_num
 from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
 from pagestream.embedded_store import server_binary
+from pagestream.finding import Finding
 from pagestream.gguf_model import ModelUnavailable
 from pagestream.gpus import visible_gpus
 from pagestream.group_checks import check_group
@@ -31,7 +32,7 @@ from pagestream.installation import HOME, PACKAGES, foreign_packages
 from pagestream.nvlink import nvlinks
 from pagestream.serve_settings import DEMO
 from pagestream.served_models import find_model
-from pagestream.store_checks import Finding, check_embedded_store, check_redis
+from pagestream.store_checks import check_embedded_store, check_redis
 
 PYTHON_MINIMUM, PYTHON_BELOW = (3, 11), (3, 13)
 DISK_FREE_BYTES = 2**30  # the demo model's weights as a file and converted, and the append-only file

@@ -10,8 +10,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from pagestream.finding import Finding
 from pagestream.nvlink import Links
-from pagestream.store_checks import Finding
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 2**29  # NCCL buffers of a few ranks; the default in containers is 64 MiB

@@ -6,13 +6,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from redis.exceptions import RedisError
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, RedisError
 
 from pagestream.embedded_store import StoreError
+from pagestream.finding import Finding
+from pagestream.store_permissions import check_permissions
 from shared.cluster_nodes import ClusterNodes
 from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
 from shared.sentinels import PrimaryReport, Sentinels
 
 REDIS_MINIMUM = (7, 0)
@@ -22,16 +25,6 @@ CLOCK_SKEW_SECONDS = 0.5
 MAX_LAG_BYTES = 2**20  # of a replica
 # Workers fence themselves after 10 s without the store (two thirds of --dead-after-seconds); an election takes 3 s.
 MAX_DOWN_AFTER_SECONDS = 7.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of `pagestream doctor`: the check, its result, and a fix."""
-
-    check: str
-    status: Literal["ok", "warn", "fail"]
-    message: str
-    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,8 @@ async def check_redis(url: str) -> list[Finding]:
         persistence = await connections.commands.info("persistence")
         replication = await connections.commands.info("replication")
         cluster = await connections.commands.info("cluster")
+        database = await check_database(connections.subscriber)
+        permissions = await check_permissions(connections.commands)
         clock = await read_clock(connections.commands.time)
     except (RedisError, OSError, ValueError) as error:
         return [
@@ -76,7 +71,8 @@ async def check_redis(url: str) -> list[Finding]:
         *judge_redis(server, memory, persistence),
         *judge_cluster(cluster, is_cluster_url=isinstance(finder, ClusterNodes)),
         *judge_replication(replication),
-        *judge_database(int(connections.commands.connection_pool.connection_kwargs.get("db") or 0)),
+        *database,
+        permissions,
         judge_clock(clock),
     ]
 
@@ -115,12 +111,31 @@ def judge_cluster(cluster: dict[str, object], *, is_cluster_url: bool) -> list[F
     return [Finding("cluster", "fail", "this server is a node of a cluster, and has only some models' keys", hint)]
 
 
-def judge_database(number: int) -> list[Finding]:
-    """Return a finding for another database than 0: its number separates keys, but not channels."""
-    if number == 0:
-        return []
+async def check_database(client: Redis) -> list[Finding]:
+    """Return a finding if the number of the database matters: it separates keys, but not channels.
+
+    Raises:
+        RedisError: If the store does not answer.
+    """
+    number = int(client.connection_pool.connection_kwargs.get("db") or 0)
+    keyspace = await client.info("keyspace")
+    others = [int(name.removeprefix("db")) for name in keyspace if name != f"db{number}"]
+    async with client.client() as one:  # SELECT concerns one connection
+        models = {each: await _models_in(one, each) for each in (number, *others)} if others else {}
     hint = "use --store-namespace to separate fleets: programs in other databases hear each other's channels"
-    return [Finding("store database", "warn", f"database {number}", hint)]
+    if shared := [f"{model} in {each}" for each in others for model in sorted(models[each] & models[number])]:
+        return [Finding("store database", "fail", f"database {number} has the same models as {shared}", hint)]
+    return [Finding("store database", "warn", f"database {number}", hint)] if number else []
+
+
+async def _models_in(client: Redis, database: int) -> set[str]:
+    """Return the models that have been served from a database, as far as the user may look."""
+    try:
+        await client.select(database)
+        keys = client.scan_iter(match=RedisKeys("*").model, count=1_000)
+        return {key.decode().partition("}")[0].lstrip("{") async for key in keys}
+    except NoPermissionError:
+        return set()
 
 
 def judge_sentinels(reports: Sequence[PrimaryReport]) -> list[Finding]:

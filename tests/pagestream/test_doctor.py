@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pagestream import doctor
-from pagestream.store_checks import Finding
+from pagestream.finding import Finding
 
 OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)\n"
 CLOSED_MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC: 12\n"

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pagestream.embedded_store import StoreError, server_binary
+from pagestream.finding import Finding
 from pagestream.store_checks import (
     NUM_CLOCK_READINGS,
     ClockReading,
-    Finding,
     check_embedded_store,
     check_redis,
     judge_clock,
@@ -18,6 +18,8 @@ from pagestream.store_checks import (
     judge_sentinels,
     read_clock,
 )
+from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
 from shared.sentinels import PrimaryReport
 
 GOOD_SERVER: dict[str, object] = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
@@ -53,13 +55,23 @@ def test_unsuitable_store_fails(
 
 async def test_real_store_is_checked(valkey) -> None:
     assert statuses(await check_redis(valkey.url)) == {
-        "store": "ok", "store eviction": "ok", "store AOF": "warn", "store memory": "warn", "clock": "ok",
+        "store": "ok", "store eviction": "ok", "store AOF": "warn", "store memory": "warn", "store user": "ok",
+        "clock": "ok",
     }  # fmt: skip
 
 
 async def test_other_database_is_a_warning(valkey) -> None:
     separator = "&" if "?" in valkey.url else "?"
     assert statuses(await check_redis(f"{valkey.url}{separator}db=3"))["store database"] == "warn"
+
+
+@pytest.mark.parametrize(("elsewhere", "status"), [("m", "fail"), ("other", None)])
+async def test_model_in_two_databases_is_found(valkey, elsewhere: str, status: str | None) -> None:
+    for number, model in enumerate(("m", elsewhere)):
+        connections = connect(f"{valkey.url}{'&' if '?' in valkey.url else '?'}db={number}")
+        await connections.commands.set(RedisKeys(model).model, b"identity")
+        await connections.aclose()
+    assert statuses(await check_redis(valkey.url)).get("store database") == status
 
 
 IN_STEP = {"state": "online", "offset": 9}
