@@ -120,6 +120,12 @@ class World:
             while self.fleet.log(name).count(text) < times:
                 await asyncio.sleep(0.02)
 
+    async def observer(self) -> str:
+        """Return the name of the worker that looks for dead ones."""
+        holder = await self.connections.commands.hget(self.keys.observer, "id")
+        assert holder is not None
+        return str(holder.decode()).split(".")[0]
+
     async def nothing_is_left(self) -> None:
         """Return whether no request is queued or pending."""
         for queue in self.keys.queues:

@@ -5,6 +5,7 @@
 
 import asyncio
 import signal
+import time
 
 import pytest
 
@@ -100,6 +101,32 @@ async def test_paused_observer_reaps_no_worker(start_world: StartWorld) -> None:
     await world.all_complete(readers)
     assert await world.attempts(readers) == [1] * len(readers)
     assert "reaped worker w0." not in world.fleet.log("w1")
+
+
+@pytest.mark.long  # workers judge others after 8 s
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_death_is_seen_although_the_observer_ends_with_it(start_world: StartWorld, fault: signal.Signals) -> None:
+    """A stopped worker keeps its connections, so only its silence shows that it is dead."""
+    dead_after_seconds = 8.0
+    world = await start_world()
+    names = {"w0", "w1", "w2"}
+    for name in sorted(names):
+        world.start_worker(name, *STEPS, "--dead-after", f"{dead_after_seconds:g}")
+    await world.has_ready(*names)
+    await asyncio.sleep(dead_after_seconds + 2.0)  # until all may judge
+    readers = world.read(12, max_tokens=300)
+    await world.all_have(readers, 5)
+    observer = await world.observer()
+    dead, survivor = sorted(names - {observer})
+    world.fleet.processes[dead].send_signal(signal.SIGSTOP)
+    world.fleet.processes[observer].send_signal(fault)
+    stopped_at = time.monotonic()
+    await world.logged(survivor, f"reaped worker {dead}.")
+    seconds = time.monotonic() - stopped_at
+    print(f"seen after {seconds:.1f} s")
+    assert seconds <= dead_after_seconds + 2.0
+    await world.all_complete(readers)
+    await world.nothing_is_left()
 
 
 async def test_new_worker_drains_the_queue_of_dead_ones(start_world: StartWorld) -> None:
