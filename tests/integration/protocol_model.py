@@ -2,8 +2,10 @@
 
 Only the engine, the clients, and the faults are simulated. The engine draws random tokens, so attempts never agree.
 Faults: lost replies to applied commands, lost pub/sub messages, kills at any await, workers that sleep until they are
-reaped and then continue, repeated ACCEPT calls, cancels, and requests that crash their worker. `run_world` raises
-Violation if a client's stream differs from the journal, or if anything remains in the store.
+reaped and then continue, repeated ACCEPT calls, cancels, requests that crash their worker, and failovers to a replica
+that lacks the last writes. `run_world` raises Violation if a client's stream differs from the journal, or if anything
+remains in the store. After a failover, answers that ended right before it are not compared, because a replica may lack
+their ends, and a stream may end with the error that says that its tokens were lost.
 """
 
 import asyncio
@@ -14,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
@@ -25,6 +27,7 @@ from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import TokenPublisher
 from gateway.store.inbox import Inbox, StreamState
 from gateway.store.inference_client import InferenceClient
+from gateway.store.recovery import DIVERGED_MESSAGE
 from gateway.store.store_calls import StoreUnavailable
 from shared.messages import (
     ErrorEvent,
@@ -58,12 +61,17 @@ SPEED = 20  # the product's timeouts pass 20 times as fast
 CAPACITY = 4  # sequences per worker
 GIVEN_BACK_RATIO = 0.1
 MAX_CUT_OFFS = 5  # per request: it must progress between two, or it would never end
+UNREPLICATED_SECONDS = 0.5  # answers that ended so shortly before a failover may be lost
 CUT_OFF = b"cut off: "  # published on a gateway's channel with the id of a request whose journal was deleted
 POISON_AT_ONCE, POISON_LATER, POISON_LATER_INDEX = 666, 667, 3
 
 
 class Violation(AssertionError):
     """The protocol broke a guarantee."""
+
+
+class FailingStore(Protocol):
+    async def fail_over(self) -> None: ...
 
 
 class Crash(Exception):
@@ -76,8 +84,9 @@ class Faults:
 
     lua: Mapping[str, str] | None = None
     publishes_before_journal: bool = False
-    ignores_gaps: bool = False
+    inbox_class: type[Inbox] = Inbox
     never_rereads: bool = False
+    failover_seconds: float = 0.0  # maximum interval between failovers; 0 disables them
     # Maximum interval between cut-offs of gateways; 0 disables them. A returning gateway would hide that a mutant has
     # lost its request, and some mutants must be detected by zombies alone.
     cut_off_seconds: float = 0.04
@@ -100,6 +109,8 @@ class Tally:
     cancels: int = 0
     cut_offs: int = 0
     given_back: int = 0
+    failovers: int = 0
+    torn: int = 0  # streams that ended with the error that their tokens were lost
     lost_replies: int = 0
     lost_messages: int = 0
     journal_reads: int = 0
@@ -179,6 +190,15 @@ class GapBlindInbox(Inbox):
 
     def _take(self, choice: Any, start: int, *rest: Any) -> bool:
         return super()._take(choice, min(start, len(choice.tokens)), *rest)
+
+
+class TrustingInbox(Inbox):
+    """Takes a journal with other tokens than its reader has."""
+
+    __slots__ = ()
+
+    def _differs(self, choices: Any, terminal: Any) -> bool:
+        return False
 
 
 class ForgetfulRequestStream(RequestStream):
@@ -284,6 +304,7 @@ class World:
         self.cancelled: set[str] = set()
         self.cut_offs: Counter[str] = Counter()
         self.published: list[TokenEvent] = []
+        self.ended_at: dict[str, float] = {}
 
     def maybe_lose_reply(self) -> None:
         if self.random.random() < LOST_REPLY_RATIO:
@@ -361,9 +382,26 @@ class World:
             request, gateway_id = self.random.choice(candidates), client.gateway_id
             self.tally.cut_offs += 1
             self.cut_offs[request.request_id] += 1
-            with suppress(ConnectionError):  # a lost reply
+            with suppress(ConnectionError):  # a lost reply, or no store
                 await self.scripts.cancel(request.request_id, request.priority_class, gone_gateway_id=gateway_id)
             client.streams.need_journals(client.streams.of(request.request_id))
+
+    async def fail_over(self, store: "FailingStore") -> None:
+        while True:
+            await asyncio.sleep(self.random.random() * self.faults.failover_seconds)
+            await self._go_on(50)
+            late = time.monotonic() - UNREPLICATED_SECONDS
+            await store.fail_over()
+            self.tally.failovers += 1
+            for request_id in [name for name, ended_at in self.ended_at.items() if ended_at > late]:
+                self.answers.pop(request_id, None)
+            await self.until_answered(self._reap_again)
+
+    async def _reap_again(self) -> None:
+        """Reap dead workers whose end the replica lacks, as the observer does by their silence."""
+        for worker_id in await list_worker_ids(self.connections.commands, self.keys):
+            if worker_id not in {worker.worker_id for worker in self.workers}:
+                await reap_worker(self.scripts, worker_id)
 
     async def reap_zombies(self) -> None:
         """Run the product's reaper without heartbeats; bring_disasters() decides which workers die."""
@@ -377,7 +415,8 @@ class World:
         while True:
             for number in range(2):
                 beat = encode(WorkerHeartbeat(worker_id=f"known.{number}", phase=WorkerPhase.READY))
-                await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
+                with suppress(ConnectionError):
+                    await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
             await asyncio.sleep(0.1)
 
     # -- clients
@@ -409,8 +448,7 @@ class World:
         )
 
     async def _read(self, client: InferenceClient, stream: Inbox) -> None:
-        if self.faults.ignores_gaps:
-            stream.__class__ = GapBlindInbox
+        stream.__class__ = self.faults.inbox_class
         request_id = stream.request_id
         cancel_at = self.random.randrange(20) if self.random.random() < 0.1 else None
         if cancel_at is None and self.random.random() < 0.1:
@@ -432,9 +470,13 @@ class World:
                 terminal = event
         if terminal is None:
             raise Violation(f"{request_id} has no end")
-        if request_id not in self.cancelled:
+        if self.faults.failover_seconds and is_torn(terminal):
+            self.tally.torn += 1
+        elif request_id not in self.cancelled:
             self.answers[request_id], self.endings[request_id] = tokens, terminal
-            await self._check_answer(request_id)  # check_answers() repeats this at the end to detect later writes
+            self.ended_at[request_id] = time.monotonic()
+            if not self.faults.failover_seconds:
+                await self._check_answer(request_id)  # check_answers() repeats this at the end to detect later writes
 
     async def _accept_again(self, request: GenerationRequest) -> None:
         again = self.scripts.accept(
@@ -473,8 +515,9 @@ class World:
             self.published += [event for event in events if isinstance(event, TokenEvent)]
 
     async def check_answers(self) -> None:
+        """Check that each answer is in its journal, and each published token too, unless the store lost some."""
         journals = {request_id: await self._check_answer(request_id) for request_id in self.answers}
-        for event in self.published:
+        for event in self.published if not self.faults.failover_seconds else []:
             if (journal := journals.get(event.request_id)) is not None:
                 held = journal[event.index : event.index + len(event.token_ids)]
                 _require(held == event.token_ids, f"{event.request_id}: published tokens are not in the journal")
@@ -483,7 +526,8 @@ class World:
         """Check one response and return the tokens of its journal."""
         stored: Any = await self.connections.commands.get(self.keys.journal(request_id))
         journal = self._decoded_journal(request_id, stored or b"")
-        _require(self.answers[request_id] == journal, f"{request_id}: the client's stream is not the journal")
+        answer = self.answers[request_id]
+        _require(answer == journal, f"{request_id}: the client's stream is not the journal: {answer}, {journal}")
         await self._check_end(request_id, len(journal))
         return journal
 
@@ -519,6 +563,10 @@ class World:
             await asyncio.sleep(0.05)
 
 
+def is_torn(terminal: FinishEvent | ErrorEvent) -> bool:
+    return isinstance(terminal, ErrorEvent) and terminal.message == DIVERGED_MESSAGE
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise Violation(message)
@@ -533,6 +581,7 @@ async def run_world(
     requests_per_client: int,
     faults: Faults,
     stall_seconds: float,
+    store: FailingStore | None = None,
 ) -> Tally:
     world = World(url, keys, seed, faults)
     for gateway in world.gateways:
@@ -547,6 +596,8 @@ async def run_world(
     disasters = asyncio.create_task(_after_start(world))
     if faults.cut_off_seconds:
         background.append(asyncio.create_task(world.cut_off_gateways()))
+    if store is not None:
+        background.append(asyncio.create_task(world.fail_over(store)))
     clients = asyncio.gather(*(world.be_client(requests_per_client) for _ in range(num_clients)))
     try:
         await asyncio.wait(
@@ -558,6 +609,8 @@ async def run_world(
         await clients
         disasters.cancel()
         background[1].cancel()
+        if store is not None:
+            await cancel_and_wait([background[-1]])
         for worker in world.workers:
             worker.awake.set()
         await world.check_answers()

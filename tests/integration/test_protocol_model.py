@@ -9,13 +9,16 @@ guard_removals.toml proves that test.
 import gc
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import load_sources
 from tests.conftest import Valkey
-from tests.integration.protocol_model import Faults, Tally, Violation, run_world
+from tests.integration.protocol_model import Faults, GapBlindInbox, Tally, TrustingInbox, Violation, run_world
+from tests.integration.replicated_store import replicated_store
 
 pytestmark = [
     pytest.mark.timeout(600),  # a run takes 3 CPU seconds, or two minutes beside ten busy processes
@@ -75,7 +78,7 @@ MUTANTS = {
         ),
         "stalled",
     ),
-    "no_gap_replay": (Faults(ignores_gaps=True), "not the journal"),
+    "no_gap_replay": (Faults(inbox_class=GapBlindInbox), "not the journal"),
     "lost_requests_are_published": (
         Faults(
             cut_off_seconds=0.01, lua=patched(("emit", "publish(3 + 2 * count, lost)", "publish(3 + 2 * count, {})"))
@@ -114,6 +117,16 @@ MUTANTS = {
     "own_pending_entries_are_not_reread": (
         Faults(never_rereads=True, cut_off_seconds=0, num_spared_workers=3),
         "stalled",
+    ),
+}
+
+
+FAILOVERS = Faults(failover_seconds=0.5)
+MUTANTS_OF_FAILOVERS = {
+    "journals_are_not_compared": (replace(FAILOVERS, inbox_class=TrustingInbox), "not the journal|got index|usage"),
+    "own_pending_entries_are_not_reread": (
+        replace(FAILOVERS, never_rereads=True, cut_off_seconds=0, num_spared_workers=3),
+        "stalled|left in the store",
     ),
 }
 
@@ -172,4 +185,38 @@ async def test_protocol_mutant_is_detected(valkey, keys, name):
     with pytest.raises(Violation, match=symptom) as caught:
         for seed in range(3):  # not every run has zombies
             await world(valkey, RedisKeys(f"{keys.model_name}-{seed}"), seed, faults, stall_seconds)
+    print(f"{name}: {caught.value}")
+
+
+async def failing_world(directory: Path, keys: RedisKeys, seed: int, faults: Faults, stall_seconds: float) -> Tally:
+    print(f"seed {seed}")
+    async with replicated_store(directory) as store:
+        tally = await run_world(
+            store.url,
+            keys,
+            seed=seed,
+            num_clients=24,
+            requests_per_client=16,
+            faults=faults,
+            stall_seconds=stall_seconds,
+            store=store,
+        )
+    print(tally)
+    return tally
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_protocol_failovers_to_a_late_replica_change_no_stream(tmp_path: Path, keys: RedisKeys, seed: int):
+    tally = await failing_world(tmp_path, keys, seed, FAILOVERS, STALL_SECONDS)
+    assert min(tally.kills, tally.fenced, tally.failovers) > 0
+    assert tally.torn < tally.requests / 10
+
+
+@pytest.mark.parametrize("name", MUTANTS_OF_FAILOVERS)
+async def test_protocol_mutant_of_failovers_is_detected(tmp_path: Path, keys: RedisKeys, name: str):
+    faults, symptom = MUTANTS_OF_FAILOVERS[name]
+    stall_seconds = MUTANT_STALL_SECONDS if "stalled" in symptom else STALL_SECONDS
+    with pytest.raises(Violation, match=symptom) as caught:
+        for seed in range(3):
+            await failing_world(tmp_path, RedisKeys(f"{keys.model_name}-{seed}"), seed, faults, stall_seconds)
     print(f"{name}: {caught.value}")
