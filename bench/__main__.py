@@ -46,6 +46,7 @@ PROGRAMS = {
     "metrics-cost": "serving.metrics_cost",  # the cost of metrics
     "take-cost": "serving.take_cost",  # server time of TAKE and ACCEPT
     "store-scale": "serving.store_scale",  # the store's processor time for the upkeep of idle workers
+    "store-load": "serving.store_load",  # many requests of many keys: memory, and the end of abandoned ones
     "affinity": "serving.affinity",  # cached prompt tokens of workers on one queue, with and without prefix affinity
     "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and the share of a late worker
     "disconnects": "serving.disconnects",  # clients that disconnect at random: how soon their KV is free

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
-from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.operators import RecurrentOperators
 
 
@@ -21,9 +21,32 @@ class GatedDeltaWeights:
         eps: Of the norm.
     """
 
-    heads: GatedDeltaHeads
+    heads: StateHeads
     conv: Tensor
-    rates: DeltaRates
+    rates: StateRates
+    norm: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpaceWeights:
+    """The weights of a Mamba-2 layer besides its linear layers; channels are those of C, B and x.
+
+    Attributes:
+        heads: The heads.
+        conv: [width, channels] float32.
+        conv_bias: [channels] float32; None: none.
+        rates: With decay -exp(A_log).
+        skip: [num_heads] float32, D.
+        norm: [value_size] float32.
+        eps: Of the norm.
+    """
+
+    heads: StateHeads
+    conv: Tensor
+    conv_bias: Tensor | None
+    rates: StateRates
+    skip: Tensor
     norm: Tensor
     eps: float
 
@@ -52,11 +75,34 @@ class RecurrentPlan:
         Returns:
             [T, value_size], normed and gated.
         """
-        heads, batch, operators = weights.heads, self._batch, self._operators
-        width, channels = weights.conv.shape
-        states = self._states[:, layer]
-        delta = states[:, : heads.state_size].unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim))
-        inputs = states[:, heads.state_size : heads.state_size + (width - 1) * channels].unflatten(1, (-1, channels))
-        qkv = operators.causal_conv(qkvz[:, :channels], weights.conv, inputs, batch)
+        heads, batch, operators, channels = weights.heads, self._batch, self._operators, weights.conv.shape[1]
+        delta, inputs = self._states_of(layer, heads, weights.conv)
+        qkv = operators.causal_conv(qkvz[:, :channels], weights.conv, None, inputs, batch)
         mixed = operators.gated_delta(qkv, gates, weights.rates, delta, heads, batch)
         return operators.gated_rms_norm(mixed, qkvz[:, channels:], weights.norm, weights.eps)
+
+    def state_space(self, entered: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
+        """Mix the tokens of each sequence, and update the states of recurrent layer number `layer`.
+
+        Args:
+            entered: [T, channels + value_size + num_heads], the inputs of the convolution, z, and dt.
+            weights: Of the layer.
+            layer: Its place in the state pool.
+
+        Returns:
+            [T, value_size], gated and normed.
+        """
+        heads, batch, operators = weights.heads, self._batch, self._operators
+        channels, gate, step = entered.split((weights.conv.shape[1], heads.value_size, heads.num_heads), dim=1)
+        space, inputs = self._states_of(layer, heads, weights.conv)
+        qkv = operators.causal_conv(channels, weights.conv, weights.conv_bias, inputs, batch)
+        mixed = operators.state_space(qkv, step, weights.rates, weights.skip, space, heads, batch)
+        return operators.rms_norm_of_gated(mixed, gate, weights.norm, weights.eps, heads.num_key_heads)
+
+    def _states_of(self, layer: int, heads: StateHeads, conv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states of the heads, and the last inputs of the convolution with these weights."""
+        width, channels = conv.shape
+        states = self._states[:, layer]
+        of_heads = states[:, : heads.state_size].unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim))
+        inputs = states[:, heads.state_size : heads.state_size + (width - 1) * channels].unflatten(1, (-1, channels))
+        return of_heads, inputs

@@ -1,7 +1,7 @@
 """The parts of a decoder-only network as frozen values, made by a family's file and used to build or size a network.
 
-    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py, specs/short_conv.py, specs/gated_delta.py)
-    and an MLP (specs/gated_mlp.py, specs/experts.py)
+    ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py, specs/short_conv.py, specs/gated_delta.py,
+    specs/state_space.py) and an MLP (specs/gated_mlp.py, specs/experts.py)
 
 A feature that a network lacks is a neutral value (no norm, a factor of 1), never a branch over families. NamesSpec has
 the names of the checkpoint's tensors.
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 from engine_worker.kv.layout import MAX_GROUPS, KVGroup, KVLayout, group_layers
 from engine_worker.model.specs.attention import AttentionSpec
@@ -21,14 +21,17 @@ from engine_worker.model.specs.gated_mlp import GatedMlpSpec
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.part import Part, TensorSpec
 from engine_worker.model.specs.short_conv import ShortConvSpec
+from engine_worker.model.specs.state_space import StateSpaceSpec
 from engine_worker.model.weight_format import DENSE, WeightFormat
+
+RecurrentSpec: TypeAlias = GatedDeltaSpec | StateSpaceSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """A mixer and an MLP, with norms before a part (on its input), after it (on what it adds), or both."""
 
-    mixer: AttentionSpec | ShortConvSpec | GatedDeltaSpec
+    mixer: AttentionSpec | ShortConvSpec | RecurrentSpec
     mlp: GatedMlpSpec | ExpertsSpec
     norms_before: bool = True
     norms_after: bool = False
@@ -192,7 +195,7 @@ class ModelSpec:
     @property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
         mixers = (self.layers[index].mixer for index in self.cache_owners)
-        return tuple(mixer for mixer in mixers if not isinstance(mixer, GatedDeltaSpec))
+        return tuple(mixer for mixer in mixers if not isinstance(mixer, RecurrentSpec))
 
     @property
     def cache_owners(self) -> tuple[int, ...]:
@@ -206,7 +209,7 @@ class ModelSpec:
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        sizes = [layer.mixer.state_values for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec)]
+        sizes = [layer.mixer.state_values for layer in self.layers if isinstance(layer.mixer, RecurrentSpec)]
         return len(sizes), max(sizes, default=0)
 
     @cached_property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.cpu.library import CpuLibrary, InstructionSet, num_threads
 from kernels.cpu.step import DTYPES, SUFFIXES
-from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
 
 MAX_KEY_DIM = 512  # csrc/recurrent.h
 
@@ -24,19 +24,29 @@ class _Sequences(Structure):
     )
 
 
+class _Recurrence(Structure):
+    _fields_ = (
+        ("decay", c_void_p),
+        ("step_bias", c_void_p),
+        ("skip", c_void_p),
+        ("gate_stride", c_int64),
+        ("step_at", c_int64),
+    )
+
+
 class _Heads(Structure):
     _fields_ = tuple((name, c_int32) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim"))
 
 
+_NORM = (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_int64, c_void_p, c_int, c_int)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "causal_conv": (POINTER(_Sequences), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int),
-    "gated_delta": (
-        POINTER(_Sequences), POINTER(_Heads), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p,
+    "causal_conv": (POINTER(_Sequences), c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
+    "recurrence": (
+        POINTER(_Sequences), POINTER(_Heads), POINTER(_Recurrence), c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
         c_int,
     ),
-    "gated_rms_norm": (
-        c_void_p, c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_int64, c_void_p, c_int, c_int,
-    ),
+    "gated_rms_norm": _NORM,
+    "rms_norm_of_gated": _NORM,
     "multiply_sigmoid": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int),
 }  # fmt: skip
 
@@ -45,8 +55,9 @@ class CompiledRecurrent:
     """RecurrentOperators in C++, for one dtype of the activations."""
 
     _causal_conv: Any
-    _gated_delta: Any
+    _recurrence: Any
     _gated_rms_norm: Any
+    _rms_norm_of_gated: Any
     _multiply_sigmoid: Any
 
     def __init__(self, library: CpuLibrary, dtype: torch.dtype, instruction_set: InstructionSet | None = None) -> None:
@@ -58,13 +69,15 @@ class CompiledRecurrent:
             function.argtypes, function.restype = list(arguments), None
             setattr(self, f"_{name}", function)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch) -> Tensor:
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: RecurrentBatch
+    ) -> Tensor:
         (width, channels), out = weight.shape, torch.empty(len(x), weight.shape[1], dtype=self._dtype)
         assert x.stride(1) == 1 and x.dtype == self._dtype and weight.is_contiguous() and weight.dtype == torch.float32
-        assert states.stride()[1:] == (channels, 1)
+        assert states.stride()[1:] == (channels, 1) and (bias is None or bias.dtype == torch.float32)
         self._causal_conv(
-            byref(_sequences(states, batch)), x.data_ptr(), x.stride(0), weight.data_ptr(), channels, width,
-            out.data_ptr(), self._type,
+            byref(_sequences(states, batch)), x.data_ptr(), x.stride(0), weight.data_ptr(), _address(bias),
+            channels, width, out.data_ptr(), self._type,
         )  # fmt: skip
         return out
 
@@ -72,30 +85,54 @@ class CompiledRecurrent:
         self,
         qkv: Tensor,
         gates: Tensor,
-        rates: DeltaRates,
+        rates: StateRates,
         states: Tensor,
-        heads: GatedDeltaHeads,
+        heads: StateHeads,
         batch: RecurrentBatch,
     ) -> Tensor:
+        rule = _rule(gates, rates, None, step_at=heads.num_heads)
+        return self._recur(qkv, gates, rule, states, heads, batch)
+
+    def state_space(
+        self,
+        qkv: Tensor,
+        step: Tensor,
+        rates: StateRates,
+        skip: Tensor,
+        states: Tensor,
+        heads: StateHeads,
+        batch: RecurrentBatch,
+    ) -> Tensor:
+        return self._recur(qkv, step, _rule(step, rates, skip, step_at=0), states, heads, batch)
+
+    def _recur(
+        self, qkv: Tensor, gates: Tensor, rule: _Recurrence, states: Tensor, heads: StateHeads, batch: RecurrentBatch
+    ) -> Tensor:
         assert qkv.stride(1) == 1 and qkv.dtype == self._dtype and heads.key_dim <= MAX_KEY_DIM
-        assert gates.is_contiguous() and gates.dtype == self._dtype and states[0].is_contiguous()
+        assert gates.stride(1) == 1 and gates.dtype == self._dtype and states[0].is_contiguous()
         out = torch.empty(len(qkv), heads.value_size, dtype=self._dtype)
         is_synthetic = not batch.state_blocks.all()
         scratch = torch.empty(len(batch.state_blocks) * heads.state_size if is_synthetic else 0)
         of_layer = _Heads(heads.num_key_heads, heads.num_heads, heads.key_dim, heads.value_dim)
-        self._gated_delta(
-            byref(_sequences(states, batch)), byref(of_layer), qkv.data_ptr(), qkv.stride(0), gates.data_ptr(),
-            rates.decay.data_ptr(), rates.step_bias.data_ptr(), scratch.data_ptr(), out.data_ptr(), self._type,
+        self._recurrence(
+            byref(_sequences(states, batch)), byref(of_layer), byref(rule), qkv.data_ptr(), qkv.stride(0),
+            gates.data_ptr(), scratch.data_ptr(), out.data_ptr(), self._type,
         )  # fmt: skip
         return out
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(self._gated_rms_norm, x, gate, weight, eps, x.shape[1] // len(weight))
+
+    def rms_norm_of_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+        return self._norm(self._rms_norm_of_gated, x, gate, weight, eps, num_groups)
+
+    def _norm(self, function: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_parts: int) -> Tensor:
         assert x.is_contiguous() and gate.stride(1) == 1 and x.dtype == gate.dtype == self._dtype
         assert weight.dtype == torch.float32
-        out, size = torch.empty_like(x), len(weight)
-        self._gated_rms_norm(
-            x.data_ptr(), gate.data_ptr(), gate.stride(0), weight.data_ptr(), eps, len(x), x.shape[1] // size, size,
-            out.data_ptr(), num_threads(), self._type,
+        out = torch.empty_like(x)
+        function(
+            x.data_ptr(), gate.data_ptr(), gate.stride(0), weight.data_ptr(), eps, len(x), num_parts,
+            x.shape[1] // num_parts, out.data_ptr(), num_threads(), self._type,
         )  # fmt: skip
         return out
 
@@ -105,6 +142,16 @@ class CompiledRecurrent:
             x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, num_threads(), self._type
         )  # fmt: skip
         return x
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _rule(gates: Tensor, rates: StateRates, skip: Tensor | None, *, step_at: int) -> _Recurrence:
+    return _Recurrence(
+        rates.decay.data_ptr(), rates.step_bias.data_ptr(), _address(skip), gates.stride(0), step_at
+    )  # fmt: skip
 
 
 def _sequences(states: Tensor, batch: RecurrentBatch) -> _Sequences:

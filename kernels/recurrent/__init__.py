@@ -1,1 +1,1 @@
-"""Layers with a recurrent state: a causal convolution and the gated delta rule, over states in a pool."""
+"""Layers with a recurrent state: a causal convolution, the gated delta rule and Mamba-2, over states in a pool."""

@@ -21,8 +21,8 @@ class RecurrentBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRates:
-    """How fast the state of each value head decays.
+class StateRates:
+    """How fast the state of each value head decays: by exp(decay * softplus(step + step_bias)) per token.
 
     Attributes:
         decay: [num_heads] float32, below 0.
@@ -34,8 +34,8 @@ class DeltaRates:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaHeads:
-    """The heads of a Gated DeltaNet layer; each query and key head serves consecutive value heads.
+class StateHeads:
+    """The heads of a recurrent layer; each query and key head serves consecutive value heads.
 
     Attributes:
         num_key_heads: Heads of queries, and of keys.

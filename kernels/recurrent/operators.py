@@ -4,18 +4,21 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
 
 
 class RecurrentOperators(Protocol):
     """Operators over the tokens [T] of a step; each output depends on its own sequence only."""
 
-    def causal_conv(self, x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch) -> Tensor:
-        """Convolve each channel over time, without a bias, and apply SiLU.
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: RecurrentBatch
+    ) -> Tensor:
+        """Convolve each channel over time, and apply SiLU.
 
         Args:
             x: [T, C], may be strided.
             weight: [W, C] float32; the last tap is that of the token itself.
+            bias: [C] float32; None: none.
             states: [N, W - 1, C] float32, the last inputs of each sequence, oldest first; updated.
             batch: The sequences.
 
@@ -27,9 +30,9 @@ class RecurrentOperators(Protocol):
         self,
         qkv: Tensor,
         gates: Tensor,
-        rates: DeltaRates,
+        rates: StateRates,
         states: Tensor,
-        heads: GatedDeltaHeads,
+        heads: StateHeads,
         batch: RecurrentBatch,
     ) -> Tensor:
         """Run the gated delta rule (https://arxiv.org/abs/2412.06464) over each sequence, from its state.
@@ -37,7 +40,7 @@ class RecurrentOperators(Protocol):
         Args:
             qkv: [T, 2 * key_size + value_size], convolved; queries and keys are normed here.
             gates: [T, 2 * num_heads]: beta, the logits of the share of a value that is written, then the step.
-            rates: The state decays by exp(decay * softplus(step + step_bias)).
+            rates: Of the decay.
             states: [N, num_heads, key_dim, value_dim] float32; updated.
             heads: The heads.
             batch: The sequences.
@@ -46,8 +49,39 @@ class RecurrentOperators(Protocol):
             [T, value_size], of qkv's dtype.
         """
 
+    def state_space(
+        self,
+        qkv: Tensor,
+        step: Tensor,
+        rates: StateRates,
+        skip: Tensor,
+        states: Tensor,
+        heads: StateHeads,
+        batch: RecurrentBatch,
+    ) -> Tensor:
+        """Run Mamba-2 (https://arxiv.org/abs/2405.21060) over each sequence, from its state.
+
+        Args:
+            qkv: [T, 2 * key_size + value_size], convolved: C, B and x of the paper.
+            step: [T, num_heads], may be strided; softplus(step + step_bias) is also the factor of what is written.
+            rates: Of the decay.
+            skip: [num_heads] float32, D of the paper: the factor of x that is added to its output.
+            states: [N, num_heads, key_dim, value_dim] float32; updated.
+            heads: The heads; the paper's groups are the key heads.
+            batch: The sequences.
+
+        Returns:
+            [T, value_size], of qkv's dtype.
+        """
+
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Norm each head of x [T, H * D] by weight [D] float32, times SiLU of gate [T, H * D], which may be strided."""
+
+    def rms_norm_of_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+        """Norm x [T, N] times SiLU of gate [T, N], which may be strided.
+
+        Each of `num_groups` parts of a row is normed alone; weight is [N] float32.
+        """
 
     def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return x [T, N] times the sigmoid of gate [T, N], which may be strided; x may be overwritten."""

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.reference import L2_EPS
 
 _CONV_TOKENS, _CONV_CHANNELS = 16, 256
@@ -37,7 +37,7 @@ def _keep_inputs(x, x_stride, history, num_tokens, channel, inside, channels, WI
 
 @triton.jit(do_not_specialize=["x_stride"])
 def _causal_conv_kernel(
-    x, weight, out, states, state_blocks, starts, x_stride, state_stride, channels,
+    x, weight, bias, out, states, state_blocks, starts, x_stride, state_stride, channels,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
@@ -57,6 +57,8 @@ def _causal_conv_kernel(
             used = inside[None, :] & (token < num_tokens)
             factor = tl.load(weight + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
             total += _input_at(own, x_stride, history, at, channel[None, :], used, channels, WIDTH) * factor[None, :]
+        if bias is not None:
+            total += tl.load(bias + channel, mask=inside, other=0.0)[None, :]
         total = total * tl.sigmoid(total)
         target = out + (start + token).to(tl.int64) * channels + channel[None, :]
         tl.store(target, total.to(out.dtype.element_ty), mask=inside[None, :] & (token < num_tokens))
@@ -80,7 +82,7 @@ def _keep_inputs_kernel(
         _keep_inputs(own, x_stride, history, num_tokens, channel, channel < channels, channels, WIDTH)
 
 
-def causal_conv(x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: RecurrentBatch) -> Tensor:
     num_sequences, (width, channels) = len(batch.state_blocks), weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and states.stride()[1:] == (channels, 1)
     out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
@@ -88,7 +90,7 @@ def causal_conv(x: Tensor, weight: Tensor, states: Tensor, batch: RecurrentBatch
     parts, num_chunks = triton.cdiv(channels, _CONV_CHANNELS), triton.cdiv(batch.max_query_len, tokens)
     sequences = (states, batch.state_blocks, batch.query_start_loc, x.stride(0), states.stride(0), channels)
     _causal_conv_kernel[num_sequences, num_chunks, parts](
-        x, weight, out, *sequences, WIDTH=width, TOKENS=tokens, CHANNELS=_CONV_CHANNELS, KEEPS=num_chunks == 1
+        x, weight, bias, out, *sequences, WIDTH=width, TOKENS=tokens, CHANNELS=_CONV_CHANNELS, KEEPS=num_chunks == 1
     )
     if num_chunks > 1:  # another program may not have read the history yet
         _keep_inputs_kernel[num_sequences, parts](x, *sequences, WIDTH=width, CHANNELS=_CONV_CHANNELS)
@@ -101,23 +103,25 @@ def _unit(x, EPS: tl.constexpr):
 
 
 @triton.jit
-def _token_of(row, gate, keys, values, KEY_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr):
-    """Return query, key, value, beta and the step of a token, in float32."""
+def _token_of(row, gate, keys, values, KEY_SIZE: tl.constexpr, STEP_AT: tl.constexpr):
+    """Return query, key, value, the first gate and the step of a token, in float32."""
     return (
         tl.load(row + keys).to(tl.float32),
         tl.load(row + KEY_SIZE + keys).to(tl.float32),
         tl.load(row + values).to(tl.float32),
         tl.load(gate).to(tl.float32),
-        tl.load(gate + NUM_HEADS).to(tl.float32),
+        tl.load(gate + STEP_AT).to(tl.float32),
     )
 
 
-@triton.jit(do_not_specialize=["qkv_stride"])
-def _gated_delta_kernel(
-    qkv, gates, decay, step_bias, out, states, state_blocks, starts, qkv_stride, state_stride,
+@triton.jit(do_not_specialize=["qkv_stride", "gate_stride"])
+def _recurrence_kernel(
+    qkv, gates, decay, step_bias, skip, out, states, state_blocks, starts, qkv_stride, gate_stride, state_stride,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
+    """Run Mamba-2 with `skip`, the gated delta rule without it; then gates are beta, then the step."""
+    STEP_AT: tl.constexpr = NUM_HEADS if skip is None else 0
     head, sequence = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1)
@@ -134,23 +138,29 @@ def _gated_delta_kernel(
         gate = gates + head
         row = start.to(tl.int64)
         query, key, value, beta, step = _token_of(
-            qkv + row * qkv_stride, gate + row * (2 * NUM_HEADS), keys, values, NUM_KEY_HEADS * KEY_DIM, NUM_HEADS
+            qkv + row * qkv_stride, gate + row * gate_stride, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
         )
         target = out + row * (NUM_HEADS * VALUE_DIM) + head * VALUE_DIM + columns
         for index in range(start, end):
             # The next token is loaded before this one's chain of sums, which takes longer.
             row = tl.minimum(index + 1, end - 1).to(tl.int64)
             next_query, next_key, next_value, next_beta, next_step = _token_of(
-                qkv + row * qkv_stride, gate + row * (2 * NUM_HEADS), keys, values, NUM_KEY_HEADS * KEY_DIM, NUM_HEADS
+                qkv + row * qkv_stride, gate + row * gate_stride, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
             )
-            query = _unit(query, EPS) * (KEY_DIM**-0.5)
-            key = _unit(key, EPS)
             x = step + bias
             softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
             state *= tl.exp(rate * softplus)
-            known = tl.sum(state * key[:, None], 0)
-            state += key[:, None] * ((value - known) * tl.sigmoid(beta))[None, :]
+            if skip is None:
+                query = _unit(query, EPS) * (KEY_DIM**-0.5)
+                key = _unit(key, EPS)
+                known = tl.sum(state * key[:, None], 0)
+                written = (value - known) * tl.sigmoid(beta)
+            else:
+                written = value * softplus
+            state += key[:, None] * written[None, :]
             mixed = tl.sum(state * query[:, None], 0)
+            if skip is not None:
+                mixed += value * tl.load(skip + head)
             tl.store(target, mixed.to(out.dtype.element_ty))
             target += NUM_HEADS * VALUE_DIM
             query, key, value, beta, step = next_query, next_key, next_value, next_beta, next_step
@@ -159,15 +169,39 @@ def _gated_delta_kernel(
 
 
 def gated_delta(
-    qkv: Tensor, gates: Tensor, rates: DeltaRates, states: Tensor, heads: GatedDeltaHeads, batch: RecurrentBatch
+    qkv: Tensor, gates: Tensor, rates: StateRates, states: Tensor, heads: StateHeads, batch: RecurrentBatch
 ) -> Tensor:
-    assert qkv.stride(1) == 1 and gates.is_contiguous()
+    return _recurrence(qkv, gates, rates, None, states, heads, batch)
+
+
+def state_space(
+    qkv: Tensor,
+    step: Tensor,
+    rates: StateRates,
+    skip: Tensor,
+    states: Tensor,
+    heads: StateHeads,
+    batch: RecurrentBatch,
+) -> Tensor:
+    return _recurrence(qkv, step, rates, skip, states, heads, batch)
+
+
+def _recurrence(
+    qkv: Tensor,
+    gates: Tensor,
+    rates: StateRates,
+    skip: Tensor | None,
+    states: Tensor,
+    heads: StateHeads,
+    batch: RecurrentBatch,
+) -> Tensor:
+    assert qkv.stride(1) == gates.stride(1) == 1
     assert states.stride()[1:] == (heads.key_dim * heads.value_dim, heads.value_dim, 1)
     out = torch.empty((len(qkv), heads.value_size), dtype=qkv.dtype, device=qkv.device)
     columns = min(heads.value_dim, _COLUMNS)
-    _gated_delta_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
-        qkv, gates, rates.decay, rates.step_bias, out, states, batch.state_blocks, batch.query_start_loc,
-        qkv.stride(0), states.stride(0),
+    _recurrence_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
+        qkv, gates, rates.decay, rates.step_bias, skip, out, states, batch.state_blocks, batch.query_start_loc,
+        qkv.stride(0), gates.stride(0), states.stride(0),
         NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, EPS=L2_EPS,
         num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
@@ -202,12 +236,40 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return out
 
 
+@triton.jit(do_not_specialize=["gate_stride"])
+def _rms_norm_of_gated_kernel(
+    x, gate, weight, out, gate_stride, eps, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    inside = column < SIZE
+    place = row * (GROUPS * SIZE) + group * SIZE + column
+    z = tl.load(gate + row * gate_stride + group * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    gated = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * z * tl.sigmoid(z)
+    normed = gated * tl.rsqrt(tl.sum(gated * gated, 0) / SIZE + eps)
+    normed *= tl.load(weight + group * SIZE + column, mask=inside, other=0.0)
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+    assert x.is_contiguous() and gate.stride(1) == 1
+    out, size = torch.empty_like(x), x.shape[1] // num_groups
+    width = triton.next_power_of_2(size)
+    _rms_norm_of_gated_kernel[len(x), num_groups](
+        x, gate, weight, out, gate.stride(0), eps, GROUPS=num_groups, SIZE=size, WIDTH=width,
+        num_warps=max(1, min(8, width // 512)),
+    )  # fmt: skip
+    return out
+
+
 class TritonRecurrent:
     """RecurrentOperators on CUDA."""
 
     causal_conv = staticmethod(causal_conv)
     gated_delta = staticmethod(gated_delta)
+    state_space = staticmethod(state_space)
     gated_rms_norm = staticmethod(gated_rms_norm)
+    rms_norm_of_gated = staticmethod(rms_norm_of_gated)
 
     @staticmethod
     def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:

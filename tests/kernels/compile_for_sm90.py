@@ -43,7 +43,7 @@ from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.route import route_triton
 from kernels.moe.shared_gate_triton import add_gated_triton
 from kernels.moe.weights import ExpertProduct
-from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.triton_kernels import TritonRecurrent
 from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
@@ -186,7 +186,7 @@ def token_kernels(shape: str, dtype: torch.dtype, kv_dtype: torch.dtype | None =
 
 def recurrent_layers() -> None:
     """Compile a decode and a prompt of 32 value heads of 128 x 128, with a gated shared expert."""
-    heads, pools = GatedDeltaHeads(16, 32, 128, 128), 3
+    heads, pools = StateHeads(16, 32, 128, 128), 3
     channels, operators = 2 * heads.key_size + heads.value_size, TritonRecurrent()
 
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -200,13 +200,17 @@ def recurrent_layers() -> None:
         indices = empty(num_sequences + 1, dtype=torch.int32)
         batch = RecurrentBatch(indices, indices[1:], max_query_len=num_tokens // num_sequences)
         qkvz = empty(num_tokens, channels + heads.value_size)
-        qkv = operators.causal_conv(qkvz[:, :channels], exact(4, channels), inputs, batch)
+        qkv = operators.causal_conv(qkvz[:, :channels], exact(4, channels), None, inputs, batch)
         rates, gates = (
-            DeltaRates(exact(heads.num_heads), exact(heads.num_heads)),
+            StateRates(exact(heads.num_heads), exact(heads.num_heads)),
             empty(num_tokens, 2 * heads.num_heads),
         )
         mixed = operators.gated_delta(qkv, gates, rates, delta, heads, batch)
         operators.gated_rms_norm(mixed, qkvz[:, channels:], exact(heads.value_dim), 1e-6)
+        operators.causal_conv(qkvz[:, :channels], exact(4, channels), exact(channels), inputs, batch)
+        step = empty(num_tokens, heads.num_heads)
+        operators.state_space(qkv, step, rates, exact(heads.num_heads), delta, heads, batch)
+        operators.rms_norm_of_gated(mixed, qkvz[:, channels:], exact(heads.value_size), 1e-6, 1)
     x = empty(64, 2048)
     add_gated_triton(x, x, x, x[0])
 

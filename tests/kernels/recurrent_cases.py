@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads, RecurrentBatch
+from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.operators import RecurrentOperators
 from kernels.recurrent.reference import TorchRecurrent
 
@@ -18,7 +18,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 @dataclass(frozen=True)
 class Shape:
-    heads: GatedDeltaHeads
+    heads: StateHeads
     width: int
     lengths: tuple[int, ...]
     blocks: tuple[int, ...]  # of the state of each sequence; 0: zeros, not written
@@ -29,10 +29,10 @@ class Shape:
 
 
 SHAPES = {
-    "decode": Shape(GatedDeltaHeads(2, 4, 16, 32), 4, (1, 1, 1), (3, 1, 2)),
-    "prompts beside a decode": Shape(GatedDeltaHeads(1, 3, 32, 16), 4, (40, 1, 33, 2), (2, 5, 1, 4)),
-    "a row of padding and one without a state": Shape(GatedDeltaHeads(2, 2, 16, 16), 2, (3, 0, 5), (1, 0, 0)),
-    "heads of 128": Shape(GatedDeltaHeads(1, 2, 128, 128), 4, (5, 1), (1, 2)),
+    "decode": Shape(StateHeads(2, 4, 16, 32), 4, (1, 1, 1), (3, 1, 2)),
+    "prompts beside a decode": Shape(StateHeads(1, 3, 32, 16), 4, (40, 1, 33, 2), (2, 5, 1, 4)),
+    "a row of padding and one without a state": Shape(StateHeads(2, 2, 16, 16), 2, (3, 0, 5), (1, 0, 0)),
+    "heads of 128": Shape(StateHeads(1, 2, 128, 128), 4, (5, 1), (1, 2)),
 }
 
 
@@ -43,7 +43,10 @@ class Inputs:
     gates: Tensor  # [T, 2 * num_heads]
     decay: Tensor
     step_bias: Tensor
-    norm: Tensor
+    norm: Tensor  # of a head
+    bias: Tensor  # of the convolution
+    skip: Tensor
+    wide_norm: Tensor  # of all heads
     inputs: Tensor  # states of the convolution
     delta: Tensor  # states of the delta rule
 
@@ -61,7 +64,7 @@ class Inputs:
         drawn = cls(
             draw(num_tokens, shape.channels + heads.value_size), draw(shape.width, shape.channels),
             3 * draw(num_tokens, 2 * heads.num_heads), -draw(heads.num_heads).exp(), draw(heads.num_heads),
-            draw(heads.value_dim), inputs, delta,
+            draw(heads.value_dim), draw(shape.channels), draw(heads.num_heads), draw(heads.value_size), inputs, delta,
         )  # fmt: skip
         moved = {name: value.to(device) for name, value in vars(drawn).items()}
         return cls(**moved | {name: moved[name].to(dtype) for name in ("qkvz", "gates")})
@@ -79,12 +82,12 @@ def check(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, devic
     inputs, delta = given.inputs.clone(), given.delta.clone()
     exact_inputs, exact_delta = given.inputs.double(), given.delta.double()
     qkv, gate = given.qkvz[:, : shape.channels], given.qkvz[:, shape.channels :]
-    expected = exact.causal_conv(qkv.double(), given.weight.double(), exact_inputs, batch)
-    convolved = operators.causal_conv(qkv, given.weight, inputs, batch)
+    expected = exact.causal_conv(qkv.double(), given.weight.double(), None, exact_inputs, batch)
+    convolved = operators.causal_conv(qkv, given.weight, None, inputs, batch)
     _assert_close(convolved, expected, tolerance)
     _assert_close(inputs, exact_inputs, 1e-6)
-    rates = DeltaRates(given.decay, given.step_bias)
-    exact_rates = DeltaRates(given.decay.double(), given.step_bias.double())
+    rates = StateRates(given.decay, given.step_bias)
+    exact_rates = StateRates(given.decay.double(), given.step_bias.double())
     expected = exact.gated_delta(convolved.double(), given.gates.double(), exact_rates, exact_delta, heads, batch)
     mixed = operators.gated_delta(convolved, given.gates, rates, delta, heads, batch)
     _assert_close(mixed, expected, tolerance)
@@ -98,9 +101,34 @@ def check(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, devic
     _assert_close(operators.multiply_sigmoid(mixed, gate), expected, tolerance)
 
 
+def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Check the operators of Mamba-2, and that nothing is written to the state of zeros."""
+    given, tolerance = Inputs.random(shape, dtype, device), TOLERANCES[dtype]
+    heads, batch, exact = shape.heads, batch_of(shape.lengths, shape.blocks, device), TorchRecurrent()
+    states, exact_states = given.delta.clone(), given.delta.double()
+    qkv, gate = given.qkvz[:, : shape.channels], given.qkvz[:, shape.channels :]
+    weight, bias = given.weight, given.bias
+    expected = exact.causal_conv(qkv.double(), weight.double(), bias.double(), given.inputs.double(), batch)
+    convolved = operators.causal_conv(qkv, weight, bias, given.inputs.clone(), batch)
+    _assert_close(convolved, expected, tolerance)
+    rates, step = StateRates(given.decay, given.step_bias), given.gates[:, 1 : 1 + heads.num_heads]
+    exact_rates = StateRates(given.decay.double(), given.step_bias.double())
+    expected = exact.state_space(
+        convolved.double(), step.double(), exact_rates, given.skip.double(), exact_states, heads, batch
+    )
+    mixed = operators.state_space(convolved, step, rates, given.skip, states, heads, batch)
+    _assert_close(mixed, expected, tolerance)
+    _assert_close(states, exact_states, 1e-5)
+    assert torch.equal(states[0], given.delta[0])
+    for num_groups in (1, heads.num_heads):
+        expected = exact.rms_norm_of_gated(mixed.double(), gate.double(), given.wide_norm.double(), EPS, num_groups)
+        found = operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, num_groups)
+        _assert_close(found, expected, tolerance)
+
+
 def check_chunks(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
     """Check that the states and outputs of a sequence have the same bits after any chunks."""
-    shape = Shape(GatedDeltaHeads(2, 4, 16, 32), 4, (150,), (2,))
+    shape = Shape(StateHeads(2, 4, 16, 32), 4, (150,), (2,))
     given = Inputs.random(shape, dtype, device)
     whole = _run(operators, given, shape, (150,))
     for lengths in ((64, 86), (1, 1, 1, 147), (17, 111, 1, 21), (1,) * 150):
@@ -108,16 +136,20 @@ def check_chunks(operators: RecurrentOperators, dtype: torch.dtype, device: str 
 
 
 def _run(operators: RecurrentOperators, given: Inputs, shape: Shape, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    inputs, delta, outputs = given.inputs.clone(), given.delta.clone(), []
-    rates = DeltaRates(given.decay, given.step_bias)
+    inputs, delta, space, outputs = given.inputs.clone(), given.delta.clone(), given.delta.clone(), list[Tensor]()
+    rates = StateRates(given.decay, given.step_bias)
     for end, length in zip(accumulate(lengths), lengths, strict=True):
         rows = slice(end - length, end)
         batch = batch_of((length,), shape.blocks, str(given.qkvz.device))
-        qkv = operators.causal_conv(given.qkvz[rows, : shape.channels], given.weight, inputs, batch)
-        mixed = operators.gated_delta(qkv, given.gates[rows], rates, delta, shape.heads, batch)
-        gated = operators.gated_rms_norm(mixed, given.qkvz[rows, shape.channels :], given.norm, EPS)
-        outputs.append(operators.multiply_sigmoid(gated, given.qkvz[rows, shape.channels :]))
-    return inputs, delta, torch.cat(outputs)
+        qkv = operators.causal_conv(given.qkvz[rows, : shape.channels], given.weight, given.bias, inputs, batch)
+        gate, gates = given.qkvz[rows, shape.channels :], given.gates[rows]
+        mixed = operators.gated_delta(qkv, gates, rates, delta, shape.heads, batch)
+        gated = operators.gated_rms_norm(mixed, gate, given.norm, EPS)
+        outputs.append(operators.multiply_sigmoid(gated, gate))
+        step = gates[:, : shape.heads.num_heads]
+        mixed = operators.state_space(qkv, step, rates, given.skip, space, shape.heads, batch)
+        outputs.append(operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, 2))
+    return inputs, delta, space, torch.cat(outputs[::2]), torch.cat(outputs[1::2])
 
 
 def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:

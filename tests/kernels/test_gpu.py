@@ -31,6 +31,7 @@ def test_gpu_kernel_equals_the_float64_reference(check: Check) -> None:
 @pytest.mark.parametrize("name", recurrent_cases.SHAPES)
 def test_gpu_recurrent_operators_equal_torch_in_float64(name: str, dtype: torch.dtype) -> None:
     recurrent_cases.check(triton_kernels.TritonRecurrent(), recurrent_cases.SHAPES[name], dtype, "cuda")
+    recurrent_cases.check_mamba(triton_kernels.TritonRecurrent(), recurrent_cases.SHAPES[name], dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -24,6 +24,7 @@ MODULES = {
     "gpt_oss": "gpt_oss",
     "granite": "granite",
     "granitemoe": "granitemoe",
+    "granitemoehybrid": "granitemoehybrid",
     "granite_swa": "granite_swa",
     "helium": "helium",
     "lfm2": "lfm2",

@@ -9,7 +9,7 @@ from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.recurrent import GatedDeltaWeights
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.part import Role
-from kernels.recurrent.batch import DeltaRates, GatedDeltaHeads
+from kernels.recurrent.batch import StateHeads, StateRates
 
 
 class GatedDelta:
@@ -55,13 +55,13 @@ def load_gated_delta(spec: GatedDeltaSpec, source: LayerSource) -> GatedDelta:
     )
     heads = (spec.num_heads,)
     loaded = GatedDeltaWeights(
-        heads=GatedDeltaHeads(spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim),
+        heads=StateHeads(spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim),
         conv=weights.get(f"{prefix}{delta.conv}.weight", (spec.channels, 1, spec.width))
         .squeeze(1)
         .t()
         .float()
         .contiguous(),
-        rates=DeltaRates(
+        rates=StateRates(
             -weights.get(prefix + delta.decay, heads, dtype=torch.float32).exp(),
             weights.get(prefix + delta.step_bias, heads, dtype=torch.float32),
         ),

@@ -13,12 +13,14 @@ from engine_worker.model.parts.gated_delta import load_gated_delta
 from engine_worker.model.parts.gated_mlp import load_gated_mlp
 from engine_worker.model.parts.short_conv import load_short_conv
 from engine_worker.model.parts.source import LayerSource
+from engine_worker.model.parts.state_space import load_state_space
 from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
 from engine_worker.model.specs.part import PartSpec
 from engine_worker.model.specs.short_conv import ShortConvSpec
+from engine_worker.model.specs.state_space import StateSpaceSpec
 
 
 class Mixer(Protocol):
@@ -43,6 +45,7 @@ _MIXERS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mixer]] = {
     AttentionSpec: load_attention,
     ShortConvSpec: load_short_conv,
     GatedDeltaSpec: load_gated_delta,
+    StateSpaceSpec: load_state_space,
 }
 _MLPS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mlp]] = {
     GatedMlpSpec: load_gated_mlp,

@@ -57,6 +57,22 @@ DELTA = DeltaNames()
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateSpaceNames:
+    """The names of the tensors of a Mamba-2 layer."""
+
+    enter: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    decay: str = "mamba.A_log"
+    skip: str = "mamba.D"
+    step_bias: str = "mamba.dt_bias"
+    norm: str = "mamba.norm"
+    out: str = "mamba.out_proj"
+
+
+SPACE = StateSpaceNames()
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamesSpec:
     """The names of a checkpoint's tensors; several names of one layer are concatenated in this order."""
 
@@ -73,6 +89,7 @@ class NamesSpec:
     conv_in: str = "conv.in_proj"
     conv_out: str = "conv.out_proj"
     delta: DeltaNames = DELTA
+    space: StateSpaceNames = SPACE
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     experts: ExpertNames = EXPERTS

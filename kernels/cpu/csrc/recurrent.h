@@ -14,8 +14,14 @@ struct Sequences {
     int32_t num_threads;
 };
 
-struct DeltaHeads {
+struct StateHeads {
     int32_t num_key_heads, num_heads, key_dim, value_dim;
+};
+
+// Mamba-2 with `skip`, the gated delta rule without it. Then the gates of a token are beta, and the step `step_at` after it.
+struct Recurrence {
+    const float *decay, *step_bias, *skip;
+    int64_t gate_stride, step_at;
 };
 
 namespace {
@@ -44,10 +50,11 @@ inline void store_some(T* at, Vec x, int64_t count) {
 inline Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exponential(times(x, splat(-1.0f)))); }
 
 // Inputs of `channels` before a sequence's new ones: history [width - 1, channels], oldest first. weight [width, channels].
+// bias [channels], or null.
 template <typename T>
 void convolve_channels(
-    const T* x, int64_t stride, int64_t num_tokens, const float* weight, int64_t channels, int64_t width, float* history,
-    bool is_kept, int64_t first, int64_t end, T* out) {
+    const T* x, int64_t stride, int64_t num_tokens, const float* weight, const float* bias, int64_t channels,
+    int64_t width, float* history, bool is_kept, int64_t first, int64_t end, T* out) {
     const auto input = [=](int64_t at, int64_t channel, int64_t count) {
         if (at >= 0) return load_some(x + at * stride + channel, count);
         return load_some(history + (at + width - 1) * channels + channel, count);
@@ -55,7 +62,7 @@ void convolve_channels(
     for (int64_t channel = first; channel < end; channel += WIDTH) {
         const int64_t count = end - channel;
         for (int64_t token = 0; token < num_tokens; token++) {
-            Vec total = splat(0.0f);
+            Vec total = bias ? load_some(bias + channel, count) : splat(0.0f);
             for (int64_t tap = 0; tap < width; tap++)
                 total = fma(
                     input(token - (width - 1) + tap, channel, count), load_some(weight + tap * channels + channel, count),
@@ -70,7 +77,8 @@ void convolve_channels(
 
 template <typename T>
 void causal_conv(
-    const Sequences& all, const void* x, int64_t stride, const float* weight, int64_t channels, int64_t width, void* out) {
+    const Sequences& all, const void* x, int64_t stride, const float* weight, const float* bias, int64_t channels,
+    int64_t width, void* out) {
     const int64_t parts = (channels + CHANNELS - 1) / CHANNELS;
     const Sequences own = all;
     perform_parts(own.count * parts, 1, own.num_threads, [=](int64_t part, uint8_t*) {
@@ -79,8 +87,8 @@ void causal_conv(
         const int64_t block = own.blocks[sequence];
         if (num_tokens)
             convolve_channels(
-                (const T*)x + start * stride, stride, num_tokens, weight, channels, width, own.states + block * own.stride,
-                block != 0, first, smaller<int64_t>(channels, first + CHANNELS), (T*)out + start * channels);
+                (const T*)x + start * stride, stride, num_tokens, weight, bias, channels, width,
+                own.states + block * own.stride, block != 0, first, smaller<int64_t>(channels, first + CHANNELS), (T*)out + start * channels);
     });
 }
 
@@ -90,24 +98,28 @@ inline void unit(const T* x, int size, float scale, float* normed) {
     for (int i = 0; i < size; i++) normed[i] = widened(x[i]) * factor;
 }
 
-// `vectors` columns of one state [key_dim, value_dim]: decay, write `share` of the error for the key, read by the query.
-template <int VECTORS, typename T>
+// `vectors` columns of one state [key_dim, value_dim]: decay, write `share` of the value for the key, or of its error, and
+// read by the query; `skip` of the value is added.
+template <int VECTORS, bool IS_DELTA, typename T>
 inline void update_columns(
     float* state, int64_t row_stride, int64_t count, int key_dim, const float* query, const float* key, const T* value,
-    float decay, float share, T* out) {
+    float decay, float share, float skip, T* out) {
     const Vec factor = splat(decay);
-    Vec known[VECTORS], mixed[VECTORS];
-    for (int v = 0; v < VECTORS; v++) known[v] = mixed[v] = splat(0.0f);
-    for (int k = 0; k < key_dim; k++)
+    Vec written[VECTORS], mixed[VECTORS];
+    for (int v = 0; v < VECTORS; v++) written[v] = splat(0.0f);
+    for (int k = 0; IS_DELTA && k < key_dim; k++)
         for (int v = 0; v < VECTORS; v++)
-            known[v] = fma(
-                times(load_some(state + k * row_stride + v * WIDTH, count - v * WIDTH), factor), splat(key[k]), known[v]);
-    for (int v = 0; v < VECTORS; v++)
-        known[v] = times(load_some(value + v * WIDTH, count - v * WIDTH) - known[v], splat(share));
+            written[v] = fma(
+                times(load_some(state + k * row_stride + v * WIDTH, count - v * WIDTH), factor), splat(key[k]), written[v]);
+    for (int v = 0; v < VECTORS; v++) {
+        const Vec given = load_some(value + v * WIDTH, count - v * WIDTH);
+        written[v] = times(given - written[v], splat(share));
+        mixed[v] = times(given, splat(skip));
+    }
     for (int k = 0; k < key_dim; k++)
         for (int v = 0; v < VECTORS; v++) {
             float* at = state + k * row_stride + v * WIDTH;
-            const Vec updated = fma(splat(key[k]), known[v], times(load_some(at, count - v * WIDTH), factor));
+            const Vec updated = fma(splat(key[k]), written[v], times(load_some(at, count - v * WIDTH), factor));
             mixed[v] = fma(updated, splat(query[k]), mixed[v]);
             store_some(at, updated, count - v * WIDTH);
         }
@@ -115,40 +127,54 @@ inline void update_columns(
 }
 
 template <typename T>
-void delta_head(
-    const DeltaHeads& heads, const T* qkv, int64_t stride, const T* gates, float decay, float step_bias,
-    int64_t num_tokens, int head, float* state, T* out) {
+inline void widen_all(const T* x, int size, float* wide) {
+    for (int i = 0; i < size; i++) wide[i] = widened(x[i]);
+}
+
+template <bool IS_DELTA, typename T>
+void recurrent_head(
+    const StateHeads& heads, const Recurrence& rule, const T* qkv, int64_t stride, const T* gates, int64_t num_tokens,
+    int head, float* state, T* out) {
     const int key_dim = heads.key_dim, value_dim = heads.value_dim, size = heads.num_key_heads * key_dim;
     const int key_head = head / (heads.num_heads / heads.num_key_heads);
     float query[MAX_KEY_DIM], key[MAX_KEY_DIM];
     for (int64_t token = 0; token < num_tokens; token++) {
         const T* row = qkv + token * stride;
-        unit(row + key_head * key_dim, key_dim, 1.0f / sqrtf((float)key_dim), query);
-        unit(row + size + key_head * key_dim, key_dim, 1.0f, key);
-        const T* gate = gates + token * 2 * heads.num_heads + head;
-        const float x = widened(gate[heads.num_heads]) + step_bias;
-        const float factor = expf(decay * (x > 20.0f ? x : log1pf(expf(x))));
-        const float share = 1.0f / (1.0f + expf(-widened(gate[0])));
+        const T *queries = row + key_head * key_dim, *keys = queries + size;
+        if (IS_DELTA) {
+            unit(queries, key_dim, 1.0f / sqrtf((float)key_dim), query);
+            unit(keys, key_dim, 1.0f, key);
+        } else {
+            widen_all(queries, key_dim, query);
+            widen_all(keys, key_dim, key);
+        }
+        const T* gate = gates + token * rule.gate_stride + head;
+        const float x = widened(gate[rule.step_at]) + rule.step_bias[head];
+        const float step = x > 20.0f ? x : log1pf(expf(x)), factor = expf(rule.decay[head] * step);
+        const float share = IS_DELTA ? 1.0f / (1.0f + expf(-widened(gate[0]))) : step;
+        const float skip = IS_DELTA ? 0.0f : rule.skip[head];
         const T* value = row + 2 * size + head * value_dim;
         T* to = out + (token * heads.num_heads + head) * value_dim;
         int column = 0;
         for (; column + COLUMNS * WIDTH <= value_dim; column += COLUMNS * WIDTH)
-            update_columns<COLUMNS>(
-                state + column, value_dim, COLUMNS * WIDTH, key_dim, query, key, value + column, factor, share, to + column);
+            update_columns<COLUMNS, IS_DELTA>(
+                state + column, value_dim, COLUMNS * WIDTH, key_dim, query, key, value + column, factor, share, skip,
+                to + column);
         for (; column < value_dim; column += WIDTH)
-            update_columns<1>(
-                state + column, value_dim, value_dim - column, key_dim, query, key, value + column, factor, share,
+            update_columns<1, IS_DELTA>(
+                state + column, value_dim, value_dim - column, key_dim, query, key, value + column, factor, share, skip,
                 to + column);
     }
 }
 
 // A part is one head of one sequence. `scratch` has a state for each sequence without one of its own.
 template <typename T>
-void gated_delta(
-    const Sequences& all, const DeltaHeads& of_layer, const void* qkv, int64_t stride, const void* gates,
-    const float* decay, const float* step_bias, float* scratch, void* out) {
+void recurrence(
+    const Sequences& all, const StateHeads& of_layer, const Recurrence& of_rule, const void* qkv, int64_t stride,
+    const void* gates, float* scratch, void* out) {
     const Sequences own = all;
-    const DeltaHeads heads = of_layer;
+    const StateHeads heads = of_layer;
+    const Recurrence rule = of_rule;
     perform_parts(own.count * heads.num_heads, 1, own.num_threads, [=](int64_t part, uint8_t*) {
         const int64_t sequence = part / heads.num_heads, head = part % heads.num_heads;
         const int64_t start = own.starts[sequence], num_tokens = own.starts[sequence + 1] - start;
@@ -158,9 +184,9 @@ void gated_delta(
             memcpy(scratch + part * size, state, size * sizeof(float));
             state = scratch + part * size;
         }
-        delta_head(
-            heads, (const T*)qkv + start * stride, stride, (const T*)gates + start * 2 * heads.num_heads,
-            decay[head], step_bias[head], num_tokens, (int)head, state, (T*)out + start * heads.num_heads * heads.value_dim);
+        const auto run = rule.skip ? recurrent_head<false, T> : recurrent_head<true, T>;
+        run(heads, rule, (const T*)qkv + start * stride, stride, (const T*)gates + start * rule.gate_stride, num_tokens,
+            (int)head, state, (T*)out + start * heads.num_heads * heads.value_dim);
     });
 }
 
@@ -177,6 +203,29 @@ void gated_rms_norm(
                 const Vec normed = times(times(load_some(from + i, size - i), factor), load_some(weight + i, size - i));
                 store_some((T*)out + at + i, times(normed, activated(load_some(gates + i, size - i), SILU)), size - i);
             }
+        }
+    });
+}
+
+// Each part [size] of a row of x, times silu(gate), is normed; weight [parts, size].
+template <typename T>
+void rms_norm_of_gated(
+    const void* x, const void* gate, int64_t gate_stride, const float* weight, float eps, int64_t rows, int64_t parts,
+    int64_t size, void* out, int num_threads) {
+    perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t row, uint8_t*) {
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t at = (row * parts + part) * size;
+            const T *from = (const T*)x + at, *gates = (const T*)gate + row * gate_stride + part * size;
+            const auto gated = [=](int64_t i) {
+                return times(load_some(from + i, size - i), activated(load_some(gates + i, size - i), SILU));
+            };
+            Vec squares = splat(0.0f);
+            for (int64_t i = 0; i < size; i += WIDTH) squares = fma(gated(i), gated(i), squares);
+            const Vec factor = splat(1.0f / sqrtf(sum(squares) / size + eps));
+            for (int64_t i = 0; i < size; i += WIDTH)
+                store_some(
+                    (T*)out + at + i, times(times(gated(i), factor), load_some(weight + part * size + i, size - i)),
+                    size - i);
         }
     });
 }

@@ -61,21 +61,27 @@ PAGESTREAM_EXPORT void NAME(pagestream_multiply_dense)(
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_causal_conv)(
-    const Sequences* sequences, const void* x, int64_t stride, const float* weight, int64_t channels, int64_t width,
-    void* out, int dtype) {
-    BY_TYPE(dtype, causal_conv, *sequences, x, stride, weight, channels, width, out);
+    const Sequences* sequences, const void* x, int64_t stride, const float* weight, const float* bias,
+    int64_t channels, int64_t width, void* out, int dtype) {
+    BY_TYPE(dtype, causal_conv, *sequences, x, stride, weight, bias, channels, width, out);
 }
 
-PAGESTREAM_EXPORT void NAME(pagestream_gated_delta)(
-    const Sequences* sequences, const DeltaHeads* heads, const void* qkv, int64_t stride, const void* gates,
-    const float* decay, const float* step_bias, float* scratch, void* out, int dtype) {
-    BY_TYPE(dtype, gated_delta, *sequences, *heads, qkv, stride, gates, decay, step_bias, scratch, out);
+PAGESTREAM_EXPORT void NAME(pagestream_recurrence)(
+    const Sequences* sequences, const StateHeads* heads, const Recurrence* rule, const void* qkv, int64_t stride,
+    const void* gates, float* scratch, void* out, int dtype) {
+    BY_TYPE(dtype, recurrence, *sequences, *heads, *rule, qkv, stride, gates, scratch, out);
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_gated_rms_norm)(
     const void* x, const void* gate, int64_t gate_stride, const float* weight, float eps, int64_t rows, int64_t parts,
     int64_t size, void* out, int num_threads, int dtype) {
     BY_TYPE(dtype, gated_rms_norm, x, gate, gate_stride, weight, eps, rows, parts, size, out, num_threads);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_rms_norm_of_gated)(
+    const void* x, const void* gate, int64_t gate_stride, const float* weight, float eps, int64_t rows, int64_t parts,
+    int64_t size, void* out, int num_threads, int dtype) {
+    BY_TYPE(dtype, rms_norm_of_gated, x, gate, gate_stride, weight, eps, rows, parts, size, out, num_threads);
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_multiply_sigmoid)(

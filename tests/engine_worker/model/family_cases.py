@@ -35,6 +35,11 @@ DELTA = {
     "num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }  # fmt: skip
+MAMBA = {
+    "num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 16,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 40, "head_dim": None,
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+}  # fmt: skip
 SHARED_EXPERT = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
@@ -134,6 +139,14 @@ NATIVE = {
     "granitemoe": Case("granitemoe", {
         "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
         "residual_multiplier": 0.4, "logits_scaling": 2.0, "head_dim": None}),
+    "granitemoehybrid": Case("granitemoehybrid", {**MAMBA, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "granitemoehybrid, dense, groups and biases": Case("granitemoehybrid", {
+        **MAMBA, "num_local_experts": 0, "mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_d_conv": 2,
+        "position_embedding_type": "rope"}),
+    "granitemoehybrid, dense, no filter biases": Case("granitemoehybrid", {
+        **MAMBA, "num_local_experts": 0, "mamba_conv_bias": False}),
+    "granitemoehybrid, attention only": Case("granitemoehybrid", {
+        **MAMBA, "num_local_experts": 0, "layer_types": ["attention"] * 4}),
     "glm4_moe": Case("glm4_moe", {
         "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2,
         "routed_scaling_factor": 1.7, "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True}),

@@ -49,6 +49,10 @@ CASES: dict[str, dict[str, Any]] = {
                 "rope_parameters": {**YARN, "truncate": False}},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                 "logits_scaling": 0.5},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
+        "mamba_d_head": "auto", "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
+    },
     "granite_swa": {"sliding_window": 7, "num_hidden_layers": 4, "residual_multiplier": 0.4},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2, "residual_multiplier": 0.4},
     "helium": {"attention_bias": True},

@@ -50,6 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                 "logits_scaling": 0.5},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 24, "mamba_n_groups": 12, "mamba_d_state": 8,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
+    },
     "granite_swa": {"attention_multiplier": 0.2, "sliding_window": 6,
                     "layer_types": ["full_attention", "sliding_attention"]},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2, "residual_multiplier": 0.4},

@@ -5,12 +5,12 @@ import torch
 
 from kernels.cpu.library import InstructionSet, cpu_library
 from kernels.cpu.recurrent import CompiledRecurrent
-from kernels.recurrent.batch import GatedDeltaHeads
-from tests.kernels.recurrent_cases import SHAPES, Shape, check, check_chunks
+from kernels.recurrent.batch import StateHeads
+from tests.kernels.recurrent_cases import SHAPES, Shape, check, check_chunks, check_mamba
 
 INSTRUCTION_SETS = cpu_library().instruction_sets
 # No vector divides the channels or the values of a head.
-ODD = {"odd sizes": Shape(GatedDeltaHeads(3, 3, 7, 11), 3, (4, 9), (1, 2))}
+ODD = {"odd sizes": Shape(StateHeads(3, 3, 7, 11), 3, (4, 9), (1, 2))}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -18,6 +18,7 @@ ODD = {"odd sizes": Shape(GatedDeltaHeads(3, 3, 7, 11), 3, (4, 9), (1, 2))}
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_operators_equal_torch_in_float64(instruction_set: InstructionSet, name: str, dtype: torch.dtype) -> None:
     check(CompiledRecurrent(cpu_library(), dtype, instruction_set), {**SHAPES, **ODD}[name], dtype)
+    check_mamba(CompiledRecurrent(cpu_library(), dtype, instruction_set), {**SHAPES, **ODD}[name], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from kernels.recurrent.triton_kernels import TritonRecurrent
-from tests.kernels.recurrent_cases import SHAPES, check, check_chunks
+from tests.kernels.recurrent_cases import SHAPES, check, check_chunks, check_mamba
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_operators_equal_torch_in_float64(name: str, dtype: torch.dtype) -> None:
     check(TritonRecurrent(), SHAPES[name], dtype)
+    check_mamba(TritonRecurrent(), SHAPES[name], dtype)
 
 
 def test_chunks_change_no_bit() -> None:
