@@ -15,7 +15,7 @@ from shared.redis_client import is_missing_group
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import PendingEntry, ReapMode, RedisScripts
 
-REAP_BATCH_ENTRIES = 64  # bounds the time of one script call
+REAP_BATCH_ENTRIES = 32  # bounds the time of one script call
 DEAD_LETTER_MESSAGE = "the request crashed its worker repeatedly and was given up"
 
 

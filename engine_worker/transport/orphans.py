@@ -15,8 +15,8 @@ from engine_worker.transport.fault_counts import FaultCounts
 from shared.messages import PROTOCOL_VERSION, EventBatch, FinishEvent, FinishReason, Usage, encode
 from shared.redis_scripts import GoneRequest, RedisScripts
 
-PAGE_ENTRIES = 256  # 0.8 ms of the store's time
-PAGES_PER_TICK = 16  # at most: 100,000 requests are read in 25 s
+PAGE_ENTRIES = 128  # the store answers others after each
+PAGES_PER_TICK = 32  # at most: 100,000 requests are read in 25 s
 PASS_TICKS = 8  # fewer requests are read slower, within this time
 
 logger = logging.getLogger(__name__)

@@ -198,7 +198,7 @@ def _recurrence(
     assert qkv.stride(1) == gates.stride(1) == 1
     assert states.stride()[1:] == (heads.key_dim * heads.value_dim, heads.value_dim, 1)
     out = torch.empty((len(qkv), heads.value_size), dtype=qkv.dtype, device=qkv.device)
-    columns = min(heads.value_dim, _COLUMNS)
+    columns = min(heads.value_dim & -heads.value_dim, _COLUMNS)  # a power of two that divides them
     _recurrence_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
         qkv, gates, rates.decay, rates.step_bias, skip, out, states, batch.state_blocks, batch.query_start_loc,
         qkv.stride(0), gates.stride(0), states.stride(0),
