@@ -1,6 +1,7 @@
-"""The short convolutions of one step, with their inputs in the KV pool."""
+"""The short convolutions of one step, with their inputs in the KV pool: the CPU's, and their protocol."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,11 @@ from torch import Tensor
 from engine_worker.kv.layout import Place
 from engine_worker.model.model_input import ModelInput
 from kernels.short_conv import convolve, read_inputs, store_inputs, window_slots
+
+
+class Convolutions(Protocol):
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, layers: range) -> Tensor:
+        """Store x [T, C] in `layers` of the pool and return its convolution with weight [C, width], in x's dtype."""
 
 
 class ConvolutionPlan:
@@ -26,7 +32,7 @@ class ConvolutionPlan:
         self._windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by group and width
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, layers: range) -> Tensor:
-        """Store x [T, C] in `layers` of the pool and return its convolution with weight [C, width], in x's dtype."""
+        """Return the convolution of x; see Convolutions."""
         _, _, _, num_kv_heads, _, head_dim = self._pool.shape
         size = 2 * num_kv_heads * head_dim
         padded = F.pad(x, (0, size * len(layers) - x.shape[1]))

@@ -33,6 +33,7 @@ class CudaAttention:
         """Hold the views; `kv_scales` are per layer for an e4m3 pool, and `places` as in attach_device()."""
         self.num_heads, self.head_dim, self.is_deterministic = shape.num_heads, shape.head_dim, is_deterministic
         self.groups = LayerGroups(shape.cache_layers, places)
+        self.kv_pool = kv_pool
         self.layers = [(kv_pool[:, place, 0], kv_pool[:, place, 1]) for _, place in self.groups.places]
         self.kv_scales = kv_scales or (UNIT_SCALES,) * len(shape.cache_layers)
 

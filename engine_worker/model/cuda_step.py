@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine_worker.kv.layout import Place
-from engine_worker.model.convolutions import ConvolutionPlan
 from engine_worker.model.cuda_attention import CudaAttention
+from engine_worker.model.cuda_convolutions import CudaConvolutions
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
@@ -53,9 +53,10 @@ class CudaStep:
         self._input = model_input
         self._plan = device.attention.begin(model_input)
 
-    @property
-    def convolutions(self) -> ConvolutionPlan:
-        raise NotImplementedError("short convolutions on CUDA are refused before the model loads")
+    @cached_property
+    def convolutions(self) -> CudaConvolutions:
+        attention = self._device.attention
+        return CudaConvolutions(attention.kv_pool, attention.groups.places, self._input)
 
     def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
         return self._device.recurrent.multiply_sigmoid(x, gate)

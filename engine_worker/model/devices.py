@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.kv.layout import ITEMSIZES, Place
-from engine_worker.model.convolutions import ConvolutionPlan
+from engine_worker.model.convolutions import Convolutions
 from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
@@ -53,7 +53,7 @@ class DeviceStep(Protocol):
         """Return x [T, N] times the sigmoid of gate [T, N]; x may be overwritten."""
 
     @property
-    def convolutions(self) -> ConvolutionPlan:
+    def convolutions(self) -> Convolutions:
         """The step's short convolutions, planned when the first one runs."""
 
     @property
@@ -141,17 +141,14 @@ def check_kv_dtype(kv_dtype: str, model_dtype: str, capability: tuple[int, int] 
         )
 
 
-def check_convolutions(shape: ModelShape, device_type: str, kv_dtype: str) -> None:
-    """Check a model with short convolutions against the device and the KV dtype.
+def check_convolutions(shape: ModelShape, kv_dtype: str) -> None:
+    """Check a model with short convolutions against the KV dtype.
 
     Raises:
-        ValueError: If the device or the dtype does not support them.
+        ValueError: If the dtype does not support them.
     """
-    if len(shape.attentions) + shape.state_shape[0] == shape.num_layers:
-        return
-    if device_type != "cpu":
-        raise ValueError(f"--device {device_type}: the model has short convolutions, which run on a CPU only; use cpu")
-    if ITEMSIZES[kv_dtype] == 1:
+    has_convolutions = len(shape.attentions) + shape.state_shape[0] < shape.num_layers
+    if has_convolutions and ITEMSIZES[kv_dtype] == 1:
         raise ValueError(
             f"--kv-cache-dtype {kv_dtype}: the model's short convolutions keep their inputs in the KV cache, "
             "which fp8 would round to 4 bits; use auto, bf16 or fp32"

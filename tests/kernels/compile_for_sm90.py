@@ -53,6 +53,7 @@ from kernels.sampling.reference import SamplingRows
 from kernels.sampling.token_counts import counts_width
 from kernels.sampling.token_counts_triton import apply_penalties_triton, count_drawn_triton, recount_triton
 from kernels.scaled import Scaled
+from kernels.short_conv_triton import ConvolvedTokens, short_conv_triton
 from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantized, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
@@ -213,6 +214,19 @@ def recurrent_layers() -> None:
         operators.rms_norm_of_gated(mixed, qkvz[:, channels:], exact(heads.value_size), 1e-6, 1)
     x = empty(64, 2048)
     add_gated_triton(x, x, x, x[0])
+
+
+def short_convolutions() -> None:
+    """Compile one of LFM2: 2,048 channels beside 8 KV heads of 64."""
+    x, cache = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((64, 1024), (9, 2, 8, 16, 64)))
+    weight, indices = (
+        torch.empty(1024, 3, dtype=x.dtype, device="meta"),
+        torch.empty(65, dtype=torch.int32, device="meta"),
+    )
+    places = torch.empty(64, dtype=torch.int64, device="meta")
+    tokens = ConvolvedTokens(indices[1:], indices, places, places, indices[:64, None])
+    short_conv_triton(x, weight, None, cache, tokens, x)
+    short_conv_triton(x, weight, weight[:, 0], cache, tokens, x)
 
 
 def w4_linear_layers() -> None:
@@ -432,6 +446,7 @@ def main(part: int, num_parts: int) -> None:
         "fp8 linear layers llama-8b bf16": fp8_linear_layers,
         "w4 linear layers llama-8b bf16": w4_linear_layers,
         "recurrent layers bf16": recurrent_layers,
+        "short convolutions bf16": short_convolutions,
         "experts gpt-oss-20b mxfp4": experts(GPT_OSS),
         "experts qwen3-30b-a3b bf16": experts(QWEN3),
         "sums of two": summing,

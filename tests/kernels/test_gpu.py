@@ -12,7 +12,7 @@ from kernels.recurrent import triton_kernels
 from kernels.sampling.log_normalizers import log_normalizers, top_scores
 from kernels.sampling.token_counts import apply_penalties, count_drawn, new_counts, recount
 from kernels.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
-from tests.kernels import recurrent_cases
+from tests.kernels import recurrent_cases, short_conv_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +37,10 @@ def test_gpu_recurrent_operators_equal_torch_in_float64(name: str, dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gpu_chunks_change_no_bit_of_a_state(dtype: torch.dtype) -> None:
     recurrent_cases.check_chunks(triton_kernels.TritonRecurrent(), dtype, "cuda")
+
+
+def test_gpu_short_convolution_equals_torch() -> None:
+    short_conv_cases.check("cuda")
 
 
 def test_gpu_gated_shared_expert_equals_the_reference() -> None:

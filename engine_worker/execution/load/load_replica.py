@@ -102,7 +102,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     settings = _with_dtypes(settings, blueprint, device)
     max_model_len = checked_max_model_len(settings.max_model_len, blueprint.shape.max_position_embeddings)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
-    check_convolutions(blueprint.shape, device.type, kv_cache_dtype(settings.kv_cache_dtype, settings.dtype))
+    check_convolutions(blueprint.shape, kv_cache_dtype(settings.kv_cache_dtype, settings.dtype))
     return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
 
 
