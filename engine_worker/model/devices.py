@@ -16,7 +16,7 @@ from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.recurrent import RecurrentPlan
-from engine_worker.model.spec import ModelShape
+from engine_worker.model.spec import ModelShape, has_convolutions
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 from kernels.scaled import Scaled
@@ -147,8 +147,7 @@ def check_convolutions(shape: ModelShape, kv_dtype: str) -> None:
     Raises:
         ValueError: If the dtype does not support them.
     """
-    has_convolutions = len(shape.attentions) + shape.state_shape[0] < shape.num_layers
-    if has_convolutions and ITEMSIZES[kv_dtype] == 1:
+    if has_convolutions(shape) and ITEMSIZES[kv_dtype] == 1:
         raise ValueError(
             f"--kv-cache-dtype {kv_dtype}: the model's short convolutions keep their inputs in the KV cache, "
             "which fp8 would round to 4 bits; use auto, bf16 or fp32"

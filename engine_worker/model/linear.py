@@ -37,7 +37,10 @@ class Scaling(StrEnum):
     GROUPS = "groups"  # one scale per 128 elements of a row
 
 
-SPLITS = {Role.QKV: Split.OUTPUTS, Role.OUT: Split.INPUTS, Role.GATE_UP: Split.OUTPUTS, Role.DOWN: Split.INPUTS}
+SPLITS = {
+    Role.QKV: Split.OUTPUTS, Role.OUT: Split.INPUTS, Role.GATE_UP: Split.OUTPUTS, Role.UP: Split.OUTPUTS,
+    Role.DOWN: Split.INPUTS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

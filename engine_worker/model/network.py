@@ -39,12 +39,16 @@ class DecoderLayer:
             return make(source.weights.get(f"{source.prefix}{name}.weight", (shapes.size,))) if is_there else None
 
         self._residual_scale = spec.residual_scale
-        self._before_mixer = norm(names.before_attention, spec.norms_before, is_of_sum=source.index > 0)
-        self._mixer = load_mixer(spec.mixer, source)
-        self._after_mixer = norm(names.after_attention, spec.norms_after)
-        self._before_mlp = norm(names.before_mlp, spec.norms_before, is_of_sum=True)
-        self._mlp = load_mlp(spec.mlp, source)
-        self._after_mlp = norm(names.after_mlp, spec.norms_after)
+        has_sum = source.index > 0  # of an earlier part
+        self._mixer = self._mlp = None
+        if spec.mixer is not None:
+            self._before_mixer = norm(names.before_attention, spec.norms_before, is_of_sum=has_sum)
+            self._mixer = load_mixer(spec.mixer, source)
+            self._after_mixer = norm(names.after_attention, spec.norms_after)
+        if spec.mlp is not None:
+            self._before_mlp = norm(names.before_mlp, spec.norms_before, is_of_sum=has_sum or self._mixer is not None)
+            self._mlp = load_mlp(spec.mlp, source)
+            self._after_mlp = norm(names.after_mlp, spec.norms_after)
 
     def __call__(
         self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
@@ -57,11 +61,16 @@ class DecoderLayer:
             residual: [T, H].
             rows: int64 rows of the result that are needed; KV is stored for all rows.
         """
-        entering, residual = _enter(step, hidden, residual, self._before_mixer, self._mixer.scaling)
-        hidden = self._leave(step, self._mixer(step, entering, rows), self._after_mixer)
+        if self._mixer is not None:
+            entering, residual = _enter(step, hidden, residual, self._before_mixer, self._mixer.scaling)
+            hidden = self._leave(step, self._mixer(step, entering, rows), self._after_mixer)
+        elif rows is not None:
+            hidden = hidden[rows]
         residual = residual if rows is None else residual[rows]
-        entering, residual = _enter(step, hidden, residual, self._before_mlp, self._mlp.scaling)
-        return self._leave(step, self._mlp(entering), self._after_mlp), residual
+        if self._mlp is not None:
+            entering, residual = _enter(step, hidden, residual, self._before_mlp, self._mlp.scaling)
+            hidden = self._leave(step, self._mlp(entering), self._after_mlp)
+        return hidden, residual
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
         """Norm and scale what a part adds to the residual."""
@@ -129,7 +138,7 @@ class Network:
                     tables,
                     index,
                     range(*ends[index : index + 2]),
-                    spec.num_cache_layers[:index].count(0),
+                    spec.num_states_before[index],
                     is_summed=not shapes.takes_sums,
                     reduce=ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce,
                 ),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol, Self, TypeAlias
 
 from engine_worker.kv.layout import MAX_GROUPS, KVGroup, KVLayout, group_layers
@@ -19,7 +20,8 @@ from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
 from engine_worker.model.specs.names import NamesSpec
-from engine_worker.model.specs.part import Part, TensorSpec
+from engine_worker.model.specs.part import Part, PartSpec, TensorSpec
+from engine_worker.model.specs.plain_mlp import PlainMlpSpec
 from engine_worker.model.specs.short_conv import ShortConvSpec
 from engine_worker.model.specs.state_space import StateSpaceSpec
 from engine_worker.model.weight_format import DENSE, WeightFormat
@@ -29,10 +31,10 @@ RecurrentSpec: TypeAlias = GatedDeltaSpec | StateSpaceSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A mixer and an MLP, with norms before a part (on its input), after it (on what it adds), or both."""
+    """A mixer, an MLP, or both, with norms before a part (on its input), after it (on what it adds), or both."""
 
-    mixer: AttentionSpec | ShortConvSpec | RecurrentSpec
-    mlp: GatedMlpSpec | ExpertsSpec
+    mixer: AttentionSpec | ShortConvSpec | RecurrentSpec | None
+    mlp: GatedMlpSpec | PlainMlpSpec | ExpertsSpec | None
     norms_before: bool = True
     norms_after: bool = False
     residual_scale: float = 1.0  # factor of what a part adds
@@ -48,6 +50,8 @@ class LayerSpec:
             (names.before_attention, names.after_attention, self.mixer),
             (names.before_mlp, names.after_mlp, self.mlp),
         ):
+            if part is None:
+                continue
             if self.norms_before:
                 yield TensorSpec(f"{norm_before}.weight", (hidden,))
             yield from part.tensors(names, hidden)
@@ -56,21 +60,27 @@ class LayerSpec:
 
     def share(self, rank: int, size: int) -> Self:
         """Return the layer of one of `size` ranks."""
-        return replace(self, mixer=self.mixer.share(rank, size), mlp=self.mlp.share(rank, size))
+        return replace(
+            self, mixer=self.mixer and self.mixer.share(rank, size), mlp=self.mlp and self.mlp.share(rank, size)
+        )
 
     def parts(self, names: NamesSpec, hidden: int, rank: int, size: int) -> Iterator[tuple[str, Part]]:
         """Yield a rank's part of each tensor; tensors that are not listed are replicated."""
-        yield from self.mixer.parts(names, hidden, rank, size)
-        yield from self.mlp.parts(names, hidden, rank, size)
+        for part in self._parts:
+            yield from part.parts(names, hidden, rank, size)
 
     def fits(self, size: int) -> bool:
         """Return whether `size` ranks can share the layer."""
-        return self.mixer.fits(size) and self.mlp.fits(size)
+        return all(part.fits(size) for part in self._parts)
 
     @property
     def sizes(self) -> str:
         """The numbers that ranks divide, for messages."""
-        return f"{self.mixer.sizes}, {self.mlp.sizes}"
+        return ", ".join(part.sizes for part in self._parts)
+
+    @property
+    def _parts(self) -> list[PartSpec]:
+        return [part for part in (self.mixer, self.mlp) if part is not None]
 
 
 class CacheLayer(Protocol):
@@ -117,6 +127,11 @@ class ModelShape(Protocol):
         """The recurrent layers, and the float32 elements of the state of each; (0, 0): there are none."""
 
     def num_parameters(self) -> int: ...
+
+
+def has_convolutions(shape: ModelShape) -> bool:
+    """Return whether short convolutions keep inputs in the KV pool."""
+    return len(shape.cache_layers) > len(shape.attentions)
 
 
 def kv_layout(shape: ModelShape, block_size: int, dtype: str, max_groups: int = MAX_GROUPS) -> KVLayout:
@@ -195,7 +210,7 @@ class ModelSpec:
     @property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
         mixers = (self.layers[index].mixer for index in self.cache_owners)
-        return tuple(mixer for mixer in mixers if not isinstance(mixer, RecurrentSpec))
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | ShortConvSpec))
 
     @property
     def cache_owners(self) -> tuple[int, ...]:
@@ -205,7 +220,13 @@ class ModelSpec:
     def num_cache_layers(self) -> tuple[int, ...]:
         """The layers of the KV pool that each layer has."""
         size = 2 * self._attention.kv_size
-        return tuple(layer.mixer.num_cache_layers(size) for layer in self.layers)
+        return tuple(layer.mixer.num_cache_layers(size) if layer.mixer else 0 for layer in self.layers)
+
+    @property
+    def num_states_before(self) -> tuple[int, ...]:
+        """The recurrent layers before each layer."""
+        are_recurrent = (isinstance(layer.mixer, RecurrentSpec) for layer in self.layers)
+        return tuple(accumulate(are_recurrent, initial=0))[:-1]
 
     @property
     def state_shape(self) -> tuple[int, int]:

@@ -34,6 +34,7 @@ MODULES = {
     "ministral3": "ministral3",
     "mistral": "mistral",
     "mixtral": "mixtral",
+    "nemotron_h": "nemotron_h",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "olmoe": "olmoe",

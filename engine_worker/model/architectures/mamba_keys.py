@@ -1,6 +1,7 @@
 """Read the Mamba-2 layers of config.json, with errors that name the key. Shared by families with such layers."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from engine_worker.model.architectures.config_keys import FULL, Config, positive_int
@@ -17,8 +18,23 @@ _DEFAULTS: dict[str, Any] = {
 
 def layer_types_with_mamba(config: Config) -> list[str]:
     """Return layer_types in transformers' names; without it, no layer attends."""
-    stated = config.get("layer_types") or [LINEAR] * positive_int(config, "num_hidden_layers")
-    return [_TYPES.get(kind, kind) for kind in stated]
+    return transformers_types(config.get("layer_types") or [LINEAR] * positive_int(config, "num_hidden_layers"))
+
+
+def transformers_types(layer_types: Sequence[str]) -> list[str]:
+    """Return layer types in transformers' names."""
+    return [_TYPES.get(kind, kind) for kind in layer_types]
+
+
+def refuse_step_limits(config: Config) -> None:
+    """Refuse limits of the step of a state.
+
+    Raises:
+        ValueError: If config.json has some.
+    """
+    limit = config.get("time_step_limit")
+    if limit is not None and (len(limit) != 2 or limit[0] != 0 or limit[1] not in _INFINITIES):
+        raise ValueError(f"config.json: time_step_limit = {limit!r} is not supported; only [0, Infinity] is")
 
 
 def state_space_spec(config: Config) -> StateSpaceSpec:
@@ -38,9 +54,7 @@ def state_space_spec(config: Config) -> StateSpaceSpec:
             f"config.json: mamba_n_heads {num_heads} heads of mamba_d_head {head_dim} must be mamba_expand * "
             f"hidden_size, {size}"
         )
-    limit = config.get("time_step_limit")
-    if limit is not None and (len(limit) != 2 or limit[0] != 0 or limit[1] not in _INFINITIES):
-        raise ValueError(f"config.json: time_step_limit = {limit!r} is not supported; only [0, Infinity] is")
+    refuse_step_limits(config)
     return StateSpaceSpec(
         num_groups=num_groups,
         num_heads=num_heads,

@@ -1,7 +1,7 @@
 """The names of a checkpoint's tensors."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 
@@ -68,6 +68,13 @@ class StateSpaceNames:
     norm: str = "mamba.norm"
     out: str = "mamba.out_proj"
 
+    @classmethod
+    def under(cls, module: str) -> Self:
+        """Return the names with another module's name than `mamba`."""
+        usual = cls()
+        names = {field.name: getattr(usual, field.name).replace("mamba", module) for field in fields(usual)}
+        return cls(**names)
+
 
 SPACE = StateSpaceNames()
 
@@ -91,6 +98,7 @@ class NamesSpec:
     delta: DeltaNames = DELTA
     space: StateSpaceNames = SPACE
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    up: str = "mlp.up_proj"  # of an MLP without gates
     down: str = "mlp.down_proj"
     experts: ExpertNames = EXPERTS
     before_attention: str = "input_layernorm"

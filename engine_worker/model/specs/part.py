@@ -17,6 +17,7 @@ class Role(StrEnum):
     QKV = "qkv"
     OUT = "out"
     GATE_UP = "gate_up"
+    UP = "up"  # of an MLP without gates
     DOWN = "down"
     HEAD = "head"
 

@@ -18,9 +18,9 @@ from tests.engine_worker.model.family_cases import NATIVE
 PROMPT = make_prompt(200)
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next", "granitemoehybrid"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a dense model, one with experts, or one with Mamba-2."""
+    """Return a dense model, one with experts, or two with Mamba-2."""
     return write_family(tmp_path_factory.mktemp("hybrid"), NATIVE[request.param])
 
 

@@ -40,6 +40,10 @@ MAMBA = {
     "layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 40, "head_dim": None,
     "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0,
 }  # fmt: skip
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "n_groups": 2,
+    "mamba_num_heads": 6, "mamba_head_dim": 12, "ssm_state_size": 16, "head_dim": 16, "num_hidden_layers": None,
+}  # fmt: skip
 SHARED_EXPERT = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
@@ -147,6 +151,10 @@ NATIVE = {
         **MAMBA, "num_local_experts": 0, "mamba_conv_bias": False}),
     "granitemoehybrid, attention only": Case("granitemoehybrid", {
         **MAMBA, "num_local_experts": 0, "layer_types": ["attention"] * 4}),
+    "nemotron_h": Case("nemotron_h", {**NEMOTRON}),
+    "nemotron_h, ends with attention": Case("nemotron_h", {
+        **NEMOTRON, "layers_block_type": ["mlp", "linear_attention", "linear_attention", "full_attention"],
+        "use_conv_bias": False, "mlp_bias": True, "conv_kernel": 2}),
     "glm4_moe": Case("glm4_moe", {
         "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2,
         "routed_scaling_factor": 1.7, "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True}),

@@ -64,6 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.4}},
     "mistral": {"rope_parameters": YARN, "sliding_window": None},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-*M-", "n_groups": 2, "mamba_num_heads": 6, "mamba_head_dim": 12,
+        "ssm_state_size": 8,
+    },
     "olmo2": {},
     "olmo3": {"sliding_window": 9, "num_hidden_layers": 4},
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 3},

@@ -64,6 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
                                        "llama_4_scaling_beta": 0.5}},
     "mistral": {"sliding_window": None, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-*", "n_groups": 12, "mamba_num_heads": 24, "mamba_head_dim": 12,
+        "ssm_state_size": 8, "mlp_bias": True,
+    },
     "olmo2": {},
     "olmo3": {"sliding_window": 9},
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 3},

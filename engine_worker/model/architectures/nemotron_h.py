@@ -1,0 +1,84 @@
+"""Nemotron-H and Nemotron Nano 2: Mamba-2, a few layers of attention without positions, and MLPs without gates."""
+
+from typing import Any
+
+from engine_worker.model.architectures.config_keys import FULL, Config, by_layer_type, positive_int
+from engine_worker.model.architectures.decoder import attention_spec, model_spec
+from engine_worker.model.architectures.mamba_keys import LINEAR, refuse_step_limits, transformers_types
+from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.specs.attention import RopeSpec
+from engine_worker.model.specs.names import NamesSpec, StateSpaceNames
+from engine_worker.model.specs.plain_mlp import PlainMlpSpec
+from engine_worker.model.specs.state_space import StateSpaceSpec
+
+_NAMES = NamesSpec(
+    layer="backbone.layers.{index}.",
+    embedding="backbone.embeddings.weight",
+    norm="backbone.norm_f.weight",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    out="mixer.o_proj",
+    space=StateSpaceNames.under("mixer"),
+    up="mixer.up_proj",
+    down="mixer.down_proj",
+    before_attention="norm",
+    before_mlp="norm",
+)
+_PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
+_DEFAULTS: dict[str, Any] = {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True}
+
+
+def spec(config: Config, generation: Config) -> ModelSpec:
+    config = {**_DEFAULTS, **config}
+    _refuse_unsupported(config)
+    types = _layer_types(config)
+    config["num_hidden_layers"] = len(types)
+    config.setdefault("head_dim", config.get("attention_head_dim"))
+    kinds = {
+        FULL: LayerSpec(mixer=attention_spec(config, rope=RopeSpec(dim=0)), mlp=None),
+        LINEAR: LayerSpec(mixer=_state_space(config), mlp=None),
+        "mlp": LayerSpec(mixer=None, mlp=_mlp(config)),
+    }
+    layers = tuple(by_layer_type(config, types, kinds))
+    if FULL not in types:
+        raise ValueError("config.json: the layers must have attention at least once")
+    eps = float(config.get("layer_norm_epsilon", 1e-5))
+    return model_spec(config, generation, layers[0], layers=layers, norm_eps=eps, names=_NAMES)
+
+
+def _layer_types(config: Config) -> list[str]:
+    """Return the type of each layer, which older files have as letters."""
+    for key in ("layers_block_type", "layer_types"):
+        if config.get(key):
+            return transformers_types(config[key])
+    return [_PATTERN.get(letter, letter) for letter in config.get("hybrid_override_pattern", "")]
+
+
+def _state_space(config: Config) -> StateSpaceSpec:
+    return StateSpaceSpec(
+        num_groups=positive_int(config, "n_groups"),
+        num_heads=positive_int(config, "mamba_num_heads"),
+        state_dim=positive_int(config, "ssm_state_size"),
+        head_dim=positive_int(config, "mamba_head_dim"),
+        width=positive_int(config, "conv_kernel"),
+        conv_bias=bool(config["use_conv_bias"]),
+        bias=bool(config.get("use_bias")),
+    )
+
+
+def _mlp(config: Config) -> PlainMlpSpec:
+    return PlainMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bool(config.get("mlp_bias")))
+
+
+def _refuse_unsupported(config: Config) -> None:
+    """Refuse what would otherwise be computed differently.
+
+    Raises:
+        ValueError: If config.json has it.
+    """
+    refuse_step_limits(config)
+    for key, supported in {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}.items():
+        if config.get(key, supported) != supported:
+            raise ValueError(f"config.json: {key} = {config[key]!r} is not supported; only {supported!r} is")
+    for key in ("residual_in_fp32", "attention_bias"):
+        if config.get(key):
+            raise ValueError(f"config.json: {key} = {config[key]!r} is not supported; only false is")
