@@ -144,8 +144,9 @@ NATIVE = {
         "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
         "residual_multiplier": 0.4, "logits_scaling": 2.0, "head_dim": None}),
     "granitemoehybrid": Case("granitemoehybrid", {**MAMBA, "num_local_experts": 5, "num_experts_per_tok": 2}),
-    "granitemoehybrid, dense, groups and biases": Case("granitemoehybrid", {
-        **MAMBA, "num_local_experts": 0, "mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_d_conv": 2,
+    # transformers 5.17 norms all groups together, 5.23 each alone; nemotron_h has several in both.
+    "granitemoehybrid, dense, biases, rotary": Case("granitemoehybrid", {
+        **MAMBA, "num_local_experts": 0, "mamba_proj_bias": True, "mamba_d_conv": 2,
         "position_embedding_type": "rope"}),
     "granitemoehybrid, dense, no filter biases": Case("granitemoehybrid", {
         **MAMBA, "num_local_experts": 0, "mamba_conv_bias": False}),
