@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.e2e.reader import Reader
-from tests.faults.conftest import StartWorld, World
+from tests.faults.conftest import StartWorld, Store, World
 
 STEPS = ("--script-step-seconds", "0.02")
 # Three ticks, one more until the counting tick begins, and the round trip: at most 5 s on an idle machine. Unscaled
@@ -85,6 +85,20 @@ async def test_worker_paused_under_the_limit_is_not_reaped(start_world: StartWor
     world.fleet.processes["w0"].send_signal(signal.SIGSTOP)
     await asyncio.sleep(4.0)  # length of the fault
     world.fleet.processes["w0"].send_signal(signal.SIGCONT)
+    await world.all_complete(readers)
+    assert await world.attempts(readers) == [1] * len(readers)
+    assert "reaped" not in world.fleet.all_logs()
+
+
+@pytest.mark.long  # several times the time after which a worker without connections is dead
+async def test_worker_whose_subscriptions_are_cut_is_not_reaped(start_world: StartWorld, store: Store) -> None:
+    """Only a worker that neither beats nor listens is dead."""
+    world, readers = await on_first_of_two(start_world, "--dead-after", "3", max_tokens=900)
+    until = time.monotonic() + 12.0
+    with store.client() as client:
+        while time.monotonic() < until:
+            client.client_kill_filter(_type="pubsub")
+            await asyncio.sleep(0.2)  # interval between faults
     await world.all_complete(readers)
     assert await world.attempts(readers) == [1] * len(readers)
     assert "reaped" not in world.fleet.all_logs()

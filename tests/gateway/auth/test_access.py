@@ -86,6 +86,10 @@ class TestKeys:
             ("[[keys]]\nname = 'a'\nsha256 = 'abc'\n", "64 lowercase hexadecimal digits"),
             ("[[keys]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmax_concurent = 1\n", "unknown field `max_concurent`"),
             ("[[keys]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmax_concurrent = 0\n", "max_concurrent"),
+            *(
+                ("[[keys]]\nname = 'a'\nsha256 = '" + "0" * 64 + f"'\nweight = {weight}\n", f"{bound}.*weight")
+                for weight, bound in (("0", ">= 0.01"), ("-1.0", ">= 0.01"), ("1e9", "<= 100"), ("inf", "<= 100"))
+            ),
             ("not toml", "keys.toml"),
         ],
     )
