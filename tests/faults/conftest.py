@@ -123,8 +123,8 @@ class World:
     async def observer(self) -> str:
         """Return the name of the worker that looks for dead ones."""
         holder = await self.connections.commands.hget(self.keys.observer, "id")
-        assert holder is not None
-        return str(holder.decode()).split(".")[0]
+        assert isinstance(holder, bytes)
+        return holder.decode().split(".")[0]
 
     async def nothing_is_left(self) -> None:
         """Return whether no request is queued or pending."""
