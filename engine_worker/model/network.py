@@ -7,7 +7,9 @@ the DeviceStep. The only state is the weights.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from engine_worker.model.layers import NormWeight, RotaryTable
 from engine_worker.model.linear import Input, LinearMethod, Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantized, takes_sums
-from engine_worker.model.parts.load import load_mixer, load_mlp
+from engine_worker.model.parts.load import Mixer, Mlp, load_mixer, load_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.quantization import dense_tensor, linear_method
 from engine_worker.model.served_model import StepOutput
@@ -28,6 +30,17 @@ from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import RopeSpec
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
+
+Module = TypeVar("Module")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part(Generic[Module]):
+    """A mixer or an MLP with the norms around it."""
+
+    module: Module
+    norm_before: NormWeight | None
+    norm_after: NormWeight | None
 
 
 class DecoderLayer:
@@ -38,17 +51,23 @@ class DecoderLayer:
             make = shapes.of_sum if is_of_sum else shapes.weight
             return make(source.weights.get(f"{source.prefix}{name}.weight", (shapes.size,))) if is_there else None
 
-        self._residual_scale = spec.residual_scale
         has_sum = source.index > 0  # of an earlier part
-        self._mixer = self._mlp = None
+        self._residual_scale = spec.residual_scale
+        self._mixer: _Part[Mixer] | None = None
         if spec.mixer is not None:
-            self._before_mixer = norm(names.before_attention, spec.norms_before, is_of_sum=has_sum)
-            self._mixer = load_mixer(spec.mixer, source)
-            self._after_mixer = norm(names.after_attention, spec.norms_after)
+            self._mixer = _Part(
+                load_mixer(spec.mixer, source),
+                norm(names.before_attention, spec.norms_before, is_of_sum=has_sum),
+                norm(names.after_attention, spec.norms_after),
+            )
+            has_sum = True
+        self._mlp: _Part[Mlp] | None = None
         if spec.mlp is not None:
-            self._before_mlp = norm(names.before_mlp, spec.norms_before, is_of_sum=has_sum or self._mixer is not None)
-            self._mlp = load_mlp(spec.mlp, source)
-            self._after_mlp = norm(names.after_mlp, spec.norms_after)
+            self._mlp = _Part(
+                load_mlp(spec.mlp, source),
+                norm(names.before_mlp, spec.norms_before, is_of_sum=has_sum),
+                norm(names.after_mlp, spec.norms_after),
+            )
 
     def __call__(
         self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
@@ -61,15 +80,15 @@ class DecoderLayer:
             residual: [T, H].
             rows: int64 rows of the result that are needed; KV is stored for all rows.
         """
-        if self._mixer is not None:
-            entering, residual = _enter(step, hidden, residual, self._before_mixer, self._mixer.scaling)
-            hidden = self._leave(step, self._mixer(step, entering, rows), self._after_mixer)
+        if (mixer := self._mixer) is not None:
+            entering, residual = _enter(step, hidden, residual, mixer.norm_before, mixer.module.scaling)
+            hidden = self._leave(step, mixer.module(step, entering, rows), mixer.norm_after)
         elif rows is not None:
             hidden = hidden[rows]
         residual = residual if rows is None else residual[rows]
-        if self._mlp is not None:
-            entering, residual = _enter(step, hidden, residual, self._before_mlp, self._mlp.scaling)
-            hidden = self._leave(step, self._mlp(entering), self._after_mlp)
+        if (mlp := self._mlp) is not None:
+            entering, residual = _enter(step, hidden, residual, mlp.norm_before, mlp.module.scaling)
+            hidden = self._leave(step, mlp.module(entering), mlp.norm_after)
         return hidden, residual
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
