@@ -164,14 +164,20 @@ class Answer:
         """Stop reading for the client, and withdraw what has not ended, after a grace time if one is given.
 
         Args:
-            grace_seconds: How long the answer continues; meanwhile stop strings apply and other clients can attach.
+            grace_seconds: How long the answer continues; meanwhile stop strings apply and other clients can attach. Not
+                needed while another client reads it here, because its answer continues.
             then: Called when this gateway has released the answer.
         """
-        if grace_seconds is not None and not self.is_over:
+        if grace_seconds is not None and not self.is_over and not self._has_other_readers:
             self.service.background.detach(self._go_on(grace_seconds, then))
         else:
             self._abandon()
             then()
+
+    @property
+    def _has_other_readers(self) -> bool:
+        streams = self.service.client.streams
+        return all(len(streams.of(prompt.inbox.request_id)) > 1 for prompt in self._open)
 
     async def _go_on(self, grace_seconds: float, then: Callable[[], None]) -> None:
         try:
