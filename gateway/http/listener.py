@@ -70,17 +70,21 @@ class Listener:
                 self._loop.call_later(PAUSE_SECONDS, self._resume, listening)
                 return
             connection.setblocking(False)
-            self._silent.add(connection)
-            self._loop.add_reader(connection, self._speaks, connection)
+            self._look(connection)
 
     def _speaks(self, connection: socket.socket) -> None:
-        """Queue a connection whose first bytes, or whose end, are there."""
         self._loop.remove_reader(connection)
         self._silent.discard(connection)
+        self._look(connection)
+
+    def _look(self, connection: socket.socket) -> None:
+        """Begin with a probe, queue a connection with other bytes or an end, and wait for the first byte of others."""
         try:
             is_probe = connection.recv(_PROBE_BYTES, socket.MSG_PEEK).startswith(PROBES)
-        except BlockingIOError:  # nothing is there after all; its protocol waits for it
-            is_probe = False
+        except BlockingIOError:
+            self._silent.add(connection)
+            self._loop.add_reader(connection, self._speaks, connection)
+            return
         except OSError:  # closed by the client meanwhile
             connection.close()
             return
