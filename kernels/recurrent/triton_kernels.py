@@ -16,7 +16,7 @@ from kernels.recurrent.reference import L2_EPS
 _CONV_TOKENS, _CONV_CHANNELS = 16, 256
 _NORM_ROWS = 16
 _COLUMNS, _WARPS = 16, 1  # of a state that a program updates
-_MAX_REGISTERS = 176  # without a limit ptxas takes 168 and spills 4
+_MAX_REGISTERS = 168  # with other limits up to 192, ptxas spills some in one of the two rules
 
 
 @triton.jit
@@ -114,11 +114,11 @@ def _token_of(row, gate, keys, values, KEY_SIZE: tl.constexpr, STEP_AT: tl.const
     )
 
 
-@triton.jit(do_not_specialize=["qkv_stride", "gate_stride"])
+@triton.jit(do_not_specialize=["qkv_stride"])
 def _recurrence_kernel(
-    qkv, gates, decay, step_bias, skip, out, states, state_blocks, starts, qkv_stride, gate_stride, state_stride,
-    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr, EPS: tl.constexpr,
+    qkv, gates, decay, step_bias, skip, out, states, state_blocks, starts, qkv_stride, state_stride,
+    GATE_STRIDE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Run Mamba-2 with `skip`, the gated delta rule without it; then gates are beta, then the step."""
     STEP_AT: tl.constexpr = NUM_HEADS if skip is None else 0
@@ -138,21 +138,22 @@ def _recurrence_kernel(
         gate = gates + head
         row = start.to(tl.int64)
         query, key, value, beta, step = _token_of(
-            qkv + row * qkv_stride, gate + row * gate_stride, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
+            qkv + row * qkv_stride, gate + row * GATE_STRIDE, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
         )
         target = out + row * (NUM_HEADS * VALUE_DIM) + head * VALUE_DIM + columns
         for index in range(start, end):
             # The next token is loaded before this one's chain of sums, which takes longer.
             row = tl.minimum(index + 1, end - 1).to(tl.int64)
             next_query, next_key, next_value, next_beta, next_step = _token_of(
-                qkv + row * qkv_stride, gate + row * gate_stride, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
+                qkv + row * qkv_stride, gate + row * GATE_STRIDE, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
             )
+            if skip is None:
+                query = _unit(query, EPS) * (KEY_DIM**-0.5)
+                key = _unit(key, EPS)
             x = step + bias
             softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
             state *= tl.exp(rate * softplus)
             if skip is None:
-                query = _unit(query, EPS) * (KEY_DIM**-0.5)
-                key = _unit(key, EPS)
                 known = tl.sum(state * key[:, None], 0)
                 written = (value - known) * tl.sigmoid(beta)
             else:
@@ -201,7 +202,7 @@ def _recurrence(
     columns = min(heads.value_dim & -heads.value_dim, _COLUMNS)  # a power of two that divides them
     _recurrence_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
         qkv, gates, rates.decay, rates.step_bias, skip, out, states, batch.state_blocks, batch.query_start_loc,
-        qkv.stride(0), gates.stride(0), states.stride(0),
+        qkv.stride(0), states.stride(0), GATE_STRIDE=gates.stride(0),
         NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, EPS=L2_EPS,
         num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
