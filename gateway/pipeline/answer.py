@@ -176,8 +176,8 @@ class Answer:
 
     @property
     def _has_other_readers(self) -> bool:
-        streams = self.service.client.streams
-        return all(len(streams.of(prompt.inbox.request_id)) > 1 for prompt in self._open)
+        submission = self.service.client.submission
+        return all(submission.has_other_readers(prompt.inbox) for prompt in self._open)
 
     async def _go_on(self, grace_seconds: float, then: Callable[[], None]) -> None:
         try:

@@ -79,6 +79,5 @@ def _refuse_unsupported(config: Config) -> None:
     for key, supported in {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}.items():
         if config.get(key, supported) != supported:
             raise ValueError(f"config.json: {key} = {config[key]!r} is not supported; only {supported!r} is")
-    for key in ("residual_in_fp32", "attention_bias"):
-        if config.get(key):
-            raise ValueError(f"config.json: {key} = {config[key]!r} is not supported; only false is")
+    if config.get("residual_in_fp32"):
+        raise ValueError("config.json: residual_in_fp32 = True is not supported; only False is")

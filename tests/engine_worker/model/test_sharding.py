@@ -107,17 +107,20 @@ CHANGES = {
     "num_local_experts": 5, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
     "block_auto_adjust_ff_dim": False, "full_attention_interval": 2, "linear_num_key_heads": 12,
     "linear_num_value_heads": 24, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
-    "shared_expert_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96, "shared_intermediate_size": 96, "mamba_n_heads": 24, "mamba_n_groups": 12,
+    "mamba_d_state": 8, "n_groups": 12, "mamba_num_heads": 24, "mamba_head_dim": 8, "ssm_state_size": 8,
+    "hybrid_override_pattern": "M-*",
 }  # fmt: skip
+OF_TYPE = {"granitemoehybrid": {"layer_types": ["mamba", "attention"]}}
 REPLICATED = ("norm.weight", "layernorm.weight", "embed_tokens.weight", "gate.weight", "router.weight",
-              "router.layer.weight")  # fmt: skip
+              "router.layer.weight", "embeddings.weight", "norm_f.weight")  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 12])
 @pytest.mark.parametrize("model_type", sorted(MODULES))
 def test_shards_hold_every_element_once(model_type: str, size: int) -> None:
     """Except norms, routers and the embedding, which all ranks have, and KV heads when there are fewer than ranks."""
-    spec = spec_of(model_type, **CHANGES)
+    spec = spec_of(model_type, **CHANGES, **OF_TYPE.get(model_type, {}))
     by_rank = [tensor_parts(spec, rank, size) for rank in range(size)]
     for name, shape in checkpoint_tensors(spec).items():
         parts = [parts.get(name) for parts in by_rank]
@@ -139,7 +142,7 @@ def test_shards_hold_every_element_once(model_type: str, size: int) -> None:
 @pytest.mark.parametrize("model_type", sorted(MODULES))
 def test_rank_counts_its_own_parameters(model_type: str, size: int) -> None:
     """The parameter count of a rank's spec equals the elements of its parts, except biases that only rank 0 has."""
-    spec = spec_of(model_type, **CHANGES)
+    spec = spec_of(model_type, **CHANGES, **OF_TYPE.get(model_type, {}))
     parts = tensor_parts(spec, 0, size)
     shapes = checkpoint_tensors(spec)
     elements = sum(math.prod(parts[name].shape(shape) if name in parts else shape) for name, shape in shapes.items())
