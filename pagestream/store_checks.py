@@ -123,8 +123,15 @@ async def check_database(client: Redis) -> list[Finding]:
     async with client.client() as one:  # SELECT concerns one connection
         models = {each: await _models_in(one, each) for each in (number, *others)} if others else {}
     hint = "use --store-namespace to separate fleets: programs in other databases hear each other's channels"
-    if shared := [f"{model} in {each}" for each in others for model in sorted(models[each] & models[number])]:
-        return [Finding("store database", "fail", f"database {number} has the same models as {shared}", hint)]
+    if shared := [f"{model} in database {each}" for each in others for model in sorted(models[each] & models[number])]:
+        return [
+            Finding(
+                "store database",
+                "fail",
+                f"database {number} serves models that others serve too: {', '.join(shared)}",
+                hint,
+            )
+        ]
     return [Finding("store database", "warn", f"database {number}", hint)] if number else []
 
 

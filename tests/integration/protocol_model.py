@@ -61,7 +61,6 @@ SPEED = 20  # the product's timeouts pass 20 times as fast
 CAPACITY = 4  # sequences per worker
 GIVEN_BACK_RATIO = 0.1
 MAX_CUT_OFFS = 5  # per request: it must progress between two, or it would never end
-UNREPLICATED_SECONDS = 0.5  # answers that ended so shortly before a failover may be lost
 CUT_OFF = b"cut off: "  # published on a gateway's channel with the id of a request whose journal was deleted
 POISON_AT_ONCE, POISON_LATER, POISON_LATER_INDEX = 666, 667, 3
 
@@ -71,6 +70,7 @@ class Violation(AssertionError):
 
 
 class FailingStore(Protocol):
+    async def catch_up(self) -> None: ...
     async def fail_over(self) -> None: ...
 
 
@@ -390,10 +390,12 @@ class World:
         while True:
             await asyncio.sleep(self.random.random() * self.faults.failover_seconds)
             await self._go_on(50)
-            late = time.monotonic() - UNREPLICATED_SECONDS
+            replicated_at = time.monotonic()  # what ends later may be lost
+            await store.catch_up()
+            await asyncio.sleep(self.random.random() * 0.02)
             await store.fail_over()
             self.tally.failovers += 1
-            for request_id in [name for name, ended_at in self.ended_at.items() if ended_at > late]:
+            for request_id in [name for name, ended_at in self.ended_at.items() if ended_at > replicated_at]:
                 self.answers.pop(request_id, None)
             await self.until_answered(self._reap_again)
 

@@ -27,6 +27,14 @@ class ReplicatedStore:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.front.port}/0"
 
+    async def catch_up(self) -> None:
+        """Wait until the replica has everything that the primary has now."""
+        async with Redis(port=self.front.target_port) as primary, Redis(port=self.replica) as replica:
+            wanted = int((await primary.info("replication"))["master_repl_offset"])
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while int((await replica.info("replication"))["slave_repl_offset"]) < wanted:
+                    await asyncio.sleep(0.005)  # polls another process
+
     async def fail_over(self) -> None:
         """Kill the primary, promote its replica without the last writes, and start a replica of that one."""
         self.front.is_down = self.replication.is_down = True
