@@ -164,20 +164,14 @@ class Answer:
         """Stop reading for the client, and withdraw what has not ended, after a grace time if one is given.
 
         Args:
-            grace_seconds: How long the answer continues; meanwhile stop strings apply and other clients can attach. Not
-                needed while another client reads it here, because its answer continues.
+            grace_seconds: How long the answer continues; meanwhile stop strings apply and other clients can attach.
             then: Called when this gateway has released the answer.
         """
-        if grace_seconds is not None and not self.is_over and not self._has_other_readers:
+        if grace_seconds is not None and not self.is_over:
             self.service.background.detach(self._go_on(grace_seconds, then))
         else:
             self._abandon()
             then()
-
-    @property
-    def _has_other_readers(self) -> bool:
-        submission = self.service.client.submission
-        return all(submission.has_other_readers(prompt.inbox) for prompt in self._open)
 
     async def _go_on(self, grace_seconds: float, then: Callable[[], None]) -> None:
         try:

@@ -98,10 +98,6 @@ class Submission:
         await self._opened(streams, self._recovery.attach(streams))
         return streams
 
-    def has_other_readers(self, stream: Inbox) -> bool:
-        """Return whether another stream of this gateway reads the same request."""
-        return len(self._streams.of(stream.request_id)) > 1
-
     async def release(self, stream: Inbox, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0) -> None:
         """Release a request that has not ended; it ends unless it has another holder.
 

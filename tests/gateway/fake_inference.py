@@ -154,9 +154,6 @@ class FakeInferenceClient:
     ) -> list[FakeStream]:
         return [await self.submit(request) for request in requests]
 
-    def has_other_readers(self, stream: FakeStream) -> bool:
-        return False
-
     async def release(
         self, stream: FakeStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
     ) -> None:

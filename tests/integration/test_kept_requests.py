@@ -91,28 +91,6 @@ async def test_attached_gateway_gets_tokens_without_journal_reads(world: World) 
         assert client.counts.num_journal_reads - num_reads <= 2  # the hint and the first token may race
 
 
-async def test_only_the_last_reader_of_a_gateway_leaves_a_grace_time(world: World) -> None:
-    """Hundreds of readers that leave together must not go on writing for nobody."""
-    streams = world.gateways[1].client.streams
-    async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
-        world.worker.gate.allow(3)
-        await reader.take(3)
-        request_id = reader.request_id.removeprefix("cmpl-")
-        replies = [await world.gateways[1].session.get(f"/v1/requests/{request_id}/events") for _ in range(3)]
-        for reply in replies:
-            await type(reader)(reply).take(3)
-        assert len(streams.of(request_id)) == 3
-        for num_left, reply in ((2, replies[0]), (1, replies[1])):
-            reply.close()
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                while len(streams.of(request_id)) > num_left:
-                    await asyncio.sleep(0.01)  # polls the gateway, which has no event for it
-    replies[2].close()
-    world.worker.gate.allow(FOREVER_STEPS)
-    shown = await eventually_state(world, request_id, "finished")
-    assert shown["completion_tokens"] == GREEDY["max_tokens"]
-
-
 @pytest.mark.parametrize("num_losses", [1, pytest.param(70, marks=pytest.mark.long)])
 async def test_request_of_a_lost_store_is_not_unknown_until_it_returns(world: World, num_losses: int) -> None:
     """Clients that ask another gateway must try again, not give up with 404."""
