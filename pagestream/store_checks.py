@@ -136,7 +136,7 @@ async def check_database(client: Redis) -> list[Finding]:
 
 
 async def _models_in(client: Redis, database: int) -> set[str]:
-    """Return the models that have been served from a database, as far as the user may look."""
+    """Return the models that were served from a database; none if the user may not read it."""
     try:
         await client.select(database)
         keys = client.scan_iter(match=RedisKeys("*").model, count=1_000)

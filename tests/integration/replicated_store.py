@@ -1,4 +1,4 @@
-"""A primary and a replica that gets everything late, behind an address that leads to the present primary."""
+"""A primary and a replica with a delay. Their common address always leads to the primary."""
 
 import asyncio
 from collections.abc import AsyncIterator

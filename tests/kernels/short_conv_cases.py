@@ -17,7 +17,10 @@ def draw(*size: int, seed: int, device: str) -> Tensor:
 
 
 def run(chunk: int, device: str, *, has_bias: bool = True) -> tuple[Tensor, Tensor]:
-    """Convolve two sequences in chunks, the second one token behind. Returns the outputs of Triton and of torch."""
+    """Convolve two sequences in chunks, and return the outputs of Triton and of torch.
+
+    The second sequence is always one token behind.
+    """
     wide = draw(2, NUM_TOKENS, CHANNELS + 5, seed=1, device=device)
     inputs, weight = wide[:, :, :CHANNELS], draw(CHANNELS, WIDTH, seed=2, device=device)
     bias = draw(CHANNELS, seed=3, device=device) if has_bias else None

@@ -10,7 +10,8 @@ from engine_worker.model.specs.gated_mlp import GateKind
 Config = Mapping[str, Any]
 Kind = TypeVar("Kind")
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of layer types
+# transformers' names of layer types
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 # transformers' names.
 _ACTIVATIONS = {GateKind.SILU: ("silu",), GateKind.GELU_TANH: ("gelu_pytorch_tanh",)}

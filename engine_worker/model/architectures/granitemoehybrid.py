@@ -3,10 +3,18 @@
 from dataclasses import replace
 
 from engine_worker.model.architectures import granite
-from engine_worker.model.architectures.config_keys import FULL, Config, mixers_by_type, number_of, positive_int, rope_of
+from engine_worker.model.architectures.config_keys import (
+    FULL,
+    LINEAR,
+    Config,
+    mixers_by_type,
+    number_of,
+    positive_int,
+    rope_of,
+)
 from engine_worker.model.architectures.experts_keys import router_spec
 from engine_worker.model.architectures.granitemoe import NAMES as EXPERTS
-from engine_worker.model.architectures.mamba_keys import LINEAR, layer_types_with_mamba, state_space_spec
+from engine_worker.model.architectures.mamba_keys import layer_types_with_mamba, state_space_spec
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.attention import AttentionSpec, RopeSpec
 from engine_worker.model.specs.experts import ExpertsSpec, Scoring

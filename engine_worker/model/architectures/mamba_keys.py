@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from engine_worker.model.architectures.config_keys import FULL, Config, positive_int
+from engine_worker.model.architectures.config_keys import FULL, LINEAR, Config, positive_int
 from engine_worker.model.specs.state_space import StateSpaceSpec
 
-LINEAR = "linear_attention"  # transformers' name of the layer type
 _TYPES = {"attention": FULL, "mamba": LINEAR}  # names that files have
 _INFINITIES = (math.inf, {"__float__": "Infinity"})  # transformers 5 writes the second
 _DEFAULTS: dict[str, Any] = {

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from engine_worker.model.architectures.config_keys import FULL, Config, by_layer_type, positive_int
+from engine_worker.model.architectures.config_keys import FULL, LINEAR, Config, mixers_by_type, positive_int
 from engine_worker.model.architectures.decoder import attention_spec, model_spec
-from engine_worker.model.architectures.mamba_keys import LINEAR, refuse_step_limits, transformers_types
+from engine_worker.model.architectures.mamba_keys import refuse_step_limits, transformers_types
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import RopeSpec
 from engine_worker.model.specs.names import NamesSpec, StateSpaceNames
@@ -38,9 +38,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         LINEAR: LayerSpec(mixer=_state_space(config), mlp=None),
         "mlp": LayerSpec(mixer=None, mlp=_mlp(config)),
     }
-    layers = tuple(by_layer_type(config, types, kinds))
-    if FULL not in types:
-        raise ValueError("config.json: the layers must have attention at least once")
+    layers = tuple(mixers_by_type(config, types, kinds))
     eps = float(config.get("layer_norm_epsilon", 1e-5))
     return model_spec(config, generation, layers[0], layers=layers, norm_eps=eps, names=_NAMES)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from engine_worker.model.architectures.config_keys import (
     FULL,
+    LINEAR,
     Config,
     mixers_by_type,
     number_of,
@@ -21,7 +22,6 @@ from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.gated_mlp import GatedMlpSpec
 from engine_worker.model.specs.names import DeltaNames, ExpertNames, NamesSpec
 
-LINEAR = "linear_attention"  # config.json's name of the layer type
 # Files of text and images have each layer's experts in two tensors.
 _NAMES = NamesSpec(experts=ExpertNames(stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")))
 _FUSED = replace(_NAMES, delta=DeltaNames(enter=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")))
