@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -21,7 +22,7 @@ from gateway.store.request_archive import STORED_END, RequestArchive, is_missing
 from gateway.store.store_calls import RequestGone, StoreCalls
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of, was_refused_as_unreadable
-from shared.messages import ErrorCode, ErrorEvent, FormatError
+from shared.messages import ErrorCode, ErrorEvent, FormatError, StoredChoice
 from shared.redis_scripts import AttachStatus
 from shared.store_errors import Backoff, is_transient
 from shared.ticks import until_tick
@@ -32,6 +33,28 @@ BATCH_REQUESTS = 64
 DIVERGED_MESSAGE = "the store lost tokens that were already sent, and the answer continued with different ones"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One reading of a stream's journal, and the state of the stream before it."""
+
+    stream: Inbox
+    epoch: int
+    num_known: list[int]  # tokens of each choice
+
+    @classmethod
+    def of(cls, stream: Inbox) -> "_Reading":
+        return cls(stream, stream.epoch, stream.num_known)
+
+    @property
+    def is_obsolete(self) -> bool:
+        """Whether the journal was replaced after the reading had begun."""
+        return self.stream.epoch != self.epoch
+
+    def lacks_tokens(self, choices: Sequence[StoredChoice]) -> bool:
+        """Return whether the store has lost tokens that the reader has, so that others may be generated for them."""
+        return any(len(choice.token_ids) < known for choice, known in zip(choices, self.num_known, strict=False))
 
 
 class Recovery:
@@ -95,7 +118,7 @@ class Recovery:
             ((stored, journal),) = await self._archive.read([stream.request_id], STORED_END)
             if is_missing(stored):
                 raise RequestGone(stream.request_id)
-            await self._replay(stream, stream.epoch, stored, journal)
+            await self._replay(_Reading.of(stream), stored, journal)
 
     async def _attach(self, stream: Inbox, *, again: bool = False) -> bool:
         status = await self._acceptance.attach(stream, again=again)
@@ -133,25 +156,26 @@ class Recovery:
 
     async def _read_journals(self, streams: list[Inbox]) -> None:
         self._counts.num_journal_reads += len(streams)
-        epochs = [stream.epoch for stream in streams]
+        readings = [_Reading.of(stream) for stream in streams]
         replies = await self._archive.read([stream.request_id for stream in streams], STORED_END)
-        for stream, epoch, (stored, journal) in zip(streams, epochs, replies, strict=True):
-            with self._only(stream):
-                await self._take_journal(stream, epoch, stored, journal)
+        for reading, (stored, journal) in zip(readings, replies, strict=True):
+            with self._only(reading.stream):
+                await self._take_journal(reading, stored, journal)
 
-    async def _take_journal(self, stream: Inbox, epoch: int, stored: Any, journal: Any) -> None:
+    async def _take_journal(self, reading: _Reading, stored: Any, journal: Any) -> None:
         for reply in (stored, journal):
             if isinstance(reply, RedisError) and is_transient(reply):
                 raise reply
+        stream = reading.stream
         stream.last_event_at = self._clock()
-        if stream.epoch != epoch:
-            return  # the journal was replaced
+        if reading.is_obsolete:
+            return
         if is_missing(stored):
             await self._restore(stream)
             return
         stream.begin_replay()
         self._replaying.add(stream)
-        self._calls.own(self._replay_alone(stream, epoch, stored, journal))  # a long journal must not delay others
+        self._calls.own(self._replay_alone(reading, stored, journal))  # a long journal must not delay others
         if stream.state is StreamState.SUSPENDED:
             await self._acceptance.publish_mark(stream)  # the previous marker was lost, or is still in flight
 
@@ -167,18 +191,19 @@ class Recovery:
             logger.exception("request %s: failed", stream.request_id)
             self._streams.fail(stream)
 
-    async def _replay_alone(self, stream: Inbox, epoch: int, stored: Any, journal: Any) -> None:
+    async def _replay_alone(self, reading: _Reading, stored: Any, journal: Any) -> None:
         try:
-            with self._only(stream):
-                await self._replay(stream, epoch, stored, journal)
+            with self._only(reading.stream):
+                await self._replay(reading, stored, journal)
         finally:
-            self._replaying.discard(stream)
+            self._replaying.discard(reading.stream)
 
-    async def _replay(self, stream: Inbox, epoch: int, stored: Any, journal: Any) -> None:
+    async def _replay(self, reading: _Reading, stored: Any, journal: Any) -> None:
+        stream = reading.stream
         try:
-            answer = await self._archive.decoded(stream.request, stored, journal, stream.num_known)
-            if stream.epoch != epoch:
-                return  # the journal was replaced
+            answer = await self._archive.decoded(stream.request, stored, journal, reading.num_known)
+            if reading.is_obsolete:
+                return
             if needs_of(stream.request) and was_refused_as_unreadable(answer[1]):
                 await self._submit_to_newer(stream)
                 return
@@ -186,7 +211,7 @@ class Recovery:
             has_hole = stream.state is StreamState.NEEDS_JOURNAL or stream.state is StreamState.DIVERGED
             if not stream.add_journal(*answer):
                 await self._mend(stream)
-            elif has_hole:
+            elif has_hole or reading.lacks_tokens(answer[0]):
                 stream.need_journal()
         except FormatError as error:
             logger.error("request %s: journal unreadable: %s", stream.request_id, error)

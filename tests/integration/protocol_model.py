@@ -397,20 +397,24 @@ class World:
             self.tally.failovers += 1
             for request_id in [name for name, ended_at in self.ended_at.items() if ended_at > replicated_at]:
                 self.answers.pop(request_id, None)
-            await self.until_answered(self._reap_again)
 
-    async def _reap_again(self) -> None:
-        """Reap dead workers whose end the replica lacks, as the observer does by their silence."""
+    async def _reap_silent(self) -> None:
+        """Reap what no worker is any longer: the replica may lack its end, or the step that its worker waits for."""
         for worker_id in await list_worker_ids(self.connections.commands, self.keys):
             if worker_id not in {worker.worker_id for worker in self.workers}:
                 await reap_worker(self.scripts, worker_id)
 
     async def reap_zombies(self) -> None:
-        """Run the product's reaper without heartbeats; bring_disasters() decides which workers die."""
+        """Run the product's reaper without heartbeats; bring_disasters() decides which workers die.
+
+        After a failover, workers also end silently.
+        """
         reaper = Reaper(self.connections, self.keys, FixedPresence())
         while True:
             await asyncio.sleep(0.1)
             await reaper.tick(could_hear=False)
+            if self.faults.failover_seconds:
+                await self.until_answered(self._reap_silent)
 
     async def send_heartbeats(self) -> None:
         """Let gateways know of several ready workers: then they wake workers, and ACCEPT names homes."""

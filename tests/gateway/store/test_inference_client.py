@@ -1,6 +1,7 @@
 """The inference client on a real server with a manually driven worker: lost messages are recovered."""
 
 import asyncio
+from typing import Any
 
 import msgpack
 import pytest
@@ -327,6 +328,29 @@ class TestLostTail:
         await worker.emit("a", 3, 8)
         end = await worker.finish("a", 4)
         assert await rest(stream) == ([8], end)
+        assert client.counts.num_torn_streams == 1
+
+    async def test_other_tokens_that_were_not_announced_are_found_later(self, client, worker, connections, keys):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5, 6)
+        assert await rest_until(stream, 2) == [5, 6]
+        await connections.commands.set(keys.journal("a"), encode(JournalFrame(0, [5])))
+        decoded, is_read = client.archive.decoded, asyncio.Event()
+
+        async def decode(*arguments: Any) -> Any:
+            answer = await decoded(*arguments)
+            is_read.set()
+            return answer
+
+        client.archive.decoded = decode
+        client.streams.need_journals([stream])  # as after each connection
+        await is_read.wait()
+        await worker.emit("a", 1, 66, is_delivered=False)
+        await worker.emit("a", 2, 77)
+        await worker.finish("a", 3)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (stream.has_ended or client.counts.num_torn_streams):
+                await asyncio.sleep(0.01)
         assert client.counts.num_torn_streams == 1
 
     async def test_equal_regenerated_tokens_are_no_divergence(self, client, worker, connections, keys):
