@@ -515,19 +515,23 @@ class RedisScripts:
         for frame in frames:
             arguments += (frame.entry_id, frame.data)
         arguments += self._messages(messages)
-        reply = await self._fenced_call("emit", worker_id, self._pairs(request_ids), arguments)
-        if reply[0] == b"GAP":
-            raise Fenced(f"worker {worker_id}: the store has step {reply[1]}, expected {step - 1}; it lost steps")
+        reply = await self._fenced_call("emit", worker_id, self._pairs(request_ids), arguments, step - 1)
         return [request_ids[position] for position in reply[1:]]
 
-    async def finish(self, worker_id: str, endings: Sequence[Ending], messages: Sequence[GatewayMessage]) -> int:
-        """End requests and publish the messages. Returns the number of removed entries; a repeated call finds none."""
+    async def finish(
+        self, worker_id: str, endings: Sequence[Ending], messages: Sequence[GatewayMessage], step: int | None = None
+    ) -> int:
+        """End requests and publish the messages. `step` is the last EMIT, which holds the last tokens of the requests.
+
+        Returns:
+            Number of removed entries; a repeated call finds none.
+        """
         keys: list[str] = []
-        arguments: list[Any] = [worker_id, GROUP, RETAINED_SECONDS]
+        arguments: list[Any] = [worker_id, "" if step is None else step, GROUP, RETAINED_SECONDS]
         for ending in endings:
             keys += [ending.queue, *self._pair(ending.request_id)]
             arguments += [ending.entry_id, ending.terminal_event]
-        reply = await self._fenced_call("finish", worker_id, keys, [*arguments, *self._messages(messages)])
+        reply = await self._fenced_call("finish", worker_id, keys, [*arguments, *self._messages(messages)], step)
         return int(reply[1])
 
     async def cancel(
@@ -616,10 +620,15 @@ class RedisScripts:
         ]
         return GonePage(length, last.decode(), requests)
 
-    async def _fenced_call(self, name: str, worker_id: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+    async def _fenced_call(
+        self, name: str, worker_id: str, keys: Sequence[str], arguments: Sequence[Any], step: int | None = None
+    ) -> Any:
+        """Call a script that checks the fence, and perhaps that the store has applied `step`."""
         reply = await self._call(name, [self.keys.fence(worker_id), *keys], arguments)
         if reply[0] == b"FENCED":
             raise Fenced(f"worker {worker_id}: no fence in the store")
+        if reply[0] == b"GAP":
+            raise Fenced(f"worker {worker_id}: the store has step {reply[1]}, expected {step}; it lost steps")
         return reply
 
     async def _call(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:

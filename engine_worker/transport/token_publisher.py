@@ -98,7 +98,7 @@ class TokenPublisher:
                 return
             endings = [Ending(event.request_id, claim.queue, claim.entry_id, encode(event)) for event, claim in claimed]
             messages = self._messages(self._step, claimed, [ending.request_id for ending in endings])
-            await self._held(lambda: self._scripts.finish(self._worker_id, endings, messages))
+            await self._held(lambda: self._scripts.finish(self._worker_id, endings, messages, self._step))
             for ending in endings:
                 self._claims.remove(ending.request_id)
 

@@ -1,19 +1,25 @@
 -- FINISH: end requests. Acknowledges and deletes their entries, stores the terminal event in r for gateways that miss the
 -- message, and publishes it. An entry that is already acknowledged is skipped, so a repeated call does nothing. A request that
--- no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted.
+-- no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted. A store that lost the last
+-- EMIT at a failover ends nothing, because the journals lack the last tokens.
 -- KEYS  w, (q, r, j)...
--- ARGV  worker id, group, seconds to keep r and j, then (entry id, terminal event) for each, then messages (publish.lua)
--- reply {FENCED} | {OK, number of deleted entries}
-if redis.call('EXISTS', KEYS[1]) == 0 then
+-- ARGV  worker id, step of the last EMIT or '' if the ends have no tokens of it, group, seconds to keep r and j, then (entry id,
+--       terminal event) for each, then messages (publish.lua)
+-- reply {FENCED} | {GAP, stored step} | {OK, number of deleted entries}
+local worker, step, group, keep_seconds = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local stored = tonumber(redis.call('GET', KEYS[1]))
+if not stored then
   return {'FENCED'}
 end
-local worker, group, keep_seconds = ARGV[1], ARGV[2], ARGV[3]
+if step and stored < step then
+  return {'GAP', stored}
+end
 local count = (#KEYS - 1) / 3
 local ended, lost = 0, {}
 
 for i = 1, count do
   local q, r, j = KEYS[3 * i - 1], KEYS[3 * i], KEYS[3 * i + 1]
-  local entry, event = ARGV[2 + 2 * i], ARGV[3 + 2 * i]
+  local entry, event = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
   local mine = false
   if redis.call('XACK', q, group, entry) == 1 then
     ended = ended + 1
@@ -33,5 +39,5 @@ for i = 1, count do
   end
 end
 
-publish(4 + 2 * count, lost)
+publish(5 + 2 * count, lost)
 return {'OK', ended}

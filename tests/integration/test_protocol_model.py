@@ -31,8 +31,14 @@ STALL_SECONDS = 60.0  # for a busy machine; lost work never continues
 MUTANT_STALL_SECONDS = 3.0  # a mutant that loses work is detected by its stall
 
 OWNERSHIP = ("emit", "redis.pcall('HGET', r, 'claim') == entry", "redis.call('EXISTS', r) == 1")
-NO_FENCE_IN_EMIT = ("emit", "if not stored then\n  return {'FENCED'}\nend", "stored = stored or step - 1")
+FENCE_OF_STEP = "if not stored then\n  return {'FENCED'}\nend"
 NO_FENCE = ("redis.call('EXISTS', KEYS[1]) == 0", "false")
+NO_FENCES = (
+    ("emit", FENCE_OF_STEP, "stored = stored or step - 1"),
+    ("finish", FENCE_OF_STEP, "stored = stored or step"),
+    ("take", *NO_FENCE),
+    ("claim", *NO_FENCE),
+)
 
 
 def patched(*patches: tuple[str, str, str]) -> Mapping[str, str]:
@@ -51,7 +57,7 @@ MUTANTS = {
     "no_fence_check": (
         Faults(
             cut_off_seconds=0,
-            lua=patched(OWNERSHIP, NO_FENCE_IN_EMIT, *((name, *NO_FENCE) for name in ("take", "claim", "finish"))),
+            lua=patched(OWNERSHIP, *NO_FENCES),
         ),
         "journal|unreadable|given up|another end|not done|stalled",
     ),

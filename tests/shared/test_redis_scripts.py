@@ -576,6 +576,15 @@ class TestFinish:
             await scripts.finish(WORKER, [ending(entry)], [])
         assert await pending(redis, keys) == 1
 
+    async def test_finish_without_the_last_step_ends_nothing(self, scripts, redis, keys):
+        """A replica that lacks the last EMIT was promoted: the journal lacks the last tokens."""
+        (entry,) = await start(scripts, "a")
+        await scripts.emit(WORKER, 1, [frame(entry, b"A")], [])
+        with pytest.raises(Fenced, match="has step 1, expected 2"):
+            await scripts.finish(WORKER, [ending(entry)], [], step=2)
+        assert (await state(redis, keys))["state"] == "running"
+        assert await scripts.finish(WORKER, [ending(entry)], [], step=1) == 1
+
 
 class TestCancel:
     async def test_cancel_unread_request_leaves_nothing(self, scripts, redis, keys):
