@@ -1,7 +1,8 @@
 -- FINISH: end requests. Acknowledges and deletes their entries, stores the terminal event in r for gateways that miss the
 -- message, and publishes it. An entry that is already acknowledged is skipped, so a repeated call does nothing. A request that
 -- no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted. A store that lost the last
--- EMIT at a failover ends nothing, because the journals lack the last tokens.
+-- EMIT at a failover ends nothing, because the journals lack the last tokens. An entry whose CLAIM was lost stays pending: its
+-- request still waits, and the worker finds it when it rereads its own entries.
 -- KEYS  w, (q, r, j)...
 -- ARGV  worker id, step of the last EMIT or '' if the ends have no tokens of it, group, seconds to keep r and j, then (entry id,
 --       terminal event) for each, then messages (publish.lua)
@@ -20,12 +21,13 @@ local ended, lost = 0, {}
 for i = 1, count do
   local q, r, j = KEYS[3 * i - 1], KEYS[3 * i], KEYS[3 * i + 1]
   local entry, event = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
+  local request = redis.pcall('HMGET', r, 'worker', 'claim', 'entry', 'state')
+  local waits = not request[1] and request[3] == entry and request[4] == 'queued'
   local mine = false
-  if redis.call('XACK', q, group, entry) == 1 then
+  if not waits and redis.call('XACK', q, group, entry) == 1 then
     ended = ended + 1
     redis.call('XDEL', q, entry)
-    local owner = redis.pcall('HMGET', r, 'worker', 'claim')
-    mine = owner[1] == worker and owner[2] == entry
+    mine = request[1] == worker and request[2] == entry
     if mine then
       redis.call('HSET', r, 'state', 'done', 'terminal', event)
       redis.call('EXPIRE', r, keep_seconds)

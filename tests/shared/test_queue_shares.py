@@ -17,6 +17,7 @@ from shared.redis_scripts import (
     QueueShareExceeded,
     RedisScripts,
     StartsTooLate,
+    queue_entry,
 )
 from shared.shares import may_take
 
@@ -265,8 +266,9 @@ class TestOlderVersions:
         await redis.xreadgroup(GROUP, WORKER, {queue: ">"})
         for number in range(9):
             entries: Any = await redis.xrange(queue)
-            entry_id = entries[0][0]
-            await store.finish(WORKER, [Ending(f"a-{number}", queue, entry_id)], [])
+            entry = queue_entry(queue.encode(), *entries[0])
+            await store.claim(WORKER, [entry])
+            await store.finish(WORKER, [Ending(f"a-{number}", queue, entry.entry_id)], [])
         await accept(store, "a", name="again")
         stored: Any = await redis.hget(keys.turns(INTERACTIVE)[1], "k:a")
         assert stored.endswith(b" 1")

@@ -576,6 +576,16 @@ class TestFinish:
             await scripts.finish(WORKER, [ending(entry)], [])
         assert await pending(redis, keys) == 1
 
+    async def test_finish_keeps_the_entry_of_a_lost_claim(self, scripts, redis, keys):
+        """A replica that lacks the CLAIM was promoted: EMIT reports the request as lost, and the worker gives it up."""
+        (entry,) = await start(scripts, "a")
+        await redis.hdel(keys.request("a"), "worker", "claim")
+        await redis.hset(keys.request("a"), "state", "queued")
+        assert await scripts.emit(WORKER, 1, [frame(entry, b"A")], []) == ["a"]
+        assert await scripts.finish(WORKER, [ending(entry)], []) == 0
+        assert (await state(redis, keys))["state"] == "queued"
+        assert await pending(redis, keys) == 1
+
     async def test_finish_without_the_last_step_ends_nothing(self, scripts, redis, keys):
         """A replica that lacks the last EMIT was promoted: the journal lacks the last tokens."""
         (entry,) = await start(scripts, "a")

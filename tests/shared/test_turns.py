@@ -13,7 +13,15 @@ from shared.new_requests import NewRequest, Share
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
-from shared.redis_scripts import PLACE_TOKENS, Demand, Ending, QueueEntry, ReapMode, RedisScripts
+from shared.redis_scripts import (
+    PLACE_TOKENS,
+    Demand,
+    Ending,
+    QueueEntry,
+    ReapMode,
+    RedisScripts,
+    queue_entry,
+)
 
 WORKER = "w.1"
 TOKENS = 100
@@ -190,8 +198,9 @@ async def test_turns_unread_numbers_do_not_accumulate(store: RedisScripts, redis
     for number in range(50):
         await accept(store, f"a{number}")
         reply: Any = await redis.xreadgroup(GROUP, WORKER, {keys.queue("interactive"): ">"})
-        entry_id = reply[0][1][0][0]
-        await store.finish(WORKER, [Ending(f"a{number}", keys.queue("interactive"), entry_id)], [])
+        entry = queue_entry(reply[0][0], *reply[0][1][0])
+        await store.claim(WORKER, [entry])
+        await store.finish(WORKER, [Ending(f"a{number}", entry.queue, entry.entry_id)], [])
     assert await redis.zcard(keys.turns("interactive")[0]) <= 1
 
 
