@@ -3,7 +3,6 @@
 It tries the commands, keys and channels of users.acl one by one with ACL DRYRUN, which runs nothing.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -63,16 +62,20 @@ def _sample(pattern: str) -> str:
 
 
 async def _missing(client: Redis, user: str, trials: dict[str, list[str]]) -> list[str]:
-    return [rule for rule, command in trials.items() if not await _is_permitted(client, user, command)]
+    """Try the commands with fewer and fewer arguments, until their number is right.
 
-
-async def _is_permitted(client: Redis, user: str, command: Sequence[str]) -> bool:
-    """Try the command with fewer and fewer arguments, until their number is right."""
-    for num_words in range(len(command), 0, -1):
-        try:
-            return (await client.acl_dryrun(user, *command[:num_words])) == b"OK"
-        except NoPermissionError:
-            raise
-        except ResponseError:  # the number of arguments is wrong
-            continue
-    return False  # this store does not know the command
+    What stays undecided is missing: this store does not know the command.
+    """
+    permitted, refused = set[str](), set[str]()
+    for num_words in range(max(map(len, trials.values())), 0, -1):
+        undecided = trials.keys() - permitted - refused
+        async with client.pipeline(transaction=False) as pipeline:
+            for rule in undecided:
+                pipeline.acl_dryrun(user, *trials[rule][:num_words])
+            replies = await pipeline.execute(raise_on_error=False)
+        for rule, reply in zip(undecided, replies, strict=True):
+            if isinstance(reply, NoPermissionError):
+                raise reply
+            if not isinstance(reply, ResponseError):  # the number of arguments is right
+                (permitted if reply == b"OK" else refused).add(rule)
+    return [rule for rule in trials if rule not in permitted]
