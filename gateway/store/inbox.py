@@ -159,7 +159,8 @@ class Inbox:
 
     __slots__ = (
         "_choices", "_num_prompt_scores", "_terminal", "_unread", "epoch", "had_ended", "last_event_at",
-        "num_repeated_tokens", "on_caught_up", "on_ready", "prompt_logprobs", "request", "state", "terms",
+        "num_repeated_tokens", "num_replays", "on_caught_up", "on_ready", "prompt_logprobs", "request", "state",
+        "terms",
     )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, terms: RetentionTerms | None = None) -> None:
@@ -172,6 +173,7 @@ class Inbox:
         self.last_event_at = 0.0  # monotonic seconds; set by the tasks that add events
         self.epoch = 0  # of its journal, which starts again when the request is accepted again
         self.num_repeated_tokens = 0
+        self.num_replays = 0  # readings of the journal that are being decoded
         self.prompt_logprobs: dict[int, EncodedLogprobs] = {}  # by prompt index; complete before the first token
         self._choices = [
             _ChoiceTokens(index, keeps_logprobs=terms is not None) for index in range(request.sampling.n)
@@ -271,9 +273,14 @@ class Inbox:
             self.last_event_at = -math.inf  # it is read as soon as ACCEPT has replied
 
     def begin_replay(self) -> None:
-        """Record that the journal was read: a hole found from now on needs it again."""
+        """Record that the journal was read and is being decoded: a hole found from now on needs it again."""
+        self.num_replays += 1
         if self.state is StreamState.NEEDS_JOURNAL:
             self._become(StreamState.LIVE)
+
+    def end_replay(self) -> None:
+        """Record that what was read has been added, or is obsolete."""
+        self.num_replays -= 1
 
     def suspend(self, epoch: int) -> None:
         """Take tokens only from the new journal, which begins with the current tokens, until its marker arrives."""
@@ -379,8 +386,11 @@ class Inbox:
         return False
 
     def _is_complete(self, terminal: TerminalEvent) -> bool:
-        """Return whether all tokens before the end have come; an error has no count, so the journal must be read."""
-        if self.state is StreamState.NEEDS_JOURNAL or isinstance(terminal, ErrorEvent):
+        """Return whether all tokens before the end have come; an error has no count, so the journal must be read.
+
+        A journal that is being decoded may have other tokens than the reader.
+        """
+        if self.state is StreamState.NEEDS_JOURNAL or self.num_replays or isinstance(terminal, ErrorEvent):
             return False
         has_all_scores = len(self.prompt_logprobs) >= self._num_prompt_scores
         return has_all_scores and terminal.usage.completion_tokens == self.num_tokens

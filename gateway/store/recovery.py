@@ -78,7 +78,6 @@ class Recovery:
         self._counts = counts
         self._quiet_seconds = quiet_seconds
         self._clock = clock
-        self._replaying: set[Inbox] = set()  # their journals were read and are being decoded
 
     async def run(self, wake: asyncio.Event, duties: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """At every wake or tick, run `duties`, then recover streams. Runs as an owner task.
@@ -147,7 +146,7 @@ class Recovery:
             case StreamState.NEEDS_JOURNAL:
                 return True
             case StreamState.DIVERGED:
-                return stream not in self._replaying  # two repairs at once would withdraw the repaired request
+                return not stream.num_replays  # two repairs at once would withdraw the repaired request
             case StreamState.SUSPENDED:  # the marker is in flight, or the call that sends it got no reply
                 quiet_seconds = min(self._quiet_seconds, TICK_SECONDS)
             case StreamState.QUEUED | StreamState.LIVE:
@@ -174,7 +173,6 @@ class Recovery:
             await self._restore(stream)
             return
         stream.begin_replay()
-        self._replaying.add(stream)
         self._calls.own(self._replay_alone(reading, stored, journal))  # a long journal must not delay others
         if stream.state is StreamState.SUSPENDED:
             await self._acceptance.publish_mark(stream)  # the previous marker was lost, or is still in flight
@@ -196,7 +194,7 @@ class Recovery:
             with self._only(reading.stream):
                 await self._replay(reading, stored, journal)
         finally:
-            self._replaying.discard(reading.stream)
+            reading.stream.end_replay()
 
     async def _replay(self, reading: _Reading, stored: Any, journal: Any) -> None:
         stream = reading.stream

@@ -281,6 +281,19 @@ async def test_end_that_may_hide_tokens_waits_for_the_journal(end):
     assert await everything(stream) == [token(0, 5, 6, 7), end]
 
 
+async def test_end_waits_while_a_journal_is_decoded_that_may_have_other_tokens():
+    stream = Inbox(REQUEST)
+    stream.accept()
+    stream.add_event(token(0, 5, 6))
+    stream.need_journal()
+    stream.begin_replay()
+    stream.add_event(finish(2))
+    assert is_in(stream, StreamState.NEEDS_JOURNAL)
+    assert not stream.add_journal([StoredChoice([5, 66])], None)
+    stream.end_replay()
+    assert is_in(stream, StreamState.DIVERGED)
+
+
 async def test_events_after_the_end_are_ignored():
     stream = Inbox(REQUEST)
     stream.add_event(finish(0))
@@ -433,6 +446,7 @@ def walk(rng: random.Random) -> WatchedInbox:
         if inbox.state is not StreamState.PENDING:  # recovery leaves a pending stream alone
             calls += [
                 inbox.begin_replay,
+                inbox.end_replay,
                 partial(inbox.add_journal, scored_journal(*longer), None),
                 partial(inbox.add_journal, [StoredChoice([6])], None),
             ]
