@@ -159,8 +159,8 @@ class Inbox:
 
     __slots__ = (
         "_choices", "_num_prompt_scores", "_terminal", "_unread", "epoch", "had_ended", "last_event_at",
-        "num_repeated_tokens", "num_replays", "on_caught_up", "on_ready", "prompt_logprobs", "request", "state",
-        "terms",
+        "num_doubts", "num_repeated_tokens", "num_replays", "on_caught_up", "on_ready", "prompt_logprobs", "request",
+        "state", "terms",
     )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, terms: RetentionTerms | None = None) -> None:
@@ -173,6 +173,7 @@ class Inbox:
         self.last_event_at = 0.0  # monotonic seconds; set by the tasks that add events
         self.epoch = 0  # of its journal, which starts again when the request is accepted again
         self.num_repeated_tokens = 0
+        self.num_doubts = 0  # how often need_journal() was called
         self.num_replays = 0  # readings of the journal that are being decoded
         self.prompt_logprobs: dict[int, EncodedLogprobs] = {}  # by prompt index; complete before the first token
         self._choices = [
@@ -267,15 +268,19 @@ class Inbox:
 
     def need_journal(self) -> None:
         """Record that an event may be missing. States that already lead to a reading of the journal stay."""
+        self.num_doubts += 1
         if self.state is StreamState.LIVE or self.state is StreamState.QUEUED:
             self._become(StreamState.NEEDS_JOURNAL)
         elif self.state is StreamState.PENDING:
             self.last_event_at = -math.inf  # it is read as soon as ACCEPT has replied
 
-    def begin_replay(self) -> None:
-        """Record that the journal was read and is being decoded: a hole found from now on needs it again."""
+    def begin_replay(self, num_doubts: int) -> None:
+        """Record that the journal was read and is being decoded: a hole found from now on needs it again.
+
+        `num_doubts` is its value before the reading: what was read may be older than a later doubt.
+        """
         self.num_replays += 1
-        if self.state is StreamState.NEEDS_JOURNAL:
+        if self.state is StreamState.NEEDS_JOURNAL and self.num_doubts == num_doubts:
             self._become(StreamState.LIVE)
 
     def end_replay(self) -> None:

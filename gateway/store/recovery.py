@@ -41,11 +41,12 @@ class _Reading:
 
     stream: Inbox
     epoch: int
+    num_doubts: int
     num_known: list[int]  # tokens of each choice
 
     @classmethod
     def of(cls, stream: Inbox) -> "_Reading":
-        return cls(stream, stream.epoch, stream.num_known)
+        return cls(stream, stream.epoch, stream.num_doubts, stream.num_known)
 
     @property
     def is_obsolete(self) -> bool:
@@ -172,7 +173,7 @@ class Recovery:
         if is_missing(stored):
             await self._restore(stream)
             return
-        stream.begin_replay()
+        stream.begin_replay(reading.num_doubts)
         self._calls.own(self._replay_alone(reading, stored, journal))  # a long journal must not delay others
         if stream.state is StreamState.SUSPENDED:
             await self._acceptance.publish_mark(stream)  # the previous marker was lost, or is still in flight
