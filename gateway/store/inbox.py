@@ -274,13 +274,10 @@ class Inbox:
         elif self.state is StreamState.PENDING:
             self.last_event_at = -math.inf  # it is read as soon as ACCEPT has replied
 
-    def begin_replay(self, num_doubts: int) -> None:
-        """Record that the journal was read and is being decoded: a hole found from now on needs it again.
-
-        `num_doubts` is its value before the reading: what was read may be older than a later doubt.
-        """
+    def begin_replay(self) -> None:
+        """Record that the journal was read and is being decoded: a hole found from now on needs it again."""
         self.num_replays += 1
-        if self.state is StreamState.NEEDS_JOURNAL and self.num_doubts == num_doubts:
+        if self.state is StreamState.NEEDS_JOURNAL:
             self._become(StreamState.LIVE)
 
     def end_replay(self) -> None:

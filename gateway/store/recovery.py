@@ -50,8 +50,8 @@ class _Reading:
 
     @property
     def is_obsolete(self) -> bool:
-        """Whether the journal was replaced after the reading had begun."""
-        return self.stream.epoch != self.epoch
+        """Whether, after the reading had begun, the journal was replaced or the store may have failed over."""
+        return (self.stream.epoch, self.stream.num_doubts) != (self.epoch, self.num_doubts)
 
     def lacks_tokens(self, choices: Sequence[StoredChoice]) -> bool:
         """Return whether the store has lost tokens that the reader has, so that others may be generated for them."""
@@ -173,7 +173,7 @@ class Recovery:
         if is_missing(stored):
             await self._restore(stream)
             return
-        stream.begin_replay(reading.num_doubts)
+        stream.begin_replay()
         self._calls.own(self._replay_alone(reading, stored, journal))  # a long journal must not delay others
         if stream.state is StreamState.SUSPENDED:
             await self._acceptance.publish_mark(stream)  # the previous marker was lost, or is still in flight

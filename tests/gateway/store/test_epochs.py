@@ -14,8 +14,11 @@ from gateway.store.inference_client import InferenceClient
 from shared.messages import (
     PROTOCOL_VERSION,
     EventBatch,
+    FinishEvent,
+    FinishReason,
     JournalFrame,
     TokenEvent,
+    Usage,
     WorkerHeartbeat,
     WorkerPhase,
     encode,
@@ -129,12 +132,8 @@ async def test_lost_acceptance_reply_or_mark_is_repeated(client, flaky, worker, 
     await check_continues_as_the_journal(worker, stream)
 
 
-async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, wire):
-    """The journal is long; its decoding ends only after the next attempt has begun."""
-    stream = await start(client, worker)
-    await worker.emit("a", 0, 5)
-    assert await rest_until(stream, 1) == [5]
-    await worker.emit("a", 1, 6, is_delivered=False)
+async def reading(client: InferenceClient, stream: Inbox) -> asyncio.Event:
+    """Have the journal read; return what lets its decoding go on."""
     decoded, is_read, goes_on = client.archive.decoded, asyncio.Event(), asyncio.Event()
 
     async def slowly(*arguments: Any) -> Any:
@@ -146,6 +145,41 @@ async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, w
     client.archive.decoded = slowly
     client.streams.need_journals([stream])
     await is_read.wait()
+    return goes_on
+
+
+async def test_end_read_before_a_failover_is_dropped(client, worker, wire, connections, keys):
+    """The replica lacks the last token and the end; its worker generates another token."""
+    stream = await start(client, worker)
+    await worker.emit("a", 0, 5)
+    assert await rest_until(stream, 1) == [5]
+    key, journal, end = (
+        keys.request("a"),
+        keys.journal("a"),
+        FinishEvent("a", FinishReason.STOP, Usage(prompt_tokens=2, completion_tokens=2)),
+    )
+    before = await connections.commands.get(journal)
+    await connections.commands.append(journal, encode(JournalFrame(1, [6])))
+    await connections.commands.hset(key, mapping={"state": "done", "terminal": encode(end)})
+    goes_on = await reading(client, stream)
+    await connections.commands.set(journal, before)
+    await connections.commands.hset(key, "state", "running")
+    client.streams.need_journals([stream])
+    goes_on.set()
+    await wire.drain()
+    assert not stream.has_ended
+    await worker.emit("a", 1, 66)
+    end = await worker.finish("a", 2)
+    assert await rest(stream) == ([66], end)
+
+
+async def test_journal_read_before_the_reset_is_dropped(client, flaky, worker, wire):
+    """The journal is long; its decoding ends only after the next attempt has begun."""
+    stream = await start(client, worker)
+    await worker.emit("a", 0, 5)
+    assert await rest_until(stream, 1) == [5]
+    await worker.emit("a", 1, 6, is_delivered=False)
+    goes_on = await reading(client, stream)
     held = flaky.hold("accept")
     await wire.lose("a")
     client.streams.need_journals([stream])

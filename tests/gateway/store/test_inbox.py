@@ -286,22 +286,12 @@ async def test_end_waits_while_a_journal_is_decoded_that_may_have_other_tokens()
     stream.accept()
     stream.add_event(token(0, 5, 6))
     stream.need_journal()
-    stream.begin_replay(stream.num_doubts)
+    stream.begin_replay()
     stream.add_event(finish(2))
     assert is_in(stream, StreamState.NEEDS_JOURNAL)
     assert not stream.add_journal([StoredChoice([5, 66])], None)
     stream.end_replay()
     assert is_in(stream, StreamState.DIVERGED)
-
-
-async def test_doubt_after_the_reading_of_a_journal_needs_another_one():
-    stream = Inbox(REQUEST)
-    stream.add_event(token(0, 5))
-    stream.need_journal()
-    num_doubts = stream.num_doubts
-    stream.need_journal()  # the store failed over meanwhile
-    stream.begin_replay(num_doubts)
-    assert is_in(stream, StreamState.NEEDS_JOURNAL)
 
 
 async def test_events_after_the_end_are_ignored():
@@ -455,7 +445,7 @@ def walk(rng: random.Random) -> WatchedInbox:
         ]
         if inbox.state is not StreamState.PENDING:  # recovery leaves a pending stream alone
             calls += [
-                partial(inbox.begin_replay, inbox.num_doubts),
+                inbox.begin_replay,
                 inbox.end_replay,
                 partial(inbox.add_journal, scored_journal(*longer), None),
                 partial(inbox.add_journal, [StoredChoice([6])], None),
