@@ -132,7 +132,7 @@ async def test_lost_acceptance_reply_or_mark_is_repeated(client, flaky, worker, 
     await check_continues_as_the_journal(worker, stream)
 
 
-async def reading(client: InferenceClient, stream: Inbox) -> asyncio.Event:
+async def reading(client: Any, stream: Inbox) -> asyncio.Event:
     """Have the journal read; return what lets its decoding go on."""
     decoded, is_read, goes_on = client.archive.decoded, asyncio.Event(), asyncio.Event()
 
