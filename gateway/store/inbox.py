@@ -158,8 +158,8 @@ class Inbox:
     """
 
     __slots__ = (
-        "_choices", "_num_prompt_scores", "_terminal", "_unread", "epoch", "had_ended", "last_event_at",
-        "num_doubts", "num_repeated_tokens", "num_replays", "on_caught_up", "on_ready", "prompt_logprobs", "request",
+        "_choices", "_num_prompt_scores", "_terminal", "_unread", "epoch", "had_ended", "last_event_at", "num_doubts",
+        "num_repeated_tokens", "num_replays", "on_caught_up", "on_ready", "prompt_logprobs", "request", "reread_at",
         "state", "terms",
     )  # fmt: skip
 
@@ -173,6 +173,7 @@ class Inbox:
         self.last_event_at = 0.0  # monotonic seconds; set by the tasks that add events
         self.epoch = 0  # of its journal, which starts again when the request is accepted again
         self.num_repeated_tokens = 0
+        self.reread_at = 0.0  # when a stream that needs its journal is due; monotonic seconds
         self.num_doubts = 0  # how often need_journal() was called
         self.num_replays = 0  # readings of the journal that are being decoded
         self.prompt_logprobs: dict[int, EncodedLogprobs] = {}  # by prompt index; complete before the first token
@@ -226,12 +227,12 @@ class Inbox:
                 self._become(StreamState.ENDED)
                 self._terminal = event
             else:
-                self._become(StreamState.NEEDS_JOURNAL)
+                self._miss_events()
             return
         if event.prompt_logprobs:
             self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
         if self._num_prompt_scores and event.token_ids and len(self.prompt_logprobs) < self._num_prompt_scores:
-            self._become(StreamState.NEEDS_JOURNAL)
+            self._miss_events()
             return
         if event.choice >= len(self._choices):
             return  # no such choice
@@ -269,10 +270,16 @@ class Inbox:
     def need_journal(self) -> None:
         """Record that an event may be missing. States that already lead to a reading of the journal stay."""
         self.num_doubts += 1
+        self.reread_at = 0.0
         if self.state is StreamState.LIVE or self.state is StreamState.QUEUED:
             self._become(StreamState.NEEDS_JOURNAL)
         elif self.state is StreamState.PENDING:
             self.last_event_at = -math.inf  # it is read as soon as ACCEPT has replied
+
+    def await_journal(self, at: float) -> None:
+        """Record that the store lost tokens that the reader has: a later reading shows whether it generated others."""
+        self.need_journal()
+        self.reread_at = at
 
     def begin_replay(self) -> None:
         """Record that the journal was read and is being decoded: a hole found from now on needs it again."""
@@ -324,6 +331,10 @@ class Inbox:
             raise IllegalTransition(f"request {self.request_id}: {self.state.value} to {state.value}")
         self.state = state
 
+    def _miss_events(self) -> None:
+        self._become(StreamState.NEEDS_JOURNAL)
+        self.reread_at = 0.0
+
     def _takes_events(self) -> bool:
         """Return whether events are taken in this state; the first one shows that a worker has the request."""
         if self.state is StreamState.PENDING or self.state is StreamState.QUEUED:
@@ -350,7 +361,7 @@ class Inbox:
     ) -> bool:
         """Take the tokens of a choice that are new; return False if more log-probabilities wait than may."""
         if start > len(choice.tokens):
-            self._become(StreamState.NEEDS_JOURNAL)
+            self._miss_events()
             return True
         if start < len(choice.tokens):
             num_known = min(len(choice.tokens) - start, len(token_ids))

@@ -145,7 +145,7 @@ class Recovery:
             case StreamState.PENDING | StreamState.PAUSED | StreamState.ENDED:
                 return False
             case StreamState.NEEDS_JOURNAL:
-                return True
+                return stream.reread_at <= self._clock()
             case StreamState.DIVERGED:
                 return not stream.num_replays  # two repairs at once would withdraw the repaired request
             case StreamState.SUSPENDED:  # the marker is in flight, or the call that sends it got no reply
@@ -210,7 +210,9 @@ class Recovery:
             has_hole = stream.state is StreamState.NEEDS_JOURNAL or stream.state is StreamState.DIVERGED
             if not stream.add_journal(*answer):
                 await self._mend(stream)
-            elif has_hole or reading.lacks_tokens(answer[0]):
+            elif reading.lacks_tokens(answer[0]):
+                stream.await_journal(self._clock() + TICK_SECONDS)
+            elif has_hole:
                 stream.need_journal()
         except FormatError as error:
             logger.error("request %s: journal unreadable: %s", stream.request_id, error)
