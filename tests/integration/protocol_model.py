@@ -72,6 +72,7 @@ class Violation(AssertionError):
 class FailingStore(Protocol):
     async def catch_up(self) -> None: ...
     async def fail_over(self) -> None: ...
+    async def resume(self) -> None: ...
 
 
 class Crash(Exception):
@@ -399,6 +400,7 @@ class World:
                 self.tally.failovers += 1
                 for request_id in [name for name, ended_at in self.ended_at.items() if ended_at > replicated_at]:
                     self.answers.pop(request_id, None)
+                await store.resume()
 
     async def _reap_silent(self) -> None:
         """Reap what no worker is any longer: the replica may lack its end, or the step that its worker waits for."""

@@ -36,7 +36,7 @@ class ReplicatedStore:
                     await asyncio.sleep(0.005)  # polls another process
 
     async def fail_over(self) -> None:
-        """Kill the primary, promote its replica without the last writes, and start a replica of that one."""
+        """Kill the primary and promote its replica without the last writes. It serves after resume()."""
         self.front.is_down = self.replication.is_down = True
         primary = self.site.servers.pop(self.front.target_port)
         primary.kill()
@@ -46,6 +46,9 @@ class ReplicatedStore:
         async with Redis(port=self.replica) as promoted:
             await promoted.replicaof("NO", "ONE")
         self.front.target_port = self.replication.target_port = self.replica
+
+    async def resume(self) -> None:
+        """Let clients reach the new primary, and start a replica of it."""
         self.front.is_down = self.replication.is_down = False
         self.replica = await self._start_replica()
 
