@@ -1,8 +1,9 @@
 -- FINISH: end requests. Acknowledges and deletes their entries, stores the terminal event in r for gateways that miss the
 -- message, and publishes it. An entry that is already acknowledged is skipped, so a repeated call does nothing. A request that
 -- no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted. A store that lost the last
--- EMIT at a failover ends nothing, because the journals lack the last tokens. An entry whose CLAIM was lost stays pending: its
--- request still waits, and the worker finds it when it rereads its own entries.
+-- EMIT at a failover ends nothing, because the journals lack the last tokens. An entry stays pending if its
+-- CLAIM was lost, or if its request has come back after CLAIM had found none (an empty terminal event): the worker finds it when it
+-- rereads its own entries.
 -- KEYS  w, (q, r, j)...
 -- ARGV  worker id, step of the last EMIT or '' if the ends have no tokens of it, group, seconds to keep r and j, then (entry id,
 --       terminal event) for each, then messages (publish.lua)
@@ -22,12 +23,13 @@ for i = 1, count do
   local q, r, j = KEYS[3 * i - 1], KEYS[3 * i], KEYS[3 * i + 1]
   local entry, event = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
   local request = redis.pcall('HMGET', r, 'worker', 'claim', 'entry', 'state')
+  local is_claimed_here = request[1] == worker and request[2] == entry
   local waits = not request[1] and request[3] == entry and request[4] == 'queued'
   local mine = false
-  if not waits and redis.call('XACK', q, group, entry) == 1 then
+  if not waits and not (is_claimed_here and event == '') and redis.call('XACK', q, group, entry) == 1 then
     ended = ended + 1
     redis.call('XDEL', q, entry)
-    mine = request[1] == worker and request[2] == entry
+    mine = is_claimed_here
     if mine then
       redis.call('HSET', r, 'state', 'done', 'terminal', event)
       redis.call('EXPIRE', r, keep_seconds)

@@ -268,7 +268,7 @@ class TestOlderVersions:
             entries: Any = await redis.xrange(queue)
             entry = queue_entry(queue.encode(), *entries[0])
             await store.claim(WORKER, [entry])
-            await store.finish(WORKER, [Ending(f"a-{number}", queue, entry.entry_id)], [])
+            await store.finish(WORKER, [Ending(f"a-{number}", queue, entry.entry_id, b"end")], [])
         await accept(store, "a", name="again")
         stored: Any = await redis.hget(keys.turns(INTERACTIVE)[1], "k:a")
         assert stored.endswith(b" 1")

@@ -586,6 +586,13 @@ class TestFinish:
         assert (await state(redis, keys))["state"] == "queued"
         assert await pending(redis, keys) == 1
 
+    async def test_finish_of_a_gone_request_that_came_back_ends_nothing(self, scripts, redis, keys):
+        """CLAIM found no request, and a replica that lacks its cancellation was promoted."""
+        (entry,) = await start(scripts, "a")
+        assert await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id)], []) == 0
+        assert (await state(redis, keys))["state"] == "running"
+        assert await pending(redis, keys) == 1
+
     async def test_finish_without_the_last_step_ends_nothing(self, scripts, redis, keys):
         """A replica that lacks the last EMIT was promoted: the journal lacks the last tokens."""
         (entry,) = await start(scripts, "a")

@@ -200,7 +200,7 @@ async def test_turns_unread_numbers_do_not_accumulate(store: RedisScripts, redis
         reply: Any = await redis.xreadgroup(GROUP, WORKER, {keys.queue("interactive"): ">"})
         entry = queue_entry(reply[0][0], *reply[0][1][0])
         await store.claim(WORKER, [entry])
-        await store.finish(WORKER, [Ending(f"a{number}", entry.queue, entry.entry_id)], [])
+        await store.finish(WORKER, [Ending(f"a{number}", entry.queue, entry.entry_id, b"end")], [])
     assert await redis.zcard(keys.turns("interactive")[0]) <= 1
 
 
