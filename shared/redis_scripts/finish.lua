@@ -1,12 +1,12 @@
 -- FINISH: end requests. Acknowledges and deletes their entries, stores the terminal event in r for gateways that miss the
 -- message, and publishes it. An entry that is already acknowledged is skipped, so a repeated call does nothing. A request that
--- no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted. A store that lost the last
--- EMIT at a failover ends nothing, because the journals lack the last tokens. An entry stays pending if its
--- CLAIM was lost, or if its request has come back after CLAIM had found none (an empty terminal event): the worker finds it when it
--- rereads its own entries.
+-- no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted.
+-- After a failover the store may lack the last writes. Without the last EMIT nothing ends, because journals lack the last tokens.
+-- Without the CLAIM the entry stays pending. So does the entry of a request that CLAIM did not find (its terminal event is empty)
+-- and that is there again. The worker finds such entries when it rereads its own.
 -- KEYS  w, (q, r, j)...
--- ARGV  worker id, step of the last EMIT or '' if the ends have no tokens of it, group, seconds to keep r and j, then (entry id,
---       terminal event) for each, then messages (publish.lua)
+-- ARGV  worker id, step of the last EMIT (or '': do not compare it), group, seconds to keep r and j,
+--       then (entry id, terminal event) for each, then messages (publish.lua)
 -- reply {FENCED} | {GAP, stored step} | {OK, number of deleted entries}
 local worker, step, group, keep_seconds = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local stored = tonumber(redis.call('GET', KEYS[1]))
