@@ -34,15 +34,16 @@ from shared.shares import ALPHA
 
 # Common code that precedes a script.
 BEGINNINGS: dict[str, tuple[str, ...]] = {
-    "emit": ("publish",),
-    "finish": ("publish",),
+    "claim": ("ownership",),
+    "emit": ("ownership", "publish"),
+    "finish": ("ownership", "publish"),
     "accept": ("waiting", "account", "homes"),
     "take": ("waiting", "entries", "homes", "order"),
     "cancel": ("waiting",),
     "level": ("waiting",),
     "attach": ("entries", "homes", "requeue"),
-    "reap": ("entries", "homes", "requeue"),
-    "unclaim": ("entries", "homes", "requeue"),
+    "reap": ("entries", "homes", "requeue", "ownership"),
+    "unclaim": ("entries", "homes", "requeue", "ownership"),
 }
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
@@ -496,10 +497,12 @@ class RedisScripts:
     async def claim(self, worker_id: str, entries: Sequence[QueueEntry]) -> list[ClaimReply | None]:
         """Claim entries, and return their requests in the same order.
 
-        An element is None if its request was cancelled, has ended, or was accepted again with another entry.
+        An element is None if its request was cancelled, has ended, or was accepted again with another entry, or if a
+        failover lost the delivery of the entry to this worker.
         """
-        keys = self._pairs(entry.request_id for entry in entries)
-        reply = await self._fenced_call("claim", worker_id, keys, [worker_id, *(entry.entry_id for entry in entries)])
+        keys = [key for entry in entries for key in (entry.queue, *self._pair(entry.request_id))]
+        arguments = [worker_id, GROUP, *(entry.entry_id for entry in entries)]
+        reply = await self._fenced_call("claim", worker_id, keys, arguments)
         return [_claim_reply(fields) if fields else None for fields in reply[1:]]
 
     async def emit(

@@ -1,12 +1,13 @@
 -- EMIT: append one engine step's tokens to the journals, then publish them. The step number makes a repeated call harmless.
--- A request belongs to this worker while its `claim` names the entry of the worker's claim, which was delivered to this worker
--- only. A cancelled request has no claim, and one that was accepted again has another entry. Another attempt begins only by
--- REAP, which deletes the fence in the same script. So no token of an old attempt reaches the journal or a gateway. One field is
--- compared, because a second one costs the store 2 us per token.
+-- A request belongs to this worker while its `claim` names the worker and the entry of the worker's claim. A cancelled request
+-- has no claim, and one that was accepted again has another entry. Another attempt begins only by REAP, which deletes the fence
+-- in the same script, or after a failover that lost the delivery of the entry: then the claim of the next worker replaces it. So
+-- no token of an old attempt reaches the journal or a gateway. It is one field, because a second one costs the store 2 us per
+-- token.
 -- KEYS  w, (r, j)...
 -- ARGV  worker id, step, (entry id, journal frame) for each (r, j), then messages (publish.lua)
 -- reply {FENCED} | {GAP, stored step} | {OK|DUP, positions (from 0) of requests that no longer belong to this worker...}
-local step = tonumber(ARGV[2])
+local worker, step = ARGV[1], tonumber(ARGV[2])
 local count = (#KEYS - 1) / 2
 
 local stored = tonumber(redis.call('GET', KEYS[1]))
@@ -25,7 +26,7 @@ local reply, lost = {repeated and 'DUP' or 'OK'}, {}
 for i = 1, count do
   local r, j, entry = KEYS[2 * i], KEYS[2 * i + 1], ARGV[1 + 2 * i]
   -- pcall: a key of the wrong type ends its own request, not the batch
-  local mine = redis.pcall('HGET', r, 'claim') == entry
+  local mine = redis.pcall('HGET', r, 'claim') == claim_of(worker, entry)
   if mine and not repeated then
     mine = type(redis.pcall('APPEND', j, ARGV[2 + 2 * i])) == 'number'
   end

@@ -1,6 +1,6 @@
 -- FINISH: end requests. Acknowledges and deletes their entries, stores the terminal event in r for gateways that miss the
--- message, and publishes it. An entry that is already acknowledged is skipped, so a repeated call does nothing. A request that
--- no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted.
+-- message, and publishes it. An entry that is no longer pending for this worker is skipped, so a repeated call does nothing. A
+-- request that no longer belongs to this worker by this entry (emit.lua) does not end; only its entry is deleted.
 -- After a failover the store may lack the last writes. Without the last EMIT nothing ends, because journals lack the last tokens.
 -- Without the CLAIM the entry stays pending. So does the entry of a request that CLAIM did not find (its terminal event is empty)
 -- and that is there again. The worker finds such entries when it rereads its own.
@@ -23,11 +23,12 @@ for i = 1, count do
   local q, r, j = KEYS[3 * i - 1], KEYS[3 * i], KEYS[3 * i + 1]
   local entry, event = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
   local request = redis.pcall('HMGET', r, 'worker', 'claim', 'entry', 'state')
-  local is_claimed_here = request[1] == worker and request[2] == entry
+  local is_claimed_here = request[2] == claim_of(worker, entry)
   local waits = not request[1] and request[3] == entry and request[4] == 'queued'
   local mine = false
-  if not waits and not (is_claimed_here and event == '') and redis.call('XACK', q, group, entry) == 1 then
+  if not waits and not (is_claimed_here and event == '') and is_pending(q, group, entry, worker) then
     ended = ended + 1
+    redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
     mine = is_claimed_here
     if mine then

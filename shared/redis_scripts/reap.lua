@@ -19,7 +19,7 @@ redis.pcall('UNLINK', home_key(KEYS[8], worker))
 for i = 1, (#KEYS - 8) / 2 do
   local r, j = KEYS[7 + 2 * i], KEYS[8 + 2 * i]
   local entry, id, event, blob = unpack(ARGV, 5 + 4 * i, 8 + 4 * i)
-  if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
+  if is_pending(q, group, entry, worker) then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
     local request = redis.pcall('HMGET', r, 'state', 'worker', 'attempt', 'strikes', 'jl', 'solo', 'gateway', 'body', 'entry',

@@ -12,11 +12,11 @@ local worker, group = ARGV[1], ARGV[2]
 local requeued = 0
 for i = 1, (#KEYS - 4) / 2 do
   local q, r, entry, id = KEYS[3 + 2 * i], KEYS[4 + 2 * i], ARGV[2 + 2 * i], ARGV[3 + 2 * i]
-  if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
+  if is_pending(q, group, entry, worker) then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
     local request = redis.pcall('HMGET', r, 'worker', 'claim', 'solo', 'needs', 'context', 'entry', 'state')
-    local is_claimed_here = request[1] == worker and request[2] == entry
+    local is_claimed_here = request[2] == claim_of(worker, entry)
     local is_unclaimed = not request[1] and request[6] == entry and request[7] == 'queued'
     if is_claimed_here or is_unclaimed then
       local again = requeue(entry, KEYS[2], KEYS[3], id, request[3] or '0', request[4], request[5])

@@ -468,7 +468,7 @@ class TestEmit:
         await accept(scripts, terms=RetentionTerms(b"record", "h"))
         (a,) = await start(scripts)
         assert await scripts.cancel("a", "interactive", gone_gateway_id="g", event=b"end")
-        await redis.hset(keys.request("a"), "claim", a.entry_id)
+        await redis.hset(keys.request("a"), "claim", f"{WORKER} {a.entry_id}")
         assert await scripts.attach("a", "h", "g", again=True) is AttachStatus.QUEUED_AGAIN
         assert await scripts.emit(WORKER, 1, [frame(a, b"A")], []) == ["a"]
         (again,) = await continue_with(scripts, WORKER)
@@ -601,6 +601,42 @@ class TestFinish:
             await scripts.finish(WORKER, [ending(entry)], [], step=2)
         assert (await state(redis, keys))["state"] == "running"
         assert await scripts.finish(WORKER, [ending(entry)], [], step=1) == 1
+
+
+class TestLostDelivery:
+    """A replica that lacks a TAKE was promoted, and the next TAKE gave the entry to another worker."""
+
+    NEXT = "w1.bbbb"
+
+    async def give_to_next(self, scripts: RedisScripts, redis: Redis, entry: QueueEntry) -> None:
+        await scripts.register(self.NEXT)
+        await redis.xclaim(entry.queue, GROUP, self.NEXT, 0, [entry.entry_id])
+
+    async def test_claim_of_the_first_worker_is_refused(self, scripts, redis, keys):
+        await accept(scripts, "a")
+        await scripts.register(WORKER)
+        (entry,) = (await scripts.take(WORKER, Demand(1))).entries
+        await self.give_to_next(scripts, redis, entry)
+        assert await scripts.claim(WORKER, [entry]) == [None]
+        assert await scripts.finish(WORKER, [ending(entry, b"")], []) == 0
+        assert [reply is not None for reply in await scripts.claim(self.NEXT, [entry])] == [True]
+
+    async def test_first_worker_neither_writes_nor_ends_it(self, scripts, redis, keys):
+        (entry,) = await start(scripts, "a")
+        await self.give_to_next(scripts, redis, entry)
+        await scripts.claim(self.NEXT, [entry])
+        assert await scripts.emit(WORKER, 1, [frame(entry, b"A")], []) == ["a"]
+        assert await scripts.finish(WORKER, [ending(entry)], [], step=1) == 0
+        assert await scripts.unclaim(WORKER, [entry]) == 0
+        assert await scripts.emit(self.NEXT, 1, [frame(entry, b"B")], []) == []
+        assert await scripts.finish(self.NEXT, [ending(entry)], [], step=1) == 1
+        assert await redis.get(keys.journal("a")) == b"B"
+
+    async def test_first_worker_does_not_end_it_before_the_next_claims_it(self, scripts, redis, keys):
+        (entry,) = await start(scripts, "a")
+        await self.give_to_next(scripts, redis, entry)
+        assert await scripts.finish(WORKER, [ending(entry)], []) == 0
+        assert (await state(redis, keys))["state"] == "running"
 
 
 class TestCancel:
