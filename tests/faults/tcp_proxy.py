@@ -1,6 +1,7 @@
 """A TCP proxy with faults on request: what a network between a process and the store can do."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 
@@ -45,8 +46,16 @@ class TcpProxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self._connections.add(writer)
+        try:
+            await self._serve(reader, writer)
+        finally:
+            self._connections.discard(writer)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_down:
-            await reader.read(1)  # a client that has sent bytes is in the middle of a write
+            with suppress(OSError):  # cut
+                await reader.read(1)  # a client that has sent bytes is in the middle of a write
             writer.close()
             return
         try:
@@ -54,8 +63,7 @@ class TcpProxy:
         except OSError:
             writer.transport.abort()
             return
-        ends = {writer, store_writer}
-        self._connections |= ends
+        self._connections.add(store_writer)
         pumps = [
             asyncio.create_task(self._pump(reader, store_writer, is_reply=False)),
             asyncio.create_task(self._pump(store_reader, writer, is_reply=True)),
@@ -66,9 +74,9 @@ class TcpProxy:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            for end in ends:
+            for end in (writer, store_writer):
                 end.transport.abort()
-            self._connections -= ends
+            self._connections.discard(store_writer)
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, is_reply: bool) -> None:
         while data := await source.read(65536):

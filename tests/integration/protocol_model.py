@@ -307,6 +307,7 @@ class World:
         self.published: list[TokenEvent] = []
         self.ended_at: dict[str, float] = {}
         self.failing_over = asyncio.Lock()
+        self.gaps_at_failover = [-1] * len(self.gateways)
 
     def maybe_lose_reply(self) -> None:
         if self.random.random() < LOST_REPLY_RATIO:
@@ -398,9 +399,15 @@ class World:
                 await asyncio.sleep(self.random.random() * 0.02)
                 await store.fail_over()
                 self.tally.failovers += 1
+                self.gaps_at_failover = [client.counts.num_gaps for client in self.gateways]
                 for request_id in [name for name, ended_at in self.ended_at.items() if ended_at > replicated_at]:
                     self.answers.pop(request_id, None)
                 await store.resume()
+
+    def _knows_the_store(self, client: InferenceClient) -> bool:
+        """Return whether the gateway has heard of the last failover: before, it may pass on ends that are lost."""
+        number = next(number for number, gateway in enumerate(self.gateways) if gateway is client)
+        return client.counts.num_gaps > self.gaps_at_failover[number]
 
     async def _reap_silent(self) -> None:
         """Reap what no worker is any longer: the replica may lack its end, or the step that its worker waits for."""
@@ -482,7 +489,7 @@ class World:
             raise Violation(f"{request_id} has no end")
         if self.faults.failover_seconds and is_torn(terminal):
             self.tally.torn += 1
-        elif request_id not in self.cancelled:
+        elif request_id not in self.cancelled and self._knows_the_store(client):
             self.answers[request_id], self.endings[request_id] = tokens, terminal
             self.ended_at[request_id] = time.monotonic()
             if not self.faults.failover_seconds:
