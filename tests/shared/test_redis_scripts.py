@@ -468,7 +468,7 @@ class TestEmit:
         await accept(scripts, terms=RetentionTerms(b"record", "h"))
         (a,) = await start(scripts)
         assert await scripts.cancel("a", "interactive", gone_gateway_id="g", event=b"end")
-        await redis.hset(keys.request("a"), "claim", f"{WORKER} {a.entry_id}")
+        await redis.hset(keys.request("a"), "claim", WORKER.encode() + b" " + a.entry_id)
         assert await scripts.attach("a", "h", "g", again=True) is AttachStatus.QUEUED_AGAIN
         assert await scripts.emit(WORKER, 1, [frame(a, b"A")], []) == ["a"]
         (again,) = await continue_with(scripts, WORKER)
