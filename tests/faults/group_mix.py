@@ -121,7 +121,7 @@ class Rounds:
     async def _kill_the_holder(self, moment: str, rank: int, readers: list[Reader]) -> None:
         world = self._world
         await world.all_have(readers if moment != "prefill" else readers[:1], 1)
-        name = await self._groups.holder()
+        name = await self._groups.holder(readers[0])
         if moment == "drain":
             world.fleet.processes[name].send_signal(signal.SIGTERM)
             await world.logged(name, "draining")

@@ -114,16 +114,14 @@ class Groups:
         """Make every further memory allocation of the follower fail."""
         resource.prlimit(await self.follower(name), resource.RLIMIT_AS, (1, 1))
 
-    async def holder(self) -> str:
-        """Return the worker that has claimed requests."""
-        world = self.world
+    async def holder(self, reader: Reader) -> str:
+        """Return the worker that runs the reader's request; heartbeats may tell of requests that have ended."""
+        redis, key = self.world.connections.commands, self.world.keys.request(reader.request.request_id)
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while True:
-                for status in world.client.fleet.snapshot():
-                    name = status.heartbeat.worker_id.split(".")[0]
-                    if status.heartbeat.running and name in world.fleet.processes:
-                        return name
+            while (worker_id := await redis.hget(key, "worker")) is None:
                 await asyncio.sleep(0.01)
+        assert isinstance(worker_id, bytes)
+        return worker_id.decode().split(".")[0]
 
 
 def all_pids() -> list[int]:

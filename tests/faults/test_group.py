@@ -128,7 +128,7 @@ async def a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(gro
     await world.has_ready("w2", "w3")
     readers = read(world, 300)
     await world.all_have(readers, 20)
-    stopped = await groups.follower(holder := await groups.holder())
+    stopped = await groups.follower(holder := await groups.holder(readers[0]))
     os.kill(stopped, signal.SIGSTOP)
     assert await groups.end_of(holder) == 1  # in the middle of a step, whose timeout is a minute
     await gone(stopped)
@@ -155,7 +155,7 @@ async def a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_ph
     undisturbed = await outputs(read(world, 200))
     readers = read(world, 200)
     await world.all_have(readers, 20)
-    stopped = world.fleet.processes[holder := await groups.holder()]
+    stopped = world.fleet.processes[holder := await groups.holder(readers[0])]
     stopped.send_signal(signal.SIGSTOP)
     assert await outputs(readers) == undisturbed
     stopped.send_signal(signal.SIGCONT)
@@ -167,7 +167,7 @@ async def a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_ph
 
     readers = read(world, 600)
     await world.all_have(readers, 20)
-    draining = await groups.holder()
+    draining = await groups.holder(readers[0])
     world.fleet.processes[draining].send_signal(signal.SIGTERM)
     await world.logged(draining, "draining")
     assert await groups.kill(draining, rank=1) == 1
@@ -183,7 +183,7 @@ async def each_rank_is_killed_while_its_group_loads_prefills_and_decodes(groups:
 
     readers = read(world, 200)
     await world.all_have(readers, 20)
-    holder = await groups.holder()
+    holder = await groups.holder(readers[0])
     assert await groups.kill(holder, rank=1) == 1
     log = world.fleet.log(holder)
     assert "rank 1 of 2 ended in its phase 'serve' by signal 9; all ranks end" in log
@@ -197,7 +197,7 @@ async def each_rank_is_killed_while_its_group_loads_prefills_and_decodes(groups:
     await world.has_ready("w8")
     readers = read(world, 200)
     await world.all_have(readers[:1], 1)  # the other prompts are being prefilled
-    assert await groups.kill(await groups.holder(), rank=0) == -signal.SIGKILL
+    assert await groups.kill(await groups.holder(readers[0]), rank=0) == -signal.SIGKILL
     assert await outputs(readers) == undisturbed
     assert max(await world.attempts(readers)) == 2
     await world.nothing_is_left()
