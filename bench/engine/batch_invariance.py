@@ -1,11 +1,12 @@
 """Check whether a sequence's bits depend on its batch, through a whole network.
 
-    python -m bench batch-invariance --out DIR [--deterministic] [--num-layers 32]
+    python -m bench batch-invariance --out DIR [--deterministic] [--num-layers 32 | --model DIR [--quantization fp8]]
     python -m bench batch-invariance --out DIR --device cpu [--model DIR] [--quantization as-stored] [--dtype bfloat16]
                                      [--kv-cache-dtype fp8]
 
-A GPU runs Llama-3.1-8B's layers, a CPU a model with weights (default: the demo model). Logits are compared bit by bit:
-a decoding sequence alone and in batches; a prompt whole, in chunks and in other slots; a token decoded and prefilled.
+A GPU runs Llama-3.1-8B's layers, or the shape of DIR/config.json, with random weights; a CPU runs a model with weights
+(default: the demo model). Logits are compared bit by bit: a decoding sequence alone and in batches; a prompt whole, in
+chunks and in other slots; a token decoded and prefilled.
 On a CPU the exit status is 1 if a bit differs. On a GPU, decode graphs and a prefill are timed, too, so two runs give
 the cost of --deterministic. Writes DIR/batch_invariance.json.
 """
@@ -28,7 +29,7 @@ from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Network
 from engine_worker.model.served_model import ServedModel
-from engine_worker.model.spec import ModelSpec
+from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 from pagestream.demo_model import ensure_demo_model
 
@@ -69,14 +70,15 @@ class Bench:
     def __init__(self, model: ServedModel, device: torch.device, cases: Cases, kv_dtype: str = "auto") -> None:
         spec = model.spec
         self.device, self.model, self.cases = device, model, cases
-        num_blocks = 1 + cases.num_sequences * cases.blocks_each  # one block is padding
-        shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-        dtype = getattr(torch, kv_cache_dtype(kv_dtype, str(model.dtype).removeprefix("torch.")))
-        self.pool = torch.zeros(shape, dtype=dtype, device=device)
-        self.kv = model.attach(self.pool)
+        layout = kv_layout(spec, BLOCK_SIZE, kv_cache_dtype(kv_dtype, str(model.dtype).removeprefix("torch.")))
+        num_groups = len(layout.groups)
+        num_blocks = 1 + num_groups * cases.num_sequences * cases.blocks_each  # one block is padding
+        self.pool = torch.zeros(layout.pool_shape(num_blocks), dtype=getattr(torch, layout.dtype), device=device)
+        self.kv = model.attach(self.pool, layout.places)
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(spec.vocab_size, (cases.num_sequences, MAX_LEN), generator=generator)
-        self.tables = 1 + torch.randperm(num_blocks - 1, generator=generator).view(cases.num_sequences, -1)
+        block_ids = 1 + torch.randperm(num_blocks - 1, generator=generator)
+        self.tables = block_ids.view(num_groups, cases.num_sequences, -1)
 
     def model_input(self, pieces: list[tuple[int, int, int]]) -> ModelInput:
         """Return the input of pieces (sequence, first token, end) with the logits of each piece's last token."""
@@ -86,7 +88,7 @@ class Bench:
         starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
         positions = torch.cat([torch.arange(start, end) for _, start, end in pieces])
         owners = sequences.repeat_interleave(lens)
-        slots = self.tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = self.tables[:, owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
         def on_device(values: Tensor, dtype: torch.dtype) -> Tensor:
             return values.to(self.device, dtype)
@@ -94,10 +96,10 @@ class Bench:
         return ModelInput(
             token_ids=on_device(self.tokens[owners, positions], torch.int64),
             positions=on_device(positions, torch.int64),
-            slot_mapping=on_device(slots, torch.int64)[None],
+            slot_mapping=on_device(slots, torch.int64),
             query_start_loc=on_device(starts, torch.int32),
             seq_lens=on_device(ends, torch.int32),
-            block_tables=on_device(self.tables[sequences], torch.int32)[None],
+            block_tables=on_device(self.tables[:, sequences], torch.int32),
             logits_indices=on_device(starts[1:] - 1, torch.int64),
             max_query_len=int(lens.max()),
             max_seq_len=int(ends.max()),
@@ -127,7 +129,7 @@ def other_bits(network: Bench) -> dict[str, Any]:
         in_chunks = network.logits([(0, start, end), (1, 0, 50)])[:1]
         start = end
     decoded = network.logits([(0, prompt - 1, prompt)])
-    network.tables = network.tables.flip(0, 1)
+    network.tables = network.tables.flip(1, 2)
     elsewhere = network.logits([(0, 0, prompt)])
     return {
         "decode_batches": batches,
@@ -141,7 +143,8 @@ def other_bits(network: Bench) -> dict[str, Any]:
 def times(network: Bench) -> dict[str, float]:
     result = {}
     for context, sizes in ((1000, (1, 8, 32, 64, 128, 256)), (8000, (1, 16))):
-        network.tables = network.tables.reshape(max(sizes), -1)  # all blocks belong to these sequences
+        # All blocks belong to these sequences.
+        network.tables = network.tables.reshape(len(network.tables), max(sizes), -1)
         for size in sizes:
             model_input = network.model_input([(sequence, context, context + 1) for sequence in range(size)])
             call = [lambda model_input=model_input: network.model.forward(model_input, network.kv)]
@@ -157,7 +160,14 @@ def on_cuda(options: argparse.Namespace) -> Bench:
         use_batch_invariant_products()
     device = torch.device("cuda")
     weights = RandomWeights(device, torch.bfloat16)
-    return Bench(Network(llama_8b(options.num_layers), weights, MAX_LEN, options.deterministic), device, CUDA_CASES)
+    if options.model is None:
+        model: ServedModel = Network(llama_8b(options.num_layers), weights, MAX_LEN, options.deterministic)
+    else:
+        settings = ExecutionSettings(
+            model=options.model, device="cuda", load_format="dummy", quantization=options.quantization
+        )
+        model = load_plan(settings).blueprint.build(weights, MAX_LEN, options.deterministic)
+    return Bench(model, device, CUDA_CASES, options.kv_cache_dtype)
 
 
 def on_cpu(options: argparse.Namespace) -> Bench:
@@ -178,11 +188,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--deterministic", action="store_true", help="use the worker's --deterministic kernels (CUDA)")
     parser.add_argument("--num-layers", metavar="N", type=int, default=32, help="of CUDA")
     parser.add_argument(
-        "--model", metavar="PATH", type=Path, default=None, help="model directory for a CPU (default: the demo model)"
+        "--model", metavar="PATH", type=Path, default=None, help="model directory; a GPU reads its config.json only"
     )
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="of a CPU")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="of the model")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of a CPU")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of a CPU")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the model")
     options = parser.parse_args(argv)
     is_cuda = options.device == "cuda"
     network = on_cuda(options) if is_cuda else on_cpu(options)
