@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bench.kernel.cases import Check, Error, measure_error, poisoned, rounding_tolerance, same_bits
-from bench.kernel.expert_layers import GPT_OSS, QWEN3, ExpertLayer, ExpertModel, random_layer
+from bench.kernel.expert_layers import GPT_OSS, QWEN3, QWEN3_INT4, ExpertLayer, ExpertModel, random_layer
 from bench.kernel.fp8_checks import random_weight as random_fp8_weight
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.moe.combine import combine
@@ -20,9 +20,15 @@ ROWS = (1, 7, 16, 40, 300)
 SMALL = {
     "small bf16": ExpertModel(192, 128, Router(num_experts=5, top_k=2), Gate(kind="gelu_tanh"), "bf16", has_bias=True),
     "small mxfp4": ExpertModel(128, 192, Router(num_experts=3, top_k=1), Gate(), "mxfp4"),
+    "small awq": ExpertModel(192, 160, Router(num_experts=5, top_k=2), Gate(kind="gelu_tanh"), "awq", has_bias=True),
 }
 
-CHECKED = {**SMALL, "gpt-oss-20b mxfp4": GPT_OSS, "qwen3-30b-a3b bf16": QWEN3}
+CHECKED = {
+    **SMALL,
+    "gpt-oss-20b mxfp4": GPT_OSS,
+    "qwen3-30b-a3b bf16": QWEN3,
+    "qwen3-30b-a3b int4": QWEN3_INT4,
+}
 
 
 def check_experts(model: ExpertModel, num_rows: int) -> Check:

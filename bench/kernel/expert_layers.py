@@ -12,10 +12,11 @@ from kernels.moe.gate import Gate
 from kernels.moe.mxfp4 import Mxfp4Experts, pack_mxfp4
 from kernels.moe.route import route
 from kernels.moe.routing import Router, Routing
-from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
+from kernels.moe.weights import ExpertProduct, ExpertWeight, Int4Experts, ScaledExperts
 from kernels.scaled import GROUP
 
-Format = Literal["bf16", "fp8", "mxfp4"]  # fp8: blocks of 128 x 128
+# fp8: blocks of 128 x 128; int4: groups of 128, or 32 for fewer inputs, awq: with zero points.
+Format = Literal["bf16", "fp8", "mxfp4", "int4", "awq"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class ExpertModel:
     def bytes_per_expert(self) -> int:
         """Return the bytes of the weights of one expert."""
         values = 3 * self.hidden * self.inner
-        return {"bf16": values * 2, "fp8": values, "mxfp4": values * 17 // 32}[self.format]
+        of_int4 = values * 33 // 64
+        sizes = {"bf16": values * 2, "fp8": values, "mxfp4": values * 17 // 32, "int4": of_int4, "awq": of_int4}
+        return sizes[self.format]
 
 
 _CLAMPED = Gate(alpha=1.702, limit=7.0, up_offset=1.0)
@@ -40,7 +43,13 @@ GPT_OSS = ExpertModel(
 )
 QWEN3 = ExpertModel(2048, 768, Router(num_experts=128, top_k=8, renormalize=True), Gate(), "bf16")
 QWEN3_FP8 = replace(QWEN3, format="fp8")
-MODELS = {"gpt-oss-20b mxfp4": GPT_OSS, "qwen3-30b-a3b bf16": QWEN3, "qwen3-30b-a3b fp8": QWEN3_FP8}
+QWEN3_INT4 = replace(QWEN3, format="int4")
+MODELS = {
+    "gpt-oss-20b mxfp4": GPT_OSS,
+    "qwen3-30b-a3b bf16": QWEN3,
+    "qwen3-30b-a3b fp8": QWEN3_FP8,
+    "qwen3-30b-a3b int4": QWEN3_INT4,
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,13 @@ def _random_weight(
         scales = torch.rand(experts, rows // GROUP, inputs // GROUP, device=device, generator=generator) + 0.5
         return ScaledExperts(exact.to(E4M3), scales * (inputs**-0.5 / 64))
     random = {"dtype": torch.uint8, "device": device, "generator": generator}
+    if format_ in {"int4", "awq"}:
+        group = 128 if inputs % 128 == 0 else 32
+        values = torch.randint(256, (experts, rows, inputs // group, group // 2), **random)  # type: ignore[call-overload]
+        of_groups = (experts, inputs // group, rows)
+        scales = (torch.rand(of_groups, device=device, generator=generator) + 0.5) * (inputs**-0.5 / 4)
+        zeros = torch.randint(16, of_groups, **random) if format_ == "awq" else None  # type: ignore[call-overload]
+        return Int4Experts(values, scales.half(), zeros)
     blocks = torch.randint(256, (experts, rows, inputs // 32, 16), **random)  # type: ignore[call-overload]
     # Powers of two around 1 / sqrt(inputs) / 3, since e2m1 values have a root mean square of 2.9.
     center = 127 - round(torch.tensor(3.0 * inputs**0.5).log2().item())

@@ -8,11 +8,12 @@ from kernels.moe.combine import combine
 from kernels.moe.gate import Gate
 from kernels.moe.gather import gather_rows
 from kernels.moe.grouped_product import grouped_product, tiles_of
+from kernels.moe.int4_product import int4_product, int4_tiles_of
 from kernels.moe.list_product import is_hopper, list_product, list_tiles_of, max_listed_tokens, reads_tokens
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.reference import apply_experts_reference
 from kernels.moe.routing import Routing
-from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
+from kernels.moe.weights import ExpertProduct, ExpertWeight, Int4Experts, ScaledExperts
 
 
 def apply_experts(x: Tensor, routing: Routing, gate_up: ExpertProduct, down: ExpertProduct, gate: Gate) -> Tensor:
@@ -46,12 +47,17 @@ def kernel_of(weight: ExpertWeight, *, is_gated: bool, on_hopper: bool) -> str:
         return "list kernel, MXFP4 dequantized in registers"
     if isinstance(weight, ScaledExperts):
         return "grouped product in fp8"
+    if isinstance(weight, Int4Experts):
+        return "grouped product, 4-bit integers dequantized in registers"
     num_tokens = max_listed_tokens(weight, is_gated) if on_hopper else 0
     return f"list kernel up to {num_tokens} tokens, then grouped product" if num_tokens else "grouped product"
 
 
 def _product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | None) -> Tensor:
     weight, is_gated = product.weight, gate is not None
+    if isinstance(weight, Int4Experts):
+        tiles_of_int4 = int4_tiles_of(is_gated, routing.block_rows, weight.group, x.element_size())
+        return int4_product(x, product, routing, gate, tiles_of_int4)
     tiles = list_tiles_of(weight, is_gated, routing) if x.dtype == torch.bfloat16 and is_hopper(x.device) else None
     if tiles is not None:
         rows = gather_rows(x, routing) if is_gated and not reads_tokens(routing) else x

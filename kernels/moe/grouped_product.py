@@ -5,7 +5,7 @@ operand, as in list_product.py. Each output is one chain of float32 sums over K 
 T nor on other rows. fp8: sums of 128 inputs are scaled and added in float32.
 """
 # Launch arguments are flat, and the kernel is one function (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917, C901
+# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import ExpertProduct, ScaledExperts
 from kernels.scaled import GROUP, Scaled
 
-_PROGRAMS = 1024  # enough for each device; a program takes every 1024th tile
+PROGRAMS = 1024  # enough for each device; a program takes every 1024th tile
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,29 @@ class GroupedTiles:
 
 
 @triton.jit
-def _of_block(blocks, block, FIELDS: tl.constexpr):
+def store_sums(
+    output, sums, sums_of_up, bias, first_output, sorted_rows, outputs, inside_m,
+    NUM_OUTPUTS: tl.constexpr, GATED: tl.constexpr, IS_GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Add the bias, apply the gate, and store the sums [N, M] of an expert, whose bias begins at `first_output`."""
+    inside_n = outputs < NUM_OUTPUTS
+    dtype: tl.constexpr = output.dtype.element_ty
+    if bias is not None:
+        of_bias = bias + first_output + outputs
+        sums += tl.load(of_bias, mask=inside_n, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            sums_of_up += tl.load(of_bias + NUM_OUTPUTS, mask=inside_n, other=0.0).to(tl.float32)[:, None]
+    result = sums.to(dtype)
+    if GATED:
+        up = sums_of_up.to(dtype).to(tl.float32)
+        result = apply_gate(result.to(tl.float32), up, IS_GELU, ALPHA, LIMIT, UP_OFFSET).to(dtype)
+    places = output + sorted_rows.to(tl.int64)[None, :] * NUM_OUTPUTS + outputs[:, None]
+    tl.store(places, result, mask=inside_m[None, :] & inside_n[:, None])
+
+
+@triton.jit
+def of_block(blocks, block, FIELDS: tl.constexpr):
     """Return (expert, first sorted row, end of the expert's rows)."""
     place = blocks + block * FIELDS
     return tl.load(place).to(tl.int64), tl.load(place + 1), tl.load(place + 2)
@@ -78,7 +100,7 @@ def grouped_product_kernel(
     ROWS: tl.constexpr = NUM_OUTPUTS * BOXES
     GROUPS: tl.constexpr = NUM_INPUTS // 128
     for work in range(tl.program_id(0), tl.load(num_blocks) * TILES, tl.num_programs(0)):
-        expert, first, end = _of_block(blocks, work // TILES, FIELDS)
+        expert, first, end = of_block(blocks, work // TILES, FIELDS)
         sorted_rows = first + tl.arange(0, BLOCK_M)
         inside_m = sorted_rows < end
         rows = sorted_rows
@@ -114,18 +136,10 @@ def grouped_product_kernel(
                     left + NUM_OUTPUTS * NUM_INPUTS + start, right + start, of_up, of_rows, sums_of_up,
                     inside_n, inside_m, inside_k, not SCALED,
                 )  # fmt: skip
-        dtype: tl.constexpr = output.dtype.element_ty
-        if bias is not None:
-            of_bias = bias + expert * ROWS + outputs
-            sums += tl.load(of_bias, mask=inside_n, other=0.0).to(tl.float32)[:, None]
-            if GATED:
-                sums_of_up += tl.load(of_bias + NUM_OUTPUTS, mask=inside_n, other=0.0).to(tl.float32)[:, None]
-        result = sums.to(dtype)
-        if GATED:
-            up = sums_of_up.to(dtype).to(tl.float32)
-            result = apply_gate(result.to(tl.float32), up, IS_GELU, ALPHA, LIMIT, UP_OFFSET).to(dtype)
-        places = output + sorted_rows.to(tl.int64)[None, :] * NUM_OUTPUTS + outputs[:, None]
-        tl.store(places, result, mask=inside_m[None, :] & inside_n[:, None])
+        store_sums(
+            output, sums, sums_of_up, bias, expert * ROWS, sorted_rows, outputs, inside_m,
+            NUM_OUTPUTS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET,
+        )  # fmt: skip
 
 
 def grouped_product(
@@ -166,7 +180,7 @@ def grouped_product(
         return output
     num_tiles = len(routing.blocks) * triton.cdiv(num_outputs, tiles.block_n)
     rule = gate or Gate()
-    grouped_product_kernel[(min(num_tiles, _PROGRAMS),)](
+    grouped_product_kernel[(min(num_tiles, PROGRAMS),)](
         values,
         x.scales if isinstance(x, Scaled) else None,
         weight_values,

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.moe.gate import Gate, apply_gate
 from kernels.moe.mxfp4 import OUTPUT_SCALE, TILE, Mxfp4Experts
 from kernels.moe.routing import BLOCK_FIELDS, Routing
-from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
+from kernels.moe.weights import ExpertProduct, ExpertWeight, Int4Experts, ScaledExperts
 from kernels.skinny_linear import NUM_SMS
 
 _SHARED_BYTES = 225 * 1024  # of an SM, less barriers
@@ -367,7 +367,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         [T * k, N] in sorted order, bfloat16; rows of experts that are not owned are not written.
     """
     weight = product.weight
-    assert not isinstance(weight, ScaledExperts)
+    assert not isinstance(weight, ScaledExperts | Int4Experts)
     experts, num_rows, num_inputs = weight.shape
     boxes = 1 if gate is None else 2
     num_outputs, block_m = num_rows // boxes, routing.block_rows
@@ -431,7 +431,7 @@ def is_hopper(device: torch.device) -> bool:
 
 def list_tiles_of(weight: ExpertWeight, is_gated: bool, routing: Routing) -> ListTiles | None:
     """Return the tiles for a weight on a Hopper GPU; None: grouped_product.py serves it."""
-    if isinstance(weight, ScaledExperts):
+    if isinstance(weight, ScaledExperts | Int4Experts):
         return None
     chunks = weight.shape[2] // TILE
     if isinstance(weight, Mxfp4Experts):

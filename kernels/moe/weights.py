@@ -8,6 +8,8 @@ from torch import Tensor
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.scaled import GROUP
 
+INT4_MIDDLE = 8  # zero point of symmetric weights
+
 
 @dataclass(frozen=True, slots=True)
 class ScaledExperts:
@@ -34,7 +36,45 @@ class ScaledExperts:
         return self.values.float() * scales
 
 
-ExpertWeight = Tensor | ScaledExperts | Mxfp4Experts  # Tensor: [E, N, K] of 16 or 32 bits
+@dataclass(frozen=True, slots=True)
+class Int4Experts:
+    """4-bit integer weights with a scale per group of inputs; element = (value - zero) * scale.
+
+    Attributes:
+        values: [E, N, K / group, group / 2], uint8; byte j of a group has input j in its low bits, and input
+            group / 2 + j in its high ones.
+        scales: [E, K / group, N], float16, bfloat16 or float32.
+        zeros: [E, K / group, N], uint8; None: 8.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """Return the inputs per scale."""
+        return 2 * self.values.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def exact_weight(self) -> Tensor:
+        """Return the exact weight, [E, N, K], float32."""
+        integers: Tensor = torch.cat((self.values & 15, self.values >> 4), -1).float()
+        zeros = INT4_MIDDLE if self.zeros is None else self.zeros.float().mT[..., None]
+        numbers: Tensor = torch.sub(integers, zeros) * self.scales.float().mT[..., None]
+        return numbers.flatten(2)
+
+
+def pack_int4(values: Tensor, group: int) -> Tensor:
+    """Return the bytes of Int4Experts for values [..., K], uint8, 0 to 15."""
+    halves = values.unflatten(-1, (-1, 2, group // 2))
+    return halves[..., 0, :] | halves[..., 1, :] << 4
+
+
+ExpertWeight = Tensor | ScaledExperts | Int4Experts | Mxfp4Experts  # Tensor: [E, N, K] of 16 or 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +92,7 @@ class ExpertProduct:
     @property
     def num_outputs(self) -> int:
         """Return N."""
-        weight = self.weight.values if isinstance(self.weight, ScaledExperts) else self.weight
+        weight = self.weight.values if isinstance(self.weight, ScaledExperts | Int4Experts) else self.weight
         return weight.shape[1]
 
 
@@ -61,7 +101,10 @@ def exact_weight(weight: ExpertWeight, expert: int) -> Tensor:
     if isinstance(weight, Tensor):
         return weight[expert]
     one = slice(expert, expert + 1)
-    return replace(weight, values=weight.values[one], scales=weight.scales[one]).exact_weight()[0]
+    part = replace(weight, values=weight.values[one], scales=weight.scales[one])
+    if isinstance(part, Int4Experts) and part.zeros is not None:
+        part = replace(part, zeros=part.zeros[one])
+    return part.exact_weight()[0]
 
 
 def stacked(interleaved: Tensor) -> Tensor:

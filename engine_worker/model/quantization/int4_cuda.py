@@ -1,6 +1,7 @@
-"""4-bit integers on Hopper GPUs: kernels/w4a16 for few rows; with more, the library multiplies dequantized weights.
+"""4-bit integers on GPUs: kernels/moe for experts; on Hopper kernels/w4a16 for few rows of other layers.
 
-A layer that the kernels do not know is dequantized to 16 bits while it loads, and so are experts.
+With more rows the library multiplies dequantized weights. A layer that the kernels do not know is dequantized to
+16 bits while it loads.
 """
 
 import logging
@@ -23,6 +24,7 @@ from engine_worker.model.linear import (
 )
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import DequantizedMethod
+from engine_worker.model.quantization.experts_cuda import CudaExperts
 from engine_worker.model.quantization.int4 import MIDDLE, Int4Weight, read_int4
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
@@ -30,6 +32,7 @@ from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import Int4Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.moe.list_product import is_hopper
+from kernels.moe.weights import Int4Experts, pack_int4
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.w4a16.dequantize import dequantize
 from kernels.w4a16.few_rows import INVARIANT_ROWS, MAX_ROWS, w4_linear
@@ -56,19 +59,21 @@ class Int4Method:
         if why := _why_not(source) or _why_dequantized(spec, schemes):
             _log(spec.role, why)
             return self._dequantized.load(spec, source)
-        parts = zip(spec.names, spec.sizes, schemes, strict=True)
-        weight = _packed(
-            [read_int4(source, name, (size, spec.inputs), scheme) for name, size, scheme in parts],
-            spec.row_order,
-            is_gated=spec.role is Role.GATE_UP,
-        )
+        weight = _packed(_numbers(spec, schemes, source), is_gated=spec.role is Role.GATE_UP)
         source.keep_as(0, weight.nbytes)
         bias = rows_of(spec, source, "bias", ()) if spec.bias else None
         return W4Linear(weight, bias, is_deterministic=self._is_deterministic)
 
     def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
-        _log("experts", "there are no kernels for them")
-        return self._dequantized.experts(load, source)
+        linears = [linear for expert in load.spec.experts for linear in load.linears(expert)]
+        schemes = [self._format.scheme_of(name) for linear in linears for name in linear.names]
+        first = schemes[0]
+        if not isinstance(first, Int4Scheme):
+            return self._dequantized.experts(load, source)
+        if any(scheme != first for scheme in schemes):
+            _log("experts", "they have several formats")
+            return self._dequantized.experts(load, source)
+        return CudaExperts(load, source, lambda linears, weights: _experts(linears, first, weights))
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         return self._dequantized.head(weight, name, source)
@@ -129,16 +134,42 @@ def _group_of(inputs: int) -> int:
     return next((group for group in GROUPS if inputs % group == 0), inputs)
 
 
-def _packed(parts: list[Int4Weight], row_order: Tensor | None, *, is_gated: bool) -> W4Weight:
+def _numbers(spec: LinearSpec, schemes: list[Int4Scheme], source: WeightSource) -> Int4Weight:
+    """Return the numbers of a layer in groups of the kernels."""
+    parts = [
+        read_int4(source, name, (size, spec.inputs), scheme)
+        for name, size, scheme in zip(spec.names, spec.sizes, schemes, strict=True)
+    ]
     values = torch.cat([part.values for part in parts])
     zeros = torch.cat([_in_groups(part.zeros, part) for part in parts])
     scales = torch.cat([_in_groups(part.scales, part) for part in parts])
-    if row_order is not None:
-        order = row_order.to(values.device)
+    if spec.row_order is not None:
+        order = spec.row_order.to(values.device)
         values, zeros, scales = values[order], zeros[order], scales[order]
-    halves = scales.half()
-    halves = halves if torch.equal(halves.float(), scales) else scales.bfloat16()
-    return pack_w4(values, halves, None if bool((zeros == MIDDLE).all()) else zeros, is_gated=is_gated)
+    return Int4Weight(values, zeros, scales)
+
+
+def _packed(numbers: Int4Weight, *, is_gated: bool) -> W4Weight:
+    scales = _narrow(numbers.scales)
+    zeros = None if bool((numbers.zeros == MIDDLE).all()) else numbers.zeros
+    return pack_w4(numbers.values, scales if scales.itemsize == 2 else scales.bfloat16(), zeros, is_gated=is_gated)
+
+
+def _narrow(scales: Tensor) -> Tensor:
+    """Return float32 scales in the first type of 16 bits that has them exactly, if there is one."""
+    narrow = (scales.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((each for each in narrow if torch.equal(each.float(), scales)), scales)
+
+
+def _experts(linears: list[LinearSpec], scheme: Int4Scheme, source: WeightSource) -> Int4Experts:
+    """Return the weight of one linear layer of all experts."""
+    each = [_numbers(linear, [scheme] * len(linear.names), source) for linear in linears]
+    values = torch.stack([pack_int4(one.values, one.values.shape[1] // one.scales.shape[1]) for one in each])
+    scales = torch.stack([one.scales.T for one in each])
+    zeros = torch.stack([one.zeros.T for one in each])
+    weight = Int4Experts(values, _narrow(scales), None if bool((zeros == MIDDLE).all()) else zeros)
+    source.keep_as(0, weight.nbytes)
+    return weight
 
 
 def _in_groups(numbers: Tensor, weight: Int4Weight) -> Tensor:

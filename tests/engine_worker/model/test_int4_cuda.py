@@ -14,7 +14,7 @@ from engine_worker.model.quantization.int4_cuda import Int4Method
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
-from tests.engine_worker.model.int4_checkpoints import LAYOUTS, write_int4
+from tests.engine_worker.model.int4_checkpoints import LAYOUTS, QWEN3_MOE, write_int4
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 from tests.engine_worker.model.quantized_schedules import check_outputs, results_of
 
@@ -54,6 +54,16 @@ def test_logits_are_no_farther_from_exact_ones_than_those_of_16_bits(name: str, 
     exact, _, _ = logits_of(model.exact, "cpu", torch.float32, is_exact=True)
     in_16_bits, _, _ = logits_of(model.exact, "cuda", torch.bfloat16, is_exact=True)
     # Both round all activations; the weights of 16 bits are rounded, and those of 4 bits with many rows.
+    assert torch.dist(found, exact) < 1.3 * torch.dist(in_16_bits, exact)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors, groups of 32", "gptq, zero points", "awq"])
+def test_experts_are_no_farther_from_exact_logits_than_those_of_16_bits(name: str, tmp_path: Path) -> None:
+    model = write_int4(tmp_path, LAYOUTS[name], QWEN3_MOE)
+    found, weights, spec = logits_of(model.directory, "cuda", torch.bfloat16, is_exact=False)
+    assert weights.loaded_bytes < 2 * spec.num_parameters()
+    exact, _, _ = logits_of(model.exact, "cpu", torch.float32, is_exact=True)
+    in_16_bits, _, _ = logits_of(model.exact, "cuda", torch.bfloat16, is_exact=True)
     assert torch.dist(found, exact) < 1.3 * torch.dist(in_16_bits, exact)
 
 

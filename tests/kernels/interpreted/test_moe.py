@@ -14,7 +14,7 @@ from kernels.moe.mxfp4 import pack_mxfp4
 from kernels.moe.reference import apply_experts_reference, choose_reference, route_reference, sort_reference
 from kernels.moe.route import route_triton
 from kernels.moe.routing import Router, Routing
-from kernels.moe.weights import ExpertProduct, ScaledExperts
+from kernels.moe.weights import ExpertProduct, Int4Experts, ScaledExperts, pack_int4
 from kernels.scaled import quantize_groups_reference, quantize_rows_reference
 
 ROUTERS = {
@@ -162,6 +162,40 @@ def test_fp8_product_equals_float64(gate: Gate | None, is_grouped: bool) -> None
     exact = torch.cat([of_pairs[offsets[expert] : offsets[expert + 1]] @ weight[expert].T for expert in range(3)])
     error = measure_error(found, gated_reference(exact, gate) if gate else exact, rounding_tolerance(torch.float32))
     assert error.passed, error
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("gate", [Gate(limit=1.0, up_offset=1.0), Gate(kind="gelu_tanh")])
+def test_int4_experts_equal_float64_and_do_not_depend_on_other_rows(gate: Gate, has_zeros: bool, group: int) -> None:
+    router = Router(num_experts=3, top_k=2)
+    x, of_router = random(19, 128), random(3, 128, seed=1)
+    gate_up, down = (
+        ExpertProduct(int4_experts(3, outputs, 128, group, has_zeros), random(3, outputs, seed=outputs))
+        for outputs in (2 * 128, 128)
+    )
+    found = apply_experts_triton(x, route_triton(x, of_router, router), gate_up, down, gate)
+    exact = apply_experts_reference(x.double(), route_triton(x, of_router, router), gate_up, down, gate)
+    error = measure_error(found, exact, 4 * rounding_tolerance(torch.float32))
+    assert error.passed, error
+    alone = x[7:8]
+    routing = route_triton(alone, of_router, router)
+    assert torch.equal(apply_experts_triton(alone, routing, gate_up, down, gate)[0], found[7])
+
+
+def int4_experts(num_experts: int, outputs: int, inputs: int, group: int, has_zeros: bool) -> Int4Experts:
+    generator = torch.Generator().manual_seed(outputs)
+    shape = (num_experts, outputs, inputs)
+    values = torch.randint(16, shape, generator=generator, dtype=torch.uint8)
+    of_groups = (num_experts, inputs // group, outputs)
+    scales = (
+        torch.rand(of_groups, generator=generator).half() / 128
+    )  # gates stay small: exp(-x) of float32 overflows at -88
+    zeros = torch.randint(16, of_groups, generator=generator, dtype=torch.uint8) if has_zeros else None
+    weight = Int4Experts(pack_int4(values, group), scales, zeros)
+    middle = 8.0 if zeros is None else zeros.float().mT.repeat_interleave(group, 2)
+    assert torch.equal(weight.exact_weight(), (values - middle) * scales.float().mT.repeat_interleave(group, 2))
+    return weight
 
 
 def test_kernel_of_names_what_serves_a_weight() -> None:

@@ -1,0 +1,167 @@
+"""The linear layers of experts with 4-bit integer weights, for every device.
+
+Tiles and work list are those of grouped_product.py. A step is one group of inputs: its weights are dequantized in
+registers to the type of x, rounded once. Each output is one chain of float32 sums over K in order, so its bits depend
+neither on T nor on other rows.
+"""
+# Launch arguments are flat (ADR 0108).
+# ruff: noqa: PLR0913, PLR0917
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
+from kernels.moe.gate import Gate
+from kernels.moe.grouped_product import PROGRAMS, GroupedTiles, of_block, store_sums
+from kernels.moe.routing import BLOCK_FIELDS, Routing
+from kernels.moe.weights import INT4_MIDDLE, ExpertProduct, Int4Experts
+
+
+@triton.jit
+def _scales_of(scales, zeros, group, inside, ROWS: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return scales and zero points [N] of a group, in DTYPE."""
+    scale = tl.load(scales + group * ROWS, mask=inside, other=0.0)
+    zero = tl.full(scale.shape, MIDDLE, tl.int32)
+    if zeros is not None:
+        zero = tl.load(zeros + group * ROWS, mask=inside, other=MIDDLE).to(tl.int32)
+    return scale.to(DTYPE), zero
+
+
+@triton.jit
+def _dequantized(nibbles, scale, zero, DTYPE: tl.constexpr):
+    """Return [N, K] nibbles as weights in DTYPE; only the product with the scale is rounded."""
+    if tl.bfloat16 == DTYPE:  # from 128 on, the lowest bits of a bfloat16 are an integer
+        integers = (nibbles.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        return (integers - (zero + 128).to(tl.bfloat16)[:, None]) * scale[:, None]
+    return (nibbles.to(tl.int32) - zero[:, None]).to(DTYPE) * scale[:, None]
+
+
+@triton.jit
+def _add_group(sums, packed, scale, zero, low_rows, high_rows):
+    """Add the products [N, M] of one group, whose packed weights have half of the inputs in their low bits."""
+    dtype: tl.constexpr = low_rows.dtype
+    sums = tl.dot(_dequantized(packed & 15, scale, zero, dtype), low_rows, sums, input_precision="ieee")
+    return tl.dot(_dequantized(packed >> 4, scale, zero, dtype), high_rows, sums, input_precision="ieee")
+
+
+@triton.jit
+def int4_product_kernel(
+    x, weight, scales, zeros, bias, pairs, blocks, num_blocks, output,
+    NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, TOP_K: tl.constexpr, FIELDS: tl.constexpr,
+    GATED: tl.constexpr, IS_GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    MIDDLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Run every num_programs-th tile. TOP_K > 0: rows of x are tokens; 0: sorted rows."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    TILES: tl.constexpr = (NUM_OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    ROWS: tl.constexpr = NUM_OUTPUTS * 2 if GATED else NUM_OUTPUTS
+    GROUPS: tl.constexpr = NUM_INPUTS // (2 * HALF)
+    for work in range(tl.program_id(0), tl.load(num_blocks) * TILES, tl.num_programs(0)):
+        expert, first, end = of_block(blocks, work // TILES, FIELDS)
+        sorted_rows = first + tl.arange(0, BLOCK_M)
+        inside_m = sorted_rows < end
+        rows = sorted_rows
+        if TOP_K > 0:
+            rows = tl.load(pairs + sorted_rows, mask=inside_m, other=0) // TOP_K
+        outputs = work % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside_n = outputs < NUM_OUTPUTS
+        columns = tl.arange(0, HALF)
+        left = weight + (expert * ROWS + outputs)[:, None] * (GROUPS * HALF) + columns[None, :]
+        right = x + rows.to(tl.int64)[None, :] * NUM_INPUTS + columns[:, None]
+        of_scales = scales + expert * GROUPS * ROWS + outputs
+        of_zeros, up_zeros = zeros, zeros
+        if zeros is not None:
+            of_zeros = zeros + expert * GROUPS * ROWS + outputs
+            up_zeros = of_zeros + NUM_OUTPUTS
+        dtype: tl.constexpr = x.dtype.element_ty
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        sums_of_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        # Scales are loaded one step ahead: the compiler's pipeline has the operands of products only.
+        scale, zero = _scales_of(of_scales, of_zeros, 0, inside_n, ROWS, MIDDLE, dtype)
+        up_scale, up_zero = scale, zero
+        if GATED:
+            up_scale, up_zero = _scales_of(of_scales + NUM_OUTPUTS, up_zeros, 0, inside_n, ROWS, MIDDLE, dtype)
+        for group in range(GROUPS):
+            has_next = inside_n & (group + 1 < GROUPS)
+            next_scale, next_zero = _scales_of(of_scales, of_zeros, group + 1, has_next, ROWS, MIDDLE, dtype)
+            low_rows = tl.load(right + group * 2 * HALF, mask=inside_m[None, :], other=0.0)
+            high_rows = tl.load(right + group * 2 * HALF + HALF, mask=inside_m[None, :], other=0.0)
+            packed = tl.load(left + group * HALF, mask=inside_n[:, None], other=0)
+            sums = _add_group(sums, packed, scale, zero, low_rows, high_rows)
+            scale, zero = next_scale, next_zero
+            if GATED:
+                next_scale, next_zero = _scales_of(
+                    of_scales + NUM_OUTPUTS, up_zeros, group + 1, has_next, ROWS, MIDDLE, dtype
+                )
+                packed = tl.load(left + NUM_OUTPUTS * GROUPS * HALF + group * HALF, mask=inside_n[:, None], other=0)
+                sums_of_up = _add_group(sums_of_up, packed, up_scale, up_zero, low_rows, high_rows)
+                up_scale, up_zero = next_scale, next_zero
+        store_sums(
+            output, sums, sums_of_up, bias, expert * ROWS, sorted_rows, outputs, inside_m,
+            NUM_OUTPUTS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET,
+        )  # fmt: skip
+
+
+def int4_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | None, tiles: GroupedTiles) -> Tensor:
+    """Compute one product of the owned experts.
+
+    Args:
+        x: Gated: rows [T, K]; plain: sorted rows [T * k, K].
+        product: Weights of Int4Experts.
+        routing: From route().
+        gate: Of a gated product, whose weight has 2 * N rows; None: plain.
+        tiles: From int4_tiles_of().
+
+    Returns:
+        [T * k, N] in sorted order, dtype of x; rows of experts that are not owned are not written.
+    """
+    weight = product.weight
+    assert isinstance(weight, Int4Experts) and weight.values.is_contiguous() and x.is_contiguous()
+    num_inputs, num_outputs = x.shape[1], product.num_outputs // (1 if gate is None else 2)
+    assert weight.values.shape[2] * weight.group == num_inputs
+    output = x.new_empty(routing.num_pairs, num_outputs)
+    if len(x) == 0:
+        return output
+    num_tiles = len(routing.blocks) * triton.cdiv(num_outputs, tiles.block_n)
+    rule = gate or Gate()
+    int4_product_kernel[(min(num_tiles, PROGRAMS),)](
+        x,
+        weight.values,
+        weight.scales,
+        weight.zeros,
+        product.bias,
+        routing.pairs,
+        routing.blocks,
+        routing.num_blocks,
+        output,
+        NUM_OUTPUTS=num_outputs,
+        NUM_INPUTS=num_inputs,
+        TOP_K=0 if gate is None else routing.ids.shape[1],
+        FIELDS=BLOCK_FIELDS,
+        GATED=gate is not None,
+        IS_GELU=rule.kind == "gelu_tanh",
+        ALPHA=rule.alpha,
+        LIMIT=rule.limit,
+        UP_OFFSET=rule.up_offset,
+        MIDDLE=INT4_MIDDLE,
+        BLOCK_M=max(routing.block_rows, 16),  # a dot has no fewer columns
+        BLOCK_N=tiles.block_n,
+        HALF=weight.group // 2,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **dependent_launch(x),
+    )
+    return output
+
+
+def int4_tiles_of(is_gated: bool, block_rows: int, group: int, element_size: int) -> GroupedTiles:
+    """Return the fastest tiles measured for 128 experts of 768 x 2,048 on an H200 at 1 to 2,048 tokens."""
+    if element_size == 4:
+        return GroupedTiles(32, group, num_stages=2)
+    if block_rows > 64:
+        return GroupedTiles(128, group, num_warps=8, num_stages=3)
+    return GroupedTiles(64, group, num_stages=4)
