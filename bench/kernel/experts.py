@@ -23,7 +23,7 @@ from bench.kernel.report import write_report
 from kernels.moe.routing import Routing
 
 ROWS = (1, 8, 32, 256, 2048)
-NUM_LAYERS = {"bf16": 2, "fp8": 3, "mxfp4": 4}
+NUM_LAYERS = {"bf16": 2, "fp8": 3, "mxfp4": 4, "int4": 4, "awq": 4}
 MIN_CALLS = 8  # at few rows, so that the median covers several sets of experts
 
 

@@ -62,10 +62,10 @@ class Int4Experts:
 
     def exact_weight(self) -> Tensor:
         """Return the exact weight, [E, N, K], float32."""
-        integers: Tensor = torch.cat((self.values & 15, self.values >> 4), -1).float()
+        integers = torch.cat((self.values & 15, self.values >> 4), -1).float()
         zeros = INT4_MIDDLE if self.zeros is None else self.zeros.float().mT[..., None]
-        numbers: Tensor = torch.sub(integers, zeros) * self.scales.float().mT[..., None]
-        return numbers.flatten(2)
+        exact: Tensor = ((integers - zeros) * self.scales.float().mT[..., None]).flatten(2)
+        return exact
 
 
 def pack_int4(values: Tensor, group: int) -> Tensor:
