@@ -19,6 +19,32 @@ from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import INT4_MIDDLE, ExpertProduct, Int4Experts
 
 
+# Four bytes become eight bfloat16. From 128 on, the lowest bits of a bfloat16 are an integer. sm_80 has no sums and
+# products of bfloat16 except fma. $0, $1: of the low bits; $2, $3: of the high ones; $4: bytes; $5, $6: scales; $7, $8:
+# zero points plus 128, negative.
+_UNPACK = tl.constexpr("""{
+    .reg .b32 left, right, bits, one, nothing;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 nothing, 0x80008000;
+    prmt.b32 left, $4, 0, 0x4140;
+    prmt.b32 right, $4, 0, 0x4342;
+    lop3.b32 bits, left, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 bits, bits, one, $7;
+    fma.rn.bf16x2 $0, bits, $5, nothing;
+    lop3.b32 bits, right, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 bits, bits, one, $8;
+    fma.rn.bf16x2 $1, bits, $6, nothing;
+    shr.b32 left, left, 4;
+    lop3.b32 bits, left, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 bits, bits, one, $7;
+    fma.rn.bf16x2 $2, bits, $5, nothing;
+    shr.b32 right, right, 4;
+    lop3.b32 bits, right, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 bits, bits, one, $8;
+    fma.rn.bf16x2 $3, bits, $6, nothing;
+}""")
+
+
 @triton.jit
 def _scales_of(scales, zeros, group, inside, ROWS: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: tl.constexpr):
     """Return scales and zero points [N] of a group, in DTYPE."""
@@ -30,20 +56,24 @@ def _scales_of(scales, zeros, group, inside, ROWS: tl.constexpr, MIDDLE: tl.cons
 
 
 @triton.jit
-def _dequantized(nibbles, scale, zero, DTYPE: tl.constexpr):
-    """Return [N, K] nibbles as weights in DTYPE; only the product with the scale is rounded."""
-    if tl.bfloat16 == DTYPE:  # from 128 on, the lowest bits of a bfloat16 are an integer
-        integers = (nibbles.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-        return (integers - (zero + 128).to(tl.bfloat16)[:, None]) * scale[:, None]
-    return (nibbles.to(tl.int32) - zero[:, None]).to(DTYPE) * scale[:, None]
+def _dequantized(packed, scale, zero, DTYPE: tl.constexpr):
+    """Return the weights of the low bits and those of the high bits, each [N, K] in DTYPE and rounded once."""
+    if tl.bfloat16 == DTYPE:
+        scales = tl.broadcast_to(scale[:, None], packed.shape)
+        zeros = tl.broadcast_to((-128 - zero).to(tl.bfloat16)[:, None], packed.shape)
+        return tl.inline_asm_elementwise(
+            _UNPACK, "=r,=r,=r,=r,r,r,r,r,r", [packed, scales, zeros], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    low, high = (packed & 15).to(tl.int32), (packed >> 4).to(tl.int32)
+    return (low - zero[:, None]).to(DTYPE) * scale[:, None], (high - zero[:, None]).to(DTYPE) * scale[:, None]
 
 
 @triton.jit
 def _add_group(sums, packed, scale, zero, low_rows, high_rows):
     """Add the products [N, M] of one group, whose packed weights have half of the inputs in their low bits."""
-    dtype: tl.constexpr = low_rows.dtype
-    sums = tl.dot(_dequantized(packed & 15, scale, zero, dtype), low_rows, sums, input_precision="ieee")
-    return tl.dot(_dequantized(packed >> 4, scale, zero, dtype), high_rows, sums, input_precision="ieee")
+    low, high = _dequantized(packed, scale, zero, low_rows.dtype)
+    sums = tl.dot(low, low_rows, sums, input_precision="ieee")
+    return tl.dot(high, high_rows, sums, input_precision="ieee")
 
 
 @triton.jit
@@ -162,6 +192,8 @@ def int4_tiles_of(is_gated: bool, block_rows: int, group: int, element_size: int
     """Return the fastest tiles measured for 128 experts of 768 x 2,048 on an H200 at 1 to 2,048 tokens."""
     if element_size == 4:
         return GroupedTiles(32, group, num_stages=2)
-    if block_rows > 64:
-        return GroupedTiles(128, group, num_warps=8, num_stages=3)
-    return GroupedTiles(64, group, num_stages=4)
+    if block_rows <= 8:
+        return GroupedTiles(64, group, num_warps=2)
+    if block_rows <= 64:
+        return GroupedTiles(64 if is_gated else 128, group)
+    return GroupedTiles(128, group, num_warps=8) if is_gated else GroupedTiles(64, group)
