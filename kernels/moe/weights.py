@@ -71,7 +71,8 @@ class Int4Experts:
 def pack_int4(values: Tensor, group: int) -> Tensor:
     """Return the bytes of Int4Experts for values [..., K], uint8, 0 to 15."""
     halves = values.unflatten(-1, (-1, 2, group // 2))
-    return halves[..., 0, :] | halves[..., 1, :] << 4
+    packed: Tensor = halves[..., 0, :] | halves[..., 1, :] << 4
+    return packed
 
 
 ExpertWeight = Tensor | ScaledExperts | Int4Experts | Mxfp4Experts  # Tensor: [E, N, K] of 16 or 32 bits

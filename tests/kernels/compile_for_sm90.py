@@ -23,7 +23,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from bench.kernel.expert_layers import GPT_OSS, QWEN3, ExpertModel
+from bench.kernel.expert_layers import GPT_OSS, QWEN3, QWEN3_INT4, ExpertModel
 from bench.kernel.linear_shapes import MODELS, linear_shapes_of
 from kernels.all_reduce import MAX_BLOCKS, MEMORY_BYTES, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
@@ -42,7 +42,7 @@ from kernels.moe.list_product import list_product, list_tiles_of, reads_tokens
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.route import route_triton
 from kernels.moe.shared_gate_triton import add_gated_triton
-from kernels.moe.weights import ExpertProduct
+from kernels.moe.weights import ExpertProduct, Int4Experts
 from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.triton_kernels import TritonRecurrent
 from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton, rms_norm_triton
@@ -331,7 +331,7 @@ def fp8_linear_layers() -> None:
 
 
 def experts(model: ExpertModel) -> Callable[[], object]:
-    """Compile the router, and the products in both forms; MXFP4 has one."""
+    """Compile the router, and the products in both forms; those of 4 bits have one."""
 
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -340,6 +340,10 @@ def experts(model: ExpertModel) -> Callable[[], object]:
         num_experts = model.router.num_experts
         if model.format == "bf16":
             return ExpertProduct(empty(num_experts, num_outputs, num_inputs))
+        if model.format == "int4":
+            groups = num_inputs // 128
+            values = empty(num_experts, num_outputs, groups, 64, dtype=torch.uint8)
+            return ExpertProduct(Int4Experts(values, empty(num_experts, groups, num_outputs, dtype=torch.float16)))
         tiles = (num_experts, num_outputs // (64 * boxes), num_inputs // 64)
         words = (empty(*tiles, boxes * size, dtype=torch.int32) for size in (512, 32))
         return ExpertProduct(Mxfp4Experts(*words), empty(num_experts, num_outputs))
@@ -349,7 +353,7 @@ def experts(model: ExpertModel) -> Callable[[], object]:
         for num_tokens in (1, 32, 256, 2048):
             x = empty(num_tokens, model.hidden)
             routing = route_triton(x, empty(model.router.num_experts, model.hidden), model.router)
-            if model.format == "bf16":
+            if model.format in {"bf16", "int4"}:
                 apply_experts_triton(x, routing, gate_up, down, model.gate)
             for weights, gate in ((gate_up, model.gate), (down, None)):
                 tiles = list_tiles_of(weights.weight, gate is not None, routing)
@@ -449,6 +453,7 @@ def main(part: int, num_parts: int) -> None:
         "short convolutions bf16": short_convolutions,
         "experts gpt-oss-20b mxfp4": experts(GPT_OSS),
         "experts qwen3-30b-a3b bf16": experts(QWEN3),
+        "experts qwen3-30b-a3b int4": experts(QWEN3_INT4),
         "sums of two": summing,
         "sums and norms bf16": summing_and_norming,
         "unpacking": unpacking,

@@ -104,6 +104,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_route_many_kernel",
         "_sort_pairs_kernel",
         "grouped_product_kernel",
+        "int4_product_kernel",
         "w4_linear_kernel",
         "dequantize_kernel",
         "list_product_kernel",
@@ -214,7 +215,8 @@ def test_prefill_uses_wgmma(reports: list[Report], shape: str) -> None:
 
 
 def test_expert_products_use_wgmma_and_wide_loads(reports: list[Report]) -> None:
-    for report in of(reports, "grouped_product_kernel", "qwen3-30b-a3b"):
+    grouped = [of(reports, kernel, "qwen3-30b-a3b") for kernel in ("grouped_product_kernel", "int4_product_kernel")]
+    for report in (*grouped[0], *grouped[1]):
         assert report["wgmma"] > 0 and report["mma"] == 0, report
         assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
     for report in [r for r in reports if r["kernel"] == "list_product_kernel"]:
