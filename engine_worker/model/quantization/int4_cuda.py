@@ -1,10 +1,11 @@
-"""4-bit integers on GPUs: kernels/moe for experts; on Hopper kernels/w4a16 for few rows of other layers.
+"""4-bit integers on Hopper GPUs: kernels/moe for experts, and kernels/w4a16 for few rows of other layers.
 
 With more rows the library multiplies dequantized weights. A layer that the kernels do not know is dequantized to
 16 bits while it loads.
 """
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -29,7 +30,7 @@ from engine_worker.model.quantization.int4 import MIDDLE, Int4Weight, read_int4
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
-from engine_worker.model.weight_format import Int4Scheme, WeightFormat
+from engine_worker.model.weight_format import Int4Scheme, Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.moe.list_product import is_hopper
 from kernels.moe.weights import Int4Experts, pack_int4
@@ -70,10 +71,10 @@ class Int4Method:
         first = schemes[0]
         if not isinstance(first, Int4Scheme):
             return self._dequantized.experts(load, source)
-        if any(scheme != first for scheme in schemes):
-            _log("experts", "they have several formats")
+        if why := _why_not(source) or _why_no_experts(linears, schemes, first):
+            _log("experts", why)
             return self._dequantized.experts(load, source)
-        return CudaExperts(load, source, lambda linears, weights: _experts(linears, first, weights))
+        return CudaExperts(load, source, lambda linears, weights: int4_experts(linears, first, weights))
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         return self._dequantized.head(weight, name, source)
@@ -129,6 +130,14 @@ def _why_dequantized(spec: LinearSpec, schemes: list[Int4Scheme]) -> str:
     return why_not_packed((sum(spec.sizes), spec.inputs), _group_of(schemes[0].group or spec.inputs))
 
 
+def _why_no_experts(linears: list[LinearSpec], schemes: Sequence[Scheme | None], first: Int4Scheme) -> str:
+    """Return why experts with 4-bit integers have 16 bits, or an empty string."""
+    if any(scheme != first for scheme in schemes):
+        return "they have several formats"
+    groups = {_group_of(first.group or linear.inputs) for linear in linears}
+    return "" if groups <= set(GROUPS) else "their groups are no multiples of 32"
+
+
 def _group_of(inputs: int) -> int:
     """Return the largest group of the kernels that divides a group of the checkpoint, or that group."""
     return next((group for group in GROUPS if inputs % group == 0), inputs)
@@ -161,8 +170,8 @@ def _narrow(scales: Tensor) -> Tensor:
     return next((each for each in narrow if torch.equal(each.float(), scales)), scales)
 
 
-def _experts(linears: list[LinearSpec], scheme: Int4Scheme, source: WeightSource) -> Int4Experts:
-    """Return the weight of one linear layer of all experts."""
+def int4_experts(linears: list[LinearSpec], scheme: Int4Scheme, source: WeightSource) -> Int4Experts:
+    """Return the weight of one linear layer of all experts, which have the same scheme."""
     each = [_numbers(linear, [scheme] * len(linear.names), source) for linear in linears]
     values = torch.stack([pack_int4(one.values, one.values.shape[1] // one.scales.shape[1]) for one in each])
     scales = torch.stack([one.scales.T for one in each])

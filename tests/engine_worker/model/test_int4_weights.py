@@ -14,7 +14,7 @@ from engine_worker.model.preflight import check_files
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.grouped import Int4Numbers
 from engine_worker.model.quantization.int4 import read_int4
-from engine_worker.model.quantization.int4_cuda import Int4Method
+from engine_worker.model.quantization.int4_cuda import int4_experts
 from engine_worker.model.sharding import tensor_parts
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.specs.part import Role
@@ -27,6 +27,7 @@ from tests.engine_worker.model.int4_checkpoints import LAYOUTS, PHI3, QWEN3_MOE,
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 
 CPU = torch.device("cpu")
+EXPERTS = "model.layers.1.mlp.experts"
 PROMPT = [(7 * index * index + 3) % 1000 for index in range(24)]
 HALF_ROUNDING = 2.0**-11  # of a minimum, which is a float16
 
@@ -125,25 +126,22 @@ def test_fused_rows_and_experts_keep_their_scales(name: str, case: Case, tmp_pat
     assert torch.equal(logits_of(network), exact_logits(model))
 
 
-class _ExpertsOfCuda:
-    """Experts as on CUDA, whose operators run here in plain torch; the other layers as on a CPU."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._cpu = linear_method(spec.quantization, "cpu")
-        self._cuda = Int4Method(spec.quantization, self._cpu, is_deterministic=False)
-        self.load, self.head, self.experts = self._cpu.load, self._cpu.head, self._cuda.experts
-
-
 @pytest.mark.parametrize("name", ["compressed-tensors, groups of 32", "gptq, zero points", "awq"])
-def test_experts_of_cuda_keep_four_bits(name: str, tmp_path: Path) -> None:
+def test_experts_of_cuda_have_the_numbers_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     model = write_int4(tmp_path, LAYOUTS[name], QWEN3_MOE)
-    spec, weights = spec_of(model.directory), source_of(model.directory)
-    network = Network(spec, weights, 64, method=_ExpertsOfCuda(spec))
-    weights.check_all_used()
-    num_expert_values = 3 * 4 * 3 * 128 * 64  # layers, experts, products
-    assert weights.loaded_bytes < 4 * spec.num_parameters() - 3 * num_expert_values  # less than a byte each
-    # The experts' products are added in another order.
-    assert torch.allclose(logits_of(network), exact_logits(model), rtol=1e-4, atol=1e-4)
+    scheme = spec_of(model.directory).quantization.scheme_of(f"{EXPERTS}.0.up_proj")
+    assert isinstance(scheme, Int4Scheme)
+    linears = [
+        LinearSpec(
+            role=Role.GATE_UP, names=(f"{EXPERTS}.{expert}.gate_proj", f"{EXPERTS}.{expert}.up_proj"),
+            outputs=(64, 64), inputs=128, bias=False,
+        )
+        for expert in range(4)
+    ]  # fmt: skip
+    weight = int4_experts(linears, scheme, source_of(model.directory))
+    stored = load_file(model.exact / "model.safetensors")
+    exact = [torch.cat([stored[f"{name}.weight"] for name in linear.names]) for linear in linears]
+    assert torch.equal(weight.exact_weight(), torch.stack(exact))
 
 
 def test_random_weights_need_no_files(tmp_path: Path) -> None:
