@@ -45,8 +45,8 @@ async def reap_worker(scripts: RedisScripts, worker_id: str, mode: ReapMode = Re
     """Delete a worker's fence, requeue its pending entries or write dead letters, and delete its consumers."""
     requeued = dead_letters = dropped = 0
     for queue in scripts.keys.queues:
-        remaining = 1
-        while remaining:
+        has_more = 1
+        while has_more:
             try:
                 entries = await _pending_entries(scripts, queue, worker_id)
                 reply = await scripts.reap(worker_id, queue, entries, mode)
@@ -54,7 +54,7 @@ async def reap_worker(scripts: RedisScripts, worker_id: str, mode: ReapMode = Re
                 if not is_missing_group(error):
                     raise
                 break
-            remaining = reply.remaining
+            has_more = reply.has_more
             requeued += reply.requeued
             dead_letters += reply.dead_letters
             dropped += reply.dropped

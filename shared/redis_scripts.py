@@ -240,7 +240,7 @@ class ReapReply:
     requeued: int
     dead_letters: int
     dropped: int  # already cancelled
-    remaining: int  # still pending for the worker
+    has_more: int  # 1: entries are still pending for the worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
 -- KEYS  w, dlq, resumed queue, q, held, held of the last class, queue of requests with needs, order, (r, j)...
 -- ARGV  worker id, group, crash|drain, max crashes, max attempts, seconds to keep r and j of a dead letter, prefix of
 --       the gateway channels, prefix of the control channels, then (entry id, request id, error event, blob of it) for each (r, j)
--- reply {requeued, dead letters, dropped (cancelled), entries still pending for the worker}
+-- reply {requeued, dead letters, dropped (cancelled), 1 if entries are still pending for the worker, or 0}
 local fence, dlq, resumed, q = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, group, mode, max_crashes, max_attempts, keep_seconds, prefix = unpack(ARGV, 1, 7)
 local channel_prefix = ARGV[8]
@@ -68,8 +68,8 @@ end
 if requeued > 0 then
   wake(KEYS[5], channel_prefix, requeued, {})
 end
-local remaining = #redis.call('XPENDING', q, group, '-', '+', 1000, worker)
-if remaining == 0 then
+local has_more = #redis.call('XPENDING', q, group, '-', '+', 1, worker)
+if has_more == 0 then
   redis.call('XGROUP', 'DELCONSUMER', q, group, worker)
 end
-return {requeued, dead, dropped, remaining}
+return {requeued, dead, dropped, has_more}
