@@ -61,7 +61,12 @@ def _dequantized(packed, scale, zero, DTYPE: tl.constexpr):
         scales = tl.broadcast_to(scale[:, None], packed.shape)
         zeros = tl.broadcast_to((-128 - zero).to(tl.bfloat16)[:, None], packed.shape)
         return tl.inline_asm_elementwise(
-            _UNPACK, "=r,=r,=r,=r,r,r,r,r,r", [packed, scales, zeros], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            _UNPACK,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [packed, scales, zeros],
+            (tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
         )
     low, high = (packed & 15).to(tl.int32), (packed >> 4).to(tl.int32)
     return (low - zero[:, None]).to(DTYPE) * scale[:, None], (high - zero[:, None]).to(DTYPE) * scale[:, None]
