@@ -260,11 +260,14 @@ class FakeModelRunner:
         tokens: list[int] = []
         for number in range(len(scheduled.drafts) + 1):
             seen = replace(scheduled, num_new_tokens=scheduled.num_new_tokens - len(scheduled.drafts) + number)
-            index, stops = scheduled.output_index + number, sequence.stop_token_ids
-            tokens.append(next_token(self._prefix(seen), index, sequence.sampling, stops, self.vocab_size))
+            tokens.append(self._next_token(seen, scheduled.output_index + number))
             if scheduled.drafts[number : number + 1] != (tokens[-1],):
                 break
         return tokens
+
+    def _next_token(self, seen: ScheduledSequence, index: int) -> int:
+        sequence = seen.sequence
+        return next_token(self._prefix(seen), index, sequence.sampling, sequence.stop_token_ids, self.vocab_size)
 
     def _candidates(self, beams: list[ScheduledSequence]) -> list[BeamCandidate]:
         """Return the requested number of candidates, although each beam has only a few likely ones."""
