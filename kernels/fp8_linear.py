@@ -5,9 +5,8 @@ are scaled and added in float32 in the order of K. A row's result depends neithe
 same `halves`, on T. The structure is that of skinny_linear.py. If long rows have few tiles, two programs take half of K
 each, and the second to finish adds the other's sums. Gluon has no interpreter.
 """
-# Launch arguments are flat (ADR 0108).
 # PLR/RUF: tuples in kernels do not support star expressions.
-# ruff: noqa: PLR0913, PLR0917, RUF005
+# ruff: noqa: RUF005
 
 from dataclasses import dataclass
 from functools import cache

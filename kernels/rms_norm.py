@@ -4,8 +4,6 @@ normed = x / sqrt(mean(x^2) + eps) * weight, in float32, rounded once to the dty
 to that dtype before the norm, so add_rms_norm(x, r) equals rms_norm(x + r) bit for bit. Rows may be strided; the last
 dimension is contiguous. Inputs are not modified.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import torch
 import triton

@@ -4,8 +4,6 @@ Rotation is half-split (element i is paired with i + D / 2), in float32 with one
 and nothing else in the cache changes. Numbers for an e4m3 cache are divided by their scales, rounded once more, and
 clamped to +-448 (fp8_kv.py). Source: RoFormer, https://arxiv.org/abs/2104.09864.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Inputs of the step are read from the step, earlier ones from the cache. The cache has the dtype of the inputs, so an
 output has the same bits whatever the step's chunks are.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ tiles, ROW_BLOCKS programs share a tile with BLOCK_M rows of x each: memory is r
 # Weights are the 64-row operand of wgmma and rows of x its columns, so 8 rows of x cost 8 columns. Weights do not
 # depend on the previous kernel: the whole ring is requested before the dependency wait, so memory does not idle between
 # kernels.
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 from functools import cache

@@ -5,8 +5,6 @@ Parts are added in rank order in float32 and rounded to their dtype; from there 
 device, and all GPUs make the same launches in the same order. A row's location depends neither on the number nor on
 the width of rows. engine_worker/model/peer_norm.py maps the memory.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 
 The description is in host memory, pinned where there is CUDA: the kernel reads it over the bus and no copy is enqueued.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 

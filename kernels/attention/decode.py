@@ -4,8 +4,6 @@ decode_kernel is persistent: a program has one KV head and runs over its share o
 tiles, so the next item's loads are in flight during the last tile of the current one. combine_splits_kernel joins the
 splits of a row. The GROUP query heads that share a KV head are the rows of a tile, so keys are read once.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import functools
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ cuts depend only on the sequence's own length, so other sequences in the batch c
 the window are in no split. A launch never waits for the device: `max_seq_len` bounds the room, and the length of the
 list stays on the device.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ KV head that the device runs at once, then `tail` short shares per long one for 
 some SMs are closer to memory. A sequence in several shares is combined from as many splits. The cuts depend on the
 whole batch (ADR 0044). A launch never waits for the device.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 

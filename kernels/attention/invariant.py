@@ -5,8 +5,6 @@ in order. For a few decoding sequences, splits are computed in parallel and merg
 operations. Tile size and merging kernel do not change a bit, so a token has the same result decoded, prefilled,
 chunked or recomputed. paged_attention.py has the contract.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import torch
 import triton

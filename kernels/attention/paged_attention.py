@@ -12,7 +12,6 @@ effect, even if they contain NaN. Source: PagedAttention, https://arxiv.org/abs/
 # Launch grids depend only on shapes and the two bounds, so a plan and its layers can be captured in a CUDA graph. Loose
 # bounds cost only the memory of the plan.
 # Nine arguments: a structure would be a type that kernels and engine share.
-# ruff: noqa: PLR0913, PLR0917
 
 from collections.abc import Iterable
 from functools import partial

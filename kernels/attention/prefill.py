@@ -5,8 +5,8 @@ them once. Key tiles that every row sees need no mask; tiles cut by the diagonal
 own. Key tiles lie at absolute positions, so the order of a row's additions depends neither on the chunking of its
 prompt nor on the rows of a tile. With SPLIT_TOKENS the softmax restarts at each multiple (see invariant.py).
 """
-# Launch arguments are flat, and a kernel is one function (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917, PLR0915
+# A kernel is one function (ADR 0108).
+# ruff: noqa: PLR0915
 
 from dataclasses import dataclass
 

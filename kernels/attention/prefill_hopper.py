@@ -5,8 +5,8 @@ block by block, into rings of tiles. Two groups of four warps have 64 rows each 
 before the softmax of the current one, so the tensor cores do not wait for exponentials. Key tiles lie at absolute
 positions (see prefill.py). With a window, table, length and positions start at the first visible tile.
 """
-# Launch arguments are flat, and a kernel is one function (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917, PLR0915
+# A kernel is one function (ADR 0108).
+# ruff: noqa: PLR0915
 
 from torch import Tensor
 from triton.experimental import gluon

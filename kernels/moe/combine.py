@@ -1,6 +1,4 @@
 """The weighted sum of the experts' results of each token, in float32 and in ascending expert order."""
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import triton
 import triton.language as tl

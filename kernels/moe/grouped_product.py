@@ -4,8 +4,6 @@ A program computes tiles of BLOCK_N outputs for a block of up to BLOCK_M sorted 
 operand, as in list_product.py. Each output is one chain of float32 sums over K in order, so its bits depend neither on
 T nor on other rows. fp8: sums of 128 inputs are scaled and added in float32.
 """
-# Launch arguments are flat, and the kernel is one function (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Tiles and work list are those of grouped_product.py. A step is one group of inpu
 registers to the type of x, rounded once. Each output is one chain of float32 sums over K in order, so its bits depend
 neither on T nor on other rows.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import triton
 import triton.language as tl

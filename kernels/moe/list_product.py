@@ -7,8 +7,6 @@ so its bits depend neither on T nor on other rows. MXFP4 weights become exact bf
 """
 # One warp loads, so that the others never wait for each other at a copy. The down product requests weights before its
 # dependency wait: the routing was complete before the gated product let this kernel start.
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ Up to 32 tokens, the first launch computes quarters of logits and the second, on
 each program of the first launch also chooses the experts of 16 tokens and counts them, and each of the second places
 the pairs of 16 tokens. The sums of a logit have one order for any T. Of equal scores the lower id is chosen.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import torch
 import triton

@@ -2,8 +2,6 @@
 
 So an output has the same bits whatever the step's chunks and its other sequences are.
 """
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import torch
 import triton

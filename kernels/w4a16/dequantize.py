@@ -1,6 +1,4 @@
 """Dequantize packed 4-bit weights to bfloat16, for products with many rows by the library's kernel."""
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 import torch
 import triton

@@ -8,8 +8,6 @@ last to finish adds them in the order of K, so the bits depend neither on other 
 """
 # One warp loads, so that the others never wait for each other at a copy. Weights do not depend on the previous kernel:
 # the ring is requested before the dependency wait.
-# Launch arguments are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 from functools import cache
