@@ -11,6 +11,7 @@ from pathlib import Path
 import redis
 
 from tests.faults.site import Site
+from tests.faults.store_site import StoreSite
 from tests.faults.tcp_proxy import TcpProxy
 
 MAX_PAUSE_SECONDS = 6.0  # twice --dead-after: some paused workers are reaped, others are not
@@ -32,8 +33,12 @@ class Disasters:
         ends_at = time.monotonic() + seconds
         kinds = [
             self._worker_killed, self._worker_killed, self._worker_paused, self._worker_drained, self._gateway_killed,
-            self._gateway_drained, self._store_killed, self._listeners_dropped, self._connections_dropped,
+            self._gateway_drained, self._listeners_dropped, self._connections_dropped,
         ]  # fmt: skip
+        if self._site.stores is not None:
+            kinds += [self._primary_killed, self._primary_stopped, self._primary_demoted, self._store_wiped]
+        else:
+            kinds.append(self._store_killed)
         if self._site.proxies:
             kinds += 2 * [self._proxy_resets, self._proxy_closes, self._proxy_stalls]
         while time.monotonic() < ends_at or self.counts.total() < self._least:
@@ -77,6 +82,43 @@ class Disasters:
         await asyncio.sleep(self._random.uniform(0.0, MAX_STORE_OUTAGE_SECONDS))
         await asyncio.to_thread(self._site.store.start)
 
+    async def _primary_killed(self) -> None:
+        stores = self._stores()
+        port = await asyncio.to_thread(stores.kill_primary)
+        await asyncio.to_thread(self._replace, stores, port)
+
+    async def _primary_stopped(self) -> None:
+        """Stop the primary until another one is elected. It does not continue beside it."""
+        stores = self._stores()
+        port = await asyncio.to_thread(stores.stop_primary)
+        await asyncio.to_thread(stores.wait_until_primary_is_not, port)
+        stores.servers[port].kill()
+        stores.servers[port].wait()
+        await asyncio.to_thread(self._replace, stores, port)
+
+    async def _primary_demoted(self) -> None:
+        stores = self._stores()
+        await asyncio.to_thread(stores.fail_over)
+        await asyncio.to_thread(stores.wait_until_whole)
+
+    async def _store_wiped(self) -> None:
+        await asyncio.to_thread(self._wipe)
+
+    def _wipe(self) -> None:
+        with self._client() as client:
+            client.flushall()
+
+    def _stores(self) -> StoreSite:
+        assert self._site.stores is not None
+        return self._site.stores
+
+    @staticmethod
+    def _replace(stores: StoreSite, port: int) -> None:
+        """Start the ended server again, as the replica of the new primary."""
+        stores.wait_until_primary_is_not(port)
+        stores.start_server(port, replica_of=stores.primary)
+        stores.wait_until_whole()
+
     async def _listeners_dropped(self) -> None:
         await asyncio.to_thread(self._drop, "pubsub")
 
@@ -106,8 +148,11 @@ class Disasters:
         return self._random.choice(list(self._site.proxies.values()))
 
     def _drop(self, kind: str) -> None:
-        with self._site.store.client() as client, contextlib.suppress(redis.ConnectionError):
+        with self._client() as client, contextlib.suppress(redis.ConnectionError):
             client.client_kill_filter(_type=kind, skipme=True)
+
+    def _client(self) -> redis.Redis:
+        return redis.Redis.from_url(self._site.url_of_store)
 
     def _worker(self) -> str:
         return self._random.choice(self._site.worker_names)

@@ -1,6 +1,6 @@
 """make soak: streams of every kind while processes are killed, paused, drained and cut off at random.
 
-    python -m tests.faults.mix --seconds 600 --streams 500 [--proxies] [--seed N] [--json FILE]
+    python -m tests.faults.mix --seconds 600 --streams 500 [--proxies] [--failovers] [--seed N] [--json FILE]
 
 Every client must get the text of an undisturbed server, each choice once, with one end. What it has received is always
 a prefix of that text. At the end no queue, pending list or block may hold anything. Prints a report; exits with 1 if a
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pagestream.demo_model import ensure_demo_model
 from tests.faults.disasters import Disasters
 from tests.faults.mixed_requests import MixedRequest, RequestMix
 from tests.faults.site import MODEL, Site, running_site
+from tests.faults.store_site import running_store_site
 from tests.faults.stream_client import Answer, ClientFailed, StreamClient, empty_answer
 
 WORKER_FLAGS = ["--script-step-seconds", "0.05", "--dead-after", "3", "--drain-seconds", "1"]
@@ -43,19 +45,28 @@ async def run_mix(
     seed: int,
     least_disasters: int = 0,
     with_proxies: bool = False,
+    with_failovers: bool = False,
 ) -> dict[str, Any]:
-    """Run it; `with_proxies`: each gateway reaches the store through its own proxy, which also fails."""
+    """Run it.
+
+    With proxies, each gateway reaches the store through its own one, which also fails. With failovers, the store is a
+    primary and a replica behind haproxy, which fail over and are wiped.
+    """
     source = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     mix = RequestMix(random.Random(source.getrandbits(64)), tokenizer, MODEL, max_tokens=200)
     requests = [mix.draw() for _ in range(num_streams)]
-    async with running_site(
-        directory,
-        model,
-        num_workers=NUM_WORKERS,
-        worker_flags=WORKER_FLAGS,
-        are_gateways_behind_proxies=with_proxies,
-    ) as site:
+    async with AsyncExitStack() as stack:
+        stores = stack.enter_context(running_store_site(directory / "stores")) if with_failovers else None
+        running = running_site(
+            directory,
+            model,
+            num_workers=NUM_WORKERS,
+            worker_flags=WORKER_FLAGS,
+            are_gateways_behind_proxies=with_proxies,
+            stores=stores,
+        )
+        site = await stack.enter_async_context(running)
         disasters = Disasters(site, random.Random(source.getrandbits(64)), least_disasters)
         violations: list[str] = []
         results = await _stream_all(site, requests, disasters, source, seconds, violations)
@@ -134,6 +145,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--proxies", action="store_true", help="gateways reach the store through proxies that fail too")
+    parser.add_argument("--failovers", action="store_true", help="the store fails over and is wiped")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
@@ -148,10 +160,11 @@ def main() -> int:
                 num_streams=options.streams,
                 seed=options.seed,
                 with_proxies=options.proxies,
+                with_failovers=options.failovers,
             )
         )
     command = f"python -m tests.faults.mix --seconds {options.seconds:g} --streams {options.streams}"
-    command += " --proxies" if options.proxies else ""
+    command += "".join(f" --{name}" for name in ("proxies", "failovers") if getattr(options, name))
     report = {**provenance(sys.argv[1:]), "command": f"{command} --seed {options.seed}", **report}
     report["took_seconds"] = round(time.monotonic() - started, 1)
     print(json.dumps(report, indent=1))

@@ -15,6 +15,7 @@ from shared.redis_keys import GROUP, RedisKeys
 from shared.subscription import Message, Subscription
 from tests.e2e.fleet import STOP_SECONDS, Fleet, connected, running_fleet
 from tests.faults.conftest import SCRIPT, Store
+from tests.faults.store_site import StoreSite
 from tests.faults.tcp_proxy import TcpProxy
 
 MODEL = "m"
@@ -34,6 +35,7 @@ class Site:
     worker_program: list[str] = field(default_factory=lambda: [SCRIPT, "--model", "/none"])
     environs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by process name: g0, w0, ...
     store_url: str = ""  # of a store other than `store`
+    stores: StoreSite | None = None  # that store, if it fails over
     proxies: dict[str, TcpProxy] = field(default_factory=dict)  # in front of the store, by process name
     ports: dict[str, int] = field(default_factory=dict)  # ports of gateways, by name
     _num_workers: int = 0
@@ -41,6 +43,10 @@ class Site:
     @property
     def keys(self) -> RedisKeys:
         return RedisKeys(self.name)
+
+    @property
+    def url_of_store(self) -> str:
+        return self.store_url or self.store.url
 
     @property
     def urls(self) -> list[str]:
@@ -101,7 +107,7 @@ class Site:
 
     async def nothing_is_left(self) -> None:
         """Wait until queues and pending lists are empty and every block of every worker is free."""
-        connections = connect(self.store_url or self.store.url, hash_tag=self.keys.hash_tag)
+        connections = connect(self.url_of_store, hash_tag=self.keys.hash_tag)
         subscription = Subscription(connections.subscriber, [self.keys.heartbeat_channel])
         beats: dict[str, WorkerHeartbeat] = {}
         try:
@@ -125,7 +131,7 @@ class Site:
         return {"PYTHONPATH": str(ROOT), **self.environs.get(name, {})}
 
     def _common(self, name: str) -> list[str]:
-        url = self.store_url or self.store.url
+        url = self.url_of_store
         if (proxy := self.proxies.get(name)) is not None:
             url = f"redis://127.0.0.1:{proxy.port}/0"
         return ["--served-model-name", self.name, "--redis-url", url]
@@ -145,10 +151,12 @@ async def running_site(
     environs: Mapping[str, Mapping[str, str]] | None = None,
     are_gateways_behind_proxies: bool = False,
     store_url: str = "",
+    stores: StoreSite | None = None,
     **options: Any,
 ) -> AsyncIterator[Site]:
     """Run a site; `environs` are those of a Site, and of "store"; `options` are further fields of a Site."""
     environs = environs or {}
+    store_url = stores.url if stores is not None else store_url
     (directory / "store").mkdir()
     store = Store(directory / "store", append_fsync="everysec", environ={**environs.get("store", {})})
     names = [f"g{number}" for number in range(NUM_GATEWAYS)]
@@ -159,11 +167,14 @@ async def running_site(
         proxies = {}
         if are_gateways_behind_proxies:
             for name in names:
-                proxies[name] = await stack.enter_async_context(TcpProxy("127.0.0.1", store.port))
+                proxies[name] = await stack.enter_async_context(
+                    TcpProxy("127.0.0.1", stores.port if stores else store.port)
+                )
         fleet = stack.enter_context(running_fleet(directory / "logs"))
         site = Site(
-            store, fleet, model, worker_flags, environs=environs, store_url=store_url, proxies=proxies, **options
-        )
+            store, fleet, model, worker_flags,
+            environs=environs, store_url=store_url, stores=stores, proxies=proxies, **options,
+        )  # fmt: skip
         for name in names:
             site.start_gateway(name)
         for _ in range(num_workers):
