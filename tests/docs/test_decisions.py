@@ -34,7 +34,7 @@ def test_numbers_cited_in_code_lead_to_a_file() -> None:
         for number in pair
         if number
     }
-    assert len(cited) > 20
+    assert len(cited) > 10  # the pattern finds citations
     assert {(name, number) for name, number in cited if number not in facts.decisions()} == set()
 
 
