@@ -119,9 +119,10 @@ async def test_a_pod_may_fail_and_all_may_restart(pods: Pods, connections: Redis
         pods.start(pod)
     async with asyncio.timeout(ELECTION_SECONDS):
         while True:
+            # The first pod may have heard nothing of the others before: then it shows its old state until they reply.
             with suppress(RedisError, OSError):
-                assert await connections.commands.get(KEY) == b"third"
-                break
+                if await connections.commands.get(KEY) == b"third":
+                    break
             await asyncio.sleep(0.1)  # polls other processes
     await until_written(pods, connections, b"fourth")
 
