@@ -42,6 +42,18 @@ def gated_reference(gate_up: Tensor, gate: Gate) -> Tensor:
     return (gates * (up + gate.up_offset)).to(gate_up.dtype)
 
 
+def launch_options(gate: Gate | None) -> dict[str, bool | float]:
+    """Return the launch arguments of a product's gate; None: a plain product."""
+    rule = gate or Gate()
+    return {
+        "GATED": gate is not None,
+        "IS_GELU": rule.kind == "gelu_tanh",
+        "ALPHA": rule.alpha,
+        "LIMIT": rule.limit,
+        "UP_OFFSET": rule.up_offset,
+    }
+
+
 @triton.jit
 def apply_gate(
     gate, up, IS_GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr

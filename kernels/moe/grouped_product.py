@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.moe.gate import Gate, apply_gate
+from kernels.moe.gate import Gate, apply_gate, launch_options
 from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import ExpertProduct, ScaledExperts
 from kernels.scaled import GROUP, Scaled
@@ -177,7 +177,6 @@ def grouped_product(
     if num_rows == 0:
         return output
     num_tiles = len(routing.blocks) * triton.cdiv(num_outputs, tiles.block_n)
-    rule = gate or Gate()
     grouped_product_kernel[(min(num_tiles, PROGRAMS),)](
         values,
         x.scales if isinstance(x, Scaled) else None,
@@ -193,11 +192,6 @@ def grouped_product(
         NUM_INPUTS=num_inputs,
         TOP_K=0 if gate is None else routing.ids.shape[1],
         FIELDS=BLOCK_FIELDS,
-        GATED=gate is not None,
-        IS_GELU=rule.kind == "gelu_tanh",
-        ALPHA=rule.alpha,
-        LIMIT=rule.limit,
-        UP_OFFSET=rule.up_offset,
         SCALED=is_scaled,
         SCALE_GROUPED=is_grouped,
         BLOCK_M=max(routing.block_rows, 16),  # a dot has no fewer columns
@@ -205,6 +199,7 @@ def grouped_product(
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **launch_options(gate),
         **dependent_launch(values),
     )
     return output

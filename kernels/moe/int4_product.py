@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.moe.gate import Gate
+from kernels.moe.gate import Gate, launch_options
 from kernels.moe.grouped_product import PROGRAMS, GroupedTiles, of_block, store_sums
 from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import INT4_MIDDLE, ExpertProduct, Int4Experts
@@ -159,7 +159,6 @@ def int4_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     if len(x) == 0:
         return output
     num_tiles = len(routing.blocks) * triton.cdiv(num_outputs, tiles.block_n)
-    rule = gate or Gate()
     int4_product_kernel[(min(num_tiles, PROGRAMS),)](
         x,
         weight.values,
@@ -174,17 +173,13 @@ def int4_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         NUM_INPUTS=num_inputs,
         TOP_K=0 if gate is None else routing.ids.shape[1],
         FIELDS=BLOCK_FIELDS,
-        GATED=gate is not None,
-        IS_GELU=rule.kind == "gelu_tanh",
-        ALPHA=rule.alpha,
-        LIMIT=rule.limit,
-        UP_OFFSET=rule.up_offset,
         MIDDLE=INT4_MIDDLE,
         BLOCK_M=max(routing.block_rows, 16),  # a dot has no fewer columns
         BLOCK_N=tiles.block_n,
         HALF=weight.group // 2,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **launch_options(gate),
         **dependent_launch(x),
     )
     return output

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.moe.gate import Gate, apply_gate
+from kernels.moe.gate import Gate, apply_gate, launch_options
 from kernels.moe.mxfp4 import OUTPUT_SCALE, TILE, Mxfp4Experts
 from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import ExpertProduct, ExpertWeight, Int4Experts, ScaledExperts
@@ -387,7 +387,6 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     stage_bytes = tiles.chunks * (boxes * box_bytes + block_m * TILE * 2)
     free_bytes = _SHARED_BYTES // tiles.programs_per_sm - boxes * 2 * TILE * block_m - 1024
     assert free_bytes >= stage_bytes
-    rule = gate or Gate()
     num_programs = min(len(routing.blocks) * (num_outputs // TILE), NUM_SMS * tiles.programs_per_sm)
     list_product_kernel[(num_programs,)](
         values,
@@ -405,11 +404,6 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         NUM_INPUTS=num_inputs,
         TOP_K=top_k if has_tokens else 0,
         FIELDS=BLOCK_FIELDS,
-        GATED=gate is not None,
-        IS_GELU=rule.kind == "gelu_tanh",
-        ALPHA=rule.alpha,
-        LIMIT=rule.limit,
-        UP_OFFSET=rule.up_offset,
         BLOCK_M=block_m,
         CHUNKS=tiles.chunks,
         NUM_STAGES=free_bytes // stage_bytes,
@@ -417,6 +411,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         num_warps=4 * boxes,
         maxnreg=min(_REGISTERS // ((boxes + 1) * 128 * tiles.programs_per_sm) // 8 * 8, 248),
         launch_pdl=True,
+        **launch_options(gate),
     )
     return output
 
