@@ -1,9 +1,8 @@
 -- EMIT: append one engine step's tokens to the journals, then publish them. The step number makes a repeated call harmless.
 -- A request belongs to this worker while its `claim` names the worker and the entry of the worker's claim. A cancelled request
--- has no claim, and one that was accepted again has another entry. Another attempt begins only by REAP, which deletes the fence
--- in the same script, or after a failover that lost the delivery of the entry: then the claim of the next worker replaces it. So
--- no token of an old attempt reaches the journal or a gateway. It is one field, because a second one costs the store 2 us per
--- token.
+-- has no claim, and one that was accepted again has another entry. REAP begins another attempt, and deletes the fence in the same
+-- script. If a failover lost the delivery of the entry, the next worker replaces the claim. So no token of an old attempt reaches
+-- the journal or a gateway. The claim is one field, because a second one costs the store 2 us per token.
 -- KEYS  w, (r, j)...
 -- ARGV  worker id, step, (entry id, journal frame) for each (r, j), then messages (publish.lua)
 -- reply {FENCED} | {GAP, stored step} | {OK|DUP, positions (from 0) of requests that no longer belong to this worker...}

@@ -5,8 +5,8 @@
 -- Without the CLAIM the entry stays pending. So does the entry of a request that CLAIM did not find (its terminal event is empty)
 -- and that is there again. The worker finds such entries when it rereads its own.
 -- KEYS  w, (q, r, j)...
--- ARGV  worker id, step of the last EMIT (or '': do not compare it), group, seconds to keep r and j,
---       then (entry id, terminal event) for each, then messages (publish.lua)
+-- ARGV  worker id, step of the last EMIT, group, seconds to keep r and j, (entry id, terminal event) for each, messages
+--       (publish.lua). An empty step is not compared.
 -- reply {FENCED} | {GAP, stored step} | {OK, number of deleted entries}
 local worker, step, group, keep_seconds = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local stored = tonumber(redis.call('GET', KEYS[1]))
