@@ -70,10 +70,10 @@ class ReaderProcess:
                 connection.close()
 
     def _exchange(self, payload: bytes) -> bytes:
-        if self._has_ended:
-            raise EOFError
         if self._process is None:
             self._start()
+        if self._has_ended:  # read after the start: end() sets it before it looks for a process, so one of us sees it
+            raise EOFError
         assert self._to is not None and self._from is not None
         self._to.send_bytes(payload)
         return self._from.recv_bytes()

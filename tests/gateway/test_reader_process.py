@@ -4,6 +4,8 @@ import asyncio
 import gc
 import os
 import pickle
+import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -161,6 +163,23 @@ async def test_closed_pool_leaves_no_process(processes: ReaderPool) -> None:
         os.kill(process_id, 0)
     with pytest.raises(InternalError):
         await waiting
+
+
+def test_process_that_starts_while_its_reader_ends_is_ended(
+    process: ReaderProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class EndsMeanwhile(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            process.end()
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", EndsMeanwhile)
+    with pytest.raises(InternalError):
+        process.run(os.getpid)
+    assert [its.returncode for its in started] == [-signal.SIGKILL]
 
 
 def test_model_is_sent_by_name(tiny_model: ServedModel, process: ReaderProcess) -> None:
