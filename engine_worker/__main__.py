@@ -179,7 +179,8 @@ def _info(runner: "ModelRunner", device: str) -> EngineInfo:
             torch.device(device),
             weights_bytes=runner.weights_bytes,
             kv_bytes=runner.kv_cache_bytes,
-            host_kv_bytes=runner.num_host_blocks * runner.block_bytes,
+            host_kv_bytes=runner.num_host_blocks * runner.block_bytes
+            + runner.num_host_state_blocks * runner.state_bytes,
         ),
         group=runner.group.health if runner.group is not None else lambda: ALONE,
     )
@@ -232,9 +233,11 @@ def host_tier_config(runner: "ModelRunner", settings: SchedulingSettings) -> Hos
         host_to_device_bytes_per_second=runner.speeds.host_to_device_bytes_per_second,
         prefill_tokens_per_second=runner.speeds.prefill_tokens_per_second,
         fetch_seconds=FETCH_SECONDS,
+        state_bytes=runner.state_bytes,
     )
     return HostTierConfig(
         num_blocks=runner.num_host_blocks,
+        num_state_blocks=runner.num_host_state_blocks,
         preemption_mode=PreemptionMode(settings.preemption_mode),
         offloaded_prefixes=OffloadedPrefixes(settings.offloaded_prefixes),
         costs=costs,

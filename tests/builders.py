@@ -24,7 +24,7 @@ from engine_worker.kv.kv_events import KVEventKind, KVEventLog
 from engine_worker.kv.preemption import HostTierConfig
 from engine_worker.kv.sequence import BeamCandidate, Sequence
 from engine_worker.kv.sequence_kv import Table
-from engine_worker.kv.transfers import TransferTime
+from engine_worker.kv.transfers import Moves, TransferTime
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -143,7 +143,11 @@ def preempted(scheduler: Scheduler, batch: ScheduledBatch, since: int = 0) -> li
     """Return the ids of requests that were preempted when `batch` was scheduled, by events after number `since`."""
     kinds = (KVEventKind.SWAP_OUT, KVEventKind.RECOMPUTE)
     events = scheduler.kv_events(since)["events"]
-    return [event["request_id"] for event in events if event["step"] == batch.number and event["kind"] in kinds]
+    return [
+        event["request_id"]
+        for event in events
+        if event["step"] == batch.transfers.batch_number and event["kind"] in kinds
+    ]
 
 
 class FakeModelRunner:
@@ -179,22 +183,19 @@ class FakeModelRunner:
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._host: dict[int, list[int | None]] = {}
         self._states: list[list[int]] = [[] for _ in range(num_state_blocks)]
+        self._host_states: dict[int, list[int]] = {}
 
     def submit(self, batch: ScheduledBatch) -> "FakeStep":
         """Compute at once, because later submissions cannot change what a device reads."""
         if self._before_step is not None:
             self._before_step(batch)
-        for copy in batch.swap_out:
-            self._host[copy.target_block_id] = list(self._cache[copy.source_block_id])
-        fetched = {copy.target_block_id: self._host[copy.source_block_id] for copy in batch.swap_in}
-        for copy in batch.block_copies:
-            self._cache[copy.target_block_id] = list(self._cache[copy.source_block_id])
-        states = [list(self._states[copy.source_block_id]) for copy in batch.state_copies]
-        targets = [copy.target_block_id for copy in batch.state_copies]
-        assert not {copy.source_block_id for copy in batch.state_copies} & set(targets) and 0 not in targets
-        assert len(targets) == len(set(targets)), "copies of one step run in any order"
-        for block_id, state in zip(targets, states, strict=True):
-            self._states[block_id] = state
+        arrivals = [
+            (pool, self._moved(pool, host, moves))
+            for pool, host, moves in (
+                (self._cache, self._host, batch.transfers.kv),
+                (self._states, self._host_states, batch.transfers.states),
+            )
+        ]
         for scheduled in batch.sequences:
             self._store(scheduled)
         failures = {
@@ -205,8 +206,9 @@ class FakeModelRunner:
         sampled = [self._sample(scheduled, failures) for scheduled in batch.sequences]
         pairs = zip(batch.sequences, sampled, strict=True)
         self._inflight_token_ids = {scheduled.sequence: tokens[-1] if tokens else 0 for scheduled, tokens in pairs}
-        for block_id, slots in fetched.items():
-            self._cache[block_id] = list(slots)
+        for pool, fetched in arrivals:  # the latest allowed moment
+            for block_id, content in fetched.items():
+                pool[block_id] = list(content)
         phase_seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
         result = StepResult(sampled, failures, phase_seconds, logprobs=_logprobs(batch, sampled))
         result.prompt_logprobs.extend(_prompt_logprobs(batch))
@@ -215,10 +217,27 @@ class FakeModelRunner:
             if scheduled.samples and scheduled.sequence.sampling.use_beam_search:
                 beams.setdefault(scheduled.sequence.request_id, []).append(scheduled)
         result.transfer_times.append(
-            TransferTime(batch.number, len(batch.swap_out) * SWAP_SECONDS, len(batch.swap_in) * SWAP_SECONDS)
+            TransferTime(
+                batch.transfers.batch_number,
+                len(batch.transfers.kv.swap_out) * SWAP_SECONDS,
+                len(batch.transfers.kv.swap_in) * SWAP_SECONDS,
+            )
         )
         result.beam_candidates.update({request_id: self._candidates(group) for request_id, group in beams.items()})
         return FakeStep(result)
+
+    def _moved(self, pool: list[Any], host: dict[int, Any], moves: Moves) -> dict[int, Any]:
+        """Make the moves of one pool, and return what comes from the host, by device block."""
+        for copy in moves.swap_out:
+            host[copy.target_block_id] = list(pool[copy.source_block_id])
+        fetched = {copy.target_block_id: host[copy.source_block_id] for copy in moves.swap_in}
+        targets = [copy.target_block_id for copy in moves.copies]
+        assert not {copy.source_block_id for copy in moves.copies} & set(targets) and 0 not in targets
+        assert len(targets) == len(set(targets)), "copies of one step run in any order"
+        assert not fetched.keys() & set(targets), "a fetched block may change during the step"
+        for copy in moves.copies:
+            pool[copy.target_block_id] = list(pool[copy.source_block_id])
+        return fetched
 
     def _store(self, scheduled: ScheduledSequence) -> None:
         sequence = scheduled.sequence

@@ -28,7 +28,7 @@ from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
-from engine_worker.kv.transfers import BlockCopy
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
@@ -50,12 +50,11 @@ class SwappingExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.swap_out: list[BlockCopy] = []
-        self.swap_in: list[BlockCopy] = []
+        self.moves = Moves()
 
     def submit(self, batch: ScheduledBatch) -> Any:
-        if batch.sequences and (self.swap_out or self.swap_in):
-            batch = replace(batch, swap_out=self.swap_out, swap_in=self.swap_in)
+        if batch.sequences and self.moves:
+            batch = replace(batch, transfers=Transfers(self.moves))
         return self._runner.submit(batch)
 
 
@@ -114,8 +113,8 @@ class Bench:
             copies = self._copies(scattered)
             back = _reversed(copies)
             figures[name] = {
-                "out_gbps": self._gbps(ScheduledBatch([], swap_out=copies)),
-                "in_gbps": self._gbps(ScheduledBatch([], swap_in=back)),
+                "out_gbps": self._gbps(Moves(swap_out=copies)),
+                "in_gbps": self._gbps(Moves(swap_in=back)),
             }
             figures[name]["out_of_link"] = figures[name]["out_gbps"] / link["out_gbps"]
             figures[name]["in_of_link"] = figures[name]["in_gbps"] / link["in_gbps"]
@@ -165,11 +164,11 @@ class Bench:
             self._random.shuffle(host)
         return [BlockCopy(*pair) for pair in zip(device, host, strict=True)]
 
-    def _gbps(self, batch: ScheduledBatch) -> float:
-        num_bytes = (len(batch.swap_out) + len(batch.swap_in)) * self._block_bytes
+    def _gbps(self, moves: Moves) -> float:
+        num_bytes = (len(moves.swap_out) + len(moves.swap_in)) * self._block_bytes
 
         def transfer() -> None:
-            self._kv_cache.apply_transfers(batch.transfers)
+            self._kv_cache.apply_transfers(Transfers(moves))
 
         seconds = num_bytes / 1e9 / self._best_seconds(transfer)
         self._kv_cache.finished_transfers()
@@ -178,12 +177,12 @@ class Bench:
     def _host_microseconds(self) -> Figures:
         """Measure a block's cost for the scheduling thread."""
         copies = self._copies(scattered=True)
-        batches = {"out": ScheduledBatch([], swap_out=copies), "in": ScheduledBatch([], swap_in=_reversed(copies))}
+        directions = {"out": Moves(swap_out=copies), "in": Moves(swap_in=_reversed(copies))}
         figures = {}
-        for name, batch in batches.items():
+        for name, moves in directions.items():
             self._synchronize()
             started = time.perf_counter()
-            self._kv_cache.apply_transfers(batch.transfers)
+            self._kv_cache.apply_transfers(Transfers(moves))
             figures[name] = 1e6 * (time.perf_counter() - started) / len(copies)
             self._synchronize()
         self._kv_cache.finished_transfers()
@@ -209,10 +208,10 @@ class Bench:
             back = self._blocks_in(0.9 * quiet, link["in_gbps"]) if comes_in else 0
             content = self._fill(copies, num_on_device=out)
             moved = copies[:out] + copies[len(copies) - back :]
-            executor.swap_out, executor.swap_in = copies[:out], _reversed(copies[len(copies) - back :])
+            executor.moves = Moves(copies[:out], _reversed(copies[len(copies) - back :]))
             self._steps(engine, executor, 5)
             seconds = self._steps(engine, executor, DECODE_STEPS)
-            executor.swap_out, executor.swap_in = [], []
+            executor.moves = Moves()
             before, quiet = quiet, self._steps(engine, executor, DECODE_STEPS)
             figures[name] = {
                 "quiet_ms": 1e3 * (before + quiet) / 2,

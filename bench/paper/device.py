@@ -27,7 +27,7 @@ from triton.testing import do_bench_cudagraph
 
 from bench.kernel.cases import HEAD_SHAPES, AttentionBatch, HeadShape, attention_batch
 from engine_worker.execution.step.host_pool import CudaHostPool
-from engine_worker.kv.transfers import BlockCopy, Transfers
+from engine_worker.kv.transfers import BlockCopy, Moves
 from kernels.attention.paged_attention import paged_attention
 
 OPT_13B = HeadShape(40, 40, 128)
@@ -100,8 +100,8 @@ def swap_case(num_tokens: int, block_size: int) -> dict[str, Any]:
         figures[f"{name}_out_ms"] = _wall_milliseconds(lambda copy=copy: copy(device, host, copies))
         figures[f"{name}_in_ms"] = _wall_milliseconds(lambda copy=copy: copy(host, device, copies))
     pool = CudaHostPool(device, host)
-    figures["host_pool_out_ms"] = _wall_milliseconds(lambda: pool.transfer(Transfers(swap_out=copies)))
-    figures["host_pool_in_ms"] = _wall_milliseconds(lambda: pool.transfer(Transfers(swap_in=copies)))
+    figures["host_pool_out_ms"] = _wall_milliseconds(lambda: pool.transfer(Moves(swap_out=copies), 0))
+    figures["host_pool_in_ms"] = _wall_milliseconds(lambda: pool.transfer(Moves(swap_in=copies), 0))
     num_bytes = num_blocks * device[0].numel() * DTYPE.itemsize
     figures["one_copy_out_ms"] = _wall_milliseconds(lambda: _copy_bytes(device, host, num_bytes))
     figures["one_copy_in_ms"] = _wall_milliseconds(lambda: _copy_bytes(host, device, num_bytes))

@@ -1,46 +1,24 @@
 """KV blocks in host memory: those of swapped sequences, and full blocks that the device's prefix cache evicted.
 
-    swapped     referenced by the host block table of a waiting sequence
-    cached      prefixes; the least recently used is evicted when a swap or a newer prefix needs the block
-
 Blocks are matched by key: content that is already on the host is not copied again, and content that is on the device
-is not fetched. So sequences with a common prefix are swapped out with one copy of it. All transfers of a schedule are
-in one batch: out first, then in. Sources are held until the batch is complete, as in BlockPool. The KVCacheManager
-decides whether a transfer is worth its time.
+is not fetched. So sequences with a common prefix are swapped out with one copy of it. The KVCacheManager decides
+whether a transfer is worth its time.
 """
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 
 from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.host_blocks import HostBlocks
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import NULL_BLOCK_ID, BlockKey, Table
-from engine_worker.kv.transfers import BlockCopy, Transfers
 
 
-class HostTier:
+class HostTier(HostBlocks):
     def __init__(self, num_blocks: int, device_pool: BlockPool, block_size: int) -> None:
         """Create the tier. `num_blocks` includes block 0, which is never used, as on the device."""
-        self.num_evicted_blocks = 0
+        super().__init__(num_blocks)
         self._device_pool = device_pool
-        self._pool = BlockPool(num_blocks, self._count_eviction)
         self._block_size = block_size
-        self._planned = Transfers()
-        self._arriving: set[int] = set()  # device blocks that the batch being planned fetches
-
-    @property
-    def pool(self) -> BlockPool:
-        """The host blocks; read-only for callers."""
-        return self._pool
-
-    def keep(self, block_id: int, key: BlockKey) -> bool:
-        """Store a full block that the device evicts. Return False if swapped sequences leave no room."""
-        if self._pool.find(key) is not None:
-            return True
-        if self._pool.num_available_blocks == 0:
-            return False
-        self._pool.free([self._store(block_id, key)])
-        return True
 
     def num_blocks_to_store(self, sequences: Iterable[Sequence]) -> int:
         """Return how many blocks with computed tokens are not on the host; a shared block counts once."""
@@ -67,7 +45,7 @@ class HostTier:
                 for block_id, key in zip(table.held, keys, strict=False):
                     host_block_id = stored.get(block_id) or (self._pool.find(key) if key else None)
                     if host_block_id is None:
-                        stored[block_id] = host_block_id = self._store(block_id, key)
+                        stored[block_id] = host_block_id = self.store(block_id, key)
                     else:
                         self._pool.share([host_block_id])
                     table.host_blocks.append(host_block_id)
@@ -77,40 +55,6 @@ class HostTier:
         """Return, for each of kv.host_blocks, the device block with the same content, or None."""
         find = self._device_pool.find
         return [None if key is None else find(key) for _, keys in self._keys(sequence) for key in keys]
-
-    def fetch(self, host_block_ids: SequenceOf[int], block_ids: SequenceOf[int]) -> None:
-        """Copy host blocks to the device blocks at the same positions. The host blocks stay referenced or held."""
-        for host_block_id, block_id in zip(host_block_ids, block_ids, strict=True):
-            self._pool.hold(host_block_id)
-            self._planned.swap_in.append(BlockCopy(host_block_id, block_id))
-            self._arriving.add(block_id)
-
-    def is_arriving(self, block_ids: Iterable[int]) -> bool:
-        """Return whether one of these device blocks is filled only for the next batch."""
-        return not self._arriving.isdisjoint(block_ids)
-
-    def find(self, key: BlockKey) -> int | None:
-        """Return the host block with this content, of a swapped sequence or a prefix."""
-        return self._pool.find(key)
-
-    def retract(self, key: BlockKey) -> None:
-        """Make content unfindable."""
-        self._pool.retract(key)
-
-    def share(self, host_block_ids: Iterable[int]) -> None:
-        """Add a reference to each host block."""
-        self._pool.share(host_block_ids)
-
-    def free(self, host_block_ids: SequenceOf[int]) -> None:
-        """Free host blocks; hashed ones stay cached. The last is freed first: leaves are evicted before prefixes."""
-        self._pool.free(reversed(host_block_ids))
-
-    def take_transfers(self) -> Transfers:
-        """Return the transfers planned since the last call, and release their sources."""
-        transfers, self._planned = self._planned, Transfers()
-        self._pool.release_held()
-        self._arriving.clear()
-        return transfers
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the pool agrees with the host block tables."""
@@ -135,14 +79,3 @@ class HostTier:
             for table, keys in self._keys(sequence):
                 for block_id, key in zip(table.held, keys, strict=False):
                     yield block_id, None if key is None else self._pool.find(key)
-
-    def _store(self, block_id: int, key: BlockKey | None) -> int:
-        assert block_id not in self._arriving, f"block {block_id} has not arrived"
-        (host_block_id,) = self._pool.allocate(1)
-        if key is not None:
-            self._pool.publish(host_block_id, key)
-        self._planned.swap_out.append(BlockCopy(block_id, host_block_id))
-        return host_block_id
-
-    def _count_eviction(self, host_block_id: int, key: BlockKey) -> None:
-        self.num_evicted_blocks += 1

@@ -15,6 +15,7 @@ from itertools import zip_longest
 
 from engine_worker.kv.attention_tables import AttentionTables
 from engine_worker.kv.block_pool import BlockPool
+from engine_worker.kv.checkpoints import StateHit
 from engine_worker.kv.group_hits import GroupHit
 from engine_worker.kv.host_tier import HostTier
 from engine_worker.kv.kv_accounting import KVAccounting
@@ -25,9 +26,9 @@ from engine_worker.kv.prefix_cache import PrefixMatch
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import NULL_BLOCK_ID, BlockKey, Table
 from engine_worker.kv.span import KVSpans
-from engine_worker.kv.state_tables import StateHit, StateTables
+from engine_worker.kv.state_tables import StateTables
 from engine_worker.kv.stored_prefixes import StoredPrefixes
-from engine_worker.kv.transfers import Transfers
+from engine_worker.kv.transfers import Moves, Transfers
 
 
 class KVCacheManager:
@@ -70,13 +71,14 @@ class KVCacheManager:
             else None
         )
         self._states = (
-            StateTables(num_state_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+            StateTables(num_state_blocks, block_size, enable_prefix_caching=enable_prefix_caching, host_tier=host_tier)
             if num_state_blocks
             else None
         )
         assert not num_state_blocks or not any(windows), "recurrent layers beside windows are not supported"
         self._no_hit = PrefixMatch(0, (GroupHit(),) * len(windows))
-        self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size, has_states=self.has_states)
+        can_swap_states = self._states.can_swap_out if self._states is not None else None
+        self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size, can_swap_states)
         # Bound methods of AttentionTables, because they are called per running sequence and step.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
         self.allocate, self.trim = self.tables.allocate, self.tables.trim
@@ -146,12 +148,13 @@ class KVCacheManager:
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Return whether `sequence` cannot run in the batch being planned, because that batch fetches its KV."""
+        if self._states is not None and self._states.is_arriving(sequence):
+            return True
         return self._host is not None and self._host.is_arriving(sequence.kv.blocks)
 
     def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
         """Take all blocks of `sequences`, together. Return whether they keep their KV in host memory."""
         mode, reason = self._preemption.choose(sequences)
-        assert mode is not PreemptionMode.SWAP or self._states is None, "states are not swapped"
         if mode is PreemptionMode.SWAP:
             assert self._host is not None
             self._accounting.swapped_out(sequences, reason, self._host.swap_out(sequences))
@@ -164,7 +167,10 @@ class KVCacheManager:
             if self._prefixes and blocks:
                 self._prefixes.publish_end(sequence, self._accounting.step - 1)
             if self._states is not None:
-                self._states.release(sequence, self._accounting.step - 1)
+                if mode is PreemptionMode.SWAP:
+                    self._states.swap_out(sequence)
+                else:
+                    self._states.release(sequence, self._accounting.step - 1, is_wanted=True)
             self._free_on_device(sequence)
             if mode is PreemptionMode.RECOMPUTE:
                 if self._prefixes:
@@ -190,7 +196,8 @@ class KVCacheManager:
                     here[host_block_id] = block_id
         growth = sum(self.tables.num_lacking(s) - _num_host_entries(s) for s in sequences)
         num_taken = len(missing) + growth + sum(map(self._pool.is_cached, set(here.values())))
-        if num_taken + headroom_blocks > self._pool.num_available_blocks:
+        has_states = self._states is None or self._states.can_swap_in(sequences)
+        if num_taken + headroom_blocks > self._pool.num_available_blocks or not has_states:
             return False
         for sequence in sequences:  # before any allocation, which could evict them
             self._pool.share(here[block_id] for block_id in sequence.kv.host_blocks if block_id in here)
@@ -201,8 +208,7 @@ class KVCacheManager:
             self.tables.extend(sequence)
         self._host.fetch(list(fetched), list(fetched.values()))
         for sequence in sequences:
-            self._leave_host(sequence)
-            self.publish(sequence, sequence.kv.num_computed_tokens)
+            self._come_back(sequence)
         self._accounting.swapped_in(sequences, len(fetched))
         return True
 
@@ -236,13 +242,14 @@ class KVCacheManager:
         Their sources are held until this call; freed ones can be allocated after it.
         """
         num_evicted_host_blocks = self._host.num_evicted_blocks if self._host else 0
-        transfers = self._host.take_transfers() if self._host else Transfers()
-        transfers.block_copies = self.tables.take_copies()
-        if self._states is not None:
-            transfers.state_copies = self._states.take_copies()
-        transfers.batch_number = self._accounting.batch_is_planned(len(transfers.block_copies), num_evicted_host_blocks)
+        moves = self._host.take_transfers() if self._host else Moves()
+        moves.copies = self.tables.take_copies()
+        states = self._states.take_moves() if self._states is not None else Moves()
+        self.events.totals.stored_states += len(states.swap_out)
+        self.events.totals.fetched_states += len(states.swap_in)
+        number = self._accounting.batch_is_planned(len(moves.copies), num_evicted_host_blocks)
         self._pool.release_held()
-        return transfers
+        return Transfers(moves, states, number)
 
     def free(self, sequence: Sequence) -> None:
         """Free all blocks, on device and host. Computed content stays cached until its blocks are needed.
@@ -272,6 +279,7 @@ class KVCacheManager:
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         """Return the counts of blocks. `running`: every sequence that has blocks."""
         active, references = self._pool.num_active_blocks, self._pool.num_references
+        host_states = self._states.host_pool if self._states is not None else None
         return KVCacheStats(
             block_size=self.block_size,
             num_blocks=self._pool.num_usable_blocks,
@@ -286,6 +294,9 @@ class KVCacheManager:
             num_state_blocks=self._states.pool.num_usable_blocks if self._states else 0,
             num_free_state_blocks=self._states.pool.num_free_blocks if self._states else 0,
             num_cached_state_blocks=self._states.pool.num_cached_blocks if self._states else 0,
+            num_host_state_blocks=host_states.num_usable_blocks if host_states else 0,
+            num_free_host_state_blocks=host_states.num_free_blocks if host_states else 0,
+            num_cached_host_state_blocks=host_states.num_cached_blocks if host_states else 0,
             group_blocks=tuple(
                 sum(len(sequence.kv.tables[group].held) for sequence in running)
                 for group in range(len(self.spans.groups))
@@ -364,6 +375,12 @@ class KVCacheManager:
                 else:
                     self._pool.share([block_id])
             table.blocks.append(block_id)
+
+    def _come_back(self, sequence: Sequence) -> None:
+        self._leave_host(sequence)
+        if self._states is not None:
+            self._states.swap_in(sequence)
+        self.publish(sequence, sequence.kv.num_computed_tokens)
 
     def _leave_host(self, sequence: Sequence) -> None:
         assert self._host is not None

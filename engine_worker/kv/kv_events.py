@@ -56,6 +56,8 @@ class KVTotals:
     queried_tokens: int = 0  # looked up in the prefix cache, at each admission
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    stored_states: int = 0  # recurrent states copied to host memory
+    fetched_states: int = 0
     hit_tokens_lost_for_state: int = 0  # their KV was cached, and the recurrent state after them was not
 
 

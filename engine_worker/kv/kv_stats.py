@@ -20,6 +20,9 @@ class KVCacheStats:
     num_state_blocks: int = 0  # of the state pool, without block 0; 0: the model has no recurrent layers
     num_free_state_blocks: int = 0
     num_cached_state_blocks: int = 0  # checkpoints
+    num_host_state_blocks: int = 0  # in host memory: swapped + cached + free
+    num_free_host_state_blocks: int = 0
+    num_cached_host_state_blocks: int = 0
     group_blocks: tuple[int, ...] = ()  # entries in the block tables of running sequences, per group of layers
 
     @property

@@ -165,3 +165,9 @@ def num_state_blocks_that_fit(budget_bytes: int, state_bytes: int, max_num_seqs:
         return 0
     fitting = int(budget_bytes * _STATES_RATIO) // state_bytes
     return min(max(fitting, _MIN_STATES + 1), _STATES_PER_SEQUENCE * max_num_seqs + 1)
+
+
+def num_host_state_blocks_that_fit(swap_space_bytes: int, state_bytes: int) -> int:
+    """Return the number of state blocks in host memory, with its unused block 0, in 40 % of it; 0 for no pool."""
+    fitting = int(swap_space_bytes * _STATES_RATIO) // state_bytes if state_bytes else 0
+    return fitting if fitting > 1 else 0

@@ -6,7 +6,7 @@ swapped sequence misses while it is fetched does not count: it delays no other s
 step of all. A group of sequences is swapped as a whole or not at all.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,6 +28,7 @@ class TransferCosts:
     host_to_device_bytes_per_second: float
     prefill_tokens_per_second: float
     fetch_seconds: float = 0.0  # fixed cost of a fetch from the host: the step that the sequence waits
+    state_bytes: int = 0  # of a sequence's recurrent state
 
     def store_seconds(self, num_blocks: int) -> float:
         return num_blocks * self.block_bytes / self.device_to_host_bytes_per_second
@@ -39,6 +40,15 @@ class TransferCosts:
     def load_seconds(self, num_blocks: int) -> float:
         """Return the time until blocks from the host can be used."""
         return self.fetch_seconds + self.link_seconds(num_blocks)
+
+    def load_state_seconds(self) -> float:
+        """Return the time until a recurrent state from the host can be used."""
+        return self.fetch_seconds + self.state_bytes / self.host_to_device_bytes_per_second
+
+    def swap_state_seconds(self) -> float:
+        """Return the time to move a recurrent state out and in."""
+        speeds = self.device_to_host_bytes_per_second, self.host_to_device_bytes_per_second
+        return sum(self.state_bytes / speed for speed in speeds)
 
     def compute_seconds(self, num_tokens: int) -> float:
         return num_tokens / self.prefill_tokens_per_second
@@ -62,6 +72,7 @@ class OffloadedPrefixes(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTierConfig:
     num_blocks: int  # of the executor's host pool, block 0 included
+    num_state_blocks: int = 0  # likewise; 0: recurrent states stay on the device
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     offloaded_prefixes: OffloadedPrefixes = OffloadedPrefixes.REUSED
     costs: TransferCosts | None = None  # None: a transfer always counts as cheaper than recompute
@@ -76,11 +87,11 @@ class PreemptionChoice:
         host: HostTier | None,
         pool: BlockPool,
         block_size: int,
-        *,
-        has_states: bool = False,
+        can_swap_states: Callable[[Collection[Sequence]], bool] | None = None,
     ) -> None:
+        """Create the choice. `can_swap_states`: whether host memory has room; None: the model has no states."""
         self._config = config
-        self._has_states = has_states
+        self._can_swap_states = can_swap_states
         self._host = host
         self._pool = pool
         self._block_size = block_size
@@ -88,28 +99,39 @@ class PreemptionChoice:
     @property
     def may_swap(self) -> bool:
         """Whether sequences may be swapped at all."""
-        has_pool = self._config is not None and self._config.preemption_mode is not PreemptionMode.RECOMPUTE
-        return has_pool and not self._has_states
+        if self._config is None or self._config.preemption_mode is PreemptionMode.RECOMPUTE:
+            return False
+        return self._can_swap_states is None or self._config.num_state_blocks > 0
 
     def choose(self, sequences: Collection[Sequence]) -> tuple[PreemptionMode, str]:
         """Return SWAP or RECOMPUTE for all of `sequences` together, and the reason for events."""
-        if self._host is None or self._config is None or self._has_states:
-            why = "its recurrent state stays on the device" if self._has_states else "there is no host pool"
-            return PreemptionMode.RECOMPUTE, why
+        if self._host is None or self._config is None:
+            return PreemptionMode.RECOMPUTE, "there is no host pool"
+        if self._config.preemption_mode is PreemptionMode.RECOMPUTE:
+            return PreemptionMode.RECOMPUTE, "by setting"
         if not any(sequence.kv.num_computed_tokens for sequence in sequences):
             return PreemptionMode.RECOMPUTE, "nothing is computed"
-        if self._config.preemption_mode is not PreemptionMode.RECOMPUTE and not self._host.has_room(sequences):
+        if not self._has_room(self._host, sequences):
             return PreemptionMode.RECOMPUTE, "the host pool is full"
-        if self._config.preemption_mode is not PreemptionMode.AUTO:
-            return self._config.preemption_mode, "by setting"
-        costs = self._config.costs
-        if costs is None or self._swap_seconds(self._host, sequences, costs) < self._compute_seconds(sequences, costs):
+        return self._cheaper(self._host, sequences, self._config)
+
+    def _has_room(self, host: HostTier, sequences: Collection[Sequence]) -> bool:
+        return host.has_room(sequences) and (self._can_swap_states is None or self._can_swap_states(sequences))
+
+    def _cheaper(
+        self, host: HostTier, sequences: Collection[Sequence], config: HostTierConfig
+    ) -> tuple[PreemptionMode, str]:
+        if config.preemption_mode is PreemptionMode.SWAP:
+            return PreemptionMode.SWAP, "by setting"
+        costs = config.costs
+        if costs is None or self._swap_seconds(host, sequences, costs) < self._compute_seconds(sequences, costs):
             return PreemptionMode.SWAP, "cheaper than computing again"
         return PreemptionMode.RECOMPUTE, "cheaper than swapping"
 
     def _swap_seconds(self, host: HostTier, sequences: Collection[Sequence], costs: TransferCosts) -> float:
         num_blocks = len({block_id for sequence in sequences for block_id in sequence.kv.blocks})
-        return costs.store_seconds(host.num_blocks_to_store(sequences)) + costs.link_seconds(num_blocks)
+        seconds_of_kv = costs.store_seconds(host.num_blocks_to_store(sequences)) + costs.link_seconds(num_blocks)
+        return seconds_of_kv + len(sequences) * costs.swap_state_seconds()
 
     def _compute_seconds(self, sequences: Collection[Sequence], costs: TransferCosts) -> float:
         """Return the seconds to compute the tokens that no other sequence keeps on the device."""

@@ -43,6 +43,7 @@ class SequenceKV:
     digests: list[bytes] = field(default_factory=list)  # of the leading full blocks, each computed once
     # Recurrent state: a block of the state pool, and the positions at which it is kept for others, ascending.
     state_block: int = 0  # 0: none, or the model has no recurrent layers
+    host_state_block: int = 0  # in host memory, while swapped out
     checkpoints: tuple[int, ...] = ()
     num_published_blocks: int = 0  # leading blocks that are registered in the cache, in every group
 

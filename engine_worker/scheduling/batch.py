@@ -10,7 +10,7 @@ from typing import TypeAlias
 from engine_worker.kv.sequence import BeamCandidate as BeamCandidate  # noqa: PLC0414 - part of StepResult
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import SequenceKV, Table
-from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
+from engine_worker.kv.transfers import Transfers, TransferTime
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from shared.messages import EncodedLogprobs, FinishReason, PromptLogprobs, SamplingParams
 
@@ -56,25 +56,16 @@ class ScheduledSequence:
 @dataclass(slots=True, frozen=True)
 class ScheduledBatch:
     sequences: list[ScheduledSequence]
-    block_copies: list[BlockCopy] = field(default_factory=list)
-    swap_out: list[BlockCopy] = field(default_factory=list)  # device block id -> host block id
-    swap_in: list[BlockCopy] = field(default_factory=list)  # host block id -> device block id; for the next step
-    state_copies: list[BlockCopy] = field(default_factory=list)  # of recurrent states
-    number: int = 0  # serial number of the batch, which identifies its transfers in events
+    transfers: Transfers = field(default_factory=Transfers)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute and nothing to move."""
-        moves = self.block_copies or self.swap_out or self.swap_in or self.state_copies
-        return not (self.sequences or moves)
+        return not (self.sequences or self.transfers)
 
     @property
     def num_tokens(self) -> int:
         return sum(scheduled.num_new_tokens for scheduled in self.sequences)
-
-    @property
-    def transfers(self) -> Transfers:
-        return Transfers(self.block_copies, self.swap_out, self.swap_in, self.state_copies, self.number)
 
 
 PromptScore: TypeAlias = tuple[Sequence, PromptLogprobs]

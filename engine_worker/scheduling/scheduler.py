@@ -191,15 +191,7 @@ class Scheduler:
             prefills = self._prefills(background, is_background=True)
             num_decodes = len(plan.sequences) + plan.num_drafts
             plan.add_prefills(prefills, self._background_share.prefill_budget(num_decodes))
-        transfers = self._kv_cache.take_transfers()
-        return ScheduledBatch(
-            plan.sequences,
-            transfers.block_copies,
-            transfers.swap_out,
-            transfers.swap_in,
-            transfers.state_copies,
-            transfers.batch_number,
-        )
+        return ScheduledBatch(plan.sequences, self._kv_cache.take_transfers())
 
     def apply(self, batch: ScheduledBatch, result: StepResult) -> list[SequenceUpdate]:
         """Apply a step's result. Return an update per sequence that got a token or ended; ended ones have no blocks."""

@@ -55,7 +55,7 @@ class Batches:
 
     @property
     def num_copies(self) -> list[int]:
-        return [len(batch.block_copies) for batch in self.seen]
+        return [len(batch.transfers.kv.copies) for batch in self.seen]
 
 
 def counted_engine(**config: Any) -> tuple[Engine, Batches]:

@@ -109,13 +109,13 @@ def test_window_swap_moves_only_the_window(caches: bool) -> None:
     kv_cache = KVCacheManager(30, 4, windows=(8,), max_new_tokens=8, enable_prefix_caching=caches, host_tier=host_tier)
     sequence = computed(kv_cache, 42)
     assert kv_cache.preempt([sequence]) is PreemptionMode.SWAP
-    transfers = kv_cache.take_transfers()
-    assert (len(transfers.swap_out), len(sequence.kv.tables[0].host_blocks), len(sequence.kv.host_blocks)) == (3, 11, 3)
+    moves = kv_cache.take_transfers().kv
+    assert (len(moves.swap_out), len(sequence.kv.tables[0].host_blocks), len(sequence.kv.host_blocks)) == (3, 11, 3)
     kv_cache.check_integrity([sequence])
     taken = kv_cache.device_pool.allocate(kv_cache.num_available_blocks)  # evicts all cached blocks
     kv_cache.device_pool.free(taken)
     assert kv_cache.try_swap_in([sequence])
-    assert len(kv_cache.take_transfers().swap_in) == 3
+    assert len(kv_cache.take_transfers().kv.swap_in) == 3
     assert sequence.kv.tables[0].blocks[:8] == [0] * 8 and 0 not in sequence.kv.blocks
     kv_cache.check_integrity([sequence])
     kv_cache.free(sequence)

@@ -34,7 +34,7 @@ from engine_worker.execution.step.kv_cache import (
 )
 from engine_worker.execution.step.memory import DeviceMemory, measure_memory
 from engine_worker.execution.step.replica import Replica
-from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_state_blocks_that_fit
+from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_host_state_blocks_that_fit, num_state_blocks_that_fit
 from engine_worker.model.attention_backend import refuse_attention
 from engine_worker.model.devices import (
     check_convolutions,
@@ -280,8 +280,11 @@ def _weights(plan: LoadPlan, report: Report) -> SafetensorsWeights | RandomWeigh
 def _staging_bytes(settings: ExecutionSettings, layout: KVLayout, device: torch.device) -> int:
     if device.type != "cuda" or not settings.swap_space_bytes:
         return 0
-    num_host_blocks = settings.swap_space_bytes // settings.tensor_parallel_size // layout.block_bytes
-    return staging_bytes(num_host_blocks, layout.block_bytes)
+    num_bytes = settings.swap_space_bytes // settings.tensor_parallel_size
+    of_states = num_host_state_blocks_that_fit(num_bytes, layout.state_bytes)
+    return staging_bytes(num_bytes // layout.block_bytes, layout.block_bytes) + (
+        staging_bytes(of_states, layout.state_bytes) if of_states else 0
+    )
 
 
 def _allocate_kv_cache(plan: LoadPlan, layout: KVLayout, memory: DeviceMemory, ranks: TensorParallel) -> KVCache:
@@ -301,8 +304,10 @@ def _allocate_kv_cache(plan: LoadPlan, layout: KVLayout, memory: DeviceMemory, r
     )
     num_blocks = ranks.minimum(num_blocks)
     check_capacity(num_blocks, layout, max_model_len, settings.bounds.max_num_batched_tokens, memory)
-    num_host_blocks = num_host_blocks_that_fit((settings.swap_space_bytes or 0) // ranks.size, layout.block_bytes)
-    return KVCache(layout, num_blocks, memory.device, ranks.minimum(num_host_blocks), num_states)
+    host_bytes = (settings.swap_space_bytes or 0) // ranks.size
+    num_host_states = ranks.minimum(num_host_state_blocks_that_fit(host_bytes, layout.state_bytes))
+    num_host_blocks = num_host_blocks_that_fit(host_bytes, layout.block_bytes, num_host_states * layout.state_bytes)
+    return KVCache(layout, num_blocks, memory.device, ranks.minimum(num_host_blocks), num_states, num_host_states)
 
 
 def _description(kv_cache: KVCache) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from engine_worker.execution.step.model_runner import MeasuredSpeeds, ModelRunner
 from engine_worker.execution.step.replica import StepReplica
-from engine_worker.kv.transfers import BlockCopy, Transfers
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.scheduling.batch import ScheduledBatch
 
 _NUM_BLOCKS = 64  # 128 MiB of an 8B model in bf16: 3 ms over PCIe 5
@@ -42,8 +42,8 @@ def _transfer_bytes_per_second(replica: StepReplica) -> tuple[float, float]:
     num_blocks = min(_NUM_BLOCKS, kv_cache.num_host_blocks - 1, kv_cache.num_blocks - 1)
     copies = [BlockCopy(block_id, block_id) for block_id in range(1, num_blocks + 1)]
     seconds = []
-    for transfers in (Transfers(swap_out=copies), Transfers(swap_in=copies)):
-        replica.move_blocks(transfers)
+    for moves in (Moves(swap_out=copies), Moves(swap_in=copies)):
+        replica.move_blocks(Transfers(moves))
         if kv_cache.pool.is_cuda:
             torch.cuda.synchronize(kv_cache.pool.device)
         (transfer,) = replica.finished_transfers()

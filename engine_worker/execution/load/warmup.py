@@ -10,7 +10,7 @@ from dataclasses import replace
 from engine_worker.execution.load.step_memory import everything
 from engine_worker.execution.settings import StepBounds
 from engine_worker.execution.step.model_runner import ModelRunner
-from engine_worker.kv.transfers import BlockCopy
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.scheduling.batch import ScheduledBatch
 
 _PREFILL_TOKENS = {"cpu": 32, "cuda": 512}
@@ -45,7 +45,8 @@ def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, st
     # Kernels for rare features: a block copy, and all sampling parameters.
     rare = runner.synthetic_batch(first, decode_length - 1, 1, everything(runner.model_spec.vocab_size))
     states = [BlockCopy(0, runner.num_state_blocks - 1)] if runner.num_state_blocks else []
-    batches.append(replace(rare, block_copies=[BlockCopy(1, runner.num_blocks - 1)], state_copies=states))
+    copies = Moves(copies=[BlockCopy(1, runner.num_blocks - 1)]), Moves(copies=states)
+    batches.append(replace(rare, transfers=Transfers(*copies)))
     batches += [runner.synthetic_batch(size, decode_length - 1, 1) for size in sizes]
     batches += _mixed_batches(runner, bounds, decode_length)
     batches += _burst_batches(runner, bounds, decode_length)

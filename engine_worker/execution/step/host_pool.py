@@ -19,17 +19,17 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
+from engine_worker.kv.transfers import BlockCopy, Moves, TransferTime
 
 # A step that stores more waits for the link: 1 GiB takes 18 ms over PCIe 5.
 _STAGING_BYTES = 2**30
-_CHUNK_BLOCKS = 16  # blocks in a chunk of the staging buffer, which is free again after its copy to the host
+_CHUNK_BLOCKS, _CHUNK_BYTES = 16, 2**27  # at most, of a chunk of the buffer, which is free after its copy to the host
 
 
 class HostPool(Protocol):
     blocks: Tensor
 
-    def transfer(self, transfers: Transfers) -> None:
+    def transfer(self, moves: Moves, batch_number: int) -> None:
         """Enqueue the swaps of a batch. Later work on the compute stream may read the blocks of earlier fetches."""
 
     def finished_transfers(self) -> list[TransferTime]:
@@ -38,12 +38,17 @@ class HostPool(Protocol):
 
 def staging_bytes(num_host_blocks: int, bytes_per_block: int) -> int:
     """Return the bytes of device memory that a host pool needs on CUDA."""
-    return _num_staging_chunks(num_host_blocks, bytes_per_block) * _CHUNK_BLOCKS * bytes_per_block
+    num_chunks = _num_staging_chunks(num_host_blocks, bytes_per_block)
+    return num_chunks * _blocks_of_chunk(bytes_per_block) * bytes_per_block
+
+
+def _blocks_of_chunk(bytes_per_block: int) -> int:
+    return max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // bytes_per_block))
 
 
 def _num_staging_chunks(num_host_blocks: int, bytes_per_block: int) -> int:
     num_blocks = min(_STAGING_BYTES // bytes_per_block, num_host_blocks)
-    return max(2, -(-num_blocks // _CHUNK_BLOCKS))  # one fills while another drains
+    return max(2, -(-num_blocks // _blocks_of_chunk(bytes_per_block)))  # one fills while another drains
 
 
 class CpuHostPool:
@@ -54,17 +59,17 @@ class CpuHostPool:
         self._device_pool = device_pool
         self._finished: list[TransferTime] = []
 
-    def transfer(self, transfers: Transfers) -> None:
+    def transfer(self, moves: Moves, batch_number: int) -> None:
         started = time.perf_counter()
-        for copy in transfers.swap_out:
+        for copy in moves.swap_out:
             self.blocks[copy.target_block_id].copy_(self._device_pool[copy.source_block_id])
         stored = time.perf_counter()
-        for copy in transfers.swap_in:
+        for copy in moves.swap_in:
             self._device_pool[copy.target_block_id].copy_(self.blocks[copy.source_block_id])
-        if transfers.swap_out or transfers.swap_in:
+        if moves.swap_out or moves.swap_in:
             ended = time.perf_counter()
-            seconds = (stored - started) * bool(transfers.swap_out), (ended - stored) * bool(transfers.swap_in)
-            self._finished.append(TransferTime(transfers.batch_number, *seconds))
+            seconds = (stored - started) * bool(moves.swap_out), (ended - stored) * bool(moves.swap_in)
+            self._finished.append(TransferTime(batch_number, *seconds))
 
     def finished_transfers(self) -> list[TransferTime]:
         finished, self._finished = self._finished, []
@@ -82,7 +87,8 @@ class CudaHostPool:
         self.blocks = blocks
         self._device_pool = device_pool
         num_chunks = _num_staging_chunks(len(blocks), device_pool[0].nbytes)
-        shape = (num_chunks * _CHUNK_BLOCKS, *device_pool.shape[1:])
+        self._chunk_blocks = _blocks_of_chunk(device_pool[0].nbytes)
+        shape = (num_chunks * self._chunk_blocks, *device_pool.shape[1:])
         self._staging = torch.empty(shape, dtype=device_pool.dtype, device=device_pool.device)
         self._chunk_is_free = [_event() for _ in range(num_chunks)]
         self._next_chunk = 0
@@ -91,21 +97,21 @@ class CudaHostPool:
         self._stored, self._fetched = _event(), _event()
         self._timed: list[_TimedTransfer] = []
 
-    def transfer(self, transfers: Transfers) -> None:
+    def transfer(self, moves: Moves, batch_number: int) -> None:
         compute = torch.cuda.current_stream(self._device_pool.device)
         compute.wait_event(self._fetched)  # of the previous batch, whose blocks can be read from here on
-        if not (transfers.swap_out or transfers.swap_in):
+        if not (moves.swap_out or moves.swap_in):
             return
-        timed = _TimedTransfer(transfers.batch_number)
-        if transfers.swap_in:
+        timed = _TimedTransfer(batch_number)
+        if moves.swap_in:
             self._fetch_stream.wait_event(self._stored)  # of previous batches
-        if transfers.swap_out:
-            self._store(transfers.swap_out, compute, timed.store(self._store_stream))
-        if transfers.swap_in:
+        if moves.swap_out:
+            self._store(moves.swap_out, compute, timed.store(self._store_stream))
+        if moves.swap_in:
             self._fetch_stream.wait_stream(compute)
-            if _stores_what_it_fetches(transfers):
+            if _stores_what_it_fetches(moves):
                 self._fetch_stream.wait_event(self._stored)
-            self._fetch(transfers.swap_in, timed.fetch(self._fetch_stream))
+            self._fetch(moves.swap_in, timed.fetch(self._fetch_stream))
         self._timed.append(timed)
 
     def finished_transfers(self) -> list[TransferTime]:
@@ -116,7 +122,9 @@ class CudaHostPool:
 
     def _store(self, copies: Sequence[BlockCopy], compute: torch.cuda.Stream, timer: "_Timer") -> None:
         self._store_stream.wait_event(self._fetched)  # it may still read host blocks that are written now
-        portion_blocks = len(self._chunk_is_free) // 2 * _CHUNK_BLOCKS  # one half is gathered while the other drains
+        portion_blocks = (
+            len(self._chunk_is_free) // 2 * self._chunk_blocks
+        )  # one half is gathered while the other drains
         for start in range(0, len(copies), portion_blocks):
             chunks = self._take_chunks(copies[start : start + portion_blocks])
             self._gather(chunks, compute)
@@ -133,11 +141,11 @@ class CudaHostPool:
     def _take_chunks(self, copies: Sequence[BlockCopy]) -> list[tuple[int, list[_StagedCopy]]]:
         """Return the next chunks of the staging buffer, and the copies through each."""
         chunks = []
-        for start in range(0, len(copies), _CHUNK_BLOCKS):
-            first = self._next_chunk * _CHUNK_BLOCKS
+        for start in range(0, len(copies), self._chunk_blocks):
+            first = self._next_chunk * self._chunk_blocks
             staged = [
                 (BlockCopy(copy.source_block_id, slot), BlockCopy(slot, copy.target_block_id))
-                for slot, copy in enumerate(copies[start : start + _CHUNK_BLOCKS], first)
+                for slot, copy in enumerate(copies[start : start + self._chunk_blocks], first)
             ]
             chunks.append((self._next_chunk, staged))
             self._next_chunk = (self._next_chunk + 1) % len(self._chunk_is_free)
@@ -203,10 +211,10 @@ class _TimedTransfer:
         return TransferTime(self._number, *seconds)
 
 
-def _stores_what_it_fetches(transfers: Transfers) -> bool:
+def _stores_what_it_fetches(moves: Moves) -> bool:
     """Return whether a block is evicted and found again in one batch."""
-    stored = {copy.target_block_id for copy in transfers.swap_out}
-    return any(copy.source_block_id in stored for copy in transfers.swap_in)
+    stored = {copy.target_block_id for copy in moves.swap_out}
+    return any(copy.source_block_id in stored for copy in moves.swap_in)
 
 
 def _event(timed: bool = False) -> torch.cuda.Event:

@@ -32,6 +32,7 @@ class KVCache:
         device: torch.device,
         num_host_blocks: int = 0,
         num_state_blocks: int = 0,
+        num_host_state_blocks: int = 0,
     ):
         """Allocate the pools.
 
@@ -41,17 +42,21 @@ class KVCache:
             device: Device of the pool.
             num_host_blocks: Blocks of the host pool, including its unused block 0; 0 for no pool.
             num_state_blocks: Blocks of the state pool, including block 0, which stays zero; 0: no recurrent layers.
+            num_host_state_blocks: Blocks of the host pool of states, as num_host_blocks.
         """
         self.layout = layout
         self.pool = _zeros(layout.pool_shape(num_blocks), getattr(torch, layout.dtype), device)
         self.states: Tensor | None = None  # [num_state_blocks, layers, values] float32
         if num_state_blocks:
             self.states = _zeros((num_state_blocks, *layout.state_shape), torch.float32, device)
-        self.num_state_blocks = num_state_blocks
+        self.num_state_blocks, self.num_host_state_blocks = num_state_blocks, num_host_state_blocks
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = layout.block_size
         self.host = _host_pool(self.pool, num_host_blocks) if num_host_blocks else None
+        self._host_states: HostPool | None = None
+        if self.states is not None and num_host_state_blocks:
+            self._host_states = _host_pool(self.states, num_host_state_blocks)
 
     @property
     def nbytes(self) -> int:
@@ -60,22 +65,26 @@ class KVCache:
 
     def apply_transfers(self, transfers: Transfers) -> None:
         """Enqueue all block moves of a batch. Later work on the compute stream sees their results."""
-        if self.host is not None:
-            self.host.transfer(transfers)
-        assert self.host is not None or not (transfers.swap_out or transfers.swap_in), "swaps without a host pool"
-        copy_blocks(self.pool, transfers.block_copies)
-        if transfers.state_copies:
-            assert self.states is not None, "the model has no recurrent layers"
-            copy_blocks(self.states, transfers.state_copies)
+        number = transfers.batch_number
+        for moves, pool, host in (
+            (transfers.kv, self.pool, self.host),
+            (transfers.states, self.states, self._host_states),
+        ):
+            if host is not None:
+                host.transfer(moves, number)
+            assert host is not None or not (moves.swap_out or moves.swap_in), "swaps without a host pool"
+            if moves.copies:
+                assert pool is not None, "the model has no recurrent layers"
+                copy_blocks(pool, moves.copies)
 
     def finished_transfers(self) -> list[TransferTime]:
-        return self.host.finished_transfers() if self.host is not None else []
+        """Return the times of transfers that have ended since the last call, per batch and pool."""
+        hosts = filter(None, (self.host, self._host_states))
+        return [time for host in hosts for time in host.finished_transfers()]
 
 
 def copy_blocks(pool: Tensor, copies: list[BlockCopy]) -> None:
     """Enqueue copies within a pool; no target is also a source."""
-    if not copies:
-        return
     if pool.is_cuda:
         from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which needs CUDA
 
@@ -114,15 +123,15 @@ def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, max_blocks: int
     return fitting if max_blocks is None else min(fitting, max_blocks)
 
 
-def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int) -> int:
-    """Return the number of blocks of the host pool, including its unused block 0; 0 for no pool.
+def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int, bytes_of_states: int = 0) -> int:
+    """Return the number of blocks of the host pool of KV beside that of states, including its unused block 0; 0: none.
 
     Raises:
         ValueError: If swap_space_bytes is less than two blocks, or more than the free memory.
     """
     if swap_space_bytes == 0:
         return 0
-    num_blocks = swap_space_bytes // bytes_per_block
+    num_blocks = (swap_space_bytes - bytes_of_states) // bytes_per_block
     if num_blocks < 2:
         raise ValueError(
             f"--swap-space-bytes: expected 0 or at least {2 * bytes_per_block} (two blocks), got {swap_space_bytes}"

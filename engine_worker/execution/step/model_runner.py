@@ -106,6 +106,8 @@ class ModelRunner:
         self.max_model_len = replica.max_model_len
         self.replica = replica
         self._sampler = sampler
+        self.num_host_state_blocks = kv_cache.num_host_state_blocks
+        self.state_bytes = kv_cache.layout.state_bytes
         self.num_state_blocks = kv_cache.num_state_blocks  # including block 0; 0: the model has no recurrent layers
         self._describer = StepDescriber(
             kv_cache.block_size,

@@ -9,7 +9,7 @@ from bench.paper.figures_memory import LOADS, run_policy
 from bench.paper.lengths import SHAREGPT, TimedRequest, poisson_trace
 from bench.paper.reservation import ReservationPolicy, make_manager, make_swapping_manager
 from bench.paper.simulation import SimulationResult, simulate
-from engine_worker.kv.transfers import BlockCopy
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 
@@ -33,10 +33,10 @@ def test_step_cost_counts_sequences_tokens_and_context() -> None:
 @pytest.mark.parametrize(("num_out", "num_in", "seconds"), [(3, 2, 7.0), (8, 2, 8.0), (2, 9, 9.0)])
 def test_step_lasts_at_least_as_long_as_its_transfers(num_out: int, num_in: int, seconds: float) -> None:
     cost = StepCost("priced", 7.0, 0.0, 0.0, 0.0, per_swapped_block_seconds=1.0)
-    moves = [BlockCopy(1, 1)] * num_out, [BlockCopy(1, 1)] * num_in
+    transfers = Transfers(Moves([BlockCopy(1, 1)] * num_out, [BlockCopy(1, 1)] * num_in))
     scheduled = [ScheduledSequence(make_sequence(3), 0, 3, samples=True)]
-    assert cost.seconds(ScheduledBatch(scheduled, swap_out=moves[0], swap_in=moves[1])) == seconds
-    assert cost.seconds(ScheduledBatch([], swap_out=moves[0], swap_in=moves[1])) == max(num_out, num_in)
+    assert cost.seconds(ScheduledBatch(scheduled, transfers)) == seconds
+    assert cost.seconds(ScheduledBatch([], transfers)) == max(num_out, num_in)
 
 
 def test_swapping_recomputes_nothing() -> None:

@@ -18,8 +18,8 @@ from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.kv_cache_manager import KVCacheManager
-from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_state_blocks_that_fit
-from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
+from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_host_state_blocks_that_fit, num_state_blocks_that_fit
+from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -107,6 +107,7 @@ def make_runner(
     block_size: int = 16,
     dtype: str = "float32",
     num_host_blocks: int = 0,
+    num_host_states: int = 0,
     model_impl: str = "auto",
     tensor_parallel_size: int = 1,
     **options: Any,
@@ -119,13 +120,13 @@ def make_runner(
         block_size: Tokens per block.
         dtype: The model's dtype.
         num_host_blocks: Blocks of the swap space; the padding block is added.
+        num_host_states: Blocks of recurrent states in the swap space, likewise; the KV blocks take the rest.
         model_impl: "auto", "native", or "transformers".
         tensor_parallel_size: Number of ranks.
         options: Other fields of ExecutionSettings.
     """
     config = blueprint_from_directory(directory, model_impl).shape
     layout = kv_layout(config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype))
-    bytes_per_block = layout.block_bytes
     longest = layout.spans(16).max_tokens(num_blocks, config.max_position_embeddings)
     settings = ExecutionSettings(
         model=directory,
@@ -135,7 +136,7 @@ def make_runner(
         tensor_parallel_size=tensor_parallel_size,
         block_size=block_size,
         kv_cache_memory_bytes=cache_bytes(layout, num_blocks + 1) // tensor_parallel_size,  # per rank
-        swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
+        swap_space_bytes=swap_space_bytes(layout, num_host_blocks, num_host_states),
         max_model_len=longest,
         max_num_seqs=_MAX_NUM_SEQS,  # for the sampler; the scheduler has its own limit
         max_num_batched_tokens=16,
@@ -151,6 +152,16 @@ def cache_bytes(layout: KVLayout, num_blocks: int, max_num_seqs: int = _MAX_NUM_
         if num_state_blocks_that_fit(num_bytes, layout.state_bytes, max_num_seqs) == num_states:
             return num_bytes
     raise AssertionError("no number of states fits")
+
+
+def swap_space_bytes(layout: KVLayout, num_blocks: int, num_states: int) -> int:
+    """Return the bytes of a host pool with so many usable blocks, or so many states and the KV blocks beside them."""
+    if not num_states:
+        return (num_blocks + 1) * layout.block_bytes if num_blocks else 0
+    num_bytes = (num_states + 1) * layout.state_bytes
+    while num_host_state_blocks_that_fit(num_bytes, layout.state_bytes) <= num_states:
+        num_bytes += layout.state_bytes
+    return num_bytes
 
 
 def generate(runner: ModelRunner, requests: list[GenerationRequest], **config: Any) -> tuple[dict[str, list[int]], int]:
@@ -175,12 +186,19 @@ def make_engine(
     *,
     enable_prefix_caching: bool = True,
     preemption_mode: PreemptionMode = PreemptionMode.SWAP,
+    offloaded_prefixes: OffloadedPrefixes = OffloadedPrefixes.REUSED,
     async_scheduling: bool = False,
     drafting: Callable[[KVAllocator, SchedulerConfig], Drafting] | None = None,
+    num_state_blocks: int | None = None,
     **config: int,
 ) -> Engine:
-    """Create an engine. It can swap if the runner has a host pool."""
-    host_tier = HostTierConfig(num_blocks=runner.num_host_blocks, preemption_mode=preemption_mode)
+    """Create an engine. It can swap if the runner has a host pool. `num_state_blocks`: default: all of the runner's."""
+    host_tier = HostTierConfig(
+        num_blocks=runner.num_host_blocks,
+        num_state_blocks=runner.num_host_state_blocks,
+        preemption_mode=preemption_mode,
+        offloaded_prefixes=offloaded_prefixes,
+    )
     manager = KVCacheManager(
         runner.num_blocks,
         runner.block_size,
@@ -188,7 +206,7 @@ def make_engine(
         max_new_tokens=config["max_num_batched_tokens"],
         enable_prefix_caching=enable_prefix_caching,
         host_tier=host_tier if runner.num_host_blocks else None,
-        num_state_blocks=runner.num_state_blocks,
+        num_state_blocks=runner.num_state_blocks if num_state_blocks is None else num_state_blocks,
     )
     limits = SchedulerConfig(max_model_len=runner.max_model_len, **config)
     scheduler = Scheduler(limits, manager, drafting(manager, limits) if drafting is not None else None)

@@ -20,7 +20,7 @@ from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.layout import KVGroup, KVLayout
 from engine_worker.kv.preemption import PreemptionMode
-from engine_worker.kv.transfers import BlockCopy, Transfers
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from kernels.fp8_kv import to_e4m3
 from shared.messages import FinishEvent, GenerationRequest, StoredChoice
 from tests.builders import Transcript, make_request, run_to_end
@@ -181,9 +181,9 @@ def test_fp8_kv_blocks_are_moved_bit_by_bit() -> None:
     cache = KVCache(KVLayout(groups=(group,), block_size=8), 5, torch.device("cpu"), num_host_blocks=3)
     codes = cache.pool.view(torch.uint8)
     codes[1] = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 8, 4)  # every code, including both NaNs
-    cache.apply_transfers(Transfers([BlockCopy(1, 2)]))
-    cache.apply_transfers(Transfers(swap_out=[BlockCopy(2, 1)]))
-    cache.apply_transfers(Transfers(swap_in=[BlockCopy(1, 4)]))
+    cache.apply_transfers(Transfers(Moves(copies=[BlockCopy(1, 2)])))
+    cache.apply_transfers(Transfers(Moves(swap_out=[BlockCopy(2, 1)])))
+    cache.apply_transfers(Transfers(Moves(swap_in=[BlockCopy(1, 4)])))
     assert torch.equal(codes[2], codes[1]) and torch.equal(codes[4], codes[1])
     assert not codes[3].any() and not codes[0].any()
 

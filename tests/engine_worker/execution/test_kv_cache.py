@@ -17,10 +17,9 @@ from engine_worker.execution.step.kv_cache import (
 )
 from engine_worker.execution.step.memory import DeviceMemory, MemoryUnknown, _host_memory
 from engine_worker.kv.layout import KVGroup, KVLayout, num_state_blocks_that_fit
-from engine_worker.kv.transfers import BlockCopy, Transfers
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.spec import kv_layout
-from engine_worker.scheduling.batch import ScheduledBatch
 
 MIB = 2**20
 CONFIG = spec_from_json(
@@ -136,9 +135,9 @@ def test_host_memory_unknown_asks_for_flag(tmp_path: Path) -> None:
 def test_kv_block_swaps_out_and_in_with_all_layers() -> None:
     cache = KVCache(LAYOUT, 4, torch.device("cpu"), num_host_blocks=3)
     cache.pool[1], cache.pool[2] = 1.0, 2.0
-    cache.apply_transfers(Transfers(swap_out=[BlockCopy(1, 2), BlockCopy(2, 1)], batch_number=7))
+    cache.apply_transfers(Transfers(Moves(swap_out=[BlockCopy(1, 2), BlockCopy(2, 1)]), batch_number=7))
     cache.pool[1:3] = 0.0
-    cache.apply_transfers(Transfers(swap_in=[BlockCopy(2, 3)], batch_number=8))
+    cache.apply_transfers(Transfers(Moves(swap_in=[BlockCopy(2, 3)]), batch_number=8))
     assert [float(block.unique()) for block in cache.pool] == [0.0, 0.0, 0.0, 1.0]
     out, back = cache.finished_transfers()
     assert (out.batch_number, back.batch_number) == (7, 8)
@@ -151,8 +150,7 @@ def test_kv_transfers_run_out_then_in_then_copies() -> None:
     assert cache.host is not None
     cache.pool[1], cache.pool[2] = 1.0, 2.0
     cache.host.blocks[1] = 9.0
-    batch = ScheduledBatch([], [BlockCopy(2, 3)], swap_out=[BlockCopy(1, 2)], swap_in=[BlockCopy(1, 1)])
-    cache.apply_transfers(batch.transfers)
+    cache.apply_transfers(Transfers(Moves([BlockCopy(1, 2)], [BlockCopy(1, 1)], [BlockCopy(2, 3)])))
     assert float(cache.host.blocks[2].unique()) == 1.0
     assert [float(block.unique()) for block in cache.pool] == [0.0, 9.0, 2.0, 2.0]
 

@@ -11,7 +11,7 @@ from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.sequence import Sequence
-from engine_worker.kv.transfers import BlockCopy
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from kernels.token_bitmask import apply_token_bitmask
 from tests.builders import make_request, make_sequence
@@ -78,7 +78,7 @@ def test_runner_block_copies_precede_the_step(runner: ModelRunner) -> None:
     fork = make_sequence(original.prompt_token_ids)
     fork.kv.tables[0].blocks = [1, 5]  # shares the full block, copies the other
     last = ScheduledSequence(fork, 12, 1, samples=True)
-    result = runner.execute(ScheduledBatch([last], block_copies=[BlockCopy(2, 5)]))
+    result = runner.execute(ScheduledBatch([last], Transfers(Moves(copies=[BlockCopy(2, 5)]))))
     assert result.sampled_token_ids == [expected]
 
 

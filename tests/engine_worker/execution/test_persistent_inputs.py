@@ -18,7 +18,7 @@ from engine_worker.execution.step.persistent_inputs import PersistentInputs
 from engine_worker.execution.step.step_description import EMPTY, StepDescription
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import Table
-from engine_worker.kv.transfers import BlockCopy
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.model.model_input import ModelInput
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
@@ -197,10 +197,11 @@ def test_step_description_survives_serialization() -> None:
     one, other = sequence(6, 1, 2), sequence(9, 3, 4, 5)
     batch = ScheduledBatch(
         [decode(other), ScheduledSequence(one, 0, 6, samples=True)],
-        block_copies=[BlockCopy(1, 2)],
-        swap_out=[BlockCopy(3, 4), BlockCopy(5, 6)],
-        swap_in=[BlockCopy(7, 8)],
-        number=9,
+        Transfers(
+            Moves([BlockCopy(3, 4), BlockCopy(5, 6)], [BlockCopy(7, 8)], [BlockCopy(1, 2)]),
+            Moves(copies=[BlockCopy(0, 3)]),
+            batch_number=9,
+        ),
     )
     described = StepDescriber(BLOCK_SIZE, 2, decodes_first=False).describe(batch)
     received = StepDescription.from_bytes(described.to_bytes())

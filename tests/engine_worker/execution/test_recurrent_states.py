@@ -7,6 +7,7 @@ import pytest
 
 from engine_worker.engine import Engine
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.kv.preemption import OffloadedPrefixes
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.spec import kv_layout
 from shared.messages import ErrorEvent, StoredChoice, TokenEvent
@@ -103,6 +104,46 @@ def test_preempted_sequences_continue_with_the_same_tokens(directory: Path) -> N
         engine.check_integrity()
     assert sum(engine.stats().counters.preemptions.values()) > 0
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_swapped_sequences_continue_without_computing_again(directory: Path, is_async: bool) -> None:
+    """With choices that forked a step before, too: the copy of their state may be pending when they are swapped."""
+    prompts = [make_prompt(40 + 9 * number, first=100 * number) for number in range(4)]
+    requests = [
+        make_request(prompt, f"p{number}", max_tokens=40, n=1 + number % 2, temperature=1.0, seed=7, ignore_eos=True)
+        for number, prompt in enumerate(prompts)
+    ]
+    sizes: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "async_scheduling": is_async}
+    expected = run_engine_to_end(
+        make_engine(make_runner(directory, num_blocks=100, num_threads=1), **sizes), requests
+    ).tokens
+    runner = make_runner(directory, num_blocks=22, num_host_states=12, num_threads=1)
+    engine = make_engine(runner, **sizes)
+    assert run_engine_to_end(engine, requests).tokens == expected
+    engine.check_integrity()
+    counters, totals = engine.stats().counters, engine.stats().kv_totals
+    assert sum(counters.preemptions.values()) > 0 and counters.recomputed_tokens == 0
+    assert totals.stored_states > 0 and totals.fetched_states > 0
+
+
+def test_evicted_checkpoint_comes_back_from_the_host(directory: Path, other: ModelRunner) -> None:
+    """Chats of more sequences than the device has states; each turn continues where the last one ended."""
+    engine = make_engine(
+        make_runner(directory, num_blocks=400, num_host_states=40, num_threads=1),
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        offloaded_prefixes=OffloadedPrefixes.ALL,
+        num_state_blocks=7,
+    )
+    chats = [make_prompt(70, first=90 * number) for number in range(10)]
+    for turn in range(3):
+        for number, prompt in enumerate(chats):
+            found = answer(engine, prompt, f"c{number}.{turn}", 5)
+            assert found[:2] == answer(fresh(other), prompt, "alone", 5)[:2]
+            assert found[2] == (len(prompt) - 10 if turn else 0), "all but the new message and the last token"
+            chats[number] = [*prompt, *found[0], *make_prompt(9, first=400 + 20 * turn)]
+    assert engine.stats().kv_totals.fetched_states == 20, "all later turns of ten chats"
 
 
 def test_forks_and_takeover_change_no_token(runner: ModelRunner) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from engine_worker.execution.step.describe import StepDescriber
 from engine_worker.execution.step.step_description import StepDescription
-from engine_worker.kv.transfers import BlockCopy
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import make_runner, write_model
@@ -30,7 +30,7 @@ def test_replica_serialized_steps_give_same_logits_and_pool(model_dir: Path) -> 
         # The next token of `short` is in flight, and its last block was shared, so it is copied first.
         ScheduledBatch(
             [ScheduledSequence(short, 9, 1, samples=True), ScheduledSequence(long, 12, 8, samples=True)],
-            block_copies=[BlockCopy(2, 5)],
+            Transfers(Moves(copies=[BlockCopy(2, 5)])),
         ),
     ]
     for number, batch in enumerate(steps):

@@ -13,7 +13,7 @@ from engine_worker.execution.ranks.step_channel import NUM_SLOTS, ChannelCorrupt
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.cuda_graphs import GraphKey
 from engine_worker.execution.step.step_description import EMPTY
-from engine_worker.kv.transfers import BlockCopy, Transfers
+from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from tests.idle_seconds import cpu_seconds, least_share
 
 SLOT_BYTES = 1 << 16
@@ -174,7 +174,7 @@ def test_channel_memory_is_allocated_on_write(sender: RingSender) -> None:
 def test_channel_messages_survive_serialization(tmp_path: os.PathLike[str]) -> None:
     settings = ExecutionSettings(model=tmp_path, tensor_parallel_size=2, max_num_seqs=7)  # type: ignore[arg-type]
     assert start_of(encode(GroupStart(settings))).settings == settings
-    moves = Transfers([BlockCopy(1, 2)], [BlockCopy(3, 4)], [BlockCopy(5, 6)], batch_number=9)
+    moves = Transfers(Moves([BlockCopy(1, 2)], [BlockCopy(3, 4)], [BlockCopy(5, 6)]), batch_number=9)
     assert work_of(encode(MoveBlocks(moves))) == MoveBlocks(moves)
     graph = GraphKey(8, mixed=True)
     step = RunStep(EMPTY.to_bytes(), (graph.size, graph.mixed), [(3, 67), (67, 70)], 2)

@@ -184,11 +184,11 @@ class KVWorld:
 
     def _execute(self, planned: list[tuple[Sequence, int, int]]) -> None:
         """Execute a step. Blocks are swapped out first and swapped in last, the latest allowed moment."""
-        transfers = self.manager.take_transfers()
-        copies = transfers.block_copies
+        moves = self.manager.take_transfers().kv
+        copies = moves.copies
         self.num_copies += len(copies)
-        self.num_swapped_blocks += len(transfers.swap_in)
-        for copy in transfers.swap_out:
+        self.num_swapped_blocks += len(moves.swap_in)
+        for copy in moves.swap_out:
             self._host_memory[copy.target_block_id] = list(self._memory[copy.source_block_id])
         targets = {copy.target_block_id for copy in copies}
         assert len(targets) == len(copies), "two copies into one block"
@@ -209,7 +209,7 @@ class KVWorld:
                 assert num_released <= (max(0, start - span.window + 1) if span.window else 0), (
                     "a block inside the window was released"
                 )
-        for copy in transfers.swap_in:
+        for copy in moves.swap_in:
             self._memory[copy.target_block_id] = list(self._host_memory[copy.source_block_id])
 
     def _check_contents(self, sequence: Sequence, *, on_host: bool = False) -> None:

@@ -53,7 +53,7 @@ def test_swap_restores_all_blocks_and_token_count(caches: bool) -> None:
         10,
     )
     transfers = kv_cache.take_transfers()
-    assert transfers.swap_out == [BlockCopy(1, 1), BlockCopy(2, 2), BlockCopy(3, 3)]
+    assert transfers.kv.swap_out == [BlockCopy(1, 1), BlockCopy(2, 2), BlockCopy(3, 3)]
     kv_cache.check_integrity([sequence])
     filler = fill(kv_cache, 32)  # overwrites every device block
     assert not kv_cache.try_swap_in([sequence])
@@ -61,7 +61,7 @@ def test_swap_restores_all_blocks_and_token_count(caches: bool) -> None:
     kv_cache.take_transfers()
     assert kv_cache.try_swap_in([sequence])
     assert kv_cache.is_arriving(sequence)
-    copies = kv_cache.take_transfers().swap_in
+    copies = kv_cache.take_transfers().kv.swap_in
     assert [copy.source_block_id for copy in copies] == [1, 2, 3]
     assert [copy.target_block_id for copy in copies] == sequence.kv.tables[0].blocks
     assert (sequence.kv.tables[0].host_blocks, sequence.kv.num_computed_tokens) == ([], 10)
@@ -76,7 +76,7 @@ def test_swap_in_skips_blocks_still_on_device() -> None:
     kv_cache.take_transfers()
     assert kv_cache.try_swap_in([sequence])
     assert sequence.kv.tables[0].blocks[:2] == [1, 2]
-    (copy,) = kv_cache.take_transfers().swap_in  # a partly filled block has no hash to be found by
+    (copy,) = kv_cache.take_transfers().kv.swap_in  # a partly filled block has no hash to be found by
     assert copy == BlockCopy(3, sequence.kv.tables[0].blocks[2])
     kv_cache.check_integrity([sequence])
 
@@ -87,7 +87,7 @@ def test_swap_out_common_prefix_moves_once() -> None:
     second = run(kv_cache, [*TOKENS[:8], 1, 2])
     kv_cache.preempt([second])
     kv_cache.preempt([first])
-    assert len(kv_cache.take_transfers().swap_out) == 4  # two shared blocks and the last of each sequence
+    assert len(kv_cache.take_transfers().kv.swap_out) == 4  # two shared blocks and the last of each sequence
     assert first.kv.tables[0].host_blocks[:2] == second.kv.tables[0].host_blocks[:2]
     kv_cache.check_integrity([first, second])
 
@@ -99,14 +99,14 @@ def test_swap_group_sharing_partial_block_moves_together() -> None:
     kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
     group = [parent, child]
     assert kv_cache.preempt(group) is SWAP
-    assert len(kv_cache.take_transfers().swap_out) == 2
+    assert len(kv_cache.take_transfers().kv.swap_out) == 2
     assert parent.kv.tables[0].host_blocks == child.kv.tables[0].host_blocks
     filler = fill(kv_cache, 32)
     assert not kv_cache.try_swap_in(group)
     kv_cache.free(filler)
     kv_cache.take_transfers()
     assert kv_cache.try_swap_in(group)
-    assert len(kv_cache.take_transfers().swap_in) == 2
+    assert len(kv_cache.take_transfers().kv.swap_in) == 2
     assert parent.kv.tables[0].blocks == child.kv.tables[0].blocks
     kv_cache.check_integrity(group)
 
@@ -160,7 +160,7 @@ def test_evicted_prefix_moves_to_host_and_returns_on_hit() -> None:
     kv_cache.free(first)
     filler = make_sequence(make_prompt(32, first=500))
     assert kv_cache.try_admit(filler)
-    out = kv_cache.take_transfers().swap_out
+    out = kv_cache.take_transfers().kv.swap_out
     assert sorted(copy.source_block_id for copy in out) == [1, 2]  # full blocks only
     filler.kv.num_computed_tokens = 32
     kv_cache.free(filler)
@@ -173,8 +173,8 @@ def test_evicted_prefix_moves_to_host_and_returns_on_hit() -> None:
     assert third.kv.tables[0].blocks[:2] == second.kv.tables[0].blocks[:2]
     assert kv_cache.is_arriving(third)
     transfers = kv_cache.take_transfers()
-    assert [copy.target_block_id for copy in transfers.swap_in] == second.kv.tables[0].blocks[:2]
-    assert transfers.block_copies == []  # no copy from blocks that have not arrived
+    assert [copy.target_block_id for copy in transfers.kv.swap_in] == second.kv.tables[0].blocks[:2]
+    assert transfers.kv.copies == []  # no copy from blocks that have not arrived
     kv_cache.check_integrity([second, third])
     totals = kv_cache.events.totals
     assert (totals.fetched_blocks, totals.host_hit_tokens, totals.device_hit_tokens) == (2, 8, 8)
@@ -201,7 +201,7 @@ def test_offload_reused_keeps_prefix_up_to_reused_length() -> None:
     assert third.num_cached_tokens == 8
     kv_cache.free(third)
     assert num_kept(kv_cache) == 4  # both are counted again but are already on the host, so nothing is copied
-    assert kv_cache.take_transfers().swap_out == []
+    assert kv_cache.take_transfers().kv.swap_out == []
 
 
 def test_offload_reused_keeps_blocks_of_preempted_sequence() -> None:
@@ -266,7 +266,7 @@ def test_fetched_host_block_is_not_overwritten_in_same_batch() -> None:
     assert kv_cache.try_admit(fetching)
     assert kv_cache.try_admit(evicting)  # its evictions must not replace the fetched blocks
     transfers = kv_cache.take_transfers()
-    sources = {copy.source_block_id for copy in transfers.swap_in}
+    sources = {copy.source_block_id for copy in transfers.kv.swap_in}
     assert len(sources) == 2
-    assert sources.isdisjoint(copy.target_block_id for copy in transfers.swap_out)
+    assert sources.isdisjoint(copy.target_block_id for copy in transfers.kv.swap_out)
     kv_cache.check_integrity([fetching, evicting])

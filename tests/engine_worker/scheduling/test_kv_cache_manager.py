@@ -85,8 +85,8 @@ def test_fork_shares_blocks_and_first_writer_copies_last() -> None:
     kv_cache.allocate(first)
     kv_cache.allocate(second)  # the only owner of its block now: no copy
     assert (first.kv.tables[0].blocks, second.kv.tables[0].blocks) == ([1, 3], [1, 2])
-    assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
-    assert kv_cache.take_transfers().block_copies == []
+    assert kv_cache.take_transfers().kv.copies == [BlockCopy(2, 3)]
+    assert kv_cache.take_transfers().kv.copies == []
     kv_cache.check_integrity([first, second])
 
 
@@ -98,7 +98,7 @@ def test_fork_at_block_edge_needs_no_copy() -> None:
         assert kv_cache.tables.missing(child) == 1
         kv_cache.allocate(child)
     assert [child.kv.tables[0].blocks for child in children] == [[1, 2, 3], [1, 2, 4]]
-    assert kv_cache.take_transfers().block_copies == []
+    assert kv_cache.take_transfers().kv.copies == []
     kv_cache.check_integrity([parent, *children])
 
 
@@ -112,7 +112,7 @@ def test_copy_source_is_not_allocated_in_same_step() -> None:
     kv_cache.allocate(other)
     assert other.kv.tables[0].blocks == [4, 5]
     assert not kv_cache.can_allocate(make_sequence(1))
-    assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
+    assert kv_cache.take_transfers().kv.copies == [BlockCopy(2, 3)]
     assert kv_cache.can_allocate(make_sequence(4))
     kv_cache.check_integrity([child, other])
 
@@ -124,7 +124,7 @@ def test_shared_block_without_tokens_is_replaced_not_copied() -> None:
     kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
     parent.kv.num_computed_tokens = child.kv.num_computed_tokens = 4
     kv_cache.allocate(child)
-    assert (child.kv.tables[0].blocks, kv_cache.take_transfers().block_copies) == ([1, 3], [])
+    assert (child.kv.tables[0].blocks, kv_cache.take_transfers().kv.copies) == ([1, 3], [])
 
 
 def test_sharing_ratio_counts_entries_without_own_block() -> None:

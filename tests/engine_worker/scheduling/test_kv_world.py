@@ -19,7 +19,7 @@ from engine_worker.kv.host_tier import HostTier
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.prefix_cache import PrefixCache
 from engine_worker.kv.sequence import Sequence
-from engine_worker.kv.transfers import Transfers
+from engine_worker.kv.transfers import Moves, Transfers
 from tests.engine_worker.scheduling.kv_world import KVWorld, Newcomer
 from tests.engine_worker.scheduling.test_random_schedules import random_windows
 
@@ -222,20 +222,20 @@ def without_one_block(right: Callable[..., Any], pool: BlockPool, block_ids: lis
 
 def without_one_copy(right: Callable[..., Any], manager: KVCacheManager) -> Transfers:
     transfers: Transfers = right(manager)
-    del transfers.block_copies[:1]
+    del transfers.kv.copies[:1]
     return transfers
 
 
-def without_one_store(right: Callable[..., Any], host: HostTier) -> Transfers:
-    transfers: Transfers = right(host)
-    del transfers.swap_out[:1]
-    return transfers
+def without_one_store(right: Callable[..., Any], host: HostTier) -> Moves:
+    moves: Moves = right(host)
+    del moves.swap_out[:1]
+    return moves
 
 
-def without_one_fetch(right: Callable[..., Any], host: HostTier) -> Transfers:
-    transfers: Transfers = right(host)
-    del transfers.swap_in[:1]
-    return transfers
+def without_one_fetch(right: Callable[..., Any], host: HostTier) -> Moves:
+    moves: Moves = right(host)
+    del moves.swap_in[:1]
+    return moves
 
 
 def not_at_all(right: Callable[..., Any], owner: Any, *arguments: Any) -> bool:

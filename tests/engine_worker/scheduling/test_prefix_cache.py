@@ -42,7 +42,7 @@ def admit(
 def finish_step(kv_cache: KVCacheManager, *sequences: Sequence) -> list[BlockCopy]:
     for sequence in sequences:
         sequence.kv.num_computed_tokens = sequence.num_tokens
-    return kv_cache.take_transfers().block_copies
+    return kv_cache.take_transfers().kv.copies
 
 
 def test_prefix_hit_shares_full_blocks_of_running_and_ended() -> None:

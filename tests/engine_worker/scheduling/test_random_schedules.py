@@ -5,7 +5,7 @@ request alone, and every block is free.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 from typing import Any
@@ -88,6 +88,12 @@ def random_host_tier(random: Random, block_size: int) -> HostTierConfig | None:
     return random.choice([None, config, config])
 
 
+def with_host_states(config: HostTierConfig, random: Random) -> HostTierConfig:
+    costs = replace(config.costs, state_bytes=random.choice([0, 3])) if config.costs else None
+    mode = random.choice([PreemptionMode.SWAP, config.preemption_mode])
+    return replace(config, num_state_blocks=random.choice([0, 4, 12, 12]), preemption_mode=mode, costs=costs)
+
+
 def random_prompt(random: Random) -> list[int]:
     """Return a prompt; half of them share a beginning of varying length with others."""
     own = make_prompt(random.choice([1, 1, 2, 3, 5, 8, 17, 40]), first=random.randrange(VOCAB_SIZE))
@@ -149,6 +155,7 @@ class Promises:
     num_preempted: int = 0
     num_cached_tokens: int = 0
     num_swapped_blocks: int = 0
+    num_swapped_states: int = 0
     num_drafts: int = 0
     last_event: int = 0
     running: set[Life] = field(default_factory=set)  # of the previous batch
@@ -164,8 +171,13 @@ class Promises:
         self.last_event = scheduler.kv_events(self.last_event)["last"]
         active = {sequence: group for group in groups for sequence in group.active}
         ending = {s for s, group in active.items() if ends_with_inflight_token(s, group.max_num_tokens)}
-        arrivals = {copy.target_block_id for copy in batch.swap_in}
-        arriving = {sequence for sequence in active if not arrivals.isdisjoint(sequence.kv.blocks)}
+        arrivals = {copy.target_block_id for copy in batch.transfers.kv.swap_in}
+        states = {copy.target_block_id for copy in batch.transfers.states.swap_in}
+        arriving = {
+            sequence
+            for sequence in active
+            if not arrivals.isdisjoint(sequence.kv.blocks) or sequence.kv.state_block in states
+        }
         assert not arriving & scheduled.keys(), "a sequence is computed before its KV arrived"
         old = {sequence for sequence in active if life(sequence) in self.running}
         for sequence in old:  # decodes are never starved
@@ -189,7 +201,8 @@ class Promises:
             if item.num_new_tokens > 1 + len(item.drafts) and not self._is_background(item.sequence)
         ]
         assert not prompts or not any(map(self._is_background, scheduled)), "batch group beside an interactive prompt"
-        self.num_swapped_blocks += len(batch.swap_in)
+        self.num_swapped_blocks += len(batch.transfers.kv.swap_in)
+        self.num_swapped_states += len(states)
         self.num_steps += 1
         self.num_preempted += len(yielded)
 
@@ -340,18 +353,34 @@ def test_random_requests_preempt_often() -> None:
         assert sum(run.num_swapped_blocks for run in runs) > 100
 
 
-@cache
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(30))
-def test_random_requests_with_recurrent_states_keep_guarantees(
-    seed: int, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts are short, so their states are kept more often than in a real one."""
+@pytest.fixture
+def has_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep states more often than for real prompts, because these are short."""
     monkeypatch.setattr(state_tables, "CHECKPOINT_TOKENS", 16)
     monkeypatch.setattr(state_tables, "DISTANT_TOKENS", 32)
-    run_random_traffic(seed, async_scheduling, 0.2, num_state_blocks=2 + seed % 20, has_tenants=seed % 3 == 0)
 
 
+def run_with_states(seed: int, async_scheduling: bool) -> "Promises":
+    has_tenants = seed % 3 == 0
+    return run_random_traffic(seed, async_scheduling, 0.2, num_state_blocks=2 + seed % 20, has_tenants=has_tenants)
+
+
+@pytest.mark.usefixtures("has_many_checkpoints")
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(30))
+def test_random_requests_with_recurrent_states_keep_guarantees(seed: int, async_scheduling: bool) -> None:
+    run_with_states(seed, async_scheduling)
+
+
+@pytest.mark.usefixtures("has_many_checkpoints")
+def test_random_requests_with_recurrent_states_swap_and_share() -> None:
+    for async_scheduling in (False, True):
+        runs = [run_with_states(seed, async_scheduling) for seed in range(30)]
+        assert sum(run.num_cached_tokens for run in runs) > 50
+        assert sum(run.num_swapped_states for run in runs) > 100
+
+
+@cache
 def run_random_traffic(
     seed: int,
     async_scheduling: bool,
@@ -367,6 +396,9 @@ def run_random_traffic(
     if any(windows):  # otherwise no sequence would be preempted
         settings["num_blocks"] = 1 + max(2, settings["num_blocks"] // 2)
     settings["num_blocks"] = 1 + (settings["num_blocks"] - 1) * len(windows)
+    if num_state_blocks:
+        host_tier = settings["host_tier"] or HostTierConfig(num_blocks=1 + 96 // settings["block_size"])
+        settings["host_tier"] = with_host_states(host_tier, Random(seed))
     if full_pool:
         fill_pool(Random(seed), settings, windows)
     promises = Promises(settings, has_tenants)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from engine_worker.engine import Engine
+from engine_worker.kv.preemption import HostTierConfig
 from shared.messages import FinishEvent, TokenEvent
 from tests.builders import VOCAB_SIZE, FakeModelRunner, make_engine, make_request
 
@@ -13,10 +14,12 @@ SIZES: dict[str, Any] = {"num_blocks": 6_000, "block_size": 16}
 MIN_HIT_RATIO = 0.95  # of the tokens that a dense model finds
 
 
-def engine_with(num_state_blocks: int) -> Engine:
+def engine_with(num_state_blocks: int, num_host_states: int = 0) -> Engine:
     runner = FakeModelRunner(**SIZES, num_state_blocks=num_state_blocks)
     limits: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_model_len": 16_000, "max_num_seqs": 8}
-    return make_engine(runner, **SIZES, **limits, num_state_blocks=num_state_blocks, eos_token_ids=())
+    host_tier = HostTierConfig(num_blocks=2, num_state_blocks=num_host_states) if num_host_states else None
+    kinds: dict[str, Any] = {"num_state_blocks": num_state_blocks, "host_tier": host_tier}
+    return make_engine(runner, **SIZES, **limits, **kinds, eos_token_ids=())
 
 
 def answer(engine: Engine, prompt: list[int], num_tokens: int = 20) -> tuple[list[int], int]:
@@ -46,11 +49,15 @@ def test_third_request_with_a_prefix_finds_it(num_prefix_tokens: int, num_suffix
     assert sum(hybrid[2:]) >= MIN_HIT_RATIO * sum(dense[2:])
 
 
-def test_turns_of_chats_find_all_but_the_last_token() -> None:
-    """Three chats of six turns in turns; the model ends each answer, whose last token was never computed."""
+@pytest.mark.parametrize(("num_states", "num_host_states"), [(33, 0), (4, 33)], ids=["device", "host"])
+def test_turns_of_chats_find_all_but_the_last_token(num_states: int, num_host_states: int) -> None:
+    """Three chats of six turns in turns; the model ends each answer, whose last token was never computed.
+
+    In host memory are the states that a device with three of them evicts.
+    """
     hits = []
-    for num_state_blocks in (0, 33):
-        random, engine, found = Random(2), engine_with(num_state_blocks), 0
+    for sizes in ((0, 0), (num_states, num_host_states)):
+        random, engine, found = Random(2), engine_with(*sizes), 0
         system = draw(random, 700)
         chats = [[*system, *draw(random, 90)] for _ in range(3)]
         for turn in range(6):

@@ -12,7 +12,7 @@ def begun(tables: StateTables, prompt: list[int], num_computed_tokens: int) -> S
     """Return a sequence whose state is that after `num_computed_tokens`."""
     sequence = with_digests(prompt)
     tables.begin(sequence, StateHit(), 0)
-    tables.take_copies()
+    tables.take_moves()
     sequence.kv.num_computed_tokens = num_computed_tokens
     return sequence
 
@@ -34,7 +34,7 @@ def test_checkpoint_is_a_hit_from_the_next_step_on() -> None:
     sequence = begun(tables, prompt, 64)
     tables.checkpoint(sequence, STEP)
     assert hit(tables, prompt, STEP) == 0, "the copy runs in this step"
-    (copy,) = tables.take_copies()
+    (copy,) = tables.take_moves().copies
     assert copy.source_block_id == sequence.kv.state_block
     assert hit(tables, prompt, STEP + 1) == 64
     tables.check_integrity([sequence])
@@ -44,14 +44,14 @@ def test_no_checkpoint_takes_the_place_of_a_sequence() -> None:
     tables, prompt = StateTables(2, BLOCK_SIZE), make_prompt(100)
     sequence = begun(tables, prompt, 64)
     tables.checkpoint(sequence, STEP)
-    assert tables.take_copies() == [] and hit(tables, prompt, STEP + 1) == 0
+    assert tables.take_moves().copies == [] and hit(tables, prompt, STEP + 1) == 0
 
 
 def test_end_is_a_hit_for_its_own_tokens_alone() -> None:
     tables, prompt = StateTables(5, BLOCK_SIZE), make_prompt(100)
     sequence = begun(tables, prompt, 70)
     tables.release(sequence, STEP - 1)
-    tables.take_copies()
+    tables.take_moves()
     assert hit(tables, prompt[:75], STEP) == 70
     assert hit(tables, [*prompt[:69], 1, *prompt[70:75]], STEP) == 0
     assert hit(tables, prompt[:69], STEP) == 0
@@ -74,10 +74,10 @@ def test_fork_that_ends_before_its_copy_leaves_no_checkpoint() -> None:
     parent, child = begun(tables, prompt, 64), with_digests(prompt)
     tables.fork(parent, child)
     child.kv.num_computed_tokens = 64
-    assert tables.take_copies() == [], "the parent's state is computed in this step"
+    assert tables.take_moves().copies == [], "the parent's state is computed in this step"
     tables.release(child, STEP)
     assert hit(tables, prompt, STEP + 1) == 0
-    assert len(tables.take_copies()) == 1
+    assert len(tables.take_moves().copies) == 1
     tables.check_integrity([parent])
 
 
@@ -86,9 +86,9 @@ def test_last_checkpoint_becomes_the_state_that_continues_from_it() -> None:
     first = begun(tables, prompt, 64)
     block_id = first.kv.state_block
     tables.release(first, STEP - 1)
-    tables.take_copies()
+    tables.take_moves()
     second = with_digests(prompt)
     tables.begin(second, tables.longest_hit(second, 6, 99, STEP), 64)
-    assert second.kv.state_block == block_id and tables.take_copies() == []
+    assert second.kv.state_block == block_id and tables.take_moves().copies == []
     assert hit(tables, prompt, STEP + 1) == 0
     tables.check_integrity([second])
