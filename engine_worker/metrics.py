@@ -272,6 +272,14 @@ class _SnapshotCollector(Collector):
         num_live = kv.num_state_blocks - kv.num_free_state_blocks - kv.num_cached_state_blocks
         states = {"live": num_live, "checkpoint": kv.num_cached_state_blocks, "free": kv.num_free_state_blocks}
         yield self._by("recurrent_states", "Blocks of recurrent states by state", "state", states)
+        num_swapped = kv.num_host_state_blocks - kv.num_free_host_state_blocks - kv.num_cached_host_state_blocks
+        of_host = {
+            "swapped": num_swapped, "checkpoint": kv.num_cached_host_state_blocks, "free": kv.num_free_host_state_blocks
+        }  # fmt: skip
+        yield self._by("host_recurrent_states", "Recurrent states in host memory by state", "state", of_host)
+        moved = {"in": totals.fetched_states, "out": totals.stored_states}
+        text = "Recurrent states moved between device and host"
+        yield self._count_by("recurrent_state_moves", text, "direction", moved)
         yield self._count_by("prefix_cache_hit_tokens", "Tokens found in the prefix cache", "device", hits)
 
     def _kv_durations(self, durations: KVDurations) -> Iterator[Metric]:

@@ -68,6 +68,15 @@ def kv_panels() -> list[Panel]:
             {"{{state}}": f"sum by (state) (pagestream_kv_host_blocks{{{SELECTED}}})"},
         ),
         stack(
+            "Recurrent states",
+            "States of hybrid models: of running requests, kept for later prompts, and in host memory",
+            "short",
+            {
+                "{{state}}": f'sum by (state) (pagestream_recurrent_states{{{SELECTED},state!="free"}})',
+                "{{state}}, host": f'sum by (state) (pagestream_host_recurrent_states{{{SELECTED},state!="free"}})',
+            },
+        ),
+        stack(
             "Prompt tokens by source",
             "Prompt tokens computed, or found in a cache",
             "short",

@@ -96,7 +96,8 @@ class ExecutionSettings:
     swap_space_bytes: int | None = setting(
         None,
         parse=parse_bytes,
-        help="host memory for KV of preempted sequences and evicted prefixes, in bytes; default: 4G on cuda, 0 on cpu",
+        help="host memory for KV and states of preempted sequences and evicted prefixes, in bytes; "
+        "default: 4G on cuda, 0 on cpu",
     )
     max_num_seqs: int | None = setting(
         None,

@@ -19,7 +19,8 @@ EVERY_FAMILY = """
     kv_blocks kv_capacity_blocks kv_block_size_tokens kv_block_size_bytes kv_usage_ratio kv_internal_waste_ratio
     kv_sharing_ratio kv_copy_on_write_blocks kv_evicted_blocks kv_group_blocks kv_swap_blocks kv_swap_bytes
     kv_swap_duration_seconds kv_block_lifetime_seconds
-    kv_host_blocks kv_hit_tokens_lost_for_state recurrent_states prefix_cache_queried_tokens
+    kv_host_blocks kv_hit_tokens_lost_for_state recurrent_states host_recurrent_states
+    recurrent_state_moves prefix_cache_queried_tokens
     prefix_cache_hit_tokens recomputed_tokens preemptions requests
     step_duration_seconds step_batch_tokens step_batch_requests prompt_tokens generation_tokens requests_finished
     request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds

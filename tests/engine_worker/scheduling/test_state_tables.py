@@ -1,8 +1,9 @@
 """When a recurrent state may be continued: only one of the same tokens, which an earlier step has written."""
 
+from engine_worker.kv.checkpoints import StateHit
 from engine_worker.kv.prefix_cache import cache_root, extend_digests
 from engine_worker.kv.sequence import Sequence
-from engine_worker.kv.state_tables import StateHit, StateTables
+from engine_worker.kv.state_tables import StateTables
 from tests.builders import make_prompt, make_sequence
 
 BLOCK_SIZE, STEP = 16, 5
