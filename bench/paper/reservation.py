@@ -55,7 +55,7 @@ class ReservedKVAllocator:
     """
 
     may_swap = has_states = False
-    has_room_for_state = True
+    num_available_states = None
     device_pool = host_pool = None
 
     def __init__(self, num_blocks: int, block_size: int, reserve: Callable[[Sequence], int]) -> None:

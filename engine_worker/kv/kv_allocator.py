@@ -89,8 +89,8 @@ class KVAllocator(Protocol):
         """Whether sequences have recurrent states."""
 
     @property
-    def has_room_for_state(self) -> bool:
-        """Whether another sequence can get a recurrent state; True if the model has none."""
+    def num_available_states(self) -> int | None:
+        """The sequences that can get a recurrent state; None: the model has none."""
 
     def take_checkpoint(self, sequence: Sequence) -> None:
         """Keep the recurrent state before the step being planned, if a checkpoint is due."""

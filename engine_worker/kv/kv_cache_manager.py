@@ -90,9 +90,9 @@ class KVCacheManager:
         return self._states is not None
 
     @property
-    def has_room_for_state(self) -> bool:
-        """Whether another sequence can get a recurrent state; True if the model has none."""
-        return self._states is None or self._states.has_room
+    def num_available_states(self) -> int | None:
+        """The sequences that can get a recurrent state; None: the model has none."""
+        return None if self._states is None else self._states.pool.num_available_blocks
 
     @property
     def num_usable_blocks(self) -> int:
@@ -127,7 +127,7 @@ class KVCacheManager:
             Whether the sequence got its blocks.
         """
         assert not sequence.kv.is_on_host, f"{sequence.request_id} is swapped"
-        if self._pool.num_available_blocks <= headroom_blocks or not self.has_room_for_state:
+        if self._pool.num_available_blocks <= headroom_blocks or self.num_available_states == 0:
             return False  # saves the prefix lookup in each step while the queue waits: one new block is always needed
         match, state, num_cached_tokens = self._longest_hit(sequence)
         spare = self._num_spare(sequence, match) - headroom_blocks

@@ -86,7 +86,7 @@ class Admission:
 
     def claim_fork(self, group: SequenceGroup, child: Sequence) -> bool:
         """Take a slot for `child`, which forks in this step at the end of the prompt. Return whether one was free."""
-        if not self._may_admit or not self._may_fork(group) or not self._kv_cache.has_room_for_state:
+        if not self._may_admit or not self._may_fork(group) or self._kv_cache.num_available_states == 0:
             return False
         num_blocks = self._num_fork_blocks(group, child, group.num_prompt_tokens)
         if self._num_spare_blocks(group) < num_blocks:

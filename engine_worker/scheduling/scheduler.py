@@ -104,7 +104,7 @@ class Scheduler:
         budget_tokens = self.config.prefill_budget(min(1, self.num_running))  # the number of decodes is not known yet
         waiting = self._policy.ready(is_background=False)
         claim_budget = self._estimator.claim_budget(
-            waiting, self._slots.num_free, self._num_spare_blocks(), budget_tokens
+            waiting, self._num_free_slots(), self._num_spare_blocks(), budget_tokens
         )
         tenants = self._policy.waiting_tenants(is_background=False)
         num_new = sum(not self._slots.held(name) for name in tenants)
@@ -116,10 +116,15 @@ class Scheduler:
         """The background requests (class `batch`) to claim; none while interactive ones wait."""
         if self._policy.num_interactive:
             return NO_CLAIMS
-        free_slots = min(self._slots.num_free, self._background_share.num_slots - self._slots.num_background)
+        free_slots = min(self._num_free_slots(), self._background_share.num_slots - self._slots.num_background)
         spare_blocks = self._num_spare_blocks() - (self._background_share.reserved_blocks if self._running else 0)
         budget_tokens = self._background_share.prefill_budget(self.num_running)
         return self._estimator.claim_budget(self._policy, free_slots, spare_blocks, budget_tokens, is_background=True)
+
+    def _num_free_slots(self) -> int:
+        """Return the sequences that can start: each takes a slot, and a recurrent state if the model has them."""
+        num_free, num_states = self._slots.num_free, self._kv_cache.num_available_states
+        return num_free if num_states is None else min(num_free, num_states)
 
     def max_num_tokens_of(self, num_prompt_tokens: int, num_beams: int = 1) -> int:
         """Return the maximum length of a sequence, in tokens, so that it fits when it runs alone.

@@ -220,3 +220,15 @@ def test_withdraw_named_takes_only_unstarted() -> None:
     assert engine.withdraw({"a", "d", "batch", "unknown"}) == ["d", "batch"]
     engine.check_integrity()
     assert engine.request_ids == {"a", "b", "c"}
+
+
+def test_claim_budget_counts_recurrent_states() -> None:
+    """Three states for 16 slots: other workers of the queue get the other requests."""
+    sizes: dict[str, Any] = {"num_blocks": BLOCKS, "num_state_blocks": 4}
+    engine = make_engine(FakeModelRunner(**sizes), **sizes, max_num_seqs=SLOTS, eos_token_ids=())
+    assert engine.claim_budget.room == 3
+    engine.add_request(make_request(5, max_tokens=9, ignore_eos=True))
+    engine.step()
+    assert engine.claim_budget.room == 2
+    serve(engine, make_request(7, max_tokens=2, ignore_eos=True))
+    assert engine.claim_budget.room == 3, "a checkpoint gives way to a new sequence"
