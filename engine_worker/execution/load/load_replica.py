@@ -23,7 +23,7 @@ from engine_worker.execution.load.step_memory import measure_step_bytes
 from engine_worker.execution.ranks.same_model import check_same_model
 from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
 from engine_worker.execution.step.cuda_graphs import GraphKey, graph_keys
-from engine_worker.execution.step.host_pool import staging_bytes
+from engine_worker.execution.step.host_pool import STAGING_BYTES_OF_STATES, staging_bytes
 from engine_worker.execution.step.input_builder import HostInputs
 from engine_worker.execution.step.kv_cache import (
     KVCache,
@@ -283,7 +283,7 @@ def _staging_bytes(settings: ExecutionSettings, layout: KVLayout, device: torch.
     num_bytes = settings.swap_space_bytes // settings.tensor_parallel_size
     of_states = num_host_state_blocks_that_fit(num_bytes, layout.state_bytes)
     return staging_bytes(num_bytes // layout.block_bytes, layout.block_bytes) + (
-        staging_bytes(of_states, layout.state_bytes) if of_states else 0
+        staging_bytes(of_states, layout.state_bytes, STAGING_BYTES_OF_STATES) if of_states else 0
     )
 
 
@@ -317,7 +317,13 @@ def _description(kv_cache: KVCache) -> str:
     blocks = f"{kv_cache.num_blocks - 1:,} blocks of {kv_cache.block_size} tokens"
     groups = f" in {num_groups} groups of layers, without windows" if num_groups > 1 else ""
     text = f"{mib:,.0f} MiB of {_name(kv_cache.pool.dtype)}: {blocks} = {num_tokens:,} tokens{groups}"
-    return f"{text}, {kv_cache.num_host_blocks - 1:,} blocks more on the host" if kv_cache.num_host_blocks else text
+    if kv_cache.num_state_blocks:
+        text += f", {kv_cache.num_state_blocks - 1:,} recurrent states"
+    if kv_cache.num_host_blocks:
+        text += f", {kv_cache.num_host_blocks - 1:,} blocks more on the host"
+    if kv_cache.num_host_state_blocks:
+        text += f" and {kv_cache.num_host_state_blocks - 1:,} states"
+    return text
 
 
 def _name(dtype: torch.dtype) -> str:

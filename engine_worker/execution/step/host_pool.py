@@ -21,8 +21,8 @@ from torch import Tensor
 
 from engine_worker.kv.transfers import BlockCopy, Moves, TransferTime
 
-# A step that stores more waits for the link: 1 GiB takes 18 ms over PCIe 5.
-_STAGING_BYTES = 2**30
+# A step that stores more waits for the link: 1 GiB takes 18 ms over PCIe 5. Few states move in one step.
+STAGING_BYTES, STAGING_BYTES_OF_STATES = 2**30, 2**28
 _CHUNK_BLOCKS, _CHUNK_BYTES = 16, 2**27  # at most, of a chunk of the buffer, which is free after its copy to the host
 
 
@@ -36,9 +36,9 @@ class HostPool(Protocol):
         """Return the times of transfers that have ended since the last call."""
 
 
-def staging_bytes(num_host_blocks: int, bytes_per_block: int) -> int:
-    """Return the bytes of device memory that a host pool needs on CUDA."""
-    num_chunks = _num_staging_chunks(num_host_blocks, bytes_per_block)
+def staging_bytes(num_host_blocks: int, bytes_per_block: int, limit_bytes: int = STAGING_BYTES) -> int:
+    """Return the bytes of device memory that a host pool needs on CUDA: at most the limit, or two blocks."""
+    num_chunks = _num_staging_chunks(num_host_blocks, bytes_per_block, limit_bytes)
     return num_chunks * _blocks_of_chunk(bytes_per_block) * bytes_per_block
 
 
@@ -46,8 +46,8 @@ def _blocks_of_chunk(bytes_per_block: int) -> int:
     return max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // bytes_per_block))
 
 
-def _num_staging_chunks(num_host_blocks: int, bytes_per_block: int) -> int:
-    num_blocks = min(_STAGING_BYTES // bytes_per_block, num_host_blocks)
+def _num_staging_chunks(num_host_blocks: int, bytes_per_block: int, limit_bytes: int) -> int:
+    num_blocks = min(limit_bytes // bytes_per_block, num_host_blocks)
     return max(2, -(-num_blocks // _blocks_of_chunk(bytes_per_block)))  # one fills while another drains
 
 
@@ -80,13 +80,14 @@ _StagedCopy: TypeAlias = tuple[BlockCopy, BlockCopy]  # device pool to staging b
 
 
 class CudaHostPool:
-    def __init__(self, device_pool: Tensor, blocks: Tensor) -> None:
+    def __init__(self, device_pool: Tensor, blocks: Tensor, limit_bytes: int = STAGING_BYTES) -> None:
+        """Create the pool. `limit_bytes` of device memory are for the staging buffer."""
         from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which needs CUDA
 
         self._copy_kv_blocks = copy_kv_blocks
         self.blocks = blocks
         self._device_pool = device_pool
-        num_chunks = _num_staging_chunks(len(blocks), device_pool[0].nbytes)
+        num_chunks = _num_staging_chunks(len(blocks), device_pool[0].nbytes, limit_bytes)
         self._chunk_blocks = _blocks_of_chunk(device_pool[0].nbytes)
         shape = (num_chunks * self._chunk_blocks, *device_pool.shape[1:])
         self._staging = torch.empty(shape, dtype=device_pool.dtype, device=device_pool.device)

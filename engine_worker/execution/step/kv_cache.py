@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.settings import CUDA_MEMORY_RATIO
-from engine_worker.execution.step.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
+from engine_worker.execution.step.host_pool import (
+    STAGING_BYTES,
+    STAGING_BYTES_OF_STATES,
+    CpuHostPool,
+    CudaHostPool,
+    HostPool,
+    block_pairs,
+)
 from engine_worker.execution.step.memory import DeviceMemory, host_memory
 from engine_worker.kv.layout import KVLayout
 from engine_worker.kv.transfers import BlockCopy, Transfers, TransferTime
@@ -56,7 +63,7 @@ class KVCache:
         self.host = _host_pool(self.pool, num_host_blocks) if num_host_blocks else None
         self._host_states: HostPool | None = None
         if self.states is not None and num_host_state_blocks:
-            self._host_states = _host_pool(self.states, num_host_state_blocks)
+            self._host_states = _host_pool(self.states, num_host_state_blocks, STAGING_BYTES_OF_STATES)
 
     @property
     def nbytes(self) -> int:
@@ -175,10 +182,11 @@ def check_capacity(
     )
 
 
-def _host_pool(device_pool: Tensor, num_blocks: int) -> HostPool:
+def _host_pool(device_pool: Tensor, num_blocks: int, staging_bytes: int = STAGING_BYTES) -> HostPool:
     shape = (num_blocks, *device_pool.shape[1:])
     if device_pool.is_cuda:
-        return CudaHostPool(device_pool, torch.empty(shape, dtype=device_pool.dtype, pin_memory=True))
+        blocks = torch.empty(shape, dtype=device_pool.dtype, pin_memory=True)
+        return CudaHostPool(device_pool, blocks, staging_bytes)
     return CpuHostPool(device_pool, _zeros(shape, device_pool.dtype, torch.device("cpu")))
 
 
