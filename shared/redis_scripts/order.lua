@@ -12,15 +12,16 @@
 local WINDOW_TOKENS, MAX_LEFT_MS = 16384, 20
 local MAX_STALE = 256 -- maximum of entries that were read or cancelled meanwhile, and are dropped by one call
 
+-- Return the last entry of a queue that was read, and the number of entries that were read and are not acknowledged.
 local function last_read_of(q, group)
   local groups = redis.pcall('XINFO', 'GROUPS', q)
   for _, found in ipairs(groups.err and {} or groups) do
     local info = by_name(found)
     if info.name == group then
-      return info['last-delivered-id']
+      return info['last-delivered-id'], info.pending
     end
   end
-  return '0-0'
+  return '0-0', 0
 end
 
 local function oldest_after(q, entry)
@@ -28,33 +29,67 @@ local function oldest_after(q, entry)
   return found and found[1]
 end
 
--- Remove read entries, and let the next entries of all flows start at `start` or later.
-local function had_turn(turns, entries, start)
-  for i = 1, #entries, 1000 do -- Lua unpacks no more than 8,000
-    redis.call('ZREM', turns.order, unpack(entries, i, math.min(i + 999, #entries)))
+local MAX_UNPACKED = 1000 -- Lua unpacks no more than 8,000
+
+local function remove_all(key, entries)
+  for i = 1, #entries, MAX_UNPACKED do
+    redis.call('ZREM', key, unpack(entries, i, math.min(i + MAX_UNPACKED - 1, #entries)))
   end
+end
+
+-- Let the next entries of all flows start at `start` or later. save_turns() removes the entry from `order`.
+local function had_turn(turns, entry, start)
+  turns.gone[#turns.gone + 1] = entry
+  turns.gone[entry] = true
   turns.start = math.max(turns.start or 0, tonumber(start) or 0)
 end
 
-local function save_start(turns)
-  if turns.start and turns.start > (tonumber(redis.call('HGET', turns.times, '')) or 0) then
-    redis.call('HSET', turns.times, '', turns.start)
+-- Let save_turns() remove an entry from the set of its home.
+local function leave_home(turns, entry, home)
+  if home and home ~= '' then
+    turns.left[home] = turns.left[home] or {}
+    table.insert(turns.left[home], entry)
   end
 end
 
-local function leave_home(order, entry, fields)
-  if fields.h and fields.h ~= '' then
-    redis.call('ZREM', home_key(order, fields.h), entry)
+local function save_turns(turns)
+  remove_all(turns.order, turns.gone)
+  for home, entries in pairs(turns.left) do
+    remove_all(home_key(turns.order, home), entries)
+  end
+  turns.gone, turns.left = {}, {}
+end
+
+local PAGE = 8
+
+-- Return a function that gives the first entry of `order` or of a home that is not in `turns.gone`, and its start number. It reads
+-- a page at a time, so no entry may be removed from the set meanwhile.
+local function entries_in_order(turns, key)
+  local page, i, num_read = {}, 1, 0
+  return function()
+    while true do
+      if i > #page then
+        if num_read > 0 and #page < 2 * PAGE then
+          return nil
+        end
+        page, i = redis.call('ZRANGE', key, num_read, num_read + PAGE - 1, 'WITHSCORES'), 1
+        num_read = num_read + PAGE
+      elseif turns.gone[page[i]] then
+        i = i + 2
+      else
+        return page[i], page[i + 1]
+      end
+    end
   end
 end
 
 -- Return the next entry for this worker and its start number, and whether the worker is its home.
 local function next_in_turn(turns)
-  local first, start = unpack(redis.call('ZRANGE', turns.order, 0, 0, 'WITHSCORES'))
+  local first, start = turns.next_of_all()
   if not turns.has_homes then
     return first, start, false
   end
-  local own, own_start = unpack(redis.call('ZRANGE', home_key(turns.order, turns.worker), 0, 0, 'WITHSCORES'))
+  local own, own_start = turns.next_of_home()
   if own and (not start or tonumber(own_start) - tonumber(start) <= WINDOW_TOKENS) then
     return own, own_start, true
   end
@@ -80,11 +115,10 @@ local function unread(q, entry, last)
   return entry_is_after(entry, last) and redis.call('XRANGE', q, entry, entry)[1] or nil
 end
 
--- Move an entry of `q` to the end of `ahead`. Returns its fields.
-local function move_ahead(order, q, ahead, found, r_prefix)
+-- Add a copy of an entry to the end of `ahead`; the caller removes the entry. Returns its fields.
+local function move_ahead(turns, ahead, found, r_prefix)
   local entry, list, fields = found[1], found[2], fields_of(found)
-  redis.call('XDEL', q, entry)
-  leave_home(order, entry, fields)
+  leave_home(turns, entry, fields.h)
   local r = r_prefix .. list[2] -- 'r' is first
   list[#list + 1] = 't'
   list[#list + 1] = string.match(entry, '^%d+') -- time of queueing
@@ -112,20 +146,28 @@ local function read_in_turn(turns, q, ahead, group, limit, home_limit, r_prefix)
     if num_fields > 0 and not may_wait then
       redis.call('DEL', order, times)
     elseif num_fields > 0 and #entries > 0 then
-      had_turn(turns, entries, redis.call('ZSCORE', order, entries[#entries]))
-      save_start(turns)
+      local start = redis.call('ZSCORE', order, entries[#entries])
+      for _, entry in ipairs(entries) do
+        had_turn(turns, entry, start)
+      end
+      save_turns(turns)
     end
     return #entries, may_wait
   end
   turns.has_homes = redis.call('HGET', times, 'homes')
-  local last, oldest = last_read_of(q, group), nil
+  turns.next_of_all = entries_in_order(turns, order)
+  turns.next_of_home = entries_in_order(turns, home_key(order, turns.worker))
+  local last, num_pending = last_read_of(q, group)
+  local num_waiting, oldest = redis.call('XLEN', q) - num_pending, nil
   local oldest_start -- false: it has no start number
-  local taken, moved, stale = 0, 0, 0 -- `moved`: taken entries at the end of `ahead` that are not read yet
+  local taken, stale = 0, 0
+  local moved, moved_fields = {}, {} -- taken entries of `q`, whose copies at the end of `ahead` are not read yet
 
   local function read_moved()
-    if moved > 0 then
-      turns.read_ahead(moved)
-      moved = 0
+    if #moved > 0 then
+      redis.call('XDEL', q, unpack(moved))
+      turns.read_ahead(moved_fields)
+      moved, moved_fields = {}, {}
     end
   end
 
@@ -135,6 +177,7 @@ local function read_in_turn(turns, q, ahead, group, limit, home_limit, r_prefix)
       if not oldest then
         read_moved()
         redis.call('DEL', order, times)
+        turns.gone, turns.start = {}, nil
         return taken, false
       end
       oldest_start = redis.call('ZSCORE', order, oldest)
@@ -148,24 +191,25 @@ local function read_in_turn(turns, q, ahead, group, limit, home_limit, r_prefix)
     elseif reads_oldest then
       read_moved()
       taken = taken + #turns.read(q, 1)
-      had_turn(turns, {oldest}, oldest_start)
+      had_turn(turns, oldest, oldest_start)
       last, oldest = oldest, nil
-    else
-      if found then
-        turns.count(move_ahead(order, q, ahead, found, r_prefix))
-        taken, moved = taken + 1, moved + 1
-        had_turn(turns, {first}, start)
-      else
-        stale = stale + 1
-        redis.call('ZREM', order, first)
-        if is_own then
-          redis.call('ZREM', home_key(order, turns.worker), first)
-        end
+    elseif found then
+      local fields = move_ahead(turns, ahead, found, r_prefix)
+      turns.count(fields)
+      taken, moved[#moved + 1], moved_fields[#moved + 1] = taken + 1, first, fields
+      had_turn(turns, first, start)
+      if #moved == MAX_UNPACKED then
+        read_moved()
       end
+    else
+      stale = stale + 1
+      had_turn(turns, first, 0)
+      leave_home(turns, first, is_own and turns.worker)
     end
   end
   read_moved()
-  save_start(turns)
+  turns.num_left = num_waiting - taken
+  save_turns(turns)
   return taken, true
 end
 
@@ -181,12 +225,14 @@ local function read_of_others(turns, q, ahead, group, limit, r_prefix, unwanted)
     local flow = kept and fields_of(kept).f
     if flow and not unwanted[flow] then
       unwanted[flow] = true
-      turns.count(move_ahead(turns.order, q, ahead, kept, r_prefix))
-      turns.read_ahead(1)
-      had_turn(turns, {found[i]}, found[i + 1])
+      local fields = move_ahead(turns, ahead, kept, r_prefix)
+      turns.count(fields)
+      redis.call('XDEL', q, found[i])
+      turns.read_ahead({fields})
+      had_turn(turns, found[i], found[i + 1])
       taken = taken + 1
     end
   end
-  save_start(turns)
+  save_turns(turns)
   return taken
 end

@@ -22,33 +22,39 @@ end
 
 local worker, group, held, impatient = ARGV[1], ARGV[2], count_of(ARGV[3]), ARGV[4] == '1'
 
-local function share(key, wanted, is_home)
+-- Return the number of requests of the least loaded peer with room; nil if there is none, or if nothing is wanted.
+local function level_of(key, wanted)
   if wanted == 0 then
-    return 0
+    return nil
   end
   if impatient then
     redis.call('ZREMRANGEBYSCORE', key, '-inf', '(' .. held)
-    return math.min(wanted, QUANTUM)
+    return nil
   end
   local lowest = redis.call('ZRANGE', key, 0, 1, 'WITHSCORES')
   local level = lowest[1] == worker and lowest[4] or lowest[1] ~= worker and lowest[2]
-  if not level then
-    return wanted
-  end
-  level = count_of(level)
-  return math.max(0, math.min(wanted, allowed_beside(level, is_home) - held))
+  return level and count_of(level)
+end
+
+local function share(level, wanted, is_home)
+  local most = impatient and QUANTUM or level and allowed_beside(level, is_home) - held or wanted
+  return math.max(0, math.min(wanted, most))
 end
 
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end
 local wanted, room, wanted_of_last, room_of_last = count_of(ARGV[5]), ARGV[6], count_of(ARGV[7]), ARGV[8]
-local of_home = share(KEYS[2], wanted, true)
-local of_all = math.min(of_home, share(KEYS[2], wanted))
-local of_last = share(KEYS[3], math.min(wanted, wanted_of_last))
-local of_others = math.max(0, share(KEYS[2], wanted + count_of(ARGV[14] or 0)) - of_all)
+local with_others = wanted + count_of(ARGV[14] or 0)
+local level = level_of(KEYS[2], with_others)
+local of_home = share(level, wanted, true)
+local of_all = math.min(of_home, share(level, wanted))
+local of_others = math.max(0, share(level, with_others) - of_all)
+wanted_of_last = math.min(wanted, wanted_of_last)
+local of_last = share(level_of(KEYS[3], wanted_of_last), wanted_of_last)
 local found = {}
 local missing = tonumber(ARGV[10]) or math.huge -- prompt tokens until it is enough
+local turns = {order = KEYS[4], times = KEYS[5], gone = {}, left = {}, worker = worker, held = KEYS[2]}
 
 local function is_enough()
   return missing <= 0
@@ -89,14 +95,15 @@ local function count(fields, by_flow)
 end
 
 -- Read entries, and pass on those that this worker cannot serve. Returns the fields and the ids of all.
-local function read_uncounted(q, limit)
+-- `known` has their fields if they are known.
+local function read_uncounted(q, limit, known)
   -- The read of the first queue fails if the store has lost the queues; the others need none if they are empty.
   local reply = (q == KEYS[FIRST] or redis.call('XLEN', q) > 0)
     and redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', limit, 'STREAMS', q, '>')
   local all, ids, kept = {}, {}, {}
   for n, entry in ipairs(reply and reply[1][2] or {}) do
-    all[n], ids[n] = fields_of(entry), entry[1]
-    leave_home(KEYS[4], entry[1], all[n])
+    all[n], ids[n] = known and known[n] or fields_of(entry), entry[1]
+    leave_home(turns, entry[1], not known and all[n].h)
     if fits(all[n]) then
       kept[#kept + 1] = entry
       if all[n].k then
@@ -155,9 +162,7 @@ local function read_on(q, limit)
 end
 
 local taken, refused = 0, 0
-local turns = {
-  order = KEYS[4], times = KEYS[5], read = read, read_on = read_on, is_enough = is_enough, worker = worker, held = KEYS[2],
-}
+turns.read, turns.read_on, turns.is_enough = read, read_on, is_enough
 
 function turns.load()
   return held + taken
@@ -167,8 +172,12 @@ function turns.count(fields)
   count(fields, counts)
 end
 
-function turns.read_ahead(limit)
-  read_uncounted(KEYS[FIRST], limit)
+function turns.read_ahead(known)
+  read_uncounted(KEYS[FIRST], #known, known)
+end
+
+local function num_left(i)
+  return i == IN_TURN and turns.num_left or num_waiting(KEYS[i])
 end
 
 local may_remain = {}
@@ -185,10 +194,10 @@ for i = FIRST, LAST do
     num_read = #(is_last and read(KEYS[i], limit) or read_on(KEYS[i], limit))
   end
   taken = taken + num_read
-  local limited = is_last and of_last < math.min(wanted, wanted_of_last) or not is_last and of_all < wanted
+  local limited = is_last and of_last < wanted_of_last or not is_last and of_all < wanted
   may_remain[i] = limited and num_read >= limit or num_read > 0 and (num_read == limit or is_enough())
   if limited and num_read >= limit and refused == 0 then
-    local may_have_more = i == NEWER and next_fits(KEYS[i]) or i ~= NEWER and num_waiting(KEYS[i]) > 0
+    local may_have_more = i == NEWER and next_fits(KEYS[i]) or i ~= NEWER and num_left(i) > 0
     refused = may_have_more and 1 or 0
   end
 end
@@ -202,7 +211,8 @@ end
 if turns.has_left then
   refused = 1
 end
-uncount(KEYS[5], counts)
+save_turns(turns)
+uncount(KEYS[5], counts, turns.start)
 uncount(KEYS[6], counts_of_last)
 taken = taken - num_moved
 for i, left in ipairs({count_of(room) - taken, count_of(room_of_last) - taken}) do
@@ -213,7 +223,7 @@ for i, left in ipairs({count_of(room) - taken, count_of(room_of_last) - taken}) 
   end
 end
 for i = FIRST, LAST do
-  if may_remain[i] and num_waiting(KEYS[i]) > 0 then
+  if may_remain[i] and num_left(i) > 0 then
     wake(KEYS[i == LAST and 3 or 2], ARGV[15], 1, {[worker] = true})
     break
   end

@@ -26,18 +26,24 @@ local function flow_of(value) -- start number of the next entry, number of waiti
   return tonumber(start) or 0, tonumber(count) or 0
 end
 
--- Subtract entries that no longer wait. `counts` has their number by flow.
-local function uncount(times, counts)
-  local flows, changed = {}, {}
+-- Subtract entries that no longer wait. `counts` has their number by flow. `last_start` is the start number of the last read
+-- entry (order.lua), or nil.
+local function uncount(times, counts, last_start)
+  local flows, changed = {''}, {}
   for flow in pairs(counts) do
     flows[#flows + 1] = flow
   end
-  local values = #flows > 0 and redis.call('HMGET', times, unpack(flows)) or {}
-  for i, flow in ipairs(flows) do
-    if values[i] then
-      local start, count = flow_of(values[i])
-      changed[#changed + 1] = flow
-      changed[#changed + 1] = start .. ' ' .. math.max(0, count - counts[flow])
+  local values = (last_start or #flows > 1) and redis.call('HMGET', times, unpack(flows)) or {}
+  if last_start and last_start > (tonumber(values[1]) or 0) then
+    changed = {'', last_start}
+  end
+  for i = 2, #flows do
+    local value = values[i] or ''
+    local space = string.find(value, ' ', 1, true) -- without one it has no count
+    if space then
+      local count = tonumber(string.sub(value, space + 1)) or 0
+      changed[#changed + 1] = flows[i]
+      changed[#changed + 1] = string.sub(value, 1, space) .. math.max(0, count - counts[flows[i]])
     end
   end
   if #changed > 0 then

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
+from random import Random
 from typing import Any
 
 import pytest
@@ -153,11 +154,35 @@ class TestOrder:
         order = [(await names(store, A, num_held=number, room=99))[0] for number in range(20)]
         assert 10 <= order.index("b0") <= 16
 
-    async def test_cancelled_entries_do_not_stop_a_home(self, store: RedisScripts) -> None:
+    async def test_cancelled_entries_do_not_stop_a_home(
+        self, store: RedisScripts, redis: Redis, keys: RedisKeys
+    ) -> None:
         await settle_at(store, A)
-        await accept(store, *(f"own{number}" for number in range(3)))
+        await accept(store, "other", prefix=OTHER, key="b")
+        await accept(store, *(f"own{number}" for number in range(3)), key="a")
         await store.cancel("own0", INTERACTIVE)
         assert await names(store, A) == ["own1"]
+        assert await redis.zcard(f"{keys.turns(INTERACTIVE)[0]}:{A}") == 1, "own2"
+
+    @pytest.mark.parametrize("seed", range(10))
+    async def test_one_call_reads_in_the_order_of_many(self, store: RedisScripts, redis: Redis, seed: int) -> None:
+        """Of several keys and homes, some cancelled, and more than a page of the set of a home."""
+        found = []
+        for each in (1, 7, 25, 60):
+            await redis.flushall()
+            await store.register(A)
+            await settle_at(store, A)
+            random = Random(seed)
+            for number in range(60):
+                prefix, key = random.choice([PREFIX, OTHER]), random.choice("abc")
+                await accept(store, f"{key}{number}", prefix=prefix, tokens=random.randrange(3_000), key=key)
+            for number in random.sample(range(60), 12):
+                for key in "abc":
+                    await store.cancel(f"{key}{number}", INTERACTIVE)
+            calls = [await names(store, A, each, room=99) for _ in range(0, 60, each)]
+            found.append([name for call in calls for name in call])
+        assert len(found[0]) == 48
+        assert found[1:] == found[:1] * 3
 
     async def test_queue_without_entries_leaves_nothing_but_the_table(
         self, store: RedisScripts, redis: Redis, keys: RedisKeys
