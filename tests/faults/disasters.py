@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from tests.faults.site import Site
 from tests.faults.store_site import StoreSite
@@ -152,7 +154,8 @@ class Disasters:
             client.client_kill_filter(_type=kind, skipme=True)
 
     def _client(self) -> redis.Redis:
-        return redis.Redis.from_url(self._site.url_of_store)
+        """Return a client that outlasts a failover, in which haproxy closes its connections."""
+        return redis.Redis.from_url(self._site.url_of_store, retry=Retry(ConstantBackoff(0.2), retries=50))
 
     def _worker(self) -> str:
         return self._random.choice(self._site.worker_names)
