@@ -123,9 +123,7 @@ class CudaHostPool:
 
     def _store(self, copies: Sequence[BlockCopy], compute: torch.cuda.Stream, timer: "_Timer") -> None:
         self._store_stream.wait_event(self._fetched)  # it may still read host blocks that are written now
-        portion_blocks = (
-            len(self._chunk_is_free) // 2 * self._chunk_blocks
-        )  # one half is gathered while the other drains
+        portion_blocks = len(self._chunk_is_free) // 2 * self._chunk_blocks  # one half is gathered, the other drains
         for start in range(0, len(copies), portion_blocks):
             chunks = self._take_chunks(copies[start : start + portion_blocks])
             self._gather(chunks, compute)
