@@ -9,10 +9,12 @@ The first three use a buddy allocator, allocate everything at admission, and nev
 sampling.max_tokens, because simulated requests ignore the end token.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from types import MappingProxyType
 
 from bench.paper.buddy_allocator import BuddyAllocator
+from engine_worker.kv.block_pool import BlockPool
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.kv_events import KVEventLog
 from engine_worker.kv.kv_stats import KVCacheStats
@@ -56,6 +58,7 @@ class ReservedKVAllocator:
 
     may_swap = has_states = False
     num_available_states = None
+    state_pools: Mapping[str, BlockPool] = MappingProxyType({})
     device_pool = host_pool = None
 
     def __init__(self, num_blocks: int, block_size: int, reserve: Callable[[Sequence], int]) -> None:

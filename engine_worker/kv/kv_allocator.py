@@ -4,7 +4,7 @@ KVCacheManager implements it for serving. The benchmarks of the paper run the sa
 reserve memory for a whole request (bench/paper/reservation.py).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from engine_worker.kv.block_pool import BlockPool
@@ -83,6 +83,10 @@ class KVAllocator(Protocol):
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Start `child` with the first `num_tokens` computed tokens of `parent`."""
+
+    @property
+    def state_pools(self) -> Mapping[str, BlockPool]:
+        """The existing pools of recurrent states by place, `device` and `host`; read-only."""
 
     @property
     def has_states(self) -> bool:

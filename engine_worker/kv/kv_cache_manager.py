@@ -9,7 +9,7 @@ the device evicted, and a preempted sequence can be swapped instead of recompute
 scheduler decides who is admitted and who yields. Block moves are collected until take_transfers() adds them to a batch.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import zip_longest
 
@@ -117,6 +117,14 @@ class KVCacheManager:
     def host_pool(self) -> BlockPool | None:
         """The host's blocks, read-only for callers; None without a host tier."""
         return self._host.pool if self._host else None
+
+    @property
+    def state_pools(self) -> Mapping[str, BlockPool]:
+        """The existing pools of recurrent states by place, `device` and `host`; read-only for callers."""
+        if self._states is None:
+            return {}
+        pools = {"device": self._states.pool, "host": self._states.host_pool}
+        return {place: pool for place, pool in pools.items() if pool is not None}
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
         """Give a waiting sequence its cached prefix and all blocks it needs, if `headroom_blocks` stay available.

@@ -16,6 +16,7 @@ def kv_view(kv_cache: KVAllocator, sequences: Iterable[Sequence], waits_for: str
 
     Its `states` have one letter per block, by id: p(adding) f(ree) c(ached) a(ctive) s(hared). The block tables give
     the owners, one table per group of layers. `windows` has the window of each group in tokens, 0 for none.
+    `recurrent_states` has the pools of states on the device and on the host, if there are any.
 
     Args:
         kv_cache: The cache.
@@ -28,6 +29,7 @@ def kv_view(kv_cache: KVAllocator, sequences: Iterable[Sequence], waits_for: str
         "block_size_tokens": kv_cache.block_size,
         "device": None if device is None else _pool_view(device),
         "host": None if host is None else _pool_view(host),
+        "recurrent_states": {place: _pool_view(pool) for place, pool in kv_cache.state_pools.items()},
         "windows": windows,
         "waits_for": waits_for,
         "sequences": [_sequence_view(sequence, windows, kv_cache.block_size) for sequence in sequences],
@@ -62,6 +64,8 @@ def _sequence_view(sequence: Sequence, windows: list[int], block_size: int) -> d
         "num_preemptions": sequence.num_preemptions,
         "block_table": sequence.kv.blocks,
         "host_block_table": sequence.kv.host_blocks,
+        "state_block": sequence.kv.state_block or None,
+        "host_state_block": sequence.kv.host_state_block or None,
         "tables": [
             {
                 "group": group,

@@ -1,5 +1,7 @@
 """What /debug/kv shows of a cache with shared, cached, and swapped blocks and waiting sequences."""
 
+from typing import Any
+
 from engine_worker.kv.preemption import HostTierConfig, PreemptionMode
 from tests.builders import FakeModelRunner, make_engine, make_prompt, make_request
 
@@ -57,3 +59,19 @@ def test_kv_view_has_a_table_per_group() -> None:
     assert (len(window["blocks"]), window["num_released_blocks"]) == (3, 2)
     assert sequence["block_table"] == full["blocks"] + window["blocks"]
     assert stats.group_blocks == (5, 3) and stats.num_active_blocks == 8
+
+
+def test_kv_view_has_recurrent_states() -> None:
+    host_tier = HostTierConfig(num_blocks=9, num_state_blocks=3, preemption_mode=PreemptionMode.SWAP)
+    sizes: dict[str, Any] = {"num_blocks": 8, "num_state_blocks": 5}
+    engine = make_engine(FakeModelRunner(**sizes), **sizes, host_tier=host_tier)
+    for name in ("a", "b"):
+        engine.add_request(make_request([*make_prompt(4), ord(name), 5, 6], name, max_tokens=12, ignore_eos=True))
+    while not engine.stats().num_swapped:
+        engine.step()
+    view = engine.kv_view()
+    running, swapped = view["sequences"]
+    device, host = view["recurrent_states"]["device"], view["recurrent_states"]["host"]
+    assert device["states"][running["state_block"]] == host["states"][swapped["host_state_block"]] == "a"
+    assert (running["host_state_block"], swapped["state_block"]) == (None, None)
+    assert (device["num_active_blocks"], host["num_active_blocks"], host["num_blocks"]) == (1, 1, 2)
