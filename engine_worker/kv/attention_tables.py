@@ -33,6 +33,7 @@ class AttentionTables:
 
     def __init__(self, pool: BlockPool, spans: KVSpans) -> None:
         self.copies: list[BlockCopy] = []
+        self._origins: dict[int, int] = {}  # target of one of `copies` -> its source, from which further copies are made
         self._pool = pool
         self._is_shared = pool.is_shared
         self._spans = spans.groups
@@ -162,11 +163,11 @@ class AttentionTables:
         """Copy one source per group to block `index` of `sequence`, and drop the references that the caller holds."""
         for table, source in zip(sequence.kv.tables, sources, strict=True):
             self._pool.free([source])
-            self.copies.append(BlockCopy(source, table.blocks[index]))
+            self._copy(source, table.blocks[index])
 
     def take_copies(self) -> list[BlockCopy]:
         """Return the copies planned since the last call."""
-        copies, self.copies = self.copies, []
+        copies, self.copies, self._origins = self.copies, [], {}
         return copies
 
     def num_wasted_slots(self, running: Iterable[Sequence]) -> int:
@@ -206,10 +207,16 @@ class AttentionTables:
         source = table.blocks[index]
         (target,) = self._pool.allocate(1)
         if not is_empty:
-            self._pool.hold(source)
-            self.copies.append(BlockCopy(source, target))
+            origin = self._origins.get(source)  # which is held already
+            if origin is None:
+                self._pool.hold(source)
+            self._copy(source if origin is None else origin, target)
         self._pool.free([source])
         table.blocks[index] = target
+
+    def _copy(self, source: int, target: int) -> None:
+        self.copies.append(BlockCopy(source, target))
+        self._origins[target] = source
 
     def _to_replace(self, sequence: Sequence) -> list[int]:
         """Return the indices of shared blocks in the part of the tables that is not computed yet."""

@@ -90,6 +90,21 @@ def test_fork_shares_blocks_and_first_writer_copies_last() -> None:
     kv_cache.check_integrity([first, second])
 
 
+def test_fork_of_a_block_that_is_being_copied_copies_its_source() -> None:
+    """The copies of one step run in any order, so none may read what another one writes."""
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    parent = computed(kv_cache, 6)
+    first = forked(kv_cache, parent, 11)
+    parent.output_token_ids.append(10)
+    kv_cache.allocate(parent)
+    second = forked(kv_cache, parent, 12)
+    kv_cache.free(first)
+    kv_cache.allocate(second)
+    assert (parent.kv.tables[0].blocks, second.kv.tables[0].blocks) == ([1, 3], [1, 4])
+    assert kv_cache.take_transfers().kv.copies == [BlockCopy(2, 3), BlockCopy(2, 4)]
+    kv_cache.check_integrity([parent, second])
+
+
 def test_fork_at_block_edge_needs_no_copy() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     parent = computed(kv_cache, 8)

@@ -519,3 +519,23 @@ def test_takeover_at_any_token_gives_same_output(num_journal_tokens: int) -> Non
         assert transcript.tokens[request.request_id] == expected
         end = transcript.ends[request.request_id]
         assert end == FinishEvent(request.request_id, FinishReason.LENGTH, Usage(prompt_tokens=9, completion_tokens=12))
+
+
+@pytest.mark.parametrize("seed", [7, 92, 93, 202])
+def test_burst_of_choices_forks_from_blocks_that_are_being_copied(seed: int) -> None:
+    """Choices that lacked a slot fork in steps that also copy the blocks that they share; 2 % of the seeds do so."""
+    random = Random(seed)
+    sizes: dict[str, Any] = {"num_blocks": 1025, "block_size": 4}
+    limits: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 32, "max_num_batched_tokens": 256}
+    engine = make_engine(FakeModelRunner(**sizes), async_scheduling=seed % 2 == 1, eos_token_ids=(), **sizes, **limits)
+    requests: list[GenerationRequest] = []
+    transcript = Transcript()
+    while engine.has_work or len(requests) < 25:
+        while len(requests) < 25 and random.random() < 0.8:
+            num_choices = random.choice([1, 1, 3, 1])
+            prompt = make_prompt(random.randint(2, 60), first=random.randrange(900))
+            asked = {"max_tokens": random.randint(65, 260), "seed": random.getrandbits(31), "n": num_choices}
+            requests.append(make_request(prompt, f"r{len(requests)}", ignore_eos=True, temperature=1.0, **asked))
+            engine.add_request(requests[-1])
+        transcript.add(engine.step())
+    check_outputs(requests, transcript, engine)
