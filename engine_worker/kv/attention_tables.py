@@ -33,7 +33,7 @@ class AttentionTables:
 
     def __init__(self, pool: BlockPool, spans: KVSpans) -> None:
         self.copies: list[BlockCopy] = []
-        self._origins: dict[int, int] = {}  # target of one of `copies` -> its source, from which further copies are made
+        self._origins: dict[int, int] = {}  # target of a planned copy -> its source, for further copies
         self._pool = pool
         self._is_shared = pool.is_shared
         self._spans = spans.groups

@@ -154,8 +154,10 @@ class Disasters:
             client.client_kill_filter(_type=kind, skipme=True)
 
     def _client(self) -> redis.Redis:
-        """Return a client that outlasts a failover, in which haproxy closes its connections."""
-        return redis.Redis.from_url(self._site.url_of_store, retry=Retry(ConstantBackoff(0.2), retries=50))
+        """Return a client that outlasts a failover: haproxy closes connections, or leads to the old primary."""
+        errors = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError)
+        retry = Retry(ConstantBackoff(0.2), retries=50, supported_errors=errors)
+        return redis.Redis.from_url(self._site.url_of_store, retry=retry)
 
     def _worker(self) -> str:
         return self._random.choice(self._site.worker_names)
