@@ -31,9 +31,8 @@ class StepCost:
     per_swapped_block_seconds: float = 0.0  # 16 tokens
 
     def seconds(self, batch: ScheduledBatch) -> float:
-        transfers = (
-            max(len(batch.transfers.kv.swap_out), len(batch.transfers.kv.swap_in)) * self.per_swapped_block_seconds
-        )
+        moves = batch.transfers.kv
+        transfers = max(len(moves.swap_out), len(moves.swap_in)) * self.per_swapped_block_seconds
         return max(transfers, self._step_seconds(batch)) if batch.sequences else transfers
 
     def _step_seconds(self, batch: ScheduledBatch) -> float:

@@ -163,7 +163,7 @@ async def _converse(
 
 
 async def _hot_pair(options: argparse.Namespace, *, is_affinity_first: bool) -> tuple[float, float]:
-    """Return the requests per second without affinity and with it. Pairs alternate their order: a machine drifts."""
+    """Return the requests per second without affinity and with it. The caller alternates which is measured first."""
     found = {
         affinity: await _hot_prefix(options, affinity=affinity)
         for affinity in (is_affinity_first, not is_affinity_first)

@@ -84,26 +84,20 @@ class Checkpoints:
 
     def publish(self, sequence: Sequence, block_id: int, step: int) -> None:
         """Publish the state in a block under the hash of the computed tokens of `sequence`, unless one is there."""
-        num_tokens, size = sequence.kv.num_computed_tokens, self._block_size
-        index = num_tokens // size
-        extend_digests(sequence, index, size)
-        digest = parent_digest(sequence, index)
-        packed = pack_token_ids(sequence.token_ids(index * size, num_tokens))
-        key = _end_key(digest, packed) if packed else (_STATE_GROUP, digest)
+        digest, packed = self._tokens_of(sequence)
+        key = _key(digest, packed)
         if not self.pool.publish(block_id, key):
             return
         self._written[block_id] = step
         if packed:
             if (older := self._ends.get(digest)) is not None and older.key != key:
                 self._retract(older.key)
-            self._ends[digest] = _End(packed, num_tokens % size, key)
+            self._ends[digest] = _End(packed, sequence.kv.num_computed_tokens % self._block_size, key)
             self._parents[key] = digest
 
     def has(self, sequence: Sequence) -> bool:
-        """Return whether the device has the state after the computed tokens of `sequence`, which fill its blocks."""
-        index = sequence.kv.num_computed_tokens // self._block_size
-        extend_digests(sequence, index, self._block_size)
-        return self.pool.find((_STATE_GROUP, sequence.kv.digests[index - 1])) is not None
+        """Return whether the device has the state after the computed tokens of `sequence`."""
+        return self.pool.find(_key(*self._tokens_of(sequence))) is not None
 
     def overwrite(self, block_id: int) -> None:
         """Remove a checkpoint from the device, because a sequence overwrites its block."""
@@ -118,6 +112,13 @@ class Checkpoints:
             if (end := self._ends.get(digest)) is not None:
                 self._retract(end.key)
             self._retract((_STATE_GROUP, digest))
+
+    def _tokens_of(self, sequence: Sequence) -> tuple[bytes, bytes]:
+        """Return what names the computed tokens: the digest of those in full KV blocks, and the packed others."""
+        num_tokens, size = sequence.kv.num_computed_tokens, self._block_size
+        index = num_tokens // size
+        extend_digests(sequence, index, size)
+        return parent_digest(sequence, index), pack_token_ids(sequence.token_ids(index * size, num_tokens))
 
     def _candidates(self, sequence: Sequence, num_full_blocks: int, num_tokens: int) -> Iterator[tuple[int, BlockKey]]:
         """Yield the lengths at which there may be a checkpoint, longest first, and its key."""
@@ -163,5 +164,5 @@ class Checkpoints:
             del self._ends[digest]
 
 
-def _end_key(digest: bytes, packed_token_ids: bytes) -> BlockKey:
-    return _STATE_GROUP, sha256(digest + packed_token_ids).digest()
+def _key(digest: bytes, packed_token_ids: bytes) -> BlockKey:
+    return _STATE_GROUP, sha256(digest + packed_token_ids).digest() if packed_token_ids else digest

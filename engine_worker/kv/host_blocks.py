@@ -33,10 +33,6 @@ class HostBlocks:
         """The host blocks; read-only for callers."""
         return self._pool
 
-    @property
-    def num_available_blocks(self) -> int:
-        return self._pool.num_available_blocks
-
     def keep(self, block_id: int, key: BlockKey) -> bool:
         """Store a full block that the device evicts. Return False if swapped sequences leave no room."""
         if self._pool.find(key) is not None:

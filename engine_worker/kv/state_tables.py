@@ -147,7 +147,7 @@ class StateTables:
 
     def can_swap_out(self, sequences: Iterable[Sequence]) -> bool:
         """Return whether host memory has room for the states of these sequences together."""
-        return self._host is not None and _num_live(sequences) <= self._host.num_available_blocks
+        return self._host is not None and _num_live(sequences) <= self._host.pool.num_available_blocks
 
     def swap_out(self, sequence: Sequence) -> None:
         """Move the live state to host memory. Call can_swap_out() first."""

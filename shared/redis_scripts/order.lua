@@ -196,7 +196,9 @@ local function read_in_turn(turns, q, ahead, group, limit, home_limit, r_prefix)
     elseif found then
       local fields = move_ahead(turns, ahead, found, r_prefix)
       turns.count(fields)
-      taken, moved[#moved + 1], moved_fields[#moved + 1] = taken + 1, first, fields
+      taken = taken + 1
+      table.insert(moved, first)
+      table.insert(moved_fields, fields)
       had_turn(turns, first, start)
       if #moved == MAX_UNPACKED then
         read_moved()
