@@ -34,7 +34,7 @@ from shared.shares import ALPHA
 
 # Common code that precedes a script.
 BEGINNINGS: dict[str, tuple[str, ...]] = {
-    "claim": ("ownership",),
+    "claim": ("homes", "ownership"),
     "emit": ("ownership", "publish"),
     "finish": ("ownership", "publish"),
     "accept": ("waiting", "account", "homes"),
@@ -133,6 +133,7 @@ class QueueEntry:
     context_tokens: int = 0  # 0: not known
     flow: str = ""  # flow in fair queueing: the API key
     home: str | None = None  # worker that probably has its prefix; "": none; None: its gateway wakes no worker
+    prefix_key: bytes = b""  # hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,7 @@ def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | N
         int(fields.get(b"l", 0)),
         flow,
         None if home is None else home.decode(),
+        fields.get(b"k", b""),
     )
 
 
@@ -464,7 +466,7 @@ class RedisScripts:
         arguments += [abilities.capabilities, abilities.max_model_len, demand.others]
         arguments += [self.keys.control_channel_prefix, *waiting_flows]
         _, times_of_last = self.keys.turns(PRIORITY_CLASSES[-1])
-        keys = [*self.keys.held, *self.keys.turns(INTERACTIVE), times_of_last, *self.keys.queues, self.keys.homes]
+        keys = [*self.keys.held, *self.keys.turns(INTERACTIVE), times_of_last, *self.keys.queues]
         reply = await self._fenced_call("take", worker_id, keys, arguments)
         entries = [
             queue_entry(queue, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
@@ -500,8 +502,11 @@ class RedisScripts:
         An element is None if its request was cancelled, has ended, or was accepted again with another entry, or if a
         failover lost the delivery of the entry to this worker.
         """
-        keys = [key for entry in entries for key in (entry.queue, *self._pair(entry.request_id))]
-        arguments = [worker_id, GROUP, *(entry.entry_id for entry in entries)]
+        keys: list[str] = [self.keys.homes]
+        arguments: list[Any] = [worker_id, GROUP]
+        for entry in entries:
+            keys += (entry.queue, *self._pair(entry.request_id))
+            arguments += (entry.entry_id, entry.prefix_key)
         reply = await self._fenced_call("claim", worker_id, keys, arguments)
         return [_claim_reply(fields) if fields else None for fields in reply[1:]]
 

@@ -1,7 +1,7 @@
--- Common code of the scripts that queue entries, and of TAKE: wake-ups of workers, and homes of entries.
+-- Common code of the scripts that queue entries, of TAKE, and of CLAIM: wake-ups of workers, and homes of entries.
 -- A worker with room waits for a message in its control channel, then calls TAKE. A lost message costs at most a second, because
 -- an idle worker calls TAKE once a second anyway. `held` is the set of workers with room, by number of requests.
--- The home of a prefix is the worker that last read an entry with this prefix: its cache probably has it. `homes` is a table of
+-- The home of a prefix is the worker that last claimed a request with this prefix: its cache probably has it. `homes` is a table of
 -- NUM_SLOTS values "prefix key, home", in which a prefix replaces another one of its slot, so its memory is bounded: 5 MB.
 -- An entry's field `h` is its home when it was accepted, empty if it has none; an entry of a gateway that wakes nobody lacks the
 -- field. The start numbers of a home's entries (order.lua) are also in a set of its own. It may have entries that are gone, so it

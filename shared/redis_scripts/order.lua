@@ -7,9 +7,11 @@
 -- A consumer group reads a stream in its order only. An entry that is next before older entries is moved to the end of `ahead`,
 -- the queue before this one, all of whose entries have been read.
 -- A worker reads the entries whose home it is (homes.lua) before others whose start is at most WINDOW_TOKENS lower: keys still get
--- their turns. It leaves other homes' entries to them for MAX_LEFT_MS. It does not wait for a home without room, or with more
--- requests than it may have beside this worker.
-local WINDOW_TOKENS, MAX_LEFT_MS = 16384, 20
+-- their turns. It leaves other homes' entries to them for LEFT_MS, or for about as long as computing the prompt again takes, at
+-- most MAX_LEFT_MS: so a wait in vain costs no more than twice the better choice. It does not wait for a home without room, or with
+-- more requests than it may have beside this worker.
+local WINDOW_TOKENS = 16384
+local LEFT_MS, LEFT_MS_PER_TOKEN, MAX_LEFT_MS = 20, 0.025, 500 -- 8B parameters on an H100: 8,192 tokens in 0.2 s
 local MAX_STALE = 256 -- maximum of entries that were read or cancelled meanwhile, and are dropped by one call
 
 -- Return the last entry of a queue that was read, and the number of entries that were read and are not acknowledged.
@@ -102,12 +104,14 @@ local function milliseconds_since(entry)
 end
 
 local function is_left_to_home(turns, entry)
-  local home = fields_of(entry).h or ''
+  local fields = fields_of(entry)
+  local home = fields.h or ''
   if home == '' or home == turns.worker then
     return false
   end
+  local left_ms = math.max(LEFT_MS, math.min(MAX_LEFT_MS, (tonumber(fields.p) or 0) * LEFT_MS_PER_TOKEN))
   local load = load_of(turns.held, home)
-  return load and load < allowed_beside(turns.load(), true) and milliseconds_since(entry[1]) < MAX_LEFT_MS
+  return load and load < allowed_beside(turns.load(), true) and milliseconds_since(entry[1]) < left_ms
 end
 
 -- Return an entry of `q`, or nil if it is gone or was read before `last`.

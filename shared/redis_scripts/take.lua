@@ -5,7 +5,7 @@
 -- The queue before the last is read in the order of order.lua, the others in that of their streams.
 -- A request that this worker cannot serve (capabilities.py) is moved to the second queue, which is read while its next entry fits.
 -- An entry is left to its home for a short time (order.lua). If entries remain, the least loaded worker with room is woken.
--- KEYS  w, held, held of the last class, order, times, times of the last queue, q... in order of priority: four, homes
+-- KEYS  w, held, held of the last class, order, times, times of the last queue, q... in order of priority: four
 -- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, maximum of entries, requests that it has room
 --       for, the same two for the last queue, prefix of r, prompt tokens of the queue before the last after which to stop (or
 --       ''), assumed prompt tokens of an entry without a length, the worker's capabilities, its longest context in tokens (0:
@@ -106,9 +106,6 @@ local function read_uncounted(q, limit, known)
     leave_home(turns, entry[1], not known and all[n].h)
     if fits(all[n]) then
       kept[#kept + 1] = entry
-      if all[n].k then
-        settle(KEYS[11], all[n].k, worker)
-      end
     else
       pass_on(q, entry, all[n])
     end

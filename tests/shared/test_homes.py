@@ -1,4 +1,4 @@
-"""A request prefers the worker that last read one with the same prefix, and waits for no one (homes.lua, order.lua)."""
+"""A request prefers the worker that last claimed one with its prefix, and waits for no one (homes.lua, order.lua)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from shared.new_requests import NewRequest, Share
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import INTERACTIVE, RedisKeys
-from shared.redis_scripts import Demand, RedisScripts, Taken
+from shared.redis_scripts import Demand, QueueEntry, RedisScripts, Taken
 from shared.subscription import GAP, Message, Subscription
 
 A, B = "a.1", "b.1"
@@ -61,13 +61,14 @@ async def names(
 async def settle_at(scripts: RedisScripts, worker_id: str, prefix: bytes = PREFIX) -> None:
     """Let a worker with free slots become the home of a prefix."""
     await accept(scripts, f"first-{worker_id}-{prefix.hex()}", prefix=prefix)
-    assert len(await names(scripts, worker_id, room=9)) == 1
+    (entry,) = (await take(scripts, worker_id, room=9)).entries
+    await scripts.claim(worker_id, [entry])
 
 
-async def later(scripts: RedisScripts, worker_id: str) -> list[str]:
+async def later(scripts: RedisScripts, worker_id: str) -> list[QueueEntry]:
     """Take until an entry is no longer left to its home."""
     async with asyncio.timeout(LATER_SECONDS):
-        while not (found := await names(scripts, worker_id, room=9)):
+        while not (found := (await take(scripts, worker_id, room=9)).entries):
             pass
     return found
 
@@ -114,14 +115,23 @@ class TestOrder:
                 if not taken.entries:
                     break
         assert taken.others_wait
-        assert await later(store, B) == [f"own{number}"]
+        assert [entry.request_id for entry in await later(store, B)] == [f"own{number}"]
 
-    async def test_worker_that_took_an_entry_is_its_next_home(
+    async def test_entry_with_a_long_prompt_is_left_longer(self, store: RedisScripts) -> None:
+        """For about as long as computing it again takes: 10,000 tokens for 250 ms."""
+        await settle_at(store, A)
+        await accept(store, "own", tokens=10_000)
+        (entry,) = await later(store, B)
+        accepted_ms = entry.queued_ms
+        seconds, microseconds = await store.redis.time()
+        assert seconds * 1000 + microseconds / 1000 - accepted_ms >= 250
+
+    async def test_worker_that_claimed_a_request_is_the_next_home(
         self, store: RedisScripts, redis: Redis, keys: RedisKeys
     ) -> None:
         await settle_at(store, A)
         await accept(store, "own")
-        await later(store, B)
+        await store.claim(B, await later(store, B))
         values: Any = await redis.hvals(keys.homes)
         assert values == [f"{PREFIX.hex()} {B}".encode()]
 
@@ -208,7 +218,8 @@ class TestOrder:
             prefixes = [(number * 2_000 + position).to_bytes(4, "big") * 2 for position in range(2_000)]
             requests = [NewRequest(f"{number}-{key.hex()}", b"", prefix_key=key) for key in prefixes]
             await store.accept_all(requests, gateway_id="g", priority_class=INTERACTIVE, share=Share(""))
-            assert len(await names(store, A, 2_000, room=9)) == 2_000
+            entries = (await take(store, A, 2_000, room=9)).entries
+            assert all(await store.claim(A, entries))
         assert await redis.hlen(keys.homes) == NUM_SLOTS
 
 

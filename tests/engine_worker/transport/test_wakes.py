@@ -112,11 +112,25 @@ async def test_worker_without_peers_waits_in_a_blocking_read(rig, connections):
     assert [claimed.request.request_id for claimed in await waiting] == ["a"]
 
 
+async def test_worker_without_peers_becomes_the_home_of_what_it_claims(rig, connections):
+    """So conversations stay with it when a second worker joins."""
+    rig.requests = RequestStream(
+        connections, rig.scripts, WORKER, rig.claims, rig.clock, profile=WorkerProfile(has_peers=lambda: False)
+    )
+    waiting = asyncio.create_task(rig.requests.claim(Demand(4), block=True))
+    while not (await rig.redis.info("clients"))["blocked_clients"]:
+        await asyncio.sleep(0)
+    await accept_with_prefix(rig, "a")
+    await waiting
+    assert [home.split()[1] for home in await rig.redis.hvals(rig.scripts.keys.homes)] == [WORKER.encode()]
+
+
 async def test_request_of_a_silent_home_waits_only_shortly(rig, connections):
     """Its home is stopped and still counts as a worker with room; a peer is woken too, and takes the request."""
     await rig.scripts.register("silent.1")
     await accept_with_prefix(rig, "first")
-    assert len((await rig.scripts.take("silent.1", Demand(1, room=9))).entries) == 1
+    (entry,) = (await rig.scripts.take("silent.1", Demand(1, room=9))).entries
+    await rig.scripts.claim("silent.1", [entry])
     async with listening(rig, connections):
         rig.requests.wakes.wake()
         assert await rig.claim() == []
