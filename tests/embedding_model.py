@@ -27,7 +27,7 @@ def write_embedding_model(directory: Path, *, pooling: str = "pooling_mode_lastt
         initializer_range=0.2,
         architectures=["Qwen3ForCausalLM"],
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3Model(config)
     for name, parameter in model.named_parameters():

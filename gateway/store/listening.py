@@ -109,8 +109,8 @@ class Listening:
                     self._counts.num_message_errors += 1
                     logger.exception("request %s: failed", request_id)
                     self._streams.fail(stream)
-            if time.perf_counter() >= self._turn_ends_at:
-                await self._let_others()
+                if time.perf_counter() >= self._turn_ends_at:  # one request may have thousands of streams
+                    await self._let_others()
 
     async def _let_others(self) -> None:
         """Yield to other tasks if this task's time slice has ended."""

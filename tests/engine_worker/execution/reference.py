@@ -50,7 +50,7 @@ TINY = {
 def write_model(directory: Path, *, max_shard_size: str = "50GB", **changes: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - see above
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
     for name, parameter in model.named_parameters():

@@ -75,7 +75,7 @@ MODEL_TYPES = {"gemma3": "gemma3_text"}  # where llama.cpp uses another name
 
 
 def tiny(case: Case) -> PreTrainedModel:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(
             MODEL_TYPES.get(case.architecture, case.architecture), **tiny_options(**case.changes)

@@ -20,7 +20,7 @@ def write_family(directory: Path, case: Case) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - as in reference.py
 
     options = {key: value for key, value in {**TINY, **case.changes}.items() if value is not None or key != "head_dim"}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(case.model_type, pad_token_id=0, **options)
         model = AutoModelForCausalLM.from_config(config)

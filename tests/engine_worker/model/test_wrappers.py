@@ -68,7 +68,7 @@ def test_language_model_of_a_wrapper_is_served(which: str, names: str, tmp_path:
         vision_config=VISIONS.get(model_type, VISION),
         tie_word_embeddings=False,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from gateway.store.inbox import StreamState, cancelled_event
+from gateway.store.inbox import Inbox, StreamState, cancelled_event
 from gateway.store.inference_client import InferenceClient
 from gateway.store.store_calls import QueueFull, QueueShareFull, StoreUnavailable
 from shared.messages import (
@@ -82,13 +82,19 @@ class TestStream:
         counting.cancel()
         assert len(set(received_at)) == 20, "each in its own time slice"
 
+    @pytest.mark.parametrize("names", [("a", "b", "c"), ("a", "a", "a")], ids=["requests", "readers of one"])
     @pytest.mark.parametrize(("turn_seconds", "num_turns"), [(0.0, 3), (3600.0, 1)])
-    async def test_message_of_many_requests_is_handled_in_time_slices(
-        self, client, worker, connections, keys, monkeypatch, turn_seconds, num_turns
+    async def test_message_for_many_streams_is_handled_in_time_slices(
+        self, client, worker, connections, keys, monkeypatch, turn_seconds, num_turns, names
     ):
         """A step of 1,000 sequences is one message; others must not wait until all of them are handled."""
         has_turns_of(client, turn_seconds, monkeypatch)
-        streams = [await start(client, worker, f"request-{number}") for number in range(3)]
+        streams = [await start(client, worker, name) for name in sorted(set(names))]
+        for name in names[len(streams) :]:
+            reader = Inbox(make_request(name))
+            reader.accept()
+            client.streams.add(reader)
+            streams.append(reader)
         turns = 0
 
         async def count() -> None:
@@ -101,7 +107,8 @@ class TestStream:
         for stream in streams:
             stream.on_ready = lambda: received_at.append(turns)
         counting = asyncio.create_task(count())
-        batch = EventBatch(PROTOCOL_VERSION, WORKER, 1, [TokenEvent(stream.request_id, 0, [5]) for stream in streams])
+        events = [TokenEvent(name, 0, [5]) for name in sorted(set(names))]
+        batch = EventBatch(PROTOCOL_VERSION, WORKER, 1, events)
         await connections.commands.publish(keys.gateway_channel("g"), encode(batch))
         async with asyncio.timeout(PATIENCE_SECONDS):
             while len(received_at) < 3:
