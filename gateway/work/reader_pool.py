@@ -15,7 +15,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -52,6 +51,7 @@ class ThreadReader:
 class _Piece:
     work: Callable[[], Any]
     done: asyncio.Future[Any]
+    has_begun: bool = False
 
 
 class _Queue:
@@ -105,7 +105,7 @@ class ReaderPool:
             result: _Result = await piece.done
             return result
         finally:
-            with suppress(ValueError):  # it has begun
+            if not piece.has_begun:
                 queue.pieces.remove(piece)
             del piece  # breaks the reference cycle error -> frame -> piece, which would keep the work in memory
 
@@ -126,6 +126,7 @@ class ReaderPool:
         while (key := self._next_key()) is not None and (reader := self._free_reader()) is not None:
             queue = self._queues[key]
             piece = queue.pieces.popleft()
+            piece.has_begun = True
             self._running.add(key)
             queue.served_at = self._num_served = self._num_served + 1
             self._start(reader, piece.work, partial(self._ended, key, piece))
