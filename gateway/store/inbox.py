@@ -42,7 +42,7 @@ class StreamState(Enum):
     QUEUED = "queued"  # stored; no worker known
     LIVE = "live"  # events arrive in order
     NEEDS_JOURNAL = "needs_journal"  # a hole is known
-    PAUSED = "paused"  # the reader is too slow: nothing is taken until it has read everything
+    PAUSED = "paused"  # the reader is too slow, or follows another one: nothing is taken until it has read everything
     DIVERGED = "diverged"  # regenerated tokens differ from sent tokens: only the journal decides
     SUSPENDED = "suspended"  # accepted again: published events may be of the previous epoch until its marker arrives
     ENDED = "ended"
@@ -60,6 +60,8 @@ TRANSITIONS: Mapping[StreamState, frozenset[StreamState]] = {
     _S.SUSPENDED: frozenset({_S.NEEDS_JOURNAL, _S.ENDED}),
     _S.ENDED: frozenset(),
 }
+
+JOINING_STATES = frozenset({_S.QUEUED, _S.LIVE, _S.NEEDS_JOURNAL, _S.PAUSED})
 
 
 class IllegalTransition(Exception):
@@ -158,9 +160,9 @@ class Inbox:
     """
 
     __slots__ = (
-        "_choices", "_num_prompt_scores", "_terminal", "_unread", "epoch", "had_ended", "last_event_at", "num_doubts",
-        "num_repeated_tokens", "num_replays", "on_caught_up", "on_ready", "prompt_logprobs", "request", "reread_at",
-        "state", "terms",
+        "_choices", "_leader", "_num_prompt_scores", "_terminal", "_unread", "epoch", "had_ended", "last_event_at",
+        "num_doubts", "num_repeated_tokens", "num_replays", "on_caught_up", "on_ready", "prompt_logprobs", "request",
+        "reread_at", "state", "terms",
     )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, terms: RetentionTerms | None = None) -> None:
@@ -169,7 +171,7 @@ class Inbox:
         self.state = StreamState.PENDING
         self.had_ended = False  # the request had ended in the store before this reader attached
         self.on_ready: Callable[[], None] = _ignore  # something can be read; must not raise
-        self.on_caught_up: Callable[[], None] = _ignore  # a paused reader has read everything; must not raise
+        self.on_caught_up: Callable[[Inbox], None] = Inbox.lead  # a paused reader has read everything; must not raise
         self.last_event_at = 0.0  # monotonic seconds; set by the tasks that add events
         self.epoch = 0  # of its journal, which starts again when the request is accepted again
         self.num_repeated_tokens = 0
@@ -182,6 +184,7 @@ class Inbox:
         ]  # fmt: skip
         self._unread: deque[_ChoiceTokens] = deque()
         self._terminal: TerminalEvent | None = None  # until it is read
+        self._leader: Inbox | None = None  # has all tokens of this reader
         scores = request.sampling.prompt_logprobs is not None
         self._num_prompt_scores = len(request.prompt_token_ids) - 1 if scores else 0
 
@@ -196,6 +199,10 @@ class Inbox:
         if scores := _scores_from_the_start(self.prompt_logprobs):
             frames.insert(0, JournalFrame(0, [], JournalExtras(prompt_logprobs=scores)))
         return frames
+
+    @property
+    def choices(self) -> Sequence[_ChoiceTokens]:
+        return self._choices
 
     @property
     def num_tokens(self) -> int:
@@ -267,6 +274,54 @@ class Inbox:
         self.on_ready()
         return True
 
+    def follows(self) -> bool:
+        """Take tokens from another reader of the answer from now on, not from events. Returns whether it does.
+
+        The other reader takes each event once, and this one takes what is new in its own time.
+        """
+        if self.state is StreamState.LIVE and not self.num_replays:
+            self._become(StreamState.PAUSED)
+        return self.state is StreamState.PAUSED
+
+    def lead(self) -> None:
+        """Take events again, after the journal: no other reader has what is missing."""
+        if self.state is StreamState.PAUSED:
+            self._become(StreamState.NEEDS_JOURNAL)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no event is known to be missing."""
+        return self.state is StreamState.LIVE and not self.num_replays
+
+    def join(self, leader: "Inbox") -> bool:
+        """Take what another reader of the answer, which is current, has beyond this one.
+
+        What this one has is then as certain as what the other has, whatever was in doubt.
+
+        Returns:
+            False if their tokens differ, or this one is in a state in which only the journal decides.
+        """
+        if self.state not in JOINING_STATES:
+            return False
+        pairs = list(zip(self._choices, leader.choices, strict=True))
+        if leader is not self._leader and any(own.tokens != its.tokens[: len(own.tokens)] for own, its in pairs):
+            return False
+        self._leader = leader
+        if self.state is StreamState.NEEDS_JOURNAL:
+            self._become(StreamState.LIVE)
+        self.last_event_at = leader.last_event_at
+        self.prompt_logprobs |= leader.prompt_logprobs
+        for own, its in pairs:
+            start = len(own.tokens)
+            if start < len(its.tokens) or its.finish_reason is not own.finish_reason:
+                self._take(own, start, its.tokens[start:], its.finish_reason, its.logprobs)
+        return True
+
+    def join_at_end(self, leader: "Inbox") -> None:
+        """Join it for the last time: the end, which comes as an event, ends both."""
+        if self.state is StreamState.PAUSED and leader.is_current and self.join(leader):
+            self._become(StreamState.LIVE)
+
     def need_journal(self) -> None:
         """Record that an event may be missing. States that already lead to a reading of the journal stay."""
         self.num_doubts += 1
@@ -312,14 +367,15 @@ class Inbox:
 
     def read(self) -> StreamEvent | None:
         """Return the unread tokens of a choice in one event, or the end (once), or None if there is nothing now."""
+        if not self._unread and self.state is StreamState.PAUSED:
+            self.on_caught_up(self)
         if self._unread:
             choice = self._unread.popleft()
             event = choice.read(self.request.request_id)
             if choice.is_queued:
                 self._unread.append(choice)
             elif self.state is StreamState.PAUSED and not self._unread:
-                self._become(StreamState.NEEDS_JOURNAL)
-                self.on_caught_up()
+                self.on_caught_up(self)
             return event
         terminal, self._terminal = self._terminal, None
         return terminal

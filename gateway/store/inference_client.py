@@ -73,9 +73,9 @@ class InferenceClient:
         self.history = StoreHistory(connections.commands, keys, self._calls, self._fleet_clock)
         self._owned: list[asyncio.Task[None]] = []
         self.kv = KVWatch(connections, keys, self.counts)
-        self.archive = RequestArchive(connections.commands, keys, self._calls)
         self.probe = StoreProbe(connections.commands, keys, self._calls, self._fleet_clock, clock)
         self.streams = StreamTable(self._wake)
+        self.archive = RequestArchive(connections.commands, keys, self._calls, self.streams)
         self.limits = SharedLimits(scripts, self._fleet_clock, self._calls)
         self._withdrawals = Withdrawals(scripts, self._wake)
         self.streams.on_failed = self._withdrawals.add

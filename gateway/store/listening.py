@@ -14,7 +14,7 @@ from operator import attrgetter
 from gateway.fleet import Fleet
 from gateway.store.inbox import StreamState
 from gateway.store.stream_table import DeliveryCounts, StreamTable
-from shared.messages import FormatError, StreamEvent, decode_event_batch, decode_heartbeat
+from shared.messages import FormatError, StreamEvent, TokenEvent, decode_event_batch, decode_heartbeat
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.subscription import GAP, Message, Subscription
@@ -91,13 +91,23 @@ class Listening:
     async def _deliver(self, events: Iterable[StreamEvent]) -> None:
         """Deliver request by request, while its data is in the CPU caches.
 
-        With 1,000 streams, a second pass over them would cost 4 us more per token.
+        With 1,000 streams, a second pass over them would cost 4 us more per token. Of several readers of one answer,
+        the first takes the events, and the others follow it in time slices of their keys.
         """
         now = self._clock()
         for request_id, of_one in groupby(events, _request_id):
             its_events = list(of_one)
-            for stream in self._streams.of(request_id):
+            streams = self._streams.of(request_id)
+            is_end = not isinstance(its_events[-1], TokenEvent)
+            if is_end:
+                for follower in streams[1:]:
+                    follower.join_at_end(streams[0])
+                    await self._let_others()
+            for stream in streams:
                 if stream.state is StreamState.SUSPENDED:
+                    continue
+                if stream is not streams[0] and not is_end and streams[0].is_current and stream.follows():
+                    stream.on_ready()
                     continue
                 stream.last_event_at = now
                 try:

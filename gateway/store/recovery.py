@@ -112,7 +112,8 @@ class Recovery:
             is_open = await self._attach(stream)
             stream.accept()
             if is_open:
-                self._streams.need_journals([stream])
+                if not self._has_joined(stream):
+                    self._streams.need_journals([stream])
                 continue
             stream.had_ended = True
             ((stored, journal),) = await self._archive.read([stream.request_id], STORED_END)
@@ -131,7 +132,7 @@ class Recovery:
 
     async def _catch_up(self) -> None:
         quiet_since = self._clock() - self._quiet_seconds
-        due = [stream for stream in self._streams if self._is_due(stream)]
+        due = [stream for stream in self._streams if self._is_due(stream) and not self._has_joined(stream)]
         for stream in due:
             if stream.terms and stream.last_event_at <= quiet_since:
                 with self._only(stream):
@@ -153,6 +154,14 @@ class Recovery:
             case StreamState.QUEUED | StreamState.LIVE:
                 quiet_seconds = self._quiet_seconds
         return stream.last_event_at <= self._clock() - quiet_seconds
+
+    def _has_joined(self, stream: Inbox) -> bool:
+        """Let a stream take what it misses from another reader of its answer, if that has everything."""
+        if not self._streams.join(stream):
+            return False
+        self._streams.settle(stream)
+        stream.on_ready()
+        return True
 
     async def _read_journals(self, streams: list[Inbox]) -> None:
         self._counts.num_journal_reads += len(streams)

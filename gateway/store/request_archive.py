@@ -3,7 +3,7 @@
 Data that cannot be decoded raises FormatError.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from gateway.store.store_calls import StoreCalls, StoreUnavailable
+from gateway.store.stream_table import StreamTable
 from gateway.work.reader_pool import ReaderPool
 from shared.messages import (
     FormatError,
@@ -42,7 +43,9 @@ class StoredRequest:
 
 
 class RequestArchive:
-    def __init__(self, redis: Redis, keys: RedisKeys, calls: StoreCalls) -> None:
+    def __init__(self, redis: Redis, keys: RedisKeys, calls: StoreCalls, streams: StreamTable) -> None:
+        """Create the archive; of requests with a current reader among `streams`, no journal is read for its length."""
+        self._streams = streams
         self._redis = redis
         self._keys = keys
         self._calls = calls
@@ -55,10 +58,15 @@ class RequestArchive:
             StoreUnavailable: If the store does not answer.
             FormatError: If a stored request is unreadable.
         """
-        replies = await self._calls.ask(self.read(list(request_ids), FIELDS))
+        ids = list(request_ids)
+        known = [self._streams.num_tokens_of(request_id) for request_id in ids]
+        with_journal = [request_id for request_id, num_tokens in zip(ids, known, strict=True) if num_tokens is None]
+        replies = await self._calls.ask(self.read(ids, FIELDS, with_journal))
         return [
-            await self.decode(_owner_of(fields), _length_of(journal), partial(stored_request, fields, journal))
-            for fields, journal in replies
+            await self.decode(
+                _owner_of(fields), _length_of(journal), partial(stored_request, fields, journal, num_tokens)
+            )
+            for (fields, journal), num_tokens in zip(replies, known, strict=True)
         ]
 
     async def keeps(self, request_id: str) -> bool:
@@ -105,18 +113,24 @@ class RequestArchive:
         """Return the reply of a command of redis-py, whose types allow no coroutine."""
         return await self._calls.ask(command)
 
-    async def read(self, request_ids: list[str], fields: Iterable[str]) -> list[tuple[Any, Any]]:
+    async def read(
+        self, request_ids: list[str], fields: Iterable[str], with_journal: Container[str] | None = None
+    ) -> list[tuple[Any, Any]]:
         """Return fields of the hash, and the journal, of each request; either may be the server's error.
+
+        The journal is None for requests that are not in `with_journal`, unless that is None.
 
         The hash is read first: if it contains the end, the journal read after it is complete. Call it only from the
         gateway's own tasks, which are not cancelled with a client.
         """
+        are_read = [with_journal is None or request_id in with_journal for request_id in request_ids]
         async with self._redis.pipeline(transaction=False) as pipeline:
-            for request_id in request_ids:
+            for request_id, is_read in zip(request_ids, are_read, strict=True):
                 pipeline.hmget(self._keys.request(request_id), list(fields))
-                pipeline.get(self._keys.journal(request_id))
-            replies = await pipeline.execute(raise_on_error=False)
-        return list(zip(replies[::2], replies[1::2], strict=True))
+                if is_read:
+                    pipeline.get(self._keys.journal(request_id))
+            replies = iter(await pipeline.execute(raise_on_error=False))
+        return [(next(replies), next(replies) if is_read else None) for is_read in are_read]
 
     async def _erase(self, request_ids: list[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -165,8 +179,16 @@ def stored_answer(
     return choices, terminal
 
 
-def stored_request(fields: Sequence[Any] | Exception, journal: Any) -> StoredRequest | None:
-    """Decode the values of FIELDS; None if the store does not have the request. Raise FormatError."""
+def stored_request(
+    fields: Sequence[Any] | Exception, journal: Any, num_tokens: int | None = None
+) -> StoredRequest | None:
+    """Decode the values of FIELDS; None if the store does not have the request. Raise FormatError.
+
+    Args:
+        fields: The values, or the server's error.
+        journal: The journal's bytes, None, or the server's error.
+        num_tokens: Generated tokens so far; None: those of the journal.
+    """
     if isinstance(fields, Exception):
         raise FormatError(str(fields)) from fields
     state, _, body, owner, record, asked = fields
@@ -174,7 +196,8 @@ def stored_request(fields: Sequence[Any] | Exception, journal: Any) -> StoredReq
         return None
     request = decode_request(body)
     choices, terminal = stored_answer(request, fields, journal)
-    num_tokens = sum(len(choice.token_ids) for choice in choices)
+    if num_tokens is None:
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
     return StoredRequest(
         request, state.decode(), (owner or b"").decode(), record or b"", num_tokens, terminal, asked is not None
     )

@@ -56,9 +56,13 @@ class StreamTable:
     def of(self, request_id: str) -> tuple[Inbox, ...]:
         return self._by_request_id.get(request_id, ())
 
+    def num_tokens_of(self, request_id: str) -> int | None:
+        """Return the generated tokens of a request, or None if no reader here has them all."""
+        return next((stream.num_tokens for stream in self.of(request_id) if stream.is_current), None)
+
     def add(self, stream: Inbox) -> None:
         self._by_request_id[stream.request_id] = (*self.of(stream.request_id), stream)
-        stream.on_caught_up = self._wake.set
+        stream.on_caught_up = self._caught_up
         if not stream.num_tokens:
             self._waiting.add(stream)
             self.num_waiting_tokens += len(stream.request.prompt_token_ids)
@@ -70,10 +74,30 @@ class StreamTable:
             self._begin(stream)
             left = tuple(other for other in self.of(stream.request_id) if other is not stream)
             if left:
+                was_first = self.of(stream.request_id)[0] is stream
                 self._by_request_id[stream.request_id] = left
+                if was_first:
+                    self._lead(left[0])
             else:
                 self._by_request_id.pop(stream.request_id, None)
             self._suspended.pop(stream.epoch, None)
+
+    def join(self, stream: Inbox) -> bool:
+        """Let a stream take what the first reader of its answer has. Return False if it must read the journal."""
+        first, *others = self.of(stream.request_id) or (stream,)
+        return bool(others) and first is not stream and first.is_current and stream.join(first)
+
+    def _caught_up(self, stream: Inbox) -> None:
+        """Let a paused stream continue, by the first reader of its answer if it is another one."""
+        first, *_ = self.of(stream.request_id) or (stream,)
+        if first is stream or (first.is_current and not stream.join(first)):
+            self._lead(stream)
+        else:
+            self.settle(stream)
+
+    def _lead(self, stream: Inbox) -> None:
+        stream.lead()
+        self._wake.set()
 
     def end(self, stream: Inbox, terminal: TerminalEvent) -> None:
         """End a stream for its reader only; the store is not changed."""

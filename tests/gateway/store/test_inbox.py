@@ -120,7 +120,12 @@ def scored_journal(*token_ids: int) -> list[StoredChoice]:
 async def test_lagging_reader_gets_the_rest_from_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "MAX_UNREAD_SCORES", 3)
     stream, caught_up = Inbox(REQUEST), []
-    stream.on_caught_up = lambda: caught_up.append(stream.state)
+
+    def catch_up(paused: Inbox) -> None:
+        paused.lead()
+        caught_up.append(paused.state)
+
+    stream.on_caught_up = catch_up
     for event in (scored(0, 1, 2), scored(2, 3, 4), scored(4, 5), finish(5)):
         stream.add_event(event)
     assert is_in(stream, StreamState.PAUSED) and tokens_of(stream) == [1, 2, 3]

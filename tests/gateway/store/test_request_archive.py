@@ -23,7 +23,7 @@ def journal_of(num_tokens: int) -> bytes:
 
 async def test_long_journals_are_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     unused: Any = None
-    archive: Any = RequestArchive(unused, unused, unused)
+    archive: Any = RequestArchive(unused, unused, unused, unused)
     threads: dict[str, int] = {}
     may_end = threading.Event()
 
