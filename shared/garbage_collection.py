@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG_OBJECTS = 20_000  # threshold of the youngest generation; each connection leaves five cyclic objects of asyncio
+# A middle collection visits what is new since the last one, 0.6 us per object: of 10 young ones it stopped a gateway that
+# got 2,000 connections for 131 ms.
+MIDDLE_EVERY, OLD_EVERY = 3, 30
 
 
 @contextmanager
@@ -26,4 +29,4 @@ def search_rarely() -> None:
     """Exclude all current objects from collections, and make those rare. Call after loading."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
+    gc.set_threshold(YOUNG_OBJECTS, MIDDLE_EVERY, OLD_EVERY)
