@@ -16,6 +16,7 @@ from shared.messages import (
     FinishEvent,
     FinishReason,
     JournalFrame,
+    StreamEvent,
     TokenEvent,
     Usage,
     WorkerHeartbeat,
@@ -107,7 +108,7 @@ class TestStream:
         for stream in streams:
             stream.on_ready = lambda: received_at.append(turns)
         counting = asyncio.create_task(count())
-        events = [TokenEvent(name, 0, [5]) for name in sorted(set(names))]
+        events: list[StreamEvent] = [TokenEvent(name, 0, [5]) for name in sorted(set(names))]
         batch = EventBatch(PROTOCOL_VERSION, WORKER, 1, events)
         await connections.commands.publish(keys.gateway_channel("g"), encode(batch))
         async with asyncio.timeout(PATIENCE_SECONDS):
