@@ -9,6 +9,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.auth.access import Access, authenticate, check_address
 from gateway.auth.api_keys import ApiKeysError
+from gateway.freed_memory import FreedMemory
 from gateway.http import admin, fleet, kv, page
 from gateway.http.descriptors import watch_descriptors
 from gateway.http.dialect import DIALECTS
@@ -139,6 +140,7 @@ def create_app(
         owner_task("key_watch", access.watch, may_return=lambda: not access.has_file),
         owner_task("limits", lambda: state.limits.share(access.accounts)),
         owner_task("descriptor_watch", watch_descriptors),
+        owner_task("freed_memory", FreedMemory(state.num_streams).watch),
     ]
     runs += [api.start(app) for api in served if api.start is not None]
     app.cleanup_ctx.extend([inference_clients, *runs])

@@ -39,6 +39,7 @@ OWNERS = {
     "load_models": "gateway.model_service:ModelService.load",
     "stream_watch": "gateway.http.open_response:StreamWatch.run",
     "key_watch": "gateway.auth.access:Access.watch",
+    "freed_memory": "gateway.freed_memory:FreedMemory.watch",
     "files_upkeep": "gateway.apis.files.directory:FilesDirectory.run",
     "settle": "gateway.http.state:GatewayState.keep_reader_ready",
 }
