@@ -285,6 +285,7 @@ class Inbox:
 
     def lead(self) -> None:
         """Take events again, after the journal: no other reader has what is missing."""
+        self._leader = None  # or each former first reader would keep the one before it
         if self.state is StreamState.PAUSED:
             self._become(StreamState.NEEDS_JOURNAL)
 
