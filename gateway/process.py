@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
+from gateway.freed_memory import return_large_buffers
 from gateway.http.listener import Listener, listen
 from gateway.http.state import STATE, GatewayState
-from gateway.large_buffers import return_large_buffers
 from gateway.model_service import ModelOptions
 from gateway.settings import GatewaySettings
 from gateway.store.acceptance import QueueRules

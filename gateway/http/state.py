@@ -70,10 +70,6 @@ class GatewayState:
             ]
         )
 
-    def num_streams(self) -> int:
-        """Return the number of open requests of all models, and of further readers of their answers."""
-        return sum(len(service.client.streams) for service in self.models)
-
     def hold_bytes(self, request: web.Request, num_bytes: int) -> AbstractContextManager[object]:
         """Count bytes that wait to be sent, except on routes without a key.
 

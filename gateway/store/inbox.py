@@ -61,7 +61,7 @@ TRANSITIONS: Mapping[StreamState, frozenset[StreamState]] = {
     _S.ENDED: frozenset(),
 }
 
-JOINING_STATES = frozenset({_S.QUEUED, _S.LIVE, _S.NEEDS_JOURNAL, _S.PAUSED})
+_JOINING_STATES = frozenset({_S.QUEUED, _S.LIVE, _S.NEEDS_JOURNAL, _S.PAUSED})
 
 
 class IllegalTransition(Exception):
@@ -302,7 +302,7 @@ class Inbox:
         Returns:
             False if their tokens differ, or this one is in a state in which only the journal decides.
         """
-        if self.state not in JOINING_STATES:
+        if self.state not in _JOINING_STATES:
             return False
         pairs = list(zip(self._choices, leader.choices, strict=True))
         if leader is not self._leader and any(own.tokens != its.tokens[: len(own.tokens)] for own, its in pairs):
@@ -311,7 +311,8 @@ class Inbox:
         if self.state is StreamState.NEEDS_JOURNAL:
             self._become(StreamState.LIVE)
         self.last_event_at = leader.last_event_at
-        self.prompt_logprobs |= leader.prompt_logprobs
+        if len(self.prompt_logprobs) < len(leader.prompt_logprobs):
+            self.prompt_logprobs |= leader.prompt_logprobs
         for own, its in pairs:
             start = len(own.tokens)
             if start < len(its.tokens) or its.finish_reason is not own.finish_reason:

@@ -99,21 +99,17 @@ class Listening:
             its_events = list(of_one)
             streams = self._streams.of(request_id)
             is_end = not isinstance(its_events[-1], TokenEvent)
-            if is_end:
-                for follower in streams[1:]:
-                    follower.join_at_end(streams[0])
-                    await self._let_others()
-            for stream in streams:
+            for stream in reversed(streams) if is_end else streams:  # the end of the first one is the last to be seen
                 if stream.state is StreamState.SUSPENDED:
                     continue
-                if stream is not streams[0] and not is_end and streams[0].is_current and stream.follows():
-                    stream.on_ready()
-                    continue
-                stream.last_event_at = now
                 try:
-                    for event in its_events:
-                        stream.add_event(event)
-                    self._streams.settle(stream)
+                    if is_end:
+                        stream.join_at_end(streams[0])
+                    if is_end or stream is streams[0] or not (streams[0].is_current and stream.follows()):
+                        stream.last_event_at = now
+                        for event in its_events:
+                            stream.add_event(event)
+                        self._streams.settle(stream)
                     stream.on_ready()
                 except Exception:
                     self._counts.num_message_errors += 1

@@ -159,7 +159,6 @@ class Recovery:
         """Let a stream take what it misses from another reader of its answer, if that has everything."""
         if not self._streams.join(stream):
             return False
-        self._streams.settle(stream)
         stream.on_ready()
         return True
 

@@ -59,14 +59,13 @@ class RequestArchive:
             FormatError: If a stored request is unreadable.
         """
         ids = list(request_ids)
-        known = [self._streams.num_tokens_of(request_id) for request_id in ids]
-        with_journal = [request_id for request_id, num_tokens in zip(ids, known, strict=True) if num_tokens is None]
-        replies = await self._calls.ask(self.read(ids, FIELDS, with_journal))
+        known = {id_: num_tokens for id_ in ids if (num_tokens := self._streams.num_tokens_of(id_)) is not None}
+        replies = await self._calls.ask(self.read(ids, FIELDS, without_journal=known))
         return [
             await self.decode(
-                _owner_of(fields), _length_of(journal), partial(stored_request, fields, journal, num_tokens)
+                _owner_of(fields), _length_of(journal), partial(stored_request, fields, journal, known.get(id_))
             )
-            for (fields, journal), num_tokens in zip(replies, known, strict=True)
+            for id_, (fields, journal) in zip(ids, replies, strict=True)
         ]
 
     async def keeps(self, request_id: str) -> bool:
@@ -114,16 +113,16 @@ class RequestArchive:
         return await self._calls.ask(command)
 
     async def read(
-        self, request_ids: list[str], fields: Iterable[str], with_journal: Container[str] | None = None
+        self, request_ids: list[str], fields: Iterable[str], without_journal: Container[str] = ()
     ) -> list[tuple[Any, Any]]:
         """Return fields of the hash, and the journal, of each request; either may be the server's error.
 
-        The journal is None for requests that are not in `with_journal`, unless that is None.
+        The journal of a request in `without_journal` is not read; it is None.
 
         The hash is read first: if it contains the end, the journal read after it is complete. Call it only from the
         gateway's own tasks, which are not cancelled with a client.
         """
-        are_read = [with_journal is None or request_id in with_journal for request_id in request_ids]
+        are_read = [request_id not in without_journal for request_id in request_ids]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request_id, is_read in zip(request_ids, are_read, strict=True):
                 pipeline.hmget(self._keys.request(request_id), list(fields))

@@ -84,16 +84,21 @@ class StreamTable:
 
     def join(self, stream: Inbox) -> bool:
         """Let a stream take what the first reader of its answer has. Return False if it must read the journal."""
-        first, *others = self.of(stream.request_id) or (stream,)
-        return bool(others) and first is not stream and first.is_current and stream.join(first)
+        leader = self._leader_of(stream)
+        if leader is stream or not leader.is_current or not stream.join(leader):
+            return False
+        self.settle(stream)
+        return True
 
     def _caught_up(self, stream: Inbox) -> None:
-        """Let a paused stream continue, by the first reader of its answer if it is another one."""
-        first, *_ = self.of(stream.request_id) or (stream,)
-        if first is stream or (first.is_current and not stream.join(first)):
+        """Let a paused stream continue; one that follows waits while its leader misses something."""
+        leader = self._leader_of(stream)
+        if leader is stream or (leader.is_current and not self.join(stream)):
             self._lead(stream)
-        else:
-            self.settle(stream)
+
+    def _leader_of(self, stream: Inbox) -> Inbox:
+        """Return the first reader of the answer, which the others follow."""
+        return (self.of(stream.request_id) or (stream,))[0]
 
     def _lead(self, stream: Inbox) -> None:
         stream.lead()

@@ -7,9 +7,9 @@
 -- A consumer group reads a stream in its order only. An entry that is next before older entries is moved to the end of `ahead`,
 -- the queue before this one, all of whose entries have been read.
 -- A worker reads the entries whose home it is (homes.lua) before others whose start is at most WINDOW_TOKENS lower: keys still get
--- their turns. It leaves other homes' entries to them for LEFT_MS, or for about as long as computing the prompt again takes, at
--- most MAX_LEFT_MS: so a wait in vain costs no more than twice the better choice. It does not wait for a home without room, or with
--- more requests than it may have beside this worker.
+-- their turns. It leaves other homes' entries to them for LEFT_MS. A long prompt is left for about as long as this worker would
+-- compute it, at most MAX_LEFT_MS. It does not wait for a home without room, or with more requests than it may have beside this
+-- worker.
 local WINDOW_TOKENS = 16384
 local LEFT_MS, LEFT_MS_PER_TOKEN, MAX_LEFT_MS = 20, 0.025, 500 -- 8B parameters on an H100: 8,192 tokens in 0.2 s
 local MAX_STALE = 256 -- maximum of entries that were read or cancelled meanwhile, and are dropped by one call

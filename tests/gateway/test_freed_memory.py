@@ -5,7 +5,7 @@ import ctypes
 import psutil
 import pytest
 
-from gateway.freed_memory import FreedMemory, return_freed_memory
+from gateway.freed_memory import FreedMemory, return_small_pieces
 
 
 def is_worthwhile_after(*num_open: int) -> list[bool]:
@@ -29,6 +29,6 @@ def test_freed_pieces_between_kept_ones_go_back() -> None:
     kept = pieces[::100]
     full = psutil.Process().memory_info().rss
     del pieces
-    return_freed_memory()
+    return_small_pieces()
     assert full - psutil.Process().memory_info().rss > 60e6
     assert len(kept) == 400

@@ -69,6 +69,20 @@ async def test_waiting_reader_takes_over_when_the_first_leaves(
     assert await waiting == ([10, 11, 12, 13], end)
 
 
+async def test_follower_that_fails_ends_alone(client: InferenceClient, worker: HandPlayedWorker) -> None:
+    def fail() -> None:
+        if bad.state is StreamState.PAUSED:
+            raise RuntimeError("planned")
+
+    good, bad = await start(client, worker), *attached(client, 1)
+    bad.on_ready = fail
+    for index in range(3):
+        await worker.emit("a", index, 10 + index)
+    end = await worker.finish("a", 3)
+    assert await rest(good) == ([10, 11, 12], end)
+    assert bad.has_ended and client.counts.num_message_errors == 1 and not client.counts.num_journal_reads
+
+
 @pytest.mark.parametrize("lost", [{1}, {3}, {0, 4}], ids=str)
 async def test_lost_messages_reach_all_readers(
     client: InferenceClient, worker: HandPlayedWorker, lost: set[int]
@@ -82,7 +96,7 @@ async def test_lost_messages_reach_all_readers(
 
 
 class Answer:
-    """An answer with readers that come and go, of which messages are lost, and journals are read at any time."""
+    """An answer. Readers come and go, messages are lost, and journals are read at any time."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -114,11 +128,11 @@ class Answer:
         """Deliver as Listening does, or lose it."""
         if self.chance.random() < 0.2:
             return
-        first, *others = streams = self.table.of("a") or (Inbox(make_request()),)
+        first, *_ = streams = self.table.of("a") or (Inbox(make_request()),)
         is_end = not isinstance(event, TokenEvent)
-        for other in others if is_end else ():
-            other.join_at_end(first)
-        for stream in streams:
+        for stream in reversed(streams) if is_end else streams:
+            if is_end:
+                stream.join_at_end(first)
             if stream is first or is_end or not first.is_current or not stream.follows():
                 stream.add_event(event)
                 self.table.settle(stream)
