@@ -140,7 +140,7 @@ def create_app(
         owner_task("key_watch", access.watch, may_return=lambda: not access.has_file),
         owner_task("limits", lambda: state.limits.share(access.accounts)),
         owner_task("descriptor_watch", watch_descriptors),
-        owner_task("freed_memory", FreedMemory(lambda: state.open_requests.num_open).watch),
+        owner_task("freed_memory", FreedMemory(state.num_streams).watch),
     ]
     runs += [api.start(app) for api in served if api.start is not None]
     app.cleanup_ctx.extend([inference_clients, *runs])

@@ -70,6 +70,10 @@ class GatewayState:
             ]
         )
 
+    def num_streams(self) -> int:
+        """Return the number of readers of answers whose memory is not free yet, which may be after their requests."""
+        return sum(len(service.client.streams) for service in self.models)
+
     def hold_bytes(self, request: web.Request, num_bytes: int) -> AbstractContextManager[object]:
         """Count bytes that wait to be sent, except on routes without a key.
 

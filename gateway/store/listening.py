@@ -102,10 +102,12 @@ class Listening:
             for stream in reversed(streams) if is_end else streams:  # the end of the first one is the last to be seen
                 if stream.state is StreamState.SUSPENDED:
                     continue
+                takes_events = True
                 try:
                     if is_end:
                         stream.join_at_end(streams[0])
-                    if is_end or stream is streams[0] or not (streams[0].is_current and stream.follows()):
+                    takes_events = is_end or stream is streams[0] or not (streams[0].is_current and stream.follows())
+                    if takes_events:
                         stream.last_event_at = now
                         for event in its_events:
                             stream.add_event(event)
@@ -115,7 +117,8 @@ class Listening:
                     self._counts.num_message_errors += 1
                     logger.exception("request %s: failed", request_id)
                     self._streams.fail(stream)
-                if time.perf_counter() >= self._turn_ends_at:  # one request may have thousands of streams
+                # To wake a follower takes 0.3 us. With a slice for each few hundred, messages of 2,000 would pile up.
+                if takes_events and time.perf_counter() >= self._turn_ends_at:
                     await self._let_others()
 
     async def _let_others(self) -> None:
