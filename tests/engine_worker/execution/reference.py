@@ -6,6 +6,7 @@
 transformers is imported inside functions: its import costs 3 CPU seconds, and processes such as ranks do not need it.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,22 @@ def load_transformers(directory: Path, **options: Any) -> Any:
     """Load a causal model of transformers; `options` as of from_pretrained()."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - see above
 
-    model = AutoModelForCausalLM.from_pretrained(directory, **options)
+    with warnings.catch_warnings():  # transformers 5.17 compiles gpt_bigcode's functions with it
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        model = AutoModelForCausalLM.from_pretrained(directory, **options)
     apply_swiglu_limit(model)
     return model
 
 
 def apply_swiglu_limit(model: Any) -> None:
-    """Set the limit of gpt-oss's experts to that of the config: some releases of transformers always use 7.0."""
-    if model.config.model_type == "gpt_oss":
+    """Set the limit of gpt-oss's experts to that of the config: some releases of transformers always use 7.0.
+
+    Their config has the field only if the checkpoint does.
+    """
+    limit = getattr(model.config, "swiglu_limit", None)
+    if model.config.model_type == "gpt_oss" and limit is not None:
         for layer in model.get_decoder().layers:
-            layer.mlp.experts.limit = model.config.swiglu_limit
+            layer.mlp.experts.limit = limit
 
 
 class Reference:
