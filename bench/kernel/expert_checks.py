@@ -7,8 +7,8 @@ from bench.kernel.cases import Check, Error, measure_error, poisoned, rounding_t
 from bench.kernel.expert_layers import GPT_OSS, QWEN3, QWEN3_INT4, ExpertLayer, ExpertModel, random_layer
 from bench.kernel.fp8_checks import random_weight as random_fp8_weight
 from kernels.fp8_quantize import quantize_groups, quantize_rows
+from kernels.moe.activation import Gate, SquaredRelu, activated_reference, num_halves
 from kernels.moe.combine import combine
-from kernels.moe.gate import Gate, gated_reference
 from kernels.moe.grouped_product import grouped_product, tiles_of
 from kernels.moe.reference import apply_experts_reference, choose_reference, sort_reference
 from kernels.moe.route import route
@@ -19,8 +19,10 @@ from kernels.moe.weights import ExpertProduct, ScaledExperts
 ROWS = (1, 7, 16, 40, 300)
 SMALL = {
     "small bf16": ExpertModel(192, 128, Router(num_experts=5, top_k=2), Gate(kind="gelu_tanh"), "bf16", has_bias=True),
+    "small squared relu": ExpertModel(192, 128, Router(num_experts=5, top_k=2), SquaredRelu(), "bf16", has_bias=True),
     "small mxfp4": ExpertModel(128, 192, Router(num_experts=3, top_k=1), Gate(), "mxfp4"),
     "small awq": ExpertModel(192, 160, Router(num_experts=5, top_k=2), Gate(kind="gelu_tanh"), "awq", has_bias=True),
+    "small awq squared relu": ExpertModel(192, 160, Router(num_experts=5, top_k=2), SquaredRelu(), "awq"),
 }
 
 CHECKED = {
@@ -37,7 +39,7 @@ def check_experts(model: ExpertModel, num_rows: int) -> Check:
         x = torch.randn(num_rows, model.hidden, dtype=torch.bfloat16, device=generator.device, generator=generator)
         routing = poisoned(lambda: layer.route(x))
         output = poisoned(lambda: layer.apply(x, routing))
-        exact = apply_experts_reference(x.double(), routing, layer.gate_up, layer.down, model.gate)
+        exact = apply_experts_reference(x.double(), routing, layer.first, layer.down, model.activation)
         # Gate, up, their product and each expert's result are rounded, besides the sum.
         errors = [measure_error(output, exact, 4 * rounding_tolerance(torch.bfloat16)), *_routing_errors(layer, x)]
         for row in (0, num_rows // 2, num_rows - 1):
@@ -76,8 +78,10 @@ def _routing_errors(layer: ExpertLayer, x: Tensor) -> list[Error]:
 
 def _by_groups(layer: ExpertLayer, x: Tensor, routing: Routing) -> Tensor:
     """Compute the layer by the form for every device."""
-    gated = grouped_product(x, layer.gate_up, routing, layer.model.gate, tiles_of(True, routing.block_rows, 2), x.dtype)
-    plain = grouped_product(gated, layer.down, routing, None, tiles_of(False, routing.block_rows, 2), x.dtype)
+    activation = layer.model.activation
+    tiles = tiles_of(num_halves(activation) == 2, routing.block_rows, 2)
+    activated = grouped_product(x, layer.first, routing, activation, tiles, x.dtype)
+    plain = grouped_product(activated, layer.down, routing, None, tiles_of(False, routing.block_rows, 2), x.dtype)
     return combine(plain, routing)
 
 
@@ -103,7 +107,7 @@ def check_fp8_product(num_rows: int, is_gated: bool, is_grouped: bool) -> Check:
         of_pairs = of_pairs[routing.pairs.long() // 2] if is_gated else of_pairs
         offsets, weight = routing.offsets.tolist(), scaled.exact_weight().double()
         exact = torch.cat([of_pairs[offsets[e] : offsets[e + 1]] @ weight[e].T for e in range(9)])
-        exact = exact if gate is None else gated_reference(exact, gate)
+        exact = exact if gate is None else activated_reference(exact, gate)
         return [measure_error(output, exact, 2 * rounding_tolerance(torch.bfloat16)), same_bits(run(), output)]
 
     return check

@@ -1,4 +1,4 @@
-"""Layers of experts for the checks and benchmarks: sizes of two models, random weights and routers."""
+"""Layers of experts for the checks and benchmarks: sizes of three models, random weights and routers."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.fp8_kv import E4M3
+from kernels.moe.activation import Activation, Gate, SquaredRelu, num_halves
 from kernels.moe.experts import apply_experts
-from kernels.moe.gate import Gate
 from kernels.moe.mxfp4 import Mxfp4Experts, pack_mxfp4
 from kernels.moe.route import route
 from kernels.moe.routing import Router, Routing
@@ -24,14 +24,14 @@ class ExpertModel:
     hidden: int
     inner: int
     router: Router
-    gate: Gate
+    activation: Activation
     format: Format
     has_bias: bool = False
 
     @property
     def bytes_per_expert(self) -> int:
         """Return the bytes of the weights of one expert."""
-        values = 3 * self.hidden * self.inner
+        values = (num_halves(self.activation) + 1) * self.hidden * self.inner
         of_int4 = values * 33 // 64
         sizes = {"bf16": values * 2, "fp8": values, "mxfp4": values * 17 // 32, "int4": of_int4, "awq": of_int4}
         return sizes[self.format]
@@ -44,11 +44,15 @@ GPT_OSS = ExpertModel(
 QWEN3 = ExpertModel(2048, 768, Router(num_experts=128, top_k=8, renormalize=True), Gate(), "bf16")
 QWEN3_FP8 = replace(QWEN3, format="fp8")
 QWEN3_INT4 = replace(QWEN3, format="int4")
+NEMOTRON3 = ExpertModel(
+    2688, 1856, Router(num_experts=128, top_k=6, scoring="sigmoid", renormalize=True, scale=2.5), SquaredRelu(), "bf16"
+)
 MODELS = {
     "gpt-oss-20b mxfp4": GPT_OSS,
     "qwen3-30b-a3b bf16": QWEN3,
     "qwen3-30b-a3b fp8": QWEN3_FP8,
     "qwen3-30b-a3b int4": QWEN3_INT4,
+    "nemotron-3-nano-30b-a3b bf16": NEMOTRON3,
 }
 
 
@@ -57,14 +61,14 @@ class ExpertLayer:
     model: ExpertModel
     router_weight: Tensor
     router_bias: Tensor | None
-    gate_up: ExpertProduct
+    first: ExpertProduct
     down: ExpertProduct
 
     def route(self, x: Tensor) -> Routing:
         return route(x, self.router_weight, self.model.router, self.router_bias)
 
     def apply(self, x: Tensor, routing: Routing) -> Tensor:
-        return apply_experts(x, routing, self.gate_up, self.down, self.model.gate)
+        return apply_experts(x, routing, self.first, self.down, self.model.activation)
 
 
 def random_layer(model: ExpertModel, generator: torch.Generator) -> ExpertLayer:
@@ -74,16 +78,16 @@ def random_layer(model: ExpertModel, generator: torch.Generator) -> ExpertLayer:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
 
-    def product(num_outputs: int, num_inputs: int, is_gated: bool) -> ExpertProduct:
-        weight = _random_weight(model.format, (experts, num_outputs, num_inputs), is_gated, generator)
-        return ExpertProduct(weight, random(experts, num_outputs) if model.has_bias else None)
+    def product(num_outputs: int, num_inputs: int, halves: int) -> ExpertProduct:
+        weight = _random_weight(model.format, (experts, halves * num_outputs, num_inputs), halves == 2, generator)
+        return ExpertProduct(weight, random(experts, halves * num_outputs) if model.has_bias else None)
 
     return ExpertLayer(
         model,
         random(experts, model.hidden) * model.hidden**-0.5,
         random(experts) * 0.1 if model.has_bias else None,
-        product(2 * model.inner, model.hidden, is_gated=True),
-        product(model.hidden, model.inner, is_gated=False),
+        product(model.inner, model.hidden, num_halves(model.activation)),
+        product(model.hidden, model.inner, 1),
     )
 
 

@@ -137,16 +137,16 @@ class ExpertsLoad:
     has_down_bias: bool
 
     def linears(self, expert: int) -> tuple[LinearSpec, LinearSpec]:
-        """Return gate and up, and down, of one expert, with the names that ExpertWeights gives them."""
+        """Return the first layer (gate and up, or up) and down of one expert, with the names of StackedExperts."""
         spec, suffix = self.spec, f".{expert}" if self.names.is_stacked else ""
-        gate_up, down = (
+        entry, down = (
             tuple(self.prefix + name.format(expert=expert) + suffix for name in names)
             for names in (self.names.gate_up, (self.names.down,))
         )
-        inner, hidden, outputs = spec.inner, self.hidden, (spec.inner, spec.inner)
+        hidden, outputs = self.hidden, spec.entry_sizes
         return (
-            LinearSpec(role=Role.GATE_UP, names=gate_up, outputs=outputs, inputs=hidden, bias=spec.bias),
-            LinearSpec(role=Role.DOWN, names=down, outputs=(hidden,), inputs=inner, bias=self.has_down_bias),
+            LinearSpec(role=spec.entry_role, names=entry, outputs=outputs, inputs=hidden, bias=spec.bias),
+            LinearSpec(role=Role.DOWN, names=down, outputs=(hidden,), inputs=spec.inner, bias=self.has_down_bias),
         )
 
 

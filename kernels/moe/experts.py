@@ -1,11 +1,11 @@
-"""The experts of a layer: gated product, plain product, weighted sum."""
+"""The experts of a layer: a product with an activation, a plain product, the weighted sum."""
 
 import torch
 from torch import Tensor
 
 from kernels.fp8_quantize import quantize_groups, quantize_rows
+from kernels.moe.activation import Activation, Gate
 from kernels.moe.combine import combine
-from kernels.moe.gate import Gate
 from kernels.moe.gather import gather_rows
 from kernels.moe.grouped_product import grouped_product, tiles_of
 from kernels.moe.int4_product import int4_product, int4_tiles_of
@@ -16,29 +16,31 @@ from kernels.moe.routing import Routing
 from kernels.moe.weights import ExpertProduct, ExpertWeight, Int4Experts, ScaledExperts
 
 
-def apply_experts(x: Tensor, routing: Routing, gate_up: ExpertProduct, down: ExpertProduct, gate: Gate) -> Tensor:
+def apply_experts(
+    x: Tensor, routing: Routing, first: ExpertProduct, down: ExpertProduct, activation: Activation
+) -> Tensor:
     """Apply the owned experts of each token and add their weighted results in ascending expert order.
 
     Args:
         x: [T, H], contiguous.
         routing: From route() of the same tokens.
-        gate_up: Weight of 2 * I outputs and H inputs, gate rows first.
+        first: Weight of I outputs and H inputs; with a gate, of 2 * I outputs, gate rows first.
         down: Weight of H outputs and I inputs.
-        gate: The gate function.
+        activation: Between the two.
 
     Returns:
         [T, H], dtype of x. With split weights, this rank's part of the sum.
     """
     if x.is_cuda:
-        return apply_experts_triton(x, routing, gate_up, down, gate)
-    return apply_experts_reference(x, routing, gate_up, down, gate)
+        return apply_experts_triton(x, routing, first, down, activation)
+    return apply_experts_reference(x, routing, first, down, activation)
 
 
 def apply_experts_triton(
-    x: Tensor, routing: Routing, gate_up: ExpertProduct, down: ExpertProduct, gate: Gate
+    x: Tensor, routing: Routing, first: ExpertProduct, down: ExpertProduct, activation: Activation
 ) -> Tensor:
-    gated = _product(x, gate_up, routing, gate)
-    return combine(_product(gated, down, routing, None), routing)
+    activated = _product(x, first, routing, activation)
+    return combine(_product(activated, down, routing, None), routing)
 
 
 def kernel_of(weight: ExpertWeight, *, is_gated: bool, on_hopper: bool) -> str:
@@ -53,18 +55,19 @@ def kernel_of(weight: ExpertWeight, *, is_gated: bool, on_hopper: bool) -> str:
     return f"list kernel up to {num_tokens} tokens, then grouped product" if num_tokens else "grouped product"
 
 
-def _product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | None) -> Tensor:
-    weight, is_gated = product.weight, gate is not None
+def _product(x: Tensor, product: ExpertProduct, routing: Routing, activation: Activation | None) -> Tensor:
+    weight, is_gated = product.weight, isinstance(activation, Gate)
     if isinstance(weight, Int4Experts):
         tiles_of_int4 = int4_tiles_of(is_gated, routing.block_rows, weight.group, x.element_size())
-        return int4_product(x, product, routing, gate, tiles_of_int4)
+        return int4_product(x, product, routing, activation, tiles_of_int4)
     tiles = list_tiles_of(weight, is_gated, routing) if x.dtype == torch.bfloat16 and is_hopper(x.device) else None
     if tiles is not None:
-        rows = gather_rows(x, routing) if is_gated and not reads_tokens(routing) else x
-        return list_product(rows, product, routing, gate, tiles)
+        rows = gather_rows(x, routing) if activation is not None and not reads_tokens(routing) else x
+        return list_product(rows, product, routing, activation, tiles)
     if isinstance(weight, Mxfp4Experts):
         raise ValueError("MXFP4 experts need a Hopper GPU (sm_90) and bfloat16 activations")
+    grouped_tiles = tiles_of(is_gated, routing.block_rows, 1 if isinstance(weight, ScaledExperts) else x.element_size())
     if isinstance(weight, ScaledExperts):
         quantized = quantize_groups(x) if weight.is_grouped else quantize_rows(x)
-        return grouped_product(quantized, product, routing, gate, tiles_of(is_gated, routing.block_rows, 1), x.dtype)
-    return grouped_product(x, product, routing, gate, tiles_of(is_gated, routing.block_rows, x.element_size()), x.dtype)
+        return grouped_product(quantized, product, routing, activation, grouped_tiles, x.dtype)
+    return grouped_product(x, product, routing, activation, grouped_tiles, x.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.moe.gate import Gate, apply_gate, launch_options
+from kernels.moe.activation import Activation, apply_gate, launch_options, num_halves, squared_relu
 from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import ExpertProduct, ScaledExperts
 from kernels.scaled import GROUP, Scaled
@@ -42,10 +42,10 @@ class GroupedTiles:
 @triton.jit
 def store_sums(
     output, sums, sums_of_up, bias, first_output, sorted_rows, outputs, inside_m,
-    NUM_OUTPUTS: tl.constexpr, GATED: tl.constexpr, IS_GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, IS_GELU: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias, apply the gate, and store the sums [N, M] of an expert, whose bias begins at `first_output`."""
+    """Add the bias, activate, and store the sums [N, M] of an expert, whose bias begins at `first_output`."""
     inside_n = outputs < NUM_OUTPUTS
     dtype: tl.constexpr = output.dtype.element_ty
     if bias is not None:
@@ -57,6 +57,8 @@ def store_sums(
     if GATED:
         up = sums_of_up.to(dtype).to(tl.float32)
         result = apply_gate(result.to(tl.float32), up, IS_GELU, ALPHA, LIMIT, UP_OFFSET).to(dtype)
+    if SQUARED:
+        result = squared_relu(result.to(tl.float32)).to(dtype)
     places = output + sorted_rows.to(tl.int64)[None, :] * NUM_OUTPUTS + outputs[:, None]
     tl.store(places, result, mask=inside_m[None, :] & inside_n[:, None])
 
@@ -85,9 +87,9 @@ def _step(
 def grouped_product_kernel(
     x, x_scales, weight, weight_scales, bias, pairs, blocks, num_blocks, output, num_rows,
     NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, TOP_K: tl.constexpr, FIELDS: tl.constexpr,
-    GATED: tl.constexpr, IS_GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    SCALED: tl.constexpr, SCALE_GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, SQUARED: tl.constexpr, IS_GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr, SCALED: tl.constexpr, SCALE_GROUPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run every num_programs-th tile. TOP_K > 0: rows of x are tokens; 0: sorted rows."""
     if DEPENDENT:
@@ -136,7 +138,7 @@ def grouped_product_kernel(
                 )  # fmt: skip
         store_sums(
             output, sums, sums_of_up, bias, expert * ROWS, sorted_rows, outputs, inside_m,
-            NUM_OUTPUTS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET,
+            NUM_OUTPUTS, GATED, SQUARED, IS_GELU, ALPHA, LIMIT, UP_OFFSET,
         )  # fmt: skip
 
 
@@ -144,17 +146,17 @@ def grouped_product(
     x: Tensor | Scaled,
     product: ExpertProduct,
     routing: Routing,
-    gate: Gate | None,
+    activation: Activation | None,
     tiles: GroupedTiles,
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute one product of the owned experts.
 
     Args:
-        x: Gated: rows [T, K]; plain: sorted rows [T * k, K]. Scaled for fp8 weights.
+        x: Of the first product: rows [T, K]; of the second: sorted rows [T * k, K]. Scaled for fp8 weights.
         product: Weights of 16 or 32 bits, or fp8.
         routing: From route().
-        gate: Of a gated product, whose weight has 2 * N rows; None: plain.
+        activation: After the first product; with a gate, its weight has 2 * N rows. None: the second product.
         tiles: From tiles_of().
         dtype: Of the result.
 
@@ -167,7 +169,7 @@ def grouped_product(
     weight_values = weight.values if isinstance(weight, ScaledExperts) else weight
     assert isinstance(weight_values, Tensor) and is_scaled == isinstance(x, Scaled)
     num_rows, num_inputs = values.shape
-    num_outputs = product.num_outputs // (1 if gate is None else 2)
+    num_outputs = product.num_outputs // num_halves(activation)
     assert weight_values.shape[2] == num_inputs and values.is_contiguous() and weight_values.is_contiguous()
     assert weight_values.dtype == values.dtype
     is_grouped = isinstance(weight, ScaledExperts) and weight.is_grouped
@@ -190,7 +192,7 @@ def grouped_product(
         num_rows,
         NUM_OUTPUTS=num_outputs,
         NUM_INPUTS=num_inputs,
-        TOP_K=0 if gate is None else routing.ids.shape[1],
+        TOP_K=0 if activation is None else routing.ids.shape[1],
         FIELDS=BLOCK_FIELDS,
         SCALED=is_scaled,
         SCALE_GROUPED=is_grouped,
@@ -199,7 +201,7 @@ def grouped_product(
         BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **launch_options(gate),
+        **launch_options(activation),
         **dependent_launch(values),
     )
     return output

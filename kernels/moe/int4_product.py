@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.moe.gate import Gate, launch_options
+from kernels.moe.activation import Activation, launch_options, num_halves
 from kernels.moe.grouped_product import PROGRAMS, GroupedTiles, of_block, store_sums
 from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import INT4_MIDDLE, ExpertProduct, Int4Experts
@@ -82,8 +82,9 @@ def _add_group(sums, packed, scale, zero, low_rows, high_rows):
 def int4_product_kernel(
     x, weight, scales, zeros, bias, pairs, blocks, num_blocks, output,
     NUM_OUTPUTS: tl.constexpr, NUM_INPUTS: tl.constexpr, TOP_K: tl.constexpr, FIELDS: tl.constexpr,
-    GATED: tl.constexpr, IS_GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    MIDDLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, SQUARED: tl.constexpr, IS_GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr, MIDDLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run every num_programs-th tile. TOP_K > 0: rows of x are tokens; 0: sorted rows."""
     if DEPENDENT:
@@ -134,18 +135,20 @@ def int4_product_kernel(
                 up_scale, up_zero = next_scale, next_zero
         store_sums(
             output, sums, sums_of_up, bias, expert * ROWS, sorted_rows, outputs, inside_m,
-            NUM_OUTPUTS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET,
+            NUM_OUTPUTS, GATED, SQUARED, IS_GELU, ALPHA, LIMIT, UP_OFFSET,
         )  # fmt: skip
 
 
-def int4_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | None, tiles: GroupedTiles) -> Tensor:
+def int4_product(
+    x: Tensor, product: ExpertProduct, routing: Routing, activation: Activation | None, tiles: GroupedTiles
+) -> Tensor:
     """Compute one product of the owned experts.
 
     Args:
-        x: Gated: rows [T, K]; plain: sorted rows [T * k, K].
+        x: Of the first product: rows [T, K]; of the second: sorted rows [T * k, K].
         product: Weights of Int4Experts.
         routing: From route().
-        gate: Of a gated product, whose weight has 2 * N rows; None: plain.
+        activation: After the first product; with a gate, its weight has 2 * N rows. None: the second product.
         tiles: From int4_tiles_of().
 
     Returns:
@@ -153,7 +156,7 @@ def int4_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     """
     weight = product.weight
     assert isinstance(weight, Int4Experts) and weight.values.is_contiguous() and x.is_contiguous()
-    num_inputs, num_outputs = x.shape[1], product.num_outputs // (1 if gate is None else 2)
+    num_inputs, num_outputs = x.shape[1], product.num_outputs // num_halves(activation)
     assert weight.values.shape[2] * weight.group == num_inputs
     output = x.new_empty(routing.num_pairs, num_outputs)
     if len(x) == 0:
@@ -171,7 +174,7 @@ def int4_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         output,
         NUM_OUTPUTS=num_outputs,
         NUM_INPUTS=num_inputs,
-        TOP_K=0 if gate is None else routing.ids.shape[1],
+        TOP_K=0 if activation is None else routing.ids.shape[1],
         FIELDS=BLOCK_FIELDS,
         MIDDLE=INT4_MIDDLE,
         BLOCK_M=max(routing.block_rows, 16),  # a dot has no fewer columns
@@ -179,7 +182,7 @@ def int4_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         HALF=weight.group // 2,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **launch_options(gate),
+        **launch_options(activation),
         **dependent_launch(x),
     )
     return output

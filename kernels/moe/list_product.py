@@ -6,7 +6,7 @@ skinny_linear.py. Weights are the 64-row operand of wgmma, and each output is on
 so its bits depend neither on T nor on other rows. MXFP4 weights become exact bfloat16 in registers (mxfp4.py).
 """
 # One warp loads, so that the others never wait for each other at a copy. The down product requests weights before its
-# dependency wait: the routing was complete before the gated product let this kernel start.
+# dependency wait: the routing was complete before the first product let this kernel start.
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.moe.gate import Gate, apply_gate, launch_options
+from kernels.moe.activation import Activation, apply_gate, launch_options, num_halves, squared_relu
 from kernels.moe.mxfp4 import OUTPUT_SCALE, TILE, Mxfp4Experts
 from kernels.moe.routing import BLOCK_FIELDS, Routing
 from kernels.moe.weights import ExpertProduct, ExpertWeight, Int4Experts, ScaledExperts
@@ -243,7 +243,7 @@ def _consume(
     tiles, tile_scales, rows, full, empty, bias, ids, positions, blocks, output, num_tokens, first_owned, first_item,
     end_item,
     NUM_OUTPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr, GATED: gl.constexpr,
-    IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
+    SQUARED: gl.constexpr, IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
     BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     IS_MXFP4: gl.constexpr,
 ):  # fmt: skip
@@ -291,6 +291,8 @@ def _consume(
         result = (total + of_bias[:, None]).to(output.dtype.element_ty)
         if GATED:
             result = _gated(result, BLOCK_M, IS_GELU, ALPHA, LIMIT, UP_OFFSET)
+        if SQUARED:
+            result = squared_relu(result.to(gl.float32)).to(result.dtype)
         columns_out = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, stored))
         target = output + places.to(gl.int64)[None, :] * NUM_OUTPUTS + columns_out[:, None]
         gl.store(target, gl.convert_layout(result, stored), mask=used[None, :] & (columns_out >= 0)[:, None])
@@ -301,8 +303,8 @@ def _consume(
 def list_product_kernel(
     weight, scales, x, bias, ids, positions, blocks, num_blocks, output, num_tokens, first_owned,
     NUM_OUTPUTS: gl.constexpr, NUM_INPUTS: gl.constexpr, TOP_K: gl.constexpr, FIELDS: gl.constexpr,
-    GATED: gl.constexpr, IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr,
-    BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    GATED: gl.constexpr, SQUARED: gl.constexpr, IS_GELU: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    UP_OFFSET: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
     IS_MXFP4: gl.constexpr,
 ):  # fmt: skip
     """Run an even share of the tiles of all blocks. TOP_K > 0: rows of x are tokens; 0: sorted rows."""
@@ -326,7 +328,7 @@ def list_product_kernel(
     for early in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(early), count=1)
         mbarrier.init(empty.index(early), count=1)
-    if GATED:
+    if GATED or SQUARED:  # the first product
         gdc_wait()
     # After this wait, so that the down product finds the routing complete when it starts.
     gdc_launch_dependents()
@@ -337,8 +339,8 @@ def list_product_kernel(
         [
             (_consume, (
                 tiles, tile_scales, rows, full, empty, bias, ids, positions, blocks, output, num_tokens, first_owned,
-                first_item, end_item, NUM_OUTPUTS, TOP_K, FIELDS, GATED, IS_GELU, ALPHA, LIMIT, UP_OFFSET, BLOCK_M,
-                CHUNKS, STEPS, NUM_STAGES, IS_MXFP4,
+                first_item, end_item, NUM_OUTPUTS, TOP_K, FIELDS, GATED, SQUARED, IS_GELU, ALPHA, LIMIT, UP_OFFSET,
+                BLOCK_M, CHUNKS, STEPS, NUM_STAGES, IS_MXFP4,
             )),
             (_produce, (
                 weight, scales, x, ring, scale_ring, rows, full, empty, blocks, first_item,
@@ -351,14 +353,16 @@ def list_product_kernel(
     )  # fmt: skip
 
 
-def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate | None, tiles: ListTiles) -> Tensor:
+def list_product(
+    x: Tensor, product: ExpertProduct, routing: Routing, activation: Activation | None, tiles: ListTiles
+) -> Tensor:
     """Compute one product of the owned experts.
 
     Args:
-        x: bfloat16. Gated, if reads_tokens(): [T, K]; otherwise sorted rows [T * k, K].
+        x: bfloat16. Of the first product, if reads_tokens(): [T, K]; otherwise sorted rows [T * k, K].
         product: bfloat16 [E, N, K], or MXFP4; N a multiple of 64 (gated: 128), K of 64 * chunks.
         routing: From route().
-        gate: Of a gated product, whose weight has 2 * N rows; None: plain.
+        activation: After the first product; with a gate, its weight has 2 * N rows. None: the second product.
         tiles: From list_tiles_of().
 
     Returns:
@@ -367,7 +371,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     weight = product.weight
     assert not isinstance(weight, ScaledExperts | Int4Experts)
     experts, num_rows, num_inputs = weight.shape
-    boxes = 1 if gate is None else 2
+    boxes = num_halves(activation)
     num_outputs, block_m = num_rows // boxes, routing.block_rows
     is_mxfp4 = isinstance(weight, Mxfp4Experts)
     assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] == num_inputs
@@ -376,7 +380,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
     if routing.num_pairs == 0:
         return output
     num_tokens, top_k = routing.ids.shape
-    has_tokens = gate is not None and reads_tokens(routing)
+    has_tokens = activation is not None and reads_tokens(routing)
     assert len(x) == (num_tokens if has_tokens else routing.num_pairs)
     if isinstance(weight, Mxfp4Experts):
         values, scales = _words(weight.values, 2 * boxes, 256), _words(weight.scales, boxes, 32)
@@ -411,7 +415,7 @@ def list_product(x: Tensor, product: ExpertProduct, routing: Routing, gate: Gate
         num_warps=4 * boxes,
         maxnreg=min(_REGISTERS // ((boxes + 1) * 128 * tiles.programs_per_sm) // 8 * 8, 248),
         launch_pdl=True,
-        **launch_options(gate),
+        **launch_options(activation),
     )
     return output
 
@@ -444,7 +448,7 @@ def max_listed_tokens(weight: Tensor, is_gated: bool) -> int:
 
 
 def reads_tokens(routing: Routing) -> bool:
-    """Return whether the gated product reads the rows of all tokens instead of sorted rows."""
+    """Return whether the first product reads the rows of all tokens instead of sorted rows."""
     return len(routing.ids) <= routing.block_rows
 
 

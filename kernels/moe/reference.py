@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.moe.gate import Gate, gated_reference
+from kernels.moe.activation import Activation, activated_reference
 from kernels.moe.routing import Router, Routing, empty_routing
 from kernels.moe.weights import ExpertProduct, exact_weight
 
@@ -75,7 +75,7 @@ def sort_reference(x: Tensor, ids: Tensor, weights: Tensor, router: Router, owne
 
 
 def apply_experts_reference(
-    x: Tensor, routing: Routing, gate_up: ExpertProduct, down: ExpertProduct, gate: Gate
+    x: Tensor, routing: Routing, first: ExpertProduct, down: ExpertProduct, activation: Activation
 ) -> Tensor:
     """Add the chosen experts in ascending order, in float32 or float64; see apply_experts()."""
     exact = torch.promote_types(x.dtype, torch.float32)
@@ -84,9 +84,9 @@ def apply_experts_reference(
         tokens, slots = (routing.ids == expert).nonzero(as_tuple=True)
         if len(tokens):
             local = expert - routing.owned.start
-            gated = gated_reference(_linear(x[tokens], gate_up, local), gate)
+            activated = activated_reference(_linear(x[tokens], first, local), activation)
             weights = routing.weights[tokens, slots, None].to(exact)
-            sums.index_add_(0, tokens, _linear(gated, down, local).to(exact) * weights)
+            sums.index_add_(0, tokens, _linear(activated, down, local).to(exact) * weights)
     return sums.to(x.dtype)
 
 

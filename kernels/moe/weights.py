@@ -83,7 +83,7 @@ class ExpertProduct:
     """One of the two linear layers of all experts.
 
     Attributes:
-        weight: Of N outputs and K inputs; gated: N = 2 * I, gate rows first.
+        weight: Of N outputs and K inputs; with a gate: N = 2 * I, gate rows first.
         bias: [E, N] or None.
     """
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.moe.gate import apply_gate
+from kernels.moe.activation import apply_gate
 from kernels.skinny_linear import NUM_SMS
 from kernels.w4a16.unpack import layout_of_words, load_part, scales_of, unpacked
 from kernels.w4a16.weights import W4Weight

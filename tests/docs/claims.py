@@ -172,7 +172,7 @@ FAMILY_NAMES = {
     "OLMo 3": "olmo3", "Phi-3": "phi3", "Phi-4": "phi3", "Qwen2": "qwen2", "Qwen2.5": "qwen2", "Qwen3": "qwen3",
     "Qwen3-MoE": "qwen3_moe", "Qwen3-Next": "qwen3_next", "Qwen3.5": "qwen3_5_text", "Qwen3.5-MoE": "qwen3_5_moe_text",
     "Mixtral": "mixtral", "OLMoE": "olmoe", "Granite MoE": "granitemoe", "Granite 4": "granitemoehybrid",
-    "Nemotron-H": "nemotron_h",
+    "Nemotron-H, Nemotron 3 Nano": "nemotron_h",
     "GLM-4.5": "glm4_moe", "gpt-oss": "gpt_oss", "Seed-OSS": "seed_oss", "SmolLM2": "llama", "SmolLM3": "smollm3",
 }  # fmt: skip
 

@@ -36,6 +36,7 @@ from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.fp8_tiles import fp8_tiles
 from kernels.kv_block_copy import copy_kv_blocks_triton
+from kernels.moe.activation import num_halves
 from kernels.moe.experts import apply_experts_triton
 from kernels.moe.gather import gather_rows
 from kernels.moe.list_product import list_product, list_tiles_of, reads_tokens
@@ -349,19 +350,20 @@ def experts(model: ExpertModel) -> Callable[[], object]:
         return ExpertProduct(Mxfp4Experts(*words), empty(num_experts, num_outputs))
 
     def launch() -> None:
-        gate_up, down = product(2 * model.inner, model.hidden, 2), product(model.hidden, model.inner, 1)
+        halves = num_halves(model.activation)
+        first, down = product(halves * model.inner, model.hidden, halves), product(model.hidden, model.inner, 1)
         for num_tokens in (1, 32, 256, 2048):
             x = empty(num_tokens, model.hidden)
             routing = route_triton(x, empty(model.router.num_experts, model.hidden), model.router)
             if model.format in {"bf16", "int4"}:
-                apply_experts_triton(x, routing, gate_up, down, model.gate)
-            for weights, gate in ((gate_up, model.gate), (down, None)):
-                tiles = list_tiles_of(weights.weight, gate is not None, routing)
+                apply_experts_triton(x, routing, first, down, model.activation)
+            for weights, activation in ((first, model.activation), (down, None)):
+                tiles = list_tiles_of(weights.weight, num_halves(activation) == 2, routing)
                 if tiles is not None:
                     sorted_rows = gather_rows(empty(num_tokens, weights.weight.shape[2]), routing)  # type: ignore[union-attr]
-                    has_tokens = gate is not None and reads_tokens(routing)
+                    has_tokens = activation is not None and reads_tokens(routing)
                     rows = x if has_tokens else sorted_rows
-                    list_product(rows, weights, routing, gate, tiles)
+                    list_product(rows, weights, routing, activation, tiles)
 
     return launch
 

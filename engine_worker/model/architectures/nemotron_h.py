@@ -1,13 +1,25 @@
-"""Nemotron-H and Nemotron Nano 2: Mamba-2, a few layers of attention without positions, and MLPs without gates."""
+"""Nemotron-H, Nemotron Nano 2 and 3: Mamba-2, a few layers of attention without positions, MLPs without gates.
+
+Nemotron 3 has experts, without gates too.
+"""
 
 from typing import Any
 
-from engine_worker.model.architectures.config_keys import FULL, LINEAR, Config, mixers_by_type, positive_int
+from engine_worker.model.architectures.config_keys import (
+    FULL,
+    LINEAR,
+    Config,
+    mixers_by_type,
+    number_of,
+    positive_int,
+)
 from engine_worker.model.architectures.decoder import attention_spec, model_spec
+from engine_worker.model.architectures.experts_keys import router_spec
 from engine_worker.model.architectures.mamba_keys import refuse_step_limits, transformers_types
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import RopeSpec
-from engine_worker.model.specs.names import NamesSpec, StateSpaceNames
+from engine_worker.model.specs.experts import ExpertsSpec, Scoring
+from engine_worker.model.specs.names import ExpertNames, NamesSpec, StateSpaceNames
 from engine_worker.model.specs.plain_mlp import PlainMlpSpec
 from engine_worker.model.specs.state_space import StateSpaceSpec
 
@@ -20,11 +32,22 @@ _NAMES = NamesSpec(
     space=StateSpaceNames.under("mixer"),
     up="mixer.up_proj",
     down="mixer.down_proj",
+    experts=ExpertNames(
+        router="mixer.gate",
+        correction_bias="mixer.gate.e_score_correction_bias",
+        gate_up=("mixer.experts.{expert}.up_proj",),
+        down="mixer.experts.{expert}.down_proj",
+        shared_gate_up=("mixer.shared_experts.up_proj",),
+        shared_down="mixer.shared_experts.down_proj",
+        stacked=("mixer.experts.up_proj", "mixer.experts.down_proj"),
+    ),
     before_attention="norm",
     before_mlp="norm",
 )
 _PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
-_DEFAULTS: dict[str, Any] = {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True}
+_DEFAULTS: dict[str, Any] = {
+    "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
@@ -36,8 +59,10 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     kinds = {
         FULL: LayerSpec(mixer=attention_spec(config, rope=RopeSpec(dim=0)), mlp=None),
         LINEAR: LayerSpec(mixer=_state_space(config), mlp=None),
-        "mlp": LayerSpec(mixer=None, mlp=_mlp(config)),
+        "mlp": LayerSpec(mixer=None, mlp=_mlp(config, "intermediate_size")),
     }
+    if "moe" in types:
+        kinds["moe"] = LayerSpec(mixer=None, mlp=_experts(config))
     layers = tuple(mixers_by_type(config, types, kinds))
     eps = float(config.get("layer_norm_epsilon", 1e-5))
     return model_spec(config, generation, layers[0], layers=layers, norm_eps=eps, names=_NAMES)
@@ -63,8 +88,27 @@ def _state_space(config: Config) -> StateSpaceSpec:
     )
 
 
-def _mlp(config: Config) -> PlainMlpSpec:
-    return PlainMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bool(config.get("mlp_bias")))
+def _mlp(config: Config, size: str) -> PlainMlpSpec:
+    return PlainMlpSpec(intermediate_size=positive_int(config, size), bias=bool(config.get("mlp_bias")))
+
+
+def _experts(config: Config) -> ExpertsSpec:
+    router = router_spec(
+        config,
+        "n_routed_experts",
+        scoring=Scoring.SIGMOID,
+        renormalize=bool(config.get("norm_topk_prob", True)),
+        scale=number_of(config, "routed_scaling_factor", 1.0),
+        num_groups=positive_int(config, "n_group"),
+        num_chosen_groups=positive_int(config, "topk_group"),
+        correction_bias=True,
+    )
+    return ExpertsSpec(
+        router=router,
+        inner=positive_int(config, "moe_intermediate_size"),
+        gate=None,
+        shared=_mlp(config, "moe_shared_expert_intermediate_size"),
+    )
 
 
 def _refuse_unsupported(config: Config) -> None:
@@ -79,3 +123,5 @@ def _refuse_unsupported(config: Config) -> None:
             raise ValueError(f"config.json: {key} = {config[key]!r} is not supported; only {supported!r} is")
     if config.get("residual_in_fp32"):
         raise ValueError("config.json: residual_in_fp32 = True is not supported; only False is")
+    if config.get("moe_latent_size") is not None:
+        raise ValueError(f"config.json: moe_latent_size = {config['moe_latent_size']!r} is not supported; only null is")

@@ -33,8 +33,8 @@ def load_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) 
     weights = expert_source(load, source)
     experts = []
     for expert in load.spec.experts:
-        gate_up, down = load.linears(expert)
-        experts.append((method.load(gate_up, weights), method.load(down, weights)))
+        first, down = load.linears(expert)
+        experts.append((method.load(first, weights), method.load(down, weights)))
     _log_form()
     return LoopedExperts(load.spec, load.router, experts)
 
@@ -49,7 +49,7 @@ class LoopedExperts:
     """The experts of one layer."""
 
     def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: list[tuple[Linear, Linear]]) -> None:
-        """Hold the experts; `experts` has gate and up, and down, of each expert of this rank."""
+        """Hold the experts; `experts` has the first and the second layer of each expert of this rank."""
         self._first, self._experts, self._gate = spec.experts.start, experts, spec.gate
         self._router, self._correction = spec.router, router.correction_bias
         self._logits = cpu_kernel(router.weight.float(), None if router.bias is None else router.bias.float())
@@ -59,17 +59,19 @@ class LoopedExperts:
         sums = torch.zeros_like(x, dtype=torch.float32)
         for expert, pairs in _by_expert(ids, len(self._experts), self._first):
             tokens = pairs // ids.shape[1]
-            gate_up, down = self._experts[expert]
-            outputs = down(self._gated(gate_up, x[tokens]))
+            first, down = self._experts[expert]
+            outputs = down(self._activated(first, x[tokens]))
             sums.index_add_(0, tokens, outputs.float().mul_(weights.flatten()[pairs, None]))
         return sums.to(x.dtype)
 
-    def _gated(self, gate_up: Linear, x: Tensor) -> Tensor:
+    def _activated(self, first: Linear, x: Tensor) -> Tensor:
+        if self._gate is None:
+            return first(x).relu_().square_()
         if self._gate.is_plain:
-            gated = gate_up.gated(x, self._gate)
+            gated = first.gated(x, self._gate)
             assert isinstance(gated, Tensor)
             return gated
-        return combined(gate_up(x), self._gate)
+        return combined(first(x), self._gate)
 
 
 def choose(logits: Tensor, router: RouterSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_mlp import GateSpec
 from engine_worker.model.weights import WeightSource, joined
+from kernels.moe.activation import Activation, Gate, SquaredRelu
 from kernels.moe.experts import apply_experts, kernel_of
-from kernels.moe.gate import Gate
 from kernels.moe.list_product import is_hopper
 from kernels.moe.route import route
 from kernels.moe.routing import Router
@@ -37,19 +37,22 @@ class CudaExperts:
         """Load all experts; `read` makes one weight of the linear layers of all experts."""
         spec, weights = load.spec, expert_source(load, source)
         self._router = load.router
-        self._values, self._gate = _router_values(spec), _gate_values(spec.gate)
+        self._values, self._activation = _router_values(spec), _activation(spec.gate)
         self._owned = None if spec.owned is None else spec.experts
         linears = [load.linears(expert) for expert in spec.experts]
-        products = ([gate_up for gate_up, _ in linears], [down for _, down in linears])
-        self._gate_up, self._down = (ExpertProduct(read(each, weights), _biases(each, weights)) for each in products)
-        for name, product, is_gated in (("gate and up", self._gate_up, True), ("down", self._down, False)):
-            on_hopper = is_hopper(load.router.weight.device)
-            _log_kernel(name, kernel_of(product.weight, is_gated=is_gated, on_hopper=on_hopper))
+        products = ([first for first, _ in linears], [down for _, down in linears])
+        self._first, self._down = (ExpertProduct(read(each, weights), _biases(each, weights)) for each in products)
+        is_gated, on_hopper = spec.gate is not None, is_hopper(load.router.weight.device)
+        _log_kernel(
+            "gate and up" if is_gated else "up",
+            kernel_of(self._first.weight, is_gated=is_gated, on_hopper=on_hopper),
+        )
+        _log_kernel("down", kernel_of(self._down.weight, is_gated=False, on_hopper=on_hopper))
 
     def __call__(self, x: Tensor) -> Tensor:
         router = self._router
         routing = route(x, router.weight, self._values, router.bias, router.correction_bias, self._owned)
-        return apply_experts(x, routing, self._gate_up, self._down, self._gate)
+        return apply_experts(x, routing, self._first, self._down, self._activation)
 
 
 @cache
@@ -94,5 +97,7 @@ def _router_values(spec: ExpertsSpec) -> Router:
     )
 
 
-def _gate_values(gate: GateSpec) -> Gate:
+def _activation(gate: GateSpec | None) -> Activation:
+    if gate is None:
+        return SquaredRelu()
     return Gate(kind=gate.kind.value, alpha=gate.alpha, limit=gate.limit, up_offset=gate.up_offset)

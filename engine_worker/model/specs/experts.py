@@ -1,4 +1,4 @@
-"""A mixture of experts: a router chooses a few gated MLPs for each token; a shared one may serve all tokens.
+"""A mixture of experts: a router chooses a few MLPs for each token; a shared one may serve all tokens.
 
 Ranks share the inner size of every expert (tensor parallelism), or the experts themselves (expert parallelism).
 """
@@ -22,6 +22,7 @@ from engine_worker.model.specs.part import (
     parts_by_inputs,
     parts_by_outputs,
 )
+from engine_worker.model.specs.plain_mlp import PlainMlpSpec
 
 MIN_EXPERT_COLUMNS = 64  # inner columns of a tile
 
@@ -68,7 +69,7 @@ class ExpertsSpec:
     Attributes:
         router: How they are chosen.
         inner: Inner size of an expert.
-        gate: How gate and up are combined.
+        gate: How gate and up are combined; None: without gates, relu(up) ** 2.
         bias: Gate, up and down have biases; only in stacked tensors.
         interleaved: Rows of gate and up alternate in the checkpoint.
         transposed: Stacked tensors are [experts, inputs, outputs].
@@ -81,11 +82,11 @@ class ExpertsSpec:
 
     router: RouterSpec
     inner: int
-    gate: GateSpec = SILU
+    gate: GateSpec | None = SILU
     bias: bool = False
     interleaved: bool = False
     transposed: bool = False
-    shared: GatedMlpSpec | None = None
+    shared: GatedMlpSpec | PlainMlpSpec | None = None
     shared_gate: bool = False
     owned: Range | None = None
     granule: int = MIN_EXPERT_COLUMNS
@@ -95,6 +96,16 @@ class ExpertsSpec:
     def experts(self) -> range:
         """The experts of this rank."""
         return range(*self.owned) if self.owned is not None else range(self.router.num_experts)
+
+    @property
+    def entry_role(self) -> Role:
+        """The role of an expert's first linear layer."""
+        return Role.UP if self.gate is None else Role.GATE_UP
+
+    @property
+    def entry_sizes(self) -> tuple[int, ...]:
+        """The outputs of the matrices of an expert's first linear layer."""
+        return (self.inner,) * (1 if self.gate is None else 2)
 
     def tensors(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         """Yield the tensors; see PartSpec."""
@@ -146,17 +157,17 @@ class ExpertsSpec:
 
     def _stacked(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         experts, inner, count = names.experts, self.inner, len(self.experts)
-        yield TensorSpec(experts.gate_up[0], self.stacked_shape(2 * inner, hidden), Role.GATE_UP)
+        outputs = sum(self.entry_sizes)
+        yield TensorSpec(experts.gate_up[0], self.stacked_shape(outputs, hidden), self.entry_role)
         yield TensorSpec(experts.down, self.stacked_shape(hidden, inner), Role.DOWN)
         if self.bias:
-            yield TensorSpec(experts.gate_up_bias, (count, 2 * inner))
+            yield TensorSpec(experts.gate_up_bias, (count, outputs))
             yield TensorSpec(experts.down_bias, (count, hidden))
 
     def _separate(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
-        inner = (self.inner, self.inner)
         for expert in self.experts:
-            gate_up = [name.format(expert=expert) for name in names.experts.gate_up]
-            yield from linear_tensors(Role.GATE_UP, gate_up, inner, hidden, bias=False)
+            entry = [name.format(expert=expert) for name in names.experts.gate_up]
+            yield from linear_tensors(self.entry_role, entry, self.entry_sizes, hidden, bias=False)
             down = names.experts.down.format(expert=expert)
             yield from linear_tensors(Role.DOWN, (down,), (hidden,), self.inner, bias=False)
 
@@ -164,13 +175,13 @@ class ExpertsSpec:
         experts, columns = names.experts, own_range(self.inner, rank, size)
         owned = range(*own_range(self.router.num_experts, rank, size)) if self._splits_experts(size) else None
         for expert in self.experts:
-            gate_up = [name.format(expert=expert) for name in experts.gate_up]
+            entry = [name.format(expert=expert) for name in experts.gate_up]
             down = experts.down.format(expert=expert)
             if owned is None:
-                yield from parts_by_outputs(gate_up, (self.inner, self.inner), (columns, columns))
+                yield from parts_by_outputs(entry, self.entry_sizes, (columns,) * len(entry))
                 yield from parts_by_inputs(down, self.inner, rank, size)
             elif expert not in owned:
-                yield from ((f"{name}.weight", NOTHING) for name in (*gate_up, down))
+                yield from ((f"{name}.weight", NOTHING) for name in (*entry, down))
 
     def _parts_of_stacked(self, names: NamesSpec, rank: int, size: int) -> Iterator[tuple[str, Part]]:
         experts = names.experts
@@ -180,7 +191,10 @@ class ExpertsSpec:
             yield from ((name, owned) for name in every)
             return
         (first, end), inner = own_range(self.inner, rank, size), self.inner
-        rows = ((2 * first, 2 * end),) if self.interleaved else ((first, end), (inner + first, inner + end))
+        if self.interleaved:
+            rows: tuple[Range, ...] = ((2 * first, 2 * end),)
+        else:
+            rows = tuple((start + first, start + end) for start in range(0, sum(self.entry_sizes), inner))
         yield experts.gate_up[0], Part(2 if self.transposed else 1, rows)
         yield experts.gate_up_bias, Part(1, rows)
         yield experts.down, Part(1 if self.transposed else 2, ((first, end),))
@@ -189,5 +203,6 @@ class ExpertsSpec:
 
 
 def shared_names(names: NamesSpec) -> NamesSpec:
-    """Return the names of the shared expert as those of a gated MLP."""
-    return replace(names, gate_up=names.experts.shared_gate_up, down=names.experts.shared_down)
+    """Return the names of the shared expert as those of an MLP."""
+    *_, up = gate_up = names.experts.shared_gate_up
+    return replace(names, gate_up=gate_up, up=up, down=names.experts.shared_down)

@@ -10,6 +10,7 @@ class ExpertNames:
     """The names of the tensors of experts.
 
     A name with `{expert}` is one module per expert. A name without it is one tensor of all experts, with its suffix.
+    Experts without gates have one name in `gate_up`, that of up; so has a shared expert without a gate.
     `stacked` has the names of gate and up, and of down, in checkpoints that stack the experts instead.
     """
 

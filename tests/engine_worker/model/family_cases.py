@@ -156,6 +156,14 @@ NATIVE = {
     "nemotron_h, ends with attention": Case("nemotron_h", {
         **NEMOTRON, "layers_block_type": ["mlp", "linear_attention", "linear_attention", "full_attention"],
         "use_conv_bias": False, "mlp_bias": True, "conv_kernel": 2}),
+    "nemotron_h, experts": Case("nemotron_h", {
+        **NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_routed_experts": 6,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
+        "routed_scaling_factor": 2.5}),
+    "nemotron_h, experts in groups, biases": Case("nemotron_h", {
+        **NEMOTRON, "layers_block_type": ["moe", "full_attention", "linear_attention", "mlp"], "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 20, "mlp_bias": True,
+        "moe_shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
     "glm4_moe": Case("glm4_moe", {
         "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 3, "topk_group": 2,
         "routed_scaling_factor": 1.7, "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True}),

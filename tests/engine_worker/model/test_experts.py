@@ -93,10 +93,11 @@ def expected(spec: ExpertsSpec, tensors: dict[str, Tensor], x: Tensor) -> Tensor
         inner = x.double() @ gate_up.T
         if spec.bias:
             inner += tensors["mlp.experts.gate_up_proj_bias"][expert].double()
-        gates, ups = inner.chunk(2, dim=-1)
-        if spec.gate.limit:
-            gates, ups = gates.clamp(max=spec.gate.limit), ups.clamp(-spec.gate.limit, spec.gate.limit)
-        outputs = gates * torch.sigmoid(spec.gate.alpha * gates) * (ups + spec.gate.up_offset) @ down.T
+        gate, (gates, ups) = spec.gate, inner.chunk(2, dim=-1)
+        assert gate is not None
+        if gate.limit:
+            gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+        outputs = gates * torch.sigmoid(gate.alpha * gates) * (ups + gate.up_offset) @ down.T
         if spec.bias:
             outputs += tensors["mlp.experts.down_proj_bias"][expert].double()
         total += of_all[:, expert, None] * outputs

@@ -65,8 +65,9 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {"rope_parameters": YARN, "sliding_window": None},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "nemotron_h": {
-        "hybrid_override_pattern": "M-*M-", "n_groups": 2, "mamba_num_heads": 6, "mamba_head_dim": 12,
-        "ssm_state_size": 8,
+        "hybrid_override_pattern": "M-*ME", "n_groups": 2, "mamba_num_heads": 6, "mamba_head_dim": 12,
+        "ssm_state_size": 8, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
     },
     "olmo2": {},
     "olmo3": {"sliding_window": 9, "num_hidden_layers": 4},

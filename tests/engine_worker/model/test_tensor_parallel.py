@@ -65,8 +65,9 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "nemotron_h": {
-        "hybrid_override_pattern": "M-*", "n_groups": 12, "mamba_num_heads": 24, "mamba_head_dim": 12,
-        "ssm_state_size": 8, "mlp_bias": True,
+        "hybrid_override_pattern": "M-*E", "n_groups": 12, "mamba_num_heads": 24, "mamba_head_dim": 12,
+        "ssm_state_size": 8, "mlp_bias": True, "n_routed_experts": 5, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 48,
     },
     "olmo2": {},
     "olmo3": {"sliding_window": 9},
@@ -136,6 +137,15 @@ def test_tensor_parallel_matches_one_rank(ranks: Ranks, model_type: str, size: i
 SIX_EXPERTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "nemotron_h": {
+        "hybrid_override_pattern": "E*E",
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 25,
+        "moe_shared_expert_intermediate_size": 48,
+        "mamba_num_heads": 24,
+        "mamba_head_dim": 12,
+    },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 1, "moe_intermediate_size": 25, "mlp_only_layers": [0]},
 }
 

@@ -7,8 +7,8 @@ import torch
 
 from bench.kernel.cases import measure_error, rounding_tolerance
 from kernels.fp8_kv import E4M3
+from kernels.moe.activation import Activation, Gate, SquaredRelu, activated_reference, num_halves
 from kernels.moe.experts import apply_experts_triton, kernel_of
-from kernels.moe.gate import Gate, gated_reference
 from kernels.moe.grouped_product import grouped_product, tiles_of
 from kernels.moe.mxfp4 import pack_mxfp4
 from kernels.moe.reference import apply_experts_reference, choose_reference, route_reference, sort_reference
@@ -27,10 +27,11 @@ ROUTERS = {
         num_experts=24, top_k=4, scoring="sigmoid", renormalize=True, scale=1.5, num_groups=6, num_chosen_groups=2
     ),
 }
-GATES = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": Gate(),
     "gelu": Gate(kind="gelu_tanh"),
     "clamped": Gate(alpha=1.702, limit=1.0, up_offset=1.0),
+    "squared relu": SquaredRelu(),
 }
 
 
@@ -91,8 +92,11 @@ def test_route_lists_blocks_of_owned_experts_only(num_tokens: int) -> None:
     assert {block[0] for block in used_blocks(found)} <= {0, 1, 2}
 
 
-def experts(router: Router, hidden: int, inner: int, dtype: torch.dtype, has_bias: bool) -> list[Any]:
-    weights = random(router.num_experts, 2 * inner, hidden, seed=4), random(router.num_experts, hidden, inner, seed=5)
+def experts(
+    router: Router, hidden: int, inner: int, dtype: torch.dtype, has_bias: bool, activation: Activation
+) -> list[Any]:
+    outputs = num_halves(activation) * inner
+    weights = random(router.num_experts, outputs, hidden, seed=4), random(router.num_experts, hidden, inner, seed=5)
     biases = [random(*weight.shape[:2], seed=6).to(dtype) if has_bias else None for weight in weights]
     return [
         ExpertProduct((weight * weight.shape[2] ** -0.5).to(dtype), bias)
@@ -100,16 +104,18 @@ def experts(router: Router, hidden: int, inner: int, dtype: torch.dtype, has_bia
     ]
 
 
-@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("num_tokens", "hidden", "inner"), [(1, 64, 96), (5, 40, 33), (40, 96, 64)])
-def test_experts_equal_float64(num_tokens: int, hidden: int, inner: int, dtype: torch.dtype, gate: Gate) -> None:
+def test_experts_equal_float64(
+    num_tokens: int, hidden: int, inner: int, dtype: torch.dtype, activation: Activation
+) -> None:
     router = Router(num_experts=6, top_k=2, renormalize=True)
     x = random(num_tokens, hidden).to(dtype)
-    gate_up, down = experts(router, hidden, inner, dtype, has_bias=gate.limit > 0)
+    first, down = experts(router, hidden, inner, dtype, activation != Gate(), activation)
     routing = route_triton(x, random(6, hidden, seed=1).to(dtype), router)
-    found = apply_experts_triton(x, routing, gate_up, down, gate)
-    exact = apply_experts_reference(x.double(), routing, gate_up, down, gate)
+    found = apply_experts_triton(x, routing, first, down, activation)
+    exact = apply_experts_reference(x.double(), routing, first, down, activation)
     # Gate, up, their product and each expert's result are rounded, besides the sum.
     error = measure_error(found, exact, 4 * rounding_tolerance(dtype))
     assert error.passed, error
@@ -118,7 +124,7 @@ def test_experts_equal_float64(num_tokens: int, hidden: int, inner: int, dtype: 
 def test_experts_of_two_owners_add_to_all() -> None:
     router = Router(num_experts=6, top_k=3, renormalize=True)
     x = random(9, 64)
-    gate_up, down = experts(router, 64, 64, torch.float32, has_bias=True)
+    gate_up, down = experts(router, 64, 64, torch.float32, has_bias=True, activation=Gate())
     whole = apply_experts_triton(x, route_triton(x, random(6, 64, seed=1), router), gate_up, down, Gate())
     parts = torch.zeros_like(whole)
     for owned in (range(4), range(4, 6)):
@@ -135,7 +141,7 @@ def test_experts_of_two_owners_add_to_all() -> None:
 def test_experts_rows_do_not_depend_on_other_rows() -> None:
     router = Router(num_experts=4, top_k=2, renormalize=True)
     x, weight = random(40, 64), random(4, 64, seed=1)
-    gate_up, down = experts(router, 64, 64, torch.float32, has_bias=False)
+    gate_up, down = experts(router, 64, 64, torch.float32, has_bias=False, activation=Gate())
     together = apply_experts_triton(x, route_triton(x, weight, router), gate_up, down, Gate())
     for row in (0, 7, 39):
         alone = x[row : row + 1]
@@ -144,43 +150,47 @@ def test_experts_rows_do_not_depend_on_other_rows() -> None:
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
-@pytest.mark.parametrize("gate", [None, Gate()])
-def test_fp8_product_equals_float64(gate: Gate | None, is_grouped: bool) -> None:
+@pytest.mark.parametrize("activation", [None, Gate(), SquaredRelu()])
+def test_fp8_product_equals_float64(activation: Activation | None, is_grouped: bool) -> None:
     router = Router(num_experts=3, top_k=2)
     x = random(5, 256)
     routing = route_triton(x, random(3, 256, seed=1), router)
-    rows = x if gate else x[routing.pairs.long() // 2]
+    rows = x if activation else x[routing.pairs.long() // 2]
     quantized = quantize_groups_reference(rows) if is_grouped else quantize_rows_reference(rows)
     scales = random(3, 2, 2).abs() + 0.1 if is_grouped else random(3, 256).abs()
     scaled = ScaledExperts(random(3, 256, 256, seed=2).to(E4M3), scales)
     product = ExpertProduct(scaled)
-    found = grouped_product(quantized, product, routing, gate, tiles_of(gate is not None, 16, 1), torch.float32)
+    tiles = tiles_of(num_halves(activation) == 2, 16, 1)
+    found = grouped_product(quantized, product, routing, activation, tiles, torch.float32)
     exact_rows = quantized.exact_rows().double()
-    of_pairs = exact_rows[routing.pairs.long() // 2] if gate else exact_rows
+    of_pairs = exact_rows[routing.pairs.long() // 2] if activation else exact_rows
     weight = scaled.exact_weight().double()
     offsets = routing.offsets.tolist()
     exact = torch.cat([of_pairs[offsets[expert] : offsets[expert + 1]] @ weight[expert].T for expert in range(3)])
-    error = measure_error(found, gated_reference(exact, gate) if gate else exact, rounding_tolerance(torch.float32))
+    exact = activated_reference(exact, activation) if activation else exact
+    error = measure_error(found, exact, rounding_tolerance(torch.float32))
     assert error.passed, error
 
 
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize("gate", [Gate(limit=1.0, up_offset=1.0), Gate(kind="gelu_tanh")])
-def test_int4_experts_equal_float64_and_do_not_depend_on_other_rows(gate: Gate, has_zeros: bool, group: int) -> None:
+@pytest.mark.parametrize("activation", [Gate(limit=1.0, up_offset=1.0), Gate(kind="gelu_tanh"), SquaredRelu()])
+def test_int4_experts_equal_float64_and_do_not_depend_on_other_rows(
+    activation: Activation, has_zeros: bool, group: int
+) -> None:
     router = Router(num_experts=3, top_k=2)
     x, of_router = random(19, 128), random(3, 128, seed=1)
-    gate_up, down = (
+    first, down = (
         ExpertProduct(int4_experts(3, outputs, 128, group, has_zeros), random(3, outputs, seed=outputs))
-        for outputs in (2 * 128, 128)
+        for outputs in (num_halves(activation) * 128, 128)
     )
-    found = apply_experts_triton(x, route_triton(x, of_router, router), gate_up, down, gate)
-    exact = apply_experts_reference(x.double(), route_triton(x, of_router, router), gate_up, down, gate)
+    found = apply_experts_triton(x, route_triton(x, of_router, router), first, down, activation)
+    exact = apply_experts_reference(x.double(), route_triton(x, of_router, router), first, down, activation)
     error = measure_error(found, exact, 4 * rounding_tolerance(torch.float32))
     assert error.passed, error
     alone = x[7:8]
     routing = route_triton(alone, of_router, router)
-    assert torch.equal(apply_experts_triton(alone, routing, gate_up, down, gate)[0], found[7])
+    assert torch.equal(apply_experts_triton(alone, routing, first, down, activation)[0], found[7])
 
 
 def int4_experts(num_experts: int, outputs: int, inputs: int, group: int, has_zeros: bool) -> Int4Experts:
