@@ -6,10 +6,16 @@ local function numbers_of(entry)
   return tonumber(ms), tonumber(number)
 end
 
+-- Compare ids as strings: their numbers have no leading zeros, so the one with more digits is larger.
 local function entry_is_after(entry, other)
-  local ms, number = numbers_of(entry)
-  local other_ms, other_number = numbers_of(other)
-  return ms > other_ms or ms == other_ms and number > other_number
+  local dash, other_dash = string.find(entry, '-', 1, true), string.find(other, '-', 1, true)
+  if dash ~= other_dash then
+    return dash > other_dash
+  end
+  if #entry ~= #other and string.sub(entry, 1, dash) == string.sub(other, 1, dash) then
+    return #entry > #other
+  end
+  return entry > other
 end
 
 -- Add an entry with a larger id than `earlier`, the last entry of its request. Returns the id.
