@@ -6,7 +6,6 @@
 transformers is imported inside functions: its import costs 3 CPU seconds, and processes such as ranks do not need it.
 """
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,9 +69,7 @@ def load_transformers(directory: Path, **options: Any) -> Any:
     """Load a causal model of transformers; `options` as of from_pretrained()."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - see above
 
-    with warnings.catch_warnings():  # transformers 5.17 compiles gpt_bigcode's functions with it
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        model = AutoModelForCausalLM.from_pretrained(directory, **options)
+    model = AutoModelForCausalLM.from_pretrained(directory, **options)
     apply_swiglu_limit(model)
     return model
 
