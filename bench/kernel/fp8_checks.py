@@ -9,7 +9,7 @@ from torch import Tensor
 from bench.kernel.cases import Check, Error, measure_error, poisoned, same_bits
 from engine_worker.model.linear import Input
 from engine_worker.model.quantization.fp8_cuda import Fp8Linear
-from engine_worker.model.specs.gated_mlp import SILU
+from engine_worker.model.specs.mlp import SILU
 from kernels.fp8_kv import E4M3_MAX
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized

@@ -23,7 +23,7 @@ from bench.kernel.graph_time import graph_microseconds
 from bench.kernel.linear_shapes import Shape, all_shapes
 from engine_worker.execution.load.load_replica import use_batch_invariant_products
 from engine_worker.model.quantization.dense_cuda import CudaLinear
-from engine_worker.model.specs.gated_mlp import SILU
+from engine_worker.model.specs.mlp import SILU
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul

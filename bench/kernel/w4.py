@@ -21,7 +21,7 @@ from bench.kernel.linear import HIDDEN, INTERMEDIATE, LAYER, NUM_LAYERS, SHAPES
 from bench.kernel.report import write_report
 from bench.kernel.w4_checks import random_weight
 from engine_worker.model.quantization.int4_cuda import W4Linear
-from engine_worker.model.specs.gated_mlp import SILU
+from engine_worker.model.specs.mlp import SILU
 from kernels.silu_and_mul import silu_and_mul
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bench.kernel.cases import Check, Error, measure_error, poisoned, rounding_tolerance, same_bits
 from engine_worker.model.quantization.int4_cuda import W4Linear
-from engine_worker.model.specs.gated_mlp import GELU_TANH, SILU
+from engine_worker.model.specs.mlp import GELU_TANH, SILU
 from kernels.silu_and_mul import gelu_tanh_and_mul_reference, silu_and_mul_reference
 from kernels.w4a16.dequantize import dequantize
 from kernels.w4a16.few_rows import INVARIANT_ROWS

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine_worker.model.specs.experts import ExpertsSpec
-from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.specs.names import ExpertNames
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weights import WeightSource
@@ -139,13 +139,13 @@ class ExpertsLoad:
     def linears(self, expert: int) -> tuple[LinearSpec, LinearSpec]:
         """Return the first layer (gate and up, or up) and down of one expert, with the names of StackedExperts."""
         spec, suffix = self.spec, f".{expert}" if self.names.is_stacked else ""
-        entry, down = (
+        first, down = (
             tuple(self.prefix + name.format(expert=expert) + suffix for name in names)
             for names in (self.names.gate_up, (self.names.down,))
         )
-        hidden, outputs = self.hidden, spec.entry_sizes
+        (role, outputs), hidden = spec.entry, self.hidden
         return (
-            LinearSpec(role=spec.entry_role, names=entry, outputs=outputs, inputs=hidden, bias=spec.bias),
+            LinearSpec(role=role, names=first, outputs=outputs, inputs=hidden, bias=spec.bias),
             LinearSpec(role=Role.DOWN, names=down, outputs=(hidden,), inputs=spec.inner, bias=self.has_down_bias),
         )
 

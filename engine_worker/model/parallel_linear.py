@@ -22,7 +22,7 @@ from engine_worker.model.linear import (
     Split,
 )
 from engine_worker.model.sharding import padded_head_rows
-from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weights import WeightSource
 

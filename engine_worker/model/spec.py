@@ -1,7 +1,7 @@
 """The parts of a decoder-only network as frozen values, made by a family's file and used to build or size a network.
 
     ModelSpec -> one LayerSpec per layer -> a mixer (specs/attention.py, specs/short_conv.py, specs/gated_delta.py,
-    specs/state_space.py) and an MLP (specs/gated_mlp.py, specs/experts.py)
+    specs/state_space.py) and an MLP (specs/mlp.py, specs/experts.py)
 
 A feature that a network lacks is a neutral value (no norm, a factor of 1), never a branch over families. NamesSpec has
 the names of the checkpoint's tensors.
@@ -18,10 +18,9 @@ from engine_worker.kv.layout import MAX_GROUPS, KVGroup, KVLayout, group_layers
 from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
-from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.part import Part, PartSpec, TensorSpec
-from engine_worker.model.specs.plain_mlp import PlainMlpSpec
 from engine_worker.model.specs.short_conv import ShortConvSpec
 from engine_worker.model.specs.state_space import StateSpaceSpec
 from engine_worker.model.weight_format import DENSE, WeightFormat
@@ -34,7 +33,7 @@ class LayerSpec:
     """A mixer, an MLP, or both, with norms before a part (on its input), after it (on what it adds), or both."""
 
     mixer: AttentionSpec | ShortConvSpec | RecurrentSpec | None
-    mlp: GatedMlpSpec | PlainMlpSpec | ExpertsSpec | None
+    mlp: MlpSpec | ExpertsSpec | None
     norms_before: bool = True
     norms_after: bool = False
     residual_scale: float = 1.0  # factor of what a part adds

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from engine_worker.model.specs.attention import RopeScaling, RopeSpec
-from engine_worker.model.specs.gated_mlp import GateKind
+from engine_worker.model.specs.mlp import GateKind
 
 Config = Mapping[str, Any]
 Kind = TypeVar("Kind")

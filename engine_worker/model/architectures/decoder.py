@@ -14,7 +14,7 @@ from engine_worker.model.architectures.config_keys import (
 )
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import AttentionSpec
-from engine_worker.model.specs.gated_mlp import SILU, GatedMlpSpec, GateSpec
+from engine_worker.model.specs.mlp import SILU, GateSpec, MlpSpec
 
 
 def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
@@ -31,9 +31,9 @@ def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
     return AttentionSpec(**{**usual, **changes})
 
 
-def mlp_spec(config: Config, *, bias: bool = False, gate: GateSpec = SILU) -> GatedMlpSpec:
+def mlp_spec(config: Config, *, bias: bool = False, gate: GateSpec = SILU) -> MlpSpec:
     """Return the gated MLP of config.json's common keys."""
-    return GatedMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bias, gate=gate)
+    return MlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bias, gate=gate)
 
 
 def with_windows(spec: ModelSpec, windows: Sequence[int]) -> ModelSpec:

@@ -19,7 +19,7 @@ from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, 
 from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import QkNorm, RopeSpec
-from engine_worker.model.specs.gated_mlp import GELU_TANH, GateKind
+from engine_worker.model.specs.mlp import GELU_TANH, GateKind
 from engine_worker.model.specs.names import NamesSpec
 
 NAMES = NamesSpec(

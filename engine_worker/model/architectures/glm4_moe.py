@@ -12,11 +12,11 @@ from engine_worker.model.architectures.config_keys import (
     rope_of,
 )
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
-from engine_worker.model.architectures.experts_keys import router_spec
+from engine_worker.model.architectures.experts_keys import grouped_router_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import QkNorm
-from engine_worker.model.specs.experts import ExpertsSpec, Scoring
-from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.experts import ExpertsSpec
+from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.specs.names import ExpertNames, NamesSpec
 
 NAMES = NamesSpec(
@@ -25,7 +25,7 @@ NAMES = NamesSpec(
         shared_down="mlp.shared_experts.down_proj",
     )
 )
-DEFAULTS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "partial_rotary_factor": 0.5}
+DEFAULTS = {"n_shared_experts": 1, "partial_rotary_factor": 0.5}
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
@@ -39,18 +39,8 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         qk_norm=QkNorm.HEAD if config.get("use_qk_norm") else QkNorm.NONE,
     )
     inner = positive_int(config, "moe_intermediate_size")
-    router = router_spec(
-        config,
-        "n_routed_experts",
-        scoring=Scoring.SIGMOID,
-        renormalize=bool(config.get("norm_topk_prob", True)),
-        scale=number_of(config, "routed_scaling_factor", 1.0),
-        num_groups=positive_int(config, "n_group"),
-        num_chosen_groups=positive_int(config, "topk_group"),
-        correction_bias=True,
-    )
-    shared = GatedMlpSpec(intermediate_size=inner * positive_int(config, "n_shared_experts"))
-    experts = ExpertsSpec(router=router, inner=inner, shared=shared)
+    shared = MlpSpec(intermediate_size=inner * positive_int(config, "n_shared_experts"))
+    experts = ExpertsSpec(router=grouped_router_spec(config), inner=inner, shared=shared)
     num_dense = number_of(config, "first_k_dense_replace", 1)
     layers = tuple(
         LayerSpec(mixer=attention, mlp=mlp_spec(config) if index < num_dense else experts)

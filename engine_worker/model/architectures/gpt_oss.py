@@ -15,7 +15,7 @@ from engine_worker.model.architectures.decoder import attention_spec, model_spec
 from engine_worker.model.architectures.experts_keys import router_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.experts import ExpertsSpec, Scoring
-from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.specs.names import ExpertNames, NamesSpec
 
 NAMES = NamesSpec(

@@ -18,7 +18,7 @@ from engine_worker.model.architectures.mamba_keys import layer_types_with_mamba,
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.attention import AttentionSpec, RopeSpec
 from engine_worker.model.specs.experts import ExpertsSpec, Scoring
-from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.specs.state_space import StateSpaceSpec
 
 _GATE_UP, _DOWN = ("shared_mlp.input_linear",), "shared_mlp.output_linear"
@@ -44,9 +44,9 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     return replace(dense, layers=layers, names=_NAMES)
 
 
-def _mlp(config: Config) -> GatedMlpSpec | ExpertsSpec:
+def _mlp(config: Config) -> MlpSpec | ExpertsSpec:
     """Return the MLP of a layer: alone, or beside experts."""
-    shared = GatedMlpSpec(intermediate_size=positive_int(config, "shared_intermediate_size"))
+    shared = MlpSpec(intermediate_size=positive_int(config, "shared_intermediate_size"))
     if not number_of(config, "num_local_experts"):
         return shared
     return ExpertsSpec(

@@ -14,7 +14,7 @@ from engine_worker.model.architectures.config_keys import (
 from engine_worker.model.architectures.decoder import attention_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import AttentionSpec, QkNorm
-from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.short_conv import ShortConvSpec
 
@@ -35,7 +35,7 @@ _DEFAULTS: dict[str, Any] = {"block_multiple_of": 256, "conv_L_cache": 3}
 def spec(config: Config, generation: Config) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     refuse_unsupported(config)
-    mlp = GatedMlpSpec(intermediate_size=_inner_size(config))
+    mlp = MlpSpec(intermediate_size=_inner_size(config))
     layers = tuple(LayerSpec(mixer=mixer, mlp=mlp) for mixer in mixers(config))
     return model_spec(config, generation, layers[0], layers=layers, **common(config))
 

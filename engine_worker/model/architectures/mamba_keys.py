@@ -36,6 +36,18 @@ def refuse_step_limits(config: Config) -> None:
         raise ValueError(f"config.json: time_step_limit = {limit!r} is not supported; only [0, Infinity] is")
 
 
+def heads_and_groups(config: Config, heads: str, groups: str) -> tuple[int, int]:
+    """Return the numbers of heads and of groups, which share their inputs, from the keys of these names.
+
+    Raises:
+        ValueError: If one is missing, or heads are no multiple of groups.
+    """
+    num_heads, num_groups = positive_int(config, heads), positive_int(config, groups)
+    if num_heads % num_groups:
+        raise ValueError(f"config.json: {heads} {num_heads} must be a multiple of {groups} {num_groups}")
+    return num_heads, num_groups
+
+
 def state_space_spec(config: Config) -> StateSpaceSpec:
     """Return the state space of each Mamba-2 layer.
 
@@ -43,11 +55,9 @@ def state_space_spec(config: Config) -> StateSpaceSpec:
         ValueError: If a number is missing or does not divide another, or steps are limited.
     """
     config = {**_DEFAULTS, **config}
-    num_heads, num_groups = positive_int(config, "mamba_n_heads"), positive_int(config, "mamba_n_groups")
+    num_heads, num_groups = heads_and_groups(config, "mamba_n_heads", "mamba_n_groups")
     size = positive_int(config, "mamba_expand") * positive_int(config, "hidden_size")
     head_dim = size // num_heads if config["mamba_d_head"] == "auto" else positive_int(config, "mamba_d_head")
-    if num_heads % num_groups:
-        raise ValueError(f"config.json: mamba_n_heads {num_heads} must be a multiple of mamba_n_groups {num_groups}")
     if num_heads * head_dim != size:
         raise ValueError(
             f"config.json: mamba_n_heads {num_heads} heads of mamba_d_head {head_dim} must be mamba_expand * "

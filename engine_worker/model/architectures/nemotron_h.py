@@ -5,22 +5,15 @@ Nemotron 3 has experts, without gates too.
 
 from typing import Any
 
-from engine_worker.model.architectures.config_keys import (
-    FULL,
-    LINEAR,
-    Config,
-    mixers_by_type,
-    number_of,
-    positive_int,
-)
+from engine_worker.model.architectures.config_keys import FULL, LINEAR, Config, mixers_by_type, positive_int
 from engine_worker.model.architectures.decoder import attention_spec, model_spec
-from engine_worker.model.architectures.experts_keys import router_spec
-from engine_worker.model.architectures.mamba_keys import refuse_step_limits, transformers_types
+from engine_worker.model.architectures.experts_keys import grouped_router_spec
+from engine_worker.model.architectures.mamba_keys import heads_and_groups, refuse_step_limits, transformers_types
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import RopeSpec
-from engine_worker.model.specs.experts import ExpertsSpec, Scoring
+from engine_worker.model.specs.experts import ExpertsSpec
+from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.specs.names import ExpertNames, NamesSpec, StateSpaceNames
-from engine_worker.model.specs.plain_mlp import PlainMlpSpec
 from engine_worker.model.specs.state_space import StateSpaceSpec
 
 _NAMES = NamesSpec(
@@ -30,7 +23,7 @@ _NAMES = NamesSpec(
     qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
     out="mixer.o_proj",
     space=StateSpaceNames.under("mixer"),
-    up="mixer.up_proj",
+    gate_up=("mixer.up_proj",),
     down="mixer.down_proj",
     experts=ExpertNames(
         router="mixer.gate",
@@ -45,9 +38,7 @@ _NAMES = NamesSpec(
     before_mlp="norm",
 )
 _PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
-_DEFAULTS: dict[str, Any] = {
-    "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+_DEFAULTS: dict[str, Any] = {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True}
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
@@ -77,9 +68,10 @@ def _layer_types(config: Config) -> list[str]:
 
 
 def _state_space(config: Config) -> StateSpaceSpec:
+    num_heads, num_groups = heads_and_groups(config, "mamba_num_heads", "n_groups")
     return StateSpaceSpec(
-        num_groups=positive_int(config, "n_groups"),
-        num_heads=positive_int(config, "mamba_num_heads"),
+        num_groups=num_groups,
+        num_heads=num_heads,
         state_dim=positive_int(config, "ssm_state_size"),
         head_dim=positive_int(config, "mamba_head_dim"),
         width=positive_int(config, "conv_kernel"),
@@ -88,23 +80,13 @@ def _state_space(config: Config) -> StateSpaceSpec:
     )
 
 
-def _mlp(config: Config, size: str) -> PlainMlpSpec:
-    return PlainMlpSpec(intermediate_size=positive_int(config, size), bias=bool(config.get("mlp_bias")))
+def _mlp(config: Config, size: str) -> MlpSpec:
+    return MlpSpec(intermediate_size=positive_int(config, size), bias=bool(config.get("mlp_bias")), gate=None)
 
 
 def _experts(config: Config) -> ExpertsSpec:
-    router = router_spec(
-        config,
-        "n_routed_experts",
-        scoring=Scoring.SIGMOID,
-        renormalize=bool(config.get("norm_topk_prob", True)),
-        scale=number_of(config, "routed_scaling_factor", 1.0),
-        num_groups=positive_int(config, "n_group"),
-        num_chosen_groups=positive_int(config, "topk_group"),
-        correction_bias=True,
-    )
     return ExpertsSpec(
-        router=router,
+        router=grouped_router_spec(config),
         inner=positive_int(config, "moe_intermediate_size"),
         gate=None,
         shared=_mlp(config, "moe_shared_expert_intermediate_size"),

@@ -19,7 +19,7 @@ from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import AttentionSpec, QkNorm
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
-from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.specs.names import DeltaNames, ExpertNames, NamesSpec
 
 # Files of text and images have each layer's experts in two tensors.
@@ -79,7 +79,7 @@ def _layer_types(config: Config) -> list[str]:
     return [LINEAR if (index + 1) % interval else FULL for index in range(positive_int(config, "num_hidden_layers"))]
 
 
-def _mlp(config: Config, index: int) -> GatedMlpSpec | ExpertsSpec:
+def _mlp(config: Config, index: int) -> MlpSpec | ExpertsSpec:
     """Return the MLP of a layer: experts beside a shared one, unless the layer or the model is dense."""
     is_dense = index in (config.get("mlp_only_layers") or ()) or (index + 1) % positive_int(
         config, "decoder_sparse_step"
@@ -89,6 +89,6 @@ def _mlp(config: Config, index: int) -> GatedMlpSpec | ExpertsSpec:
     return ExpertsSpec(
         router=router_spec(config, renormalize=bool(config["norm_topk_prob"])),
         inner=positive_int(config, "moe_intermediate_size"),
-        shared=GatedMlpSpec(intermediate_size=positive_int(config, "shared_expert_intermediate_size")),
+        shared=MlpSpec(intermediate_size=positive_int(config, "shared_expert_intermediate_size")),
         shared_gate=True,
     )

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.linear import Experts, ExpertsLoad, Input, RouterWeights, Scaling
-from engine_worker.model.parts.gated_mlp import GatedMlp, load_gated_mlp
-from engine_worker.model.parts.plain_mlp import PlainMlp, load_plain_mlp
+from engine_worker.model.parts.mlp import DenseMlp, load_dense_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, shared_names
-from engine_worker.model.specs.plain_mlp import PlainMlpSpec
 from engine_worker.model.tensor_parallel import SINGLE
 from kernels.moe.shared_gate import add_gated
 
@@ -24,7 +22,7 @@ class MixtureOfExperts:
     def __init__(
         self,
         experts: Experts,
-        shared: GatedMlp | PlainMlp | None,
+        shared: DenseMlp | None,
         shared_gate: Tensor | None,
         reduce: Callable[[Tensor], Tensor],
     ) -> None:
@@ -57,16 +55,12 @@ def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:
         has_down_bias=spec.bias,
     )
     experts = source.method.experts(load, source.weights)
-    shared, gate = _shared(spec, replace(source, names=shared_names(names), is_summed=False)), None
+    shared = gate = None
+    if spec.shared is not None:
+        shared = load_dense_mlp(spec.shared, replace(source, names=shared_names(names), is_summed=False))
     if spec.shared_gate:
         gate = source.weights.get(f"{source.prefix}{names.experts.shared_gate}.weight", (1, hidden)).flatten()
     return MixtureOfExperts(experts, shared, gate, source.reduce if source.is_summed else SINGLE.all_reduce)
-
-
-def _shared(spec: ExpertsSpec, source: LayerSource) -> GatedMlp | PlainMlp | None:
-    if isinstance(spec.shared, PlainMlpSpec):
-        return load_plain_mlp(spec.shared, source)
-    return load_gated_mlp(spec.shared, source) if spec.shared is not None else None
 
 
 def _router(spec: RouterSpec, source: LayerSource) -> RouterWeights:

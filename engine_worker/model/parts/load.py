@@ -10,17 +10,15 @@ from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.parts.attention import load_attention
 from engine_worker.model.parts.experts import load_mixture
 from engine_worker.model.parts.gated_delta import load_gated_delta
-from engine_worker.model.parts.gated_mlp import load_gated_mlp
-from engine_worker.model.parts.plain_mlp import load_plain_mlp
+from engine_worker.model.parts.mlp import load_dense_mlp
 from engine_worker.model.parts.short_conv import load_short_conv
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.parts.state_space import load_state_space
 from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
-from engine_worker.model.specs.gated_mlp import GatedMlpSpec
+from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.specs.part import PartSpec
-from engine_worker.model.specs.plain_mlp import PlainMlpSpec
 from engine_worker.model.specs.short_conv import ShortConvSpec
 from engine_worker.model.specs.state_space import StateSpaceSpec
 
@@ -50,8 +48,7 @@ _MIXERS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mixer]] = {
     StateSpaceSpec: load_state_space,
 }
 _MLPS: Mapping[type[PartSpec], Callable[[Any, LayerSource], Mlp]] = {
-    GatedMlpSpec: load_gated_mlp,
-    PlainMlpSpec: load_plain_mlp,
+    MlpSpec: load_dense_mlp,
     ExpertsSpec: load_mixture,
 }
 

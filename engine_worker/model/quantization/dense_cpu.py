@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
-from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
+from engine_worker.model.specs.mlp import GateKind, GateSpec
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.dense import DenseLinear, gate_and_mul, serves
 from kernels.cpu.library import CpuLibrary, cpu_library

@@ -16,7 +16,7 @@ from engine_worker.model.linear import ExpertsLoad, Linear, LinearMethod, Router
 from engine_worker.model.quantization.dense_cpu import cpu_kernel
 from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
-from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
+from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.weights import WeightSource
 
 logger = logging.getLogger("worker")

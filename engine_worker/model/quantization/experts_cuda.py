@@ -14,7 +14,7 @@ from engine_worker.model.linear import ExpertsLoad, LinearSpec
 from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.experts import ExpertsSpec
-from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.weights import WeightSource, joined
 from kernels.moe.activation import Activation, Gate, SquaredRelu
 from kernels.moe.experts import apply_experts, kernel_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from engine_worker.model.linear import Input, Scaling
-from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
+from engine_worker.model.specs.mlp import GateKind, GateSpec
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.fp8_tiles import fp8_tiles, max_fp8_rows

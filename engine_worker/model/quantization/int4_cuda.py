@@ -28,7 +28,7 @@ from engine_worker.model.quantization.dequantized import DequantizedMethod
 from engine_worker.model.quantization.experts_cuda import CudaExperts
 from engine_worker.model.quantization.int4 import MIDDLE, Int4Weight, read_int4
 from engine_worker.model.quantization.rows import rows_of
-from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
+from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import Int4Scheme, Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource

@@ -14,7 +14,7 @@ from engine_worker.model.linear import Experts, ExpertsLoad, Head, Input, Linear
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.expert_weights import StackedExperts
 from engine_worker.model.quantization.rows import rows_of
-from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.specs.part import Part, Role
 from engine_worker.model.weight_format import MXFP4_BLOCKS, MXFP4_SCALES, Mxfp4Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
-from engine_worker.model.specs.gated_mlp import SILU, GatedMlpSpec, GateSpec
+from engine_worker.model.specs.mlp import SILU, GateSpec, MlpSpec, entry_of
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.part import (
     NOTHING,
@@ -22,7 +22,6 @@ from engine_worker.model.specs.part import (
     parts_by_inputs,
     parts_by_outputs,
 )
-from engine_worker.model.specs.plain_mlp import PlainMlpSpec
 
 MIN_EXPERT_COLUMNS = 64  # inner columns of a tile
 
@@ -86,7 +85,7 @@ class ExpertsSpec:
     bias: bool = False
     interleaved: bool = False
     transposed: bool = False
-    shared: GatedMlpSpec | PlainMlpSpec | None = None
+    shared: MlpSpec | None = None
     shared_gate: bool = False
     owned: Range | None = None
     granule: int = MIN_EXPERT_COLUMNS
@@ -98,14 +97,9 @@ class ExpertsSpec:
         return range(*self.owned) if self.owned is not None else range(self.router.num_experts)
 
     @property
-    def entry_role(self) -> Role:
-        """The role of an expert's first linear layer."""
-        return Role.UP if self.gate is None else Role.GATE_UP
-
-    @property
-    def entry_sizes(self) -> tuple[int, ...]:
-        """The outputs of the matrices of an expert's first linear layer."""
-        return (self.inner,) * (1 if self.gate is None else 2)
+    def entry(self) -> tuple[Role, tuple[int, ...]]:
+        """The role and the outputs of an expert's first linear layer."""
+        return entry_of(self.gate, self.inner)
 
     def tensors(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         """Yield the tensors; see PartSpec."""
@@ -157,17 +151,18 @@ class ExpertsSpec:
 
     def _stacked(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         experts, inner, count = names.experts, self.inner, len(self.experts)
-        outputs = sum(self.entry_sizes)
-        yield TensorSpec(experts.gate_up[0], self.stacked_shape(outputs, hidden), self.entry_role)
+        role, outputs = self.entry
+        yield TensorSpec(experts.gate_up[0], self.stacked_shape(sum(outputs), hidden), role)
         yield TensorSpec(experts.down, self.stacked_shape(hidden, inner), Role.DOWN)
         if self.bias:
-            yield TensorSpec(experts.gate_up_bias, (count, outputs))
+            yield TensorSpec(experts.gate_up_bias, (count, sum(outputs)))
             yield TensorSpec(experts.down_bias, (count, hidden))
 
     def _separate(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
+        role, outputs = self.entry
         for expert in self.experts:
-            entry = [name.format(expert=expert) for name in names.experts.gate_up]
-            yield from linear_tensors(self.entry_role, entry, self.entry_sizes, hidden, bias=False)
+            first = [name.format(expert=expert) for name in names.experts.gate_up]
+            yield from linear_tensors(role, first, outputs, hidden, bias=False)
             down = names.experts.down.format(expert=expert)
             yield from linear_tensors(Role.DOWN, (down,), (hidden,), self.inner, bias=False)
 
@@ -175,13 +170,13 @@ class ExpertsSpec:
         experts, columns = names.experts, own_range(self.inner, rank, size)
         owned = range(*own_range(self.router.num_experts, rank, size)) if self._splits_experts(size) else None
         for expert in self.experts:
-            entry = [name.format(expert=expert) for name in experts.gate_up]
+            first = [name.format(expert=expert) for name in experts.gate_up]
             down = experts.down.format(expert=expert)
             if owned is None:
-                yield from parts_by_outputs(entry, self.entry_sizes, (columns,) * len(entry))
+                yield from parts_by_outputs(first, self.entry[1], (columns,) * len(first))
                 yield from parts_by_inputs(down, self.inner, rank, size)
             elif expert not in owned:
-                yield from ((f"{name}.weight", NOTHING) for name in (*entry, down))
+                yield from ((f"{name}.weight", NOTHING) for name in (*first, down))
 
     def _parts_of_stacked(self, names: NamesSpec, rank: int, size: int) -> Iterator[tuple[str, Part]]:
         experts = names.experts
@@ -194,7 +189,7 @@ class ExpertsSpec:
         if self.interleaved:
             rows: tuple[Range, ...] = ((2 * first, 2 * end),)
         else:
-            rows = tuple((start + first, start + end) for start in range(0, sum(self.entry_sizes), inner))
+            rows = tuple((start + first, start + end) for start in range(0, sum(self.entry[1]), inner))
         yield experts.gate_up[0], Part(2 if self.transposed else 1, rows)
         yield experts.gate_up_bias, Part(1, rows)
         yield experts.down, Part(1 if self.transposed else 2, ((first, end),))
@@ -204,5 +199,4 @@ class ExpertsSpec:
 
 def shared_names(names: NamesSpec) -> NamesSpec:
     """Return the names of the shared expert as those of an MLP."""
-    *_, up = gate_up = names.experts.shared_gate_up
-    return replace(names, gate_up=gate_up, up=up, down=names.experts.shared_down)
+    return replace(names, gate_up=names.experts.shared_gate_up, down=names.experts.shared_down)

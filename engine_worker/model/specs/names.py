@@ -10,7 +10,7 @@ class ExpertNames:
     """The names of the tensors of experts.
 
     A name with `{expert}` is one module per expert. A name without it is one tensor of all experts, with its suffix.
-    Experts without gates have one name in `gate_up`, that of up; so has a shared expert without a gate.
+    Without gates, `gate_up` has one name, that of up, as in NamesSpec.
     `stacked` has the names of gate and up, and of down, in checkpoints that stack the experts instead.
     """
 
@@ -99,7 +99,6 @@ class NamesSpec:
     delta: DeltaNames = DELTA
     space: StateSpaceNames = SPACE
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    up: str = "mlp.up_proj"  # of an MLP without gates
     down: str = "mlp.down_proj"
     experts: ExpertNames = EXPERTS
     before_attention: str = "input_layernorm"

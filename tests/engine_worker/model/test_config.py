@@ -21,6 +21,11 @@ LLAMA = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+NEMOTRON = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M*E", "mamba_num_heads": 6, "mamba_head_dim": 8,
+    "n_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -89,6 +94,12 @@ def test_generation_config_gives_the_eos_tokens() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "3 key/value heads"),
         ({"head_dim": 15}, "15"),
+        ({**NEMOTRON, "n_groups": 4}, "mamba_num_heads 6 must be a multiple of n_groups 4"),
+        ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size = 32 is not supported"),
+        ({**NEMOTRON, "num_experts_per_tok": 5}, "num_experts_per_tok must be 1 to 4"),
+        ({**NEMOTRON, "n_group": 3}, "n_group 3 must divide n_routed_experts 4"),
+        ({**NEMOTRON, "n_group": 4, "topk_group": 1}, "topk_group 1 groups must have num_experts_per_tok 2 experts"),
+        ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu' is not supported; only 'relu2'"),
     ],
 )
 def test_unsupported_config_field_is_refused_by_name(changes: dict[str, Any], word: str) -> None:

@@ -21,7 +21,7 @@ from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import CpuLinear
 from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import ModelShape
-from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence

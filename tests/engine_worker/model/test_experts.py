@@ -17,7 +17,7 @@ from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.experts_cpu import choose, combined
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
-from engine_worker.model.specs.gated_mlp import GateKind, GateSpec
+from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.specs.names import ExpertNames
 from engine_worker.model.specs.part import Part
 from engine_worker.model.weight_format import DENSE, INT8, ONLINE, WeightFormat

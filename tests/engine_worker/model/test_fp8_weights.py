@@ -21,7 +21,7 @@ from engine_worker.model.quantization.dense_cpu import CpuLinear
 from engine_worker.model.quantization.fp8 import Fp8Method
 from engine_worker.model.sharding import valid_tensor_parallel_sizes
 from engine_worker.model.spec import ModelSpec, kv_layout
-from engine_worker.model.specs.gated_mlp import GateSpec
+from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from kernels.fp8_kv import KVScales

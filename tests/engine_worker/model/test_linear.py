@@ -13,7 +13,7 @@ from engine_worker.model.linear import Experts, ExpertsLoad, Input, Linear, Line
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import CpuHead
-from engine_worker.model.specs.gated_mlp import SILU, GateSpec
+from engine_worker.model.specs.mlp import SILU, GateSpec
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import RandomWeights, WeightSource

@@ -1,4 +1,4 @@
-"""A gated MLP: down(gate function(gate(x), up(x)))."""
+"""An MLP: down(gate function(gate(x), up(x))), or without a gate, down(relu(up(x)) ** 2) (arXiv:2109.08668)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -45,19 +45,34 @@ class GateSpec:
 SILU, GELU_TANH = GateSpec(), GateSpec(kind=GateKind.GELU_TANH)
 
 
+def entry_of(gate: GateSpec | None, inner: int) -> tuple[Role, tuple[int, ...]]:
+    """Return the role and the outputs of the first linear layer: gate and up, or up."""
+    return (Role.UP, (inner,)) if gate is None else (Role.GATE_UP, (inner, inner))
+
+
 @dataclass(frozen=True, kw_only=True)
-class GatedMlpSpec:
-    """The gated MLP of one layer."""
+class MlpSpec:
+    """The MLP of one layer.
+
+    Attributes:
+        intermediate_size: Inner size.
+        bias: The linear layers have biases.
+        gate: How gate and up are combined; None: relu(up) ** 2.
+    """
 
     intermediate_size: int
     bias: bool = False
-    gate: GateSpec = SILU
+    gate: GateSpec | None = SILU
+
+    @property
+    def entry(self) -> tuple[Role, tuple[int, ...]]:
+        return entry_of(self.gate, self.intermediate_size)
 
     def tensors(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         """Yield the tensors; see PartSpec."""
-        inner = self.intermediate_size
-        yield from linear_tensors(Role.GATE_UP, names.gate_up, (inner, inner), hidden, bias=self.bias)
-        yield from linear_tensors(Role.DOWN, (names.down,), (hidden,), inner, bias=self.bias)
+        role, outputs = self.entry
+        yield from linear_tensors(role, names.gate_up, outputs, hidden, bias=self.bias)
+        yield from linear_tensors(Role.DOWN, (names.down,), (hidden,), self.intermediate_size, bias=self.bias)
 
     def share(self, rank: int, size: int) -> Self:
         """Return the rank's columns of the inner layer."""
@@ -65,8 +80,8 @@ class GatedMlpSpec:
 
     def parts(self, names: NamesSpec, hidden: int, rank: int, size: int) -> Iterator[tuple[str, Part]]:
         """Yield the rank's parts; see PartSpec."""
-        inner = self.intermediate_size
-        yield from parts_by_outputs(names.gate_up, (inner, inner), (own_range(inner, rank, size),) * 2)
+        (_, outputs), inner = self.entry, self.intermediate_size
+        yield from parts_by_outputs(names.gate_up, outputs, (own_range(inner, rank, size),) * len(outputs))
         yield from parts_by_inputs(names.down, inner, rank, size)
 
     def fits(self, size: int) -> bool:
