@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from engine_worker.scheduling.speculation.config import SpeculativeConfig, parse_speculative_config
+from engine_worker.scheduling.speculation.config import SpeculativeConfig
+from engine_worker.scheduling.speculation.setting import parse_speculative_config
 from shared.settings import SettingsError, parse_count, setting
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
