@@ -98,7 +98,7 @@ class Sampler:
         self,
         vocab_size: int,
         eos_token_ids: Iterable[int],
-        max_num_seqs: int,
+        max_rows: int,
         device: torch.device = _CPU,
         grammars: "GrammarMasks | None" = None,
     ) -> None:
@@ -107,14 +107,14 @@ class Sampler:
         Args:
             vocab_size: Width of the logits.
             eos_token_ids: End-of-sequence tokens of the model.
-            max_num_seqs: Maximum of rows in a step: sequences, and drafts.
+            max_rows: Maximum of rows in a step: sequences, and drafts.
             device: Device of the logits.
             grammars: Masks of grammars; without them a sequence with a grammar fails.
         """
         self._vocab_size = vocab_size
         self.device = device
         self._batch = batch_parameters([], device)
-        self._counts = PenaltyCounts(vocab_size, max_num_seqs, device)
+        self._counts = PenaltyCounts(vocab_size, max_rows, device)
         self._rules = TokenRules(vocab_size, eos_token_ids, device)
         self._grammars = grammars
         self._last_tokens: SampledTokens | None = None

@@ -26,7 +26,7 @@ def sequence(
 
 
 def sampler(vocab_size: int = VOCAB_SIZE) -> Sampler:
-    return Sampler(vocab_size, eos_token_ids=[EOS], max_num_seqs=NUM_DRAWS)
+    return Sampler(vocab_size, eos_token_ids=[EOS], max_rows=NUM_DRAWS)
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int | None], dict[str, str]]:

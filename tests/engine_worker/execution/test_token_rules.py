@@ -27,7 +27,7 @@ LOGITS = -torch.arange(WORDS, dtype=torch.float32)[None]  # token 0 is the most 
 
 def chosen(output: tuple[int, ...] = (), **sampling: Any) -> int | None:
     (token_id,) = (
-        Sampler(WORDS, [99], max_num_seqs=8)
+        Sampler(WORDS, [99], max_rows=8)
         .sample(LOGITS, [make_sequence(3, output_token_ids=output, **sampling)])
         .token_ids
     )
@@ -50,7 +50,7 @@ def test_token_rules_apply_per_row_and_keep_logits() -> None:
         make_sequence(3, bad_words=((0,), (1,))),
         make_sequence(3, allowed_token_ids=(0, 9), bad_words=((0,),)),
     ]
-    sampler = Sampler(WORDS, [99], max_num_seqs=8)
+    sampler = Sampler(WORDS, [99], max_rows=8)
     assert sampler.sample(logits, sequences).token_ids == [0, 7, 2, 9]
     assert sampler.sample(logits[1:], sequences[1:]).token_ids == [7, 2, 9]
     assert sampler.sample(logits[:1], [make_sequence(3)]).token_ids == [0]
@@ -77,11 +77,11 @@ def test_bad_word_is_never_completed(
 
 def test_bad_word_across_prompt_end_is_not_matched() -> None:
     sequence = make_sequence([5], bad_words=((5, 0),))
-    assert Sampler(WORDS, [99], max_num_seqs=8).sample(LOGITS, [sequence]).token_ids == [0]
+    assert Sampler(WORDS, [99], max_rows=8).sample(LOGITS, [sequence]).token_ids == [0]
 
 
 def test_bad_word_can_begin_with_token_in_flight() -> None:
-    sampler, sequence = Sampler(WORDS, [99], max_num_seqs=8), make_sequence(3, bad_words=((0, 0),))
+    sampler, sequence = Sampler(WORDS, [99], max_rows=8), make_sequence(3, bad_words=((0, 0),))
     first = sampler.launch(LOGITS, sampler.prepare([sequence], [0]))
     second = sampler.launch(LOGITS, sampler.prepare([sequence], [1]))  # before the first token is in the output
     assert (first.collect().token_ids, second.collect().token_ids) == ([0], [1])
@@ -106,7 +106,7 @@ def test_named_logprobs_replace_top_logprobs() -> None:
         make_sequence(3, logprobs=0, logprob_token_ids=(1,), allowed_token_ids=(4,)),
         make_sequence(3, logprobs=0),
     ]
-    samples = Sampler(WORDS, [99], max_num_seqs=8).sample(LOGITS.repeat(4, 1), sequences)
+    samples = Sampler(WORDS, [99], max_rows=8).sample(LOGITS.repeat(4, 1), sequences)
     exact = LOGITS[0].double().log_softmax(-1)
     for (logprobs, token_id), names in zip(
         zip(samples.logprobs, (0, 0, 4, 0), strict=True), ([50, 2, 9], [0, 1], [1], []), strict=True
