@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from gateway.store.acceptance import Acceptance
 from gateway.store.duties import Withdrawals
 from gateway.store.inbox import Inbox, StreamState
-from gateway.store.request_archive import STORED_END, RequestArchive, is_missing
+from gateway.store.request_archive import STORED_END, RequestArchive, is_missing, is_orphaned
 from gateway.store.store_calls import RequestGone, StoreCalls
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of, was_refused_as_unreadable
@@ -180,6 +180,11 @@ class Recovery:
             return
         if is_missing(stored):
             await self._restore(stream)
+            return
+        if is_orphaned(stored) and not stream.had_ended:
+            # Not its end: an observer ended it after this gateway had attached and before it listened to its channel.
+            stream.need_journal()
+            await self._attach(stream, again=True)
             return
         stream.begin_replay()
         self._calls.own(self._replay_alone(reading, stored, journal))  # a long journal must not delay others

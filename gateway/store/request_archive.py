@@ -25,7 +25,7 @@ from shared.messages import (
 )
 from shared.redis_keys import RedisKeys
 
-STORED_END = ("state", "terminal")  # of the hash {m}:r:<id>
+STORED_END = ("state", "terminal", "orphaned")  # of the hash {m}:r:<id>
 FIELDS = (*STORED_END, "body", "owner", "record", "asked")
 DECODING_THREADS = 3
 _Decoded = TypeVar("_Decoded")
@@ -152,6 +152,11 @@ def is_missing(stored: Any) -> bool:
     return isinstance(stored, list) and stored[0] is None
 
 
+def is_orphaned(stored: Any) -> bool:
+    """Return whether the request has ended only because the gateways of all its readers were gone."""
+    return isinstance(stored, list) and stored[STORED_END.index("orphaned")] is not None
+
+
 def stored_answer(
     request: GenerationRequest, stored: Any, journal: Any, known: Sequence[int] = ()
 ) -> tuple[list[StoredChoice], TerminalEvent | None]:
@@ -190,7 +195,7 @@ def stored_request(
     """
     if isinstance(fields, Exception):
         raise FormatError(str(fields)) from fields
-    state, _, body, owner, record, asked = fields
+    state, _, _, body, owner, record, asked = fields
     if body is None:
         return None
     request = decode_request(body)

@@ -415,6 +415,23 @@ class TestCutOff:
         assert await rest(stream) == ([6, 7], end)
         assert client.counts.num_restored_requests == 1
 
+    async def test_request_that_is_ended_again_at_once_continues(self, client, worker, scripts, flaky):
+        """The gateway's commands arrive again before its channel has a listener."""
+        stream = await client.submission.submit(make_request(), terms=RetentionTerms(b"record", "h"))
+        await worker.claim()
+        await worker.emit("a", 0, 5)
+        attached, event = flaky.hold("attach"), encode(cancelled_event(stream))
+        await scripts.cancel("a", "interactive", gone_gateway_id="g", event=event)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await attached.is_applied.wait()
+            assert await scripts.cancel("a", "interactive", gone_gateway_id="g", event=event)
+            attached.goes_on.set()
+            while await worker.claim() != ["a"]:
+                await asyncio.sleep(0.01)
+        await worker.emit("a", 1, 6)
+        end = await worker.finish("a", 2)
+        assert await rest(stream) == ([5, 6], end)
+
     async def test_cancel_by_another_gateway_ends_the_request(self, client, worker, scripts):
         stream = await client.submission.submit(make_request(), terms=RetentionTerms(b"record", "h"))
         event = cancelled_event(stream)
