@@ -66,6 +66,7 @@ class MlpSpec:
 
     @property
     def entry(self) -> tuple[Role, tuple[int, ...]]:
+        """The role and the outputs of the first linear layer."""
         return entry_of(self.gate, self.intermediate_size)
 
     def tensors(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
