@@ -36,7 +36,7 @@ class CudaDevice:
         states: Tensor | None = None,
     ) -> None:
         """Hold the pool; `kv_scales` are per layer for an e4m3 pool, and `places` as in attach_device()."""
-        self.states, self.recurrent = states, TritonRecurrent()
+        self.states, self.recurrent = states, TritonRecurrent(is_deterministic)
         self.spec = spec
         self.attention = CudaAttention(spec, kv_pool, is_deterministic, kv_scales, places)
         # The table of one position that rotates nothing: x * 1 - y * 0 is x.

@@ -60,7 +60,10 @@ class RecurrentPlan:
         assert states is not None and model_input.state_blocks is not None, "the model has recurrent layers"
         self._states = states
         self._batch = RecurrentBatch(
-            model_input.query_start_loc, model_input.state_blocks, max_query_len=model_input.max_query_len
+            model_input.query_start_loc,
+            model_input.seq_lens,
+            model_input.state_blocks,
+            max_query_len=model_input.max_query_len,
         )
 
     def gated_delta(self, qkvz: Tensor, gates: Tensor, weights: GatedDeltaWeights, layer: int) -> Tensor:

@@ -11,11 +11,13 @@ class RecurrentBatch:
 
     Attributes:
         query_start_loc: [S + 1] int32, start of each sequence's tokens.
+        seq_lens: [S] int32, tokens of each sequence up to the end of this step.
         state_blocks: [S] int32, the block of each sequence's state, which the step overwrites; 0: zeros, not written.
         max_query_len: The most tokens of a sequence.
     """
 
     query_start_loc: Tensor
+    seq_lens: Tensor
     state_blocks: Tensor
     max_query_len: int
 

@@ -1,7 +1,4 @@
-"""Triton kernels of the recurrent layers. Each token's state follows from the previous one, as in decoding.
-
-So an output has the same bits whatever the step's chunks and its other sequences are.
-"""
+"""Triton kernels of the recurrent layers."""
 
 import torch
 import triton
@@ -9,12 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
-from kernels.recurrent.reference import L2_EPS
+from kernels.recurrent.chunks import SHORTEST, run_in_chunks
+from kernels.recurrent.recurrence import Recurrence, run_token_by_token
 
 _CONV_TOKENS, _CONV_CHANNELS = 16, 256
 _NORM_ROWS = 16
-_COLUMNS, _WARPS = 16, 1  # of a state that a program updates
-_MAX_REGISTERS = 168  # with other limits up to 192, ptxas spills some in one of the two rules
 
 
 @triton.jit
@@ -95,119 +91,6 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, 
     return out
 
 
-@triton.jit
-def _unit(x, EPS: tl.constexpr):
-    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
-
-
-@triton.jit
-def _token_of(row, gate, keys, values, KEY_SIZE: tl.constexpr, STEP_AT: tl.constexpr):
-    """Return query, key, value, the first gate and the step of a token, in float32."""
-    return (
-        tl.load(row + keys).to(tl.float32),
-        tl.load(row + KEY_SIZE + keys).to(tl.float32),
-        tl.load(row + values).to(tl.float32),
-        tl.load(gate).to(tl.float32),
-        tl.load(gate + STEP_AT).to(tl.float32),
-    )
-
-
-@triton.jit(do_not_specialize=["qkv_stride"])
-def _recurrence_kernel(
-    qkv, gates, decay, step_bias, skip, out, states, state_blocks, starts, qkv_stride, state_stride,
-    GATE_STRIDE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """Run Mamba-2 with `skip`, the gated delta rule without it; then gates are beta, then the step."""
-    STEP_AT: tl.constexpr = NUM_HEADS if skip is None else 0
-    head, sequence = tl.program_id(1), tl.program_id(2)
-    start = tl.load(starts + sequence)
-    end = tl.load(starts + sequence + 1)
-    if start < end:
-        block = tl.load(state_blocks + sequence)
-        rows = tl.arange(0, KEY_DIM)
-        columns = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
-        place = states + block.to(tl.int64) * state_stride + head * (KEY_DIM * VALUE_DIM)
-        place += rows[:, None] * VALUE_DIM + columns[None, :]
-        state = tl.load(place)
-        rate, bias = tl.load(decay + head), tl.load(step_bias + head)
-        keys = head // (NUM_HEADS // NUM_KEY_HEADS) * KEY_DIM + rows
-        values = 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
-        gate = gates + head
-        row = start.to(tl.int64)
-        query, key, value, beta, step = _token_of(
-            qkv + row * qkv_stride, gate + row * GATE_STRIDE, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
-        )
-        target = out + row * (NUM_HEADS * VALUE_DIM) + head * VALUE_DIM + columns
-        for index in range(start, end):
-            # The next token is loaded before this one's chain of sums, which takes longer.
-            row = tl.minimum(index + 1, end - 1).to(tl.int64)
-            next_query, next_key, next_value, next_beta, next_step = _token_of(
-                qkv + row * qkv_stride, gate + row * GATE_STRIDE, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
-            )
-            if skip is None:
-                query = _unit(query, EPS) * (KEY_DIM**-0.5)
-                key = _unit(key, EPS)
-            x = step + bias
-            softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-            state *= tl.exp(rate * softplus)
-            if skip is None:
-                known = tl.sum(state * key[:, None], 0)
-                written = (value - known) * tl.sigmoid(beta)
-            else:
-                written = value * softplus
-            state += key[:, None] * written[None, :]
-            mixed = tl.sum(state * query[:, None], 0)
-            if skip is not None:
-                mixed += value * tl.load(skip + head)
-            tl.store(target, mixed.to(out.dtype.element_ty))
-            target += NUM_HEADS * VALUE_DIM
-            query, key, value, beta, step = next_query, next_key, next_value, next_beta, next_step
-        if block != 0:
-            tl.store(place, state)
-
-
-def gated_delta(
-    qkv: Tensor, gates: Tensor, rates: StateRates, states: Tensor, heads: StateHeads, batch: RecurrentBatch
-) -> Tensor:
-    return _recurrence(qkv, gates, rates, None, states, heads, batch)
-
-
-def state_space(
-    qkv: Tensor,
-    step: Tensor,
-    rates: StateRates,
-    skip: Tensor,
-    states: Tensor,
-    heads: StateHeads,
-    batch: RecurrentBatch,
-) -> Tensor:
-    return _recurrence(qkv, step, rates, skip, states, heads, batch)
-
-
-def _recurrence(
-    qkv: Tensor,
-    gates: Tensor,
-    rates: StateRates,
-    skip: Tensor | None,
-    states: Tensor,
-    heads: StateHeads,
-    batch: RecurrentBatch,
-) -> Tensor:
-    assert qkv.stride(1) == gates.stride(1) == 1
-    assert states.stride()[1:] == (heads.key_dim * heads.value_dim, heads.value_dim, 1)
-    out = torch.empty((len(qkv), heads.value_size), dtype=qkv.dtype, device=qkv.device)
-    columns = min(heads.value_dim & -heads.value_dim, _COLUMNS)  # a power of two that divides them
-    _recurrence_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
-        qkv, gates, rates.decay, rates.step_bias, skip, out, states, batch.state_blocks, batch.query_start_loc,
-        qkv.stride(0), states.stride(0), GATE_STRIDE=gates.stride(0),
-        NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
-        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, EPS=L2_EPS,
-        num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
-    )  # fmt: skip
-    return out
-
-
 @triton.jit(do_not_specialize=["num_rows", "gate_stride"])
 def _gated_rms_norm_kernel(
     x, gate, weight, out, num_rows, gate_stride, eps, HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
@@ -265,10 +148,38 @@ class TritonRecurrent:
     """RecurrentOperators on CUDA."""
 
     causal_conv = staticmethod(causal_conv)
-    gated_delta = staticmethod(gated_delta)
-    state_space = staticmethod(state_space)
     gated_rms_norm = staticmethod(gated_rms_norm)
     rms_norm_of_gated = staticmethod(rms_norm_of_gated)
+
+    def __init__(self, is_deterministic: bool = False) -> None:
+        """Compute prompts in chunks, or, if `is_deterministic`, with the same bits however they are cut."""
+        self._is_deterministic = is_deterministic
+
+    def gated_delta(
+        self, qkv: Tensor, gates: Tensor, rates: StateRates, states: Tensor, heads: StateHeads, batch: RecurrentBatch
+    ) -> Tensor:
+        return self._run(Recurrence(qkv, gates, rates, None, states, heads, batch))
+
+    def state_space(
+        self,
+        qkv: Tensor,
+        step: Tensor,
+        rates: StateRates,
+        skip: Tensor,
+        states: Tensor,
+        heads: StateHeads,
+        batch: RecurrentBatch,
+    ) -> Tensor:
+        return self._run(Recurrence(qkv, step, rates, skip, states, heads, batch))
+
+    def _run(self, work: Recurrence) -> Tensor:
+        out = work.new_output()
+        if self._is_deterministic or work.batch.max_query_len < SHORTEST:
+            run_token_by_token(work, out)
+        else:
+            run_in_chunks(work, out)
+            run_token_by_token(work, out, longest=SHORTEST - 1)
+        return out
 
     @staticmethod
     def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:

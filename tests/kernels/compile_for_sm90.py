@@ -200,7 +200,7 @@ def recurrent_layers() -> None:
     inputs = states[:, heads.state_size :].unflatten(1, (3, channels))
     for num_tokens, num_sequences in ((64, 64), (4096, 2)):
         indices = empty(num_sequences + 1, dtype=torch.int32)
-        batch = RecurrentBatch(indices, indices[1:], max_query_len=num_tokens // num_sequences)
+        batch = RecurrentBatch(indices, indices[1:], indices[1:], max_query_len=num_tokens // num_sequences)
         qkvz = empty(num_tokens, channels + heads.value_size)
         qkv = operators.causal_conv(qkvz[:, :channels], exact(4, channels), None, inputs, batch)
         rates, gates = (

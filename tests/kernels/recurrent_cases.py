@@ -22,6 +22,7 @@ class Shape:
     width: int
     lengths: tuple[int, ...]
     blocks: tuple[int, ...]  # of the state of each sequence; 0: zeros, not written
+    computed: tuple[int, ...] = ()  # tokens of each sequence before this step
 
     @property
     def channels(self) -> int:
@@ -33,6 +34,8 @@ SHAPES = {
     "prompts beside a decode": Shape(StateHeads(1, 3, 32, 16), 4, (40, 1, 33, 2), (2, 5, 1, 4)),
     "a row of padding and one without a state": Shape(StateHeads(2, 2, 16, 16), 2, (3, 0, 5), (1, 0, 0)),
     "heads of 128": Shape(StateHeads(1, 2, 128, 128), 4, (5, 1), (1, 2)),
+    "prompts cut anywhere": Shape(StateHeads(1, 2, 16, 32), 4, (16, 0, 70, 15, 65), (1, 0, 4, 3, 2), (63, 7, 100, 5, 64)),
+    "long prompts": Shape(StateHeads(1, 2, 128, 64), 4, (200, 1, 64), (1, 3, 2)),
 }
 
 
@@ -70,15 +73,21 @@ class Inputs:
         return cls(**moved | {name: moved[name].to(dtype) for name in ("qkvz", "gates")})
 
 
-def batch_of(lengths: tuple[int, ...], blocks: tuple[int, ...], device: str = "cpu") -> RecurrentBatch:
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    return RecurrentBatch(starts, torch.tensor(blocks, dtype=torch.int32, device=device), max_query_len=max(lengths))
+def batch_of(
+    lengths: tuple[int, ...], blocks: tuple[int, ...], device: str = "cpu", computed: tuple[int, ...] = ()
+) -> RecurrentBatch:
+    """Return a step of these tokens of each sequence, after those `computed`; default: none."""
+    seq_lens = [old + new for old, new in zip(computed or (0,) * len(lengths), lengths, strict=True)]
+    starts, ends, places = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, *accumulate(lengths)], seq_lens, blocks)
+    )
+    return RecurrentBatch(starts, ends, places, max_query_len=max(lengths))
 
 
 def check(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None:
     """Check each operator on the outputs of the exact one before it."""
     given, tolerance = Inputs.random(shape, dtype, device), TOLERANCES[dtype]
-    heads, batch, exact = shape.heads, batch_of(shape.lengths, shape.blocks, device), TorchRecurrent()
+    heads, batch, exact = shape.heads, batch_of(shape.lengths, shape.blocks, device, shape.computed), TorchRecurrent()
     inputs, delta = given.inputs.clone(), given.delta.clone()
     exact_inputs, exact_delta = given.inputs.double(), given.delta.double()
     qkv, gate = given.qkvz[:, : shape.channels], given.qkvz[:, shape.channels :]
@@ -104,7 +113,7 @@ def check(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, devic
 def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None:
     """Check the operators of Mamba-2, and that nothing is written to the state of zeros."""
     given, tolerance = Inputs.random(shape, dtype, device), TOLERANCES[dtype]
-    heads, batch, exact = shape.heads, batch_of(shape.lengths, shape.blocks, device), TorchRecurrent()
+    heads, batch, exact = shape.heads, batch_of(shape.lengths, shape.blocks, device, shape.computed), TorchRecurrent()
     states, exact_states = given.delta.clone(), given.delta.double()
     qkv, gate = given.qkvz[:, : shape.channels], given.qkvz[:, shape.channels :]
     weight, bias = given.weight, given.bias
@@ -128,10 +137,21 @@ def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype,
 
 def check_chunks(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
     """Check that the states and outputs of a sequence have the same bits after any chunks."""
+    _check_cuts(operators, dtype, device, ((64, 86), (1, 1, 1, 147), (17, 111, 1, 21), (1,) * 150))
+
+
+def check_chunks_of_64(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Check that cuts at multiples of 64 change no bit of the states and outputs of a sequence."""
+    _check_cuts(operators, dtype, device, ((64, 86), (128, 22), (64, 64, 22)))
+
+
+def _check_cuts(
+    operators: RecurrentOperators, dtype: torch.dtype, device: str, cuts: tuple[tuple[int, ...], ...]
+) -> None:
     shape = Shape(StateHeads(2, 4, 16, 32), 4, (150,), (2,))
     given = Inputs.random(shape, dtype, device)
     whole = _run(operators, given, shape, (150,))
-    for lengths in ((64, 86), (1, 1, 1, 147), (17, 111, 1, 21), (1,) * 150):
+    for lengths in cuts:
         assert all(torch.equal(*pair) for pair in zip(whole, _run(operators, given, shape, lengths), strict=True))
 
 
@@ -140,7 +160,7 @@ def _run(operators: RecurrentOperators, given: Inputs, shape: Shape, lengths: tu
     rates = StateRates(given.decay, given.step_bias)
     for end, length in zip(accumulate(lengths), lengths, strict=True):
         rows = slice(end - length, end)
-        batch = batch_of((length,), shape.blocks, str(given.qkvz.device))
+        batch = batch_of((length,), shape.blocks, str(given.qkvz.device), (end - length,))
         qkv = operators.causal_conv(given.qkvz[rows, : shape.channels], given.weight, given.bias, inputs, batch)
         gate, gates = given.qkvz[rows, shape.channels :], given.gates[rows]
         mixed = operators.gated_delta(qkv, gates, rates, delta, shape.heads, batch)

@@ -1,18 +1,24 @@
-"""The Triton kernels of recurrent layers equal torch in float64, and chunks change no bit."""
+"""The Triton kernels of recurrent layers equal torch in float64, and cuts of prompts change no bit."""
 
 import pytest
 import torch
 
 from kernels.recurrent.triton_kernels import TritonRecurrent
-from tests.kernels.recurrent_cases import SHAPES, check, check_chunks, check_mamba
+from tests.kernels.recurrent_cases import SHAPES, check, check_chunks, check_chunks_of_64, check_mamba
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_operators_equal_torch_in_float64(name: str, dtype: torch.dtype) -> None:
-    check(TritonRecurrent(), SHAPES[name], dtype)
-    check_mamba(TritonRecurrent(), SHAPES[name], dtype)
+def test_operators_equal_torch_in_float64(name: str, is_deterministic: bool, dtype: torch.dtype) -> None:
+    operators = TritonRecurrent(is_deterministic)
+    check(operators, SHAPES[name], dtype)
+    check_mamba(operators, SHAPES[name], dtype)
 
 
-def test_chunks_change_no_bit() -> None:
-    check_chunks(TritonRecurrent(), torch.float32)
+def test_deterministic_chunks_change_no_bit() -> None:
+    check_chunks(TritonRecurrent(is_deterministic=True), torch.float32)
+
+
+def test_cuts_at_multiples_of_64_change_no_bit() -> None:
+    check_chunks_of_64(TritonRecurrent(), torch.float32)

@@ -1,0 +1,141 @@
+"""The gated delta rule and Mamba-2 token by token: each state follows from the previous one, as in decoding.
+
+So an output has the same bits whatever the step's chunks and its other sequences are.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.reference import L2_EPS
+
+_COLUMNS, _WARPS = 16, 1  # of a state that a program updates
+_MAX_REGISTERS = 168  # with other limits up to 192, ptxas spills some in one of the two rules
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """One layer's recurrence over the tokens of a step, as RecurrentOperators has its arguments.
+
+    Attributes:
+        qkv: [T, 2 * key_size + value_size].
+        gates: [T, 2 * num_heads], beta and the step of the gated delta rule; of Mamba-2, the step [T, num_heads].
+        rates: Of the decay.
+        skip: [num_heads] float32 of Mamba-2; None: the gated delta rule.
+        states: [N, num_heads, key_dim, value_dim] float32; updated.
+        heads: The heads.
+        batch: The sequences.
+    """
+
+    qkv: Tensor
+    gates: Tensor
+    rates: StateRates
+    skip: Tensor | None
+    states: Tensor
+    heads: StateHeads
+    batch: RecurrentBatch
+
+    def __post_init__(self) -> None:
+        heads = self.heads
+        assert self.qkv.stride(1) == self.gates.stride(1) == 1
+        assert self.states.stride()[1:] == (heads.key_dim * heads.value_dim, heads.value_dim, 1)
+
+    def new_output(self) -> Tensor:
+        return torch.empty((len(self.qkv), self.heads.value_size), dtype=self.qkv.dtype, device=self.qkv.device)
+
+    def columns(self, most: int) -> int:
+        """Return the columns of a state that one program updates: a power of two that divides them, at most `most`."""
+        return min(self.heads.value_dim & -self.heads.value_dim, most)
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _unit(x, EPS: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
+
+
+@triton.jit
+def _token_of(row, gate, keys, values, KEY_SIZE: tl.constexpr, STEP_AT: tl.constexpr):
+    """Return query, key, value, the first gate and the step of a token, in float32."""
+    return (
+        tl.load(row + keys).to(tl.float32),
+        tl.load(row + KEY_SIZE + keys).to(tl.float32),
+        tl.load(row + values).to(tl.float32),
+        tl.load(gate).to(tl.float32),
+        tl.load(gate + STEP_AT).to(tl.float32),
+    )
+
+
+@triton.jit(do_not_specialize=["qkv_stride"])
+def _recurrence_kernel(
+    qkv, gates, decay, step_bias, skip, out, states, state_blocks, starts, qkv_stride, state_stride,
+    GATE_STRIDE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, LONGEST: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Run Mamba-2 with `skip`, the gated delta rule without it; then gates are beta, then the step."""
+    STEP_AT: tl.constexpr = NUM_HEADS if skip is None else 0
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + sequence)
+    end = tl.load(starts + sequence + 1)
+    if (start < end) & (end - start <= LONGEST):
+        block = tl.load(state_blocks + sequence)
+        rows = tl.arange(0, KEY_DIM)
+        columns = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+        place = states + block.to(tl.int64) * state_stride + head * (KEY_DIM * VALUE_DIM)
+        place += rows[:, None] * VALUE_DIM + columns[None, :]
+        state = tl.load(place)
+        rate, bias = tl.load(decay + head), tl.load(step_bias + head)
+        keys = head // (NUM_HEADS // NUM_KEY_HEADS) * KEY_DIM + rows
+        values = 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
+        gate = gates + head
+        row = start.to(tl.int64)
+        query, key, value, beta, step = _token_of(
+            qkv + row * qkv_stride, gate + row * GATE_STRIDE, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
+        )
+        target = out + row * (NUM_HEADS * VALUE_DIM) + head * VALUE_DIM + columns
+        for index in range(start, end):
+            # The next token is loaded before this one's chain of sums, which takes longer.
+            row = tl.minimum(index + 1, end - 1).to(tl.int64)
+            next_query, next_key, next_value, next_beta, next_step = _token_of(
+                qkv + row * qkv_stride, gate + row * GATE_STRIDE, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
+            )
+            if skip is None:
+                query = _unit(query, EPS) * (KEY_DIM**-0.5)
+                key = _unit(key, EPS)
+            share = softplus(step + bias)
+            state *= tl.exp(rate * share)
+            if skip is None:
+                known = tl.sum(state * key[:, None], 0)
+                written = (value - known) * tl.sigmoid(beta)
+            else:
+                written = value * share
+            state += key[:, None] * written[None, :]
+            mixed = tl.sum(state * query[:, None], 0)
+            if skip is not None:
+                mixed += value * tl.load(skip + head)
+            tl.store(target, mixed.to(out.dtype.element_ty))
+            target += NUM_HEADS * VALUE_DIM
+            query, key, value, beta, step = next_query, next_key, next_value, next_beta, next_step
+        if block != 0:
+            tl.store(place, state)
+
+
+def run_token_by_token(work: Recurrence, out: Tensor, longest: int = NO_LIMIT) -> None:
+    """Write the outputs [T, value_size] of the sequences that have at most `longest` tokens in this step."""
+    heads, batch, columns = work.heads, work.batch, work.columns(_COLUMNS)
+    _recurrence_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
+        work.qkv, work.gates, work.rates.decay, work.rates.step_bias, work.skip, out, work.states,
+        batch.state_blocks, batch.query_start_loc, work.qkv.stride(0), work.states.stride(0),
+        GATE_STRIDE=work.gates.stride(0), NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
+        KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, LONGEST=longest, EPS=L2_EPS,
+        num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
+    )  # fmt: skip
