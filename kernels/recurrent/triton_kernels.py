@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
-from kernels.recurrent.chunks import SHORTEST, run_in_chunks
+from kernels.recurrent.chunks import CHUNK, has_chunks, run_in_chunks
 from kernels.recurrent.recurrence import Recurrence, run_token_by_token
 
 _CONV_TOKENS, _CONV_CHANNELS = 16, 256
@@ -174,11 +174,11 @@ class TritonRecurrent:
 
     def _run(self, work: Recurrence) -> Tensor:
         out = work.new_output()
-        if self._is_deterministic or work.batch.max_query_len < SHORTEST:
+        if self._is_deterministic or work.batch.max_query_len < CHUNK or not has_chunks(work):
             run_token_by_token(work, out)
         else:
             run_in_chunks(work, out)
-            run_token_by_token(work, out, longest=SHORTEST - 1)
+            run_token_by_token(work, out, longest=CHUNK - 1)
         return out
 
     @staticmethod

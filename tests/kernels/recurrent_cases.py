@@ -14,6 +14,8 @@ EPS = 1e-6
 # In 16 bits, the sigmoid and the product are rounded. Each rounding changes a value by at most 2^-8 of itself in
 # bfloat16, and by 2^-11 in float16. Float32 sums of 128 products differ by 1e-6.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+# Of states. For a model in bfloat16, the products of chunks have 16 bits; each token's state follows from two of them.
+STATE_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-14, torch.float16: 1e-5}
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Shape:
 
 SHAPES = {
     "decode": Shape(StateHeads(2, 4, 16, 32), 4, (1, 1, 1), (3, 1, 2)),
-    "prompts beside a decode": Shape(StateHeads(1, 3, 32, 16), 4, (40, 1, 33, 2), (2, 5, 1, 4)),
+    "prompts beside a decode": Shape(StateHeads(1, 3, 32, 16), 4, (40, 1, 73, 2), (2, 5, 1, 4)),
     "a row of padding and one without a state": Shape(StateHeads(2, 2, 16, 16), 2, (3, 0, 5), (1, 0, 0)),
     "heads of 128": Shape(StateHeads(1, 2, 128, 128), 4, (5, 1), (1, 2)),
-    "prompts cut anywhere": Shape(StateHeads(1, 2, 16, 32), 4, (16, 0, 70, 15, 65), (1, 0, 4, 3, 2), (63, 7, 100, 5, 64)),
-    "long prompts": Shape(StateHeads(1, 2, 128, 64), 4, (200, 1, 64), (1, 3, 2)),
+    "prompts cut anywhere": Shape(
+        StateHeads(1, 2, 16, 32), 4, (64, 0, 130, 63, 65), (1, 0, 4, 3, 2), (63, 7, 100, 5, 64)
+    ),
+    "long prompts": Shape(StateHeads(1, 2, 128, 64), 4, (100, 1, 64), (1, 3, 2)),
 }
 
 
@@ -79,7 +83,8 @@ def batch_of(
     """Return a step of these tokens of each sequence, after those `computed`; default: none."""
     seq_lens = [old + new for old, new in zip(computed or (0,) * len(lengths), lengths, strict=True)]
     starts, ends, places = (
-        torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, *accumulate(lengths)], seq_lens, blocks)
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in ([0, *accumulate(lengths)], seq_lens, blocks)
     )
     return RecurrentBatch(starts, ends, places, max_query_len=max(lengths))
 
@@ -100,7 +105,7 @@ def check(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, devic
     expected = exact.gated_delta(convolved.double(), given.gates.double(), exact_rates, exact_delta, heads, batch)
     mixed = operators.gated_delta(convolved, given.gates, rates, delta, heads, batch)
     _assert_close(mixed, expected, tolerance)
-    _assert_close(delta, exact_delta, 1e-5)
+    _assert_close(delta, exact_delta, STATE_TOLERANCES[dtype])
     unwritten = [block for block in range(len(delta)) if block == 0 or block not in shape.blocks]
     assert torch.equal(delta[unwritten], given.delta[unwritten])
     assert torch.equal(inputs[unwritten], given.inputs[unwritten])
@@ -127,7 +132,7 @@ def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype,
     )
     mixed = operators.state_space(convolved, step, rates, given.skip, states, heads, batch)
     _assert_close(mixed, expected, tolerance)
-    _assert_close(states, exact_states, 1e-5)
+    _assert_close(states, exact_states, STATE_TOLERANCES[dtype])
     assert torch.equal(states[0], given.delta[0])
     for num_groups in (1, heads.num_heads):
         expected = exact.rms_norm_of_gated(mixed.double(), gate.double(), given.wide_norm.double(), EPS, num_groups)
@@ -137,20 +142,20 @@ def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype,
 
 def check_chunks(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
     """Check that the states and outputs of a sequence have the same bits after any chunks."""
-    _check_cuts(operators, dtype, device, ((64, 86), (1, 1, 1, 147), (17, 111, 1, 21), (1,) * 150))
+    _check_cuts(operators, dtype, device, 150, ((64, 86), (1, 1, 1, 147), (17, 111, 1, 21), (1,) * 150))
 
 
 def check_chunks_of_64(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Check that cuts at multiples of 64 change no bit of the states and outputs of a sequence."""
-    _check_cuts(operators, dtype, device, ((64, 86), (128, 22), (64, 64, 22)))
+    """Check that cuts at multiples of 64 before the last 64 tokens change no bit of the states and outputs."""
+    _check_cuts(operators, dtype, device, 200, ((64, 136), (128, 72), (64, 64, 72)))
 
 
 def _check_cuts(
-    operators: RecurrentOperators, dtype: torch.dtype, device: str, cuts: tuple[tuple[int, ...], ...]
+    operators: RecurrentOperators, dtype: torch.dtype, device: str, length: int, cuts: tuple[tuple[int, ...], ...]
 ) -> None:
-    shape = Shape(StateHeads(2, 4, 16, 32), 4, (150,), (2,))
+    shape = Shape(StateHeads(2, 4, 16, 32), 4, (length,), (2,))
     given = Inputs.random(shape, dtype, device)
-    whole = _run(operators, given, shape, (150,))
+    whole = _run(operators, given, shape, (length,))
     for lengths in cuts:
         assert all(torch.equal(*pair) for pair in zip(whole, _run(operators, given, shape, lengths), strict=True))
 

@@ -114,6 +114,8 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_causal_conv_kernel",
         "_keep_inputs_kernel",
         "_recurrence_kernel",
+        "_within_chunks_kernel",
+        "_between_chunks_kernel",
         "_gated_rms_norm_kernel",
         "_rms_norm_of_gated_kernel",
         "_short_conv_kernel",

@@ -35,8 +35,13 @@ def test_gpu_recurrent_operators_equal_torch_in_float64(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gpu_chunks_change_no_bit_of_a_state(dtype: torch.dtype) -> None:
-    recurrent_cases.check_chunks(triton_kernels.TritonRecurrent(), dtype, "cuda")
+def test_gpu_deterministic_chunks_change_no_bit_of_a_state(dtype: torch.dtype) -> None:
+    recurrent_cases.check_chunks(triton_kernels.TritonRecurrent(is_deterministic=True), dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gpu_cuts_of_prompts_at_multiples_of_64_change_no_bit_of_a_state(dtype: torch.dtype) -> None:
+    recurrent_cases.check_chunks_of_64(triton_kernels.TritonRecurrent(), dtype, "cuda")
 
 
 def test_gpu_short_convolution_equals_torch() -> None:

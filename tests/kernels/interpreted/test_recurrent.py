@@ -8,12 +8,14 @@ from tests.kernels.recurrent_cases import SHAPES, check, check_chunks, check_chu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_operators_equal_torch_in_float64(name: str, is_deterministic: bool, dtype: torch.dtype) -> None:
-    operators = TritonRecurrent(is_deterministic)
-    check(operators, SHAPES[name], dtype)
-    check_mamba(operators, SHAPES[name], dtype)
+def test_operators_equal_torch_in_float64(name: str, dtype: torch.dtype) -> None:
+    check(TritonRecurrent(), SHAPES[name], dtype)
+    check_mamba(TritonRecurrent(), SHAPES[name], dtype)
+
+
+def test_prompts_token_by_token_equal_torch_in_float64() -> None:
+    check(TritonRecurrent(is_deterministic=True), SHAPES["prompts cut anywhere"], torch.float32)
 
 
 def test_deterministic_chunks_change_no_bit() -> None:
