@@ -455,7 +455,7 @@ def main(part: int, num_parts: int) -> None:
         "short convolutions bf16": short_convolutions,
         "experts gpt-oss-20b mxfp4": experts(GPT_OSS),
         "experts qwen3-30b-a3b bf16": experts(QWEN3),
-        "experts qwen3-30b-a3b int4": experts(QWEN3_INT4),
+        "experts qwen3-30b-a3b int4 bf16": experts(QWEN3_INT4),
         "sums of two": summing,
         "sums and norms bf16": summing_and_norming,
         "unpacking": unpacking,

@@ -217,7 +217,7 @@ def test_prefill_uses_wgmma(reports: list[Report], shape: str) -> None:
 
 
 def test_expert_products_use_wgmma_and_wide_loads(reports: list[Report]) -> None:
-    for report in of(reports, "int4_product_kernel", "qwen3-30b-a3b"):
+    for report in of(reports, "int4_product_kernel", "qwen3-30b-a3b int4"):
         assert report["wgmma"] > 0 and report["mma"] == 0 and report["async_copies_16_bytes"] > 0, report
     for report in of(reports, "grouped_product_kernel", "qwen3-30b-a3b"):
         assert report["wgmma"] > 0 and report["mma"] == 0, report
