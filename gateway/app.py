@@ -114,9 +114,10 @@ def create_app(
     """
     metrics = metrics or GatewayMetrics(vllm_names=settings.vllm_metric_names)
     access = access or access_of(settings)
+    state = GatewayState(settings, clients, metrics, readers)
     app = web.Application(
         middlewares=[
-            leave_unread(),
+            leave_unread(state.read_turns),
             identify,
             measure(metrics),
             trace(tracing),
@@ -130,10 +131,9 @@ def create_app(
     served = [api for api in apis if api.is_served(settings)]
     app[KINDS] = {kind.name: kind for api in served for kind in api.kinds}
     app[DIALECTS] = tuple(api.dialect for api in served if api.dialect is not None)
-    app[STATE] = GatewayState(settings, clients, metrics, readers)
+    app[STATE] = state
     app.on_response_prepare.append(set_headers)
     serve_operations(app, operations_of(served, has_page=settings.ui))
-    state = app[STATE]
     runs = [
         owner_task("load_models", state.load_models, may_return=lambda: True),
         owner_task("stream_watch", state.watch.run),

@@ -10,6 +10,7 @@ from gateway.auth.access import ACCOUNT
 from gateway.errors import BodyTooLarge, InvalidJson, RequestTimeout, UnsupportedMediaType
 from gateway.http.json_body import MAX_BODY_BYTES
 from gateway.http.media_type import charset_of, check_encoding, media_type_of
+from gateway.http.read_turns import ReadTurns
 from gateway.http.state import STATE
 
 
@@ -34,7 +35,7 @@ async def received_body(request: web.Request) -> AsyncIterator[bytes]:
         timeout_seconds = state.settings.body_timeout_seconds
         try:
             async with asyncio.timeout(timeout_seconds):
-                body = await _read(request.content)
+                body = await _read(request.content, state.read_turns)
         except TimeoutError as error:
             raise RequestTimeout(f"The request body did not arrive within {timeout_seconds:g} s.") from error
         except web.RequestPayloadError as error:
@@ -43,16 +44,18 @@ async def received_body(request: web.Request) -> AsyncIterator[bytes]:
         yield body
 
 
-async def _read(content: StreamReader) -> bytes:
+async def _read(content: StreamReader, turns: ReadTurns) -> bytes:
     """Read all bytes. `web.Request.read()` would keep a second copy as long as the request."""
-    first = await content.readany()
-    if content.at_eof():  # the usual case
+    if content.is_eof():  # the usual case: all are here
+        first = await content.readany()
         if len(first) > MAX_BODY_BYTES:
             raise _too_large()
         return first
-    body = bytearray(first)
-    while chunk := await content.readany():
-        body += chunk
+    body = bytearray()
+    while not content.at_eof():
+        if not content.is_eof():
+            await turns.wait()
+        body += await content.readany()
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
     return bytes(body)

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 ACCEPTS_PER_ITERATION = 256  # about 3 ms of the loop
-CONNECTS_PER_ITERATION = 16  # about 2 ms, and more for their requests
+MIN_CONNECTS, MAX_CONNECTS = 4, 16  # per iteration; 16 take about 2 ms, and more for their requests
+LONG_ITERATION_SECONDS = 0.008  # then fewer connect: each may bring 256 KiB of a body, which take 0.7 ms
 PROBES = (b"GET /livez", b"GET /readyz")
 PAUSE_SECONDS = 1.0  # without descriptors or memory, as in asyncio
 _PROBE_BYTES = max(map(len, PROBES))
@@ -93,13 +94,18 @@ class Listener:
             return
         self._waiting.append(connection)
         if len(self._waiting) == 1:
-            self._loop.call_soon(self._begin_some)
+            self._loop.call_soon(self._begin_some, MIN_CONNECTS)
 
-    def _begin_some(self) -> None:
-        for _ in range(min(CONNECTS_PER_ITERATION, len(self._waiting))):
+    def _begin_some(self, most: int) -> None:
+        for _ in range(min(most, len(self._waiting))):
             self._begin(self._waiting.popleft())
         if self._waiting:
-            self._loop.call_soon(self._begin_some)
+            self._loop.call_soon(self._begin_next, most, self._loop.time())
+
+    def _begin_next(self, last: int, began_at: float) -> None:
+        """Begin fewer connections than the `last` ones if the iteration with these was long, else more."""
+        is_long = self._loop.time() - began_at > LONG_ITERATION_SECONDS
+        self._begin_some(max(MIN_CONNECTS, last // 2) if is_long else min(MAX_CONNECTS, last * 2))
 
     def _begin(self, connection: socket.socket) -> None:
         task = self._loop.create_task(self._connect(connection))

@@ -13,6 +13,7 @@ from gateway.auth.access import ACCOUNT
 from gateway.fleet import OpenRequests, Timeouts, bytes_in_flight
 from gateway.http.kept_bodies import KeptBodies
 from gateway.http.open_response import StreamWatch
+from gateway.http.read_turns import ReadTurns
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, ModelService, ModelTable
 from gateway.settings import GatewaySettings
@@ -47,6 +48,7 @@ class GatewayState:
         self.owners = OwnerTasks(lambda task, is_up: metrics.owner_task_up.labels(task).set(is_up))
         self.open_requests = OpenRequests(metrics.open_requests, settings.max_num_streams, self._count_refusal)
         self.bytes_in_flight = bytes_in_flight(settings.max_bytes_in_flight)
+        self.read_turns = ReadTurns()
         self.kept_bodies = KeptBodies(self.bytes_in_flight)
         # Of one model, because a key has one budget; all gateways choose the same.
         self.limits = clients[min(clients, key=lambda options: options.name)].limits

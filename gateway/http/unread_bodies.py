@@ -3,33 +3,38 @@
 aiohttp alone reads it for ten seconds, as fast as it comes: refused uploads kept the event loop as busy as accepted
 ones. Closing at once would make most asyncio clients, which are still writing, lose the response. So if more remains
 than a body may have, all such requests together get one read per 5 ms (2 % of the loop), and the connection is closed
-after two seconds. The rest of a shorter body is read, and its connection stays open.
+after two seconds. The rest of a shorter body is read in turns with accepted ones, and its connection stays open.
 """
 
 import asyncio
+from contextlib import suppress
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from gateway.http.json_body import MAX_BODY_BYTES
+from gateway.http.read_turns import ReadTurns
 
 PAUSE_SECONDS = 0.005  # between two reads of all requests together, each of at most 384 KiB: 75 MB/s
 OPEN_SECONDS = 2.0
+REST_SECONDS = 10.0  # for the rest of a shorter body, as in aiohttp
 
 
-def leave_unread() -> Middleware:
-    turns = asyncio.Lock()  # first in, first out
+def leave_unread(turns: ReadTurns) -> Middleware:
+    slow_turns = asyncio.Lock()  # first in, first out
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             response = await handler(request)
         except web.HTTPException as redirect:
-            if not _is_long(request):
+            if request.content.is_eof():
                 raise
             response = redirect
         if _is_long(request):
-            await _end(request, response, turns)
+            await _end(request, response, slow_turns)
+        elif not request.content.is_eof():
+            await _read_rest(request, response, turns)
         return response
 
     return middleware
@@ -54,4 +59,17 @@ async def _end(http: web.Request, response: web.StreamResponse, turns: asyncio.L
         async with turns:
             await asyncio.sleep(PAUSE_SECONDS)
         http.content.read_nowait()
+    http.protocol.force_close()
+
+
+async def _read_rest(http: web.Request, response: web.StreamResponse, turns: ReadTurns) -> None:
+    if not response.prepared:
+        await response.prepare(http)
+    await response.write_eof()
+    with suppress(OSError, TimeoutError, web.RequestPayloadError):
+        async with asyncio.timeout(REST_SECONDS):
+            while not http.content.is_eof():
+                await turns.wait()
+                await http.content.readany()
+            return
     http.protocol.force_close()

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from gateway.http import listener as listening
-from gateway.http.listener import CONNECTS_PER_ITERATION, Listener, listen
+from gateway.http.listener import MAX_CONNECTS, MIN_CONNECTS, Listener, listen
 
 
 class Greeter(asyncio.Protocol):
@@ -80,7 +80,21 @@ async def test_burst_is_served_in_turns() -> None:
             await asyncio.sleep(0)
             largest = max(largest, served.num_made - before)
         await served.close()
-    assert 0 < largest <= CONNECTS_PER_ITERATION
+    assert 0 < largest <= MAX_CONNECTS
+    await listener.close()
+
+
+async def test_fewer_connect_while_iterations_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "LONG_ITERATION_SECONDS", -1.0)
+    served, sizes = Served(), list[int]()
+    listener = await listen("127.0.0.1", 0, served, backlog=512)
+    with connections(listener.address, *[b"GET /v1/models"] * 40):
+        while served.num_made < 40:
+            before = served.num_made
+            await asyncio.sleep(0)
+            sizes.append(served.num_made - before)
+        await served.close()
+    assert max(sizes) == MIN_CONNECTS
     await listener.close()
 
 

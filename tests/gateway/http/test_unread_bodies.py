@@ -11,6 +11,7 @@ from aiohttp import StreamReader, web
 from gateway.app import RUNNER_OPTIONS
 from gateway.http import unread_bodies
 from gateway.http.json_body import MAX_BODY_BYTES
+from gateway.http.read_turns import ReadTurns
 from gateway.http.unread_bodies import leave_unread
 
 NUM_BYTES = 16 * 2**20
@@ -30,7 +31,7 @@ async def server() -> AsyncIterator[tuple[int, list[StreamReader]]]:
         bodies.append(request.content)
         raise web.HTTPPermanentRedirect("/refuse")
 
-    app = web.Application(middlewares=[leave_unread()])
+    app = web.Application(middlewares=[leave_unread(ReadTurns())])
     app.add_routes([web.post("/refuse", refuse), web.post("/redirect", redirect)])
     runner = web.AppRunner(app, **RUNNER_OPTIONS)
     await runner.setup()
@@ -109,6 +110,27 @@ async def test_connection_after_a_short_unread_body_is_reused(server: tuple[int,
     assert bodies[0].total_bytes == MAX_BODY_BYTES
     writer.close()
     await writer.wait_closed()
+
+
+async def test_connection_whose_client_does_not_send_the_rest_is_closed(
+    server: tuple[int, list[StreamReader]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread_bodies, "REST_SECONDS", 0.1)
+    port, _ = server
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /refuse HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n" + bytes(99))
+    async with asyncio.timeout(5):  # aiohttp alone waits for ten seconds
+        assert (await reader.read()).endswith(b'{"refused": true}')
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_short_refused_bodies_at_once_all_get_answers(server: tuple[int, list[StreamReader]]) -> None:
+    port, bodies = server
+    head = b"POST /refuse HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d" % MAX_BODY_BYTES
+    answers = await asyncio.gather(*(answer_of(port, head, bytes(MAX_BODY_BYTES)) for _ in range(20)))
+    assert all(b"429" in line and rest.endswith(b'{"refused": true}') for line, rest in answers)
+    assert all(content.total_bytes == MAX_BODY_BYTES for content in bodies)
 
 
 async def test_unread_gzip_body_is_not_decompressed(server: tuple[int, list[StreamReader]]) -> None:
