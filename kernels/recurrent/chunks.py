@@ -28,7 +28,7 @@ CHUNK = 64  # tokens; fewer are as fast one by one
 _COLUMNS = 32  # of a state that a program updates
 _WARPS = 4
 _STAGES = 3  # of loads; with 1, Triton 3.6's program reads outside of its tensors
-_MAX_KEY_DIM = 128  # of 128 x 128, these stages take 217 KiB of shared memory
+_MIN_SIZE, _MAX_KEY_DIM = 16, 128  # of tl.dot; of 128 x 128, the stages take 217 KiB of shared memory
 
 
 @triton.jit
@@ -208,8 +208,8 @@ def has_chunks(work: Recurrence) -> bool:
     """Return whether these kernels serve this layer: in bfloat16, on GPUs with 227 KiB of shared memory per program."""
     if work.qkv.device.type != "cuda":  # the interpreter, and compilation for Hopper
         return True
-    fits = work.heads.key_dim <= _MAX_KEY_DIM and _compute_capability(work.qkv.device)[0] in (9, 10)
-    return fits and work.qkv.dtype == torch.bfloat16
+    fits = _MIN_SIZE <= work.heads.key_dim <= _MAX_KEY_DIM and work.columns(_COLUMNS) >= _MIN_SIZE
+    return fits and work.qkv.dtype == torch.bfloat16 and _compute_capability(work.qkv.device)[0] in (9, 10)
 
 
 @cache
