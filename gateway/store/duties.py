@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -30,6 +31,8 @@ from shared.new_requests import PROLONG_SECONDS, RETAINED_SECONDS
 from shared.redis_scripts import RedisScripts
 from shared.store_errors import is_transient
 
+_SENT_AT_ONCE = 64  # withdrawals; one reply may take a long iteration of the event loop
+
 logger = logging.getLogger("gateway")
 
 
@@ -47,6 +50,7 @@ class Withdrawals:
         self._scripts = scripts
         self._wake = wake
         self._open: dict[tuple[str, str], tuple[str, TerminalEvent]] = {}  # (request id, holder) -> class, its end
+        self._sending: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -69,16 +73,36 @@ class Withdrawals:
     async def send(self) -> None:
         """Send what is open. Store errors are not raised: the next call sends the rest.
 
+        A call during another one waits for it, which also sends what was added meanwhile: when 1,000 readers leave at
+        once, each withdrawal is sent once.
+        """
+        if self._sending is not None:
+            await asyncio.shield(self._sending)
+            return
+        self._sending = asyncio.get_running_loop().create_future()
+        try:
+            while some := list(islice(self._open, _SENT_AT_ONCE)):
+                if not all(await asyncio.gather(*map(self._send, some))):
+                    return
+        finally:
+            self._sending.set_result(None)
+            self._sending = None
+
+    async def _send(self, whose: tuple[str, str]) -> bool:
+        """Send one; return False if it must be sent again.
+
         A withdrawal that the store refuses permanently is dropped, so that it does not block the others.
         """
-        for (request_id, holder), (priority_class, terminal) in list(self._open.items()):
-            try:
-                await _cancel(self._scripts, terminal, priority_class, holder=holder)
-            except (RedisError, OSError) as error:
-                if is_transient(error):
-                    return
-                logger.error("request %s: not withdrawn: %s", request_id, error)
-            self._open.pop((request_id, holder), None)
+        request_id, holder = whose
+        priority_class, terminal = self._open[whose]
+        try:
+            await _cancel(self._scripts, terminal, priority_class, holder=holder)
+        except (RedisError, OSError) as error:
+            if is_transient(error):
+                return False
+            logger.error("request %s: not withdrawn: %s", request_id, error)
+        self._open.pop(whose, None)
+        return True
 
 
 class HeldAnswers:

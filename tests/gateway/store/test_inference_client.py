@@ -296,6 +296,12 @@ class TestCancel:
         while await connections.commands.exists(keys.request("a")):
             await asyncio.sleep(0)
 
+    async def test_readers_that_leave_at_once_each_cancel_once(self, client, flaky, worker, connections, keys):
+        streams = [await start(client, worker, f"r{number}") for number in range(100)]
+        await asyncio.gather(*map(client.submission.release, streams))
+        assert flaky.calls.count("cancel") == 100
+        assert not await connections.commands.exists(*(keys.request(stream.request_id) for stream in streams))
+
     async def test_closing_the_client_withdraws_running_requests(self, client, worker, connections, keys):
         stream = await start(client, worker)
         await client.close()
