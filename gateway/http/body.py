@@ -46,16 +46,14 @@ async def received_body(request: web.Request) -> AsyncIterator[bytes]:
 
 async def _read(content: StreamReader, turns: ReadTurns) -> bytes:
     """Read all bytes. `web.Request.read()` would keep a second copy as long as the request."""
-    if content.is_eof():  # the usual case: all are here
-        first = await content.readany()
+    first = await turns.read(content)
+    if content.at_eof():  # the usual case
         if len(first) > MAX_BODY_BYTES:
             raise _too_large()
         return first
-    body = bytearray()
-    while not content.at_eof():
-        if not content.is_eof():
-            await turns.wait()
-        body += await content.readany()
+    body = bytearray(first)
+    while chunk := await turns.read(content):
+        body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
     return bytes(body)

@@ -7,15 +7,27 @@ them held up every stream for 400 ms.
 import asyncio
 from collections import deque
 
+from aiohttp import StreamReader
+
 READS_PER_ITERATION = 4
+LONG_BYTES = 65_536  # shorter bodies wait for no turn
 
 
 class ReadTurns:
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    async def read(self, content: StreamReader) -> bytes:
+        """Return what has arrived of a body, b"" at its end; of a long one, in its turn.
+
+        aiohttp reads no more from a connection while much of its body waits here.
+        """
+        if content.total_bytes >= LONG_BYTES and not content.is_eof():
+            await self.wait()
+        return await content.readany()
+
     async def wait(self) -> None:
-        """Return when it is the caller's turn. aiohttp reads nothing more of a body with 128 KiB that nobody took."""
+        """Return when it is the caller's turn."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._give_some)

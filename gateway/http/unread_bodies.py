@@ -9,7 +9,7 @@ after two seconds. The rest of a shorter body is read in turns with accepted one
 import asyncio
 from contextlib import suppress
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.typedefs import Handler, Middleware
 
 from gateway.http.json_body import MAX_BODY_BYTES
@@ -31,45 +31,45 @@ def leave_unread(turns: ReadTurns) -> Middleware:
             if request.content.is_eof():
                 raise
             response = redirect
-        if _is_long(request):
-            await _end(request, response, slow_turns)
-        elif not request.content.is_eof():
-            await _read_rest(request, response, turns)
+        if not request.content.is_eof():
+            await _end(request, response, turns, slow_turns)
         return response
 
     return middleware
 
 
 def _is_long(http: web.Request) -> bool:
-    """Return whether the rest of the body is too long to be read for the sake of the connection."""
-    if http.content.is_eof():
-        return False
+    """Return whether the rest of the body may be too long to be read for the sake of the connection."""
     length = http.content_length
     return length is None or length > MAX_BODY_BYTES
 
 
-async def _end(http: web.Request, response: web.StreamResponse, turns: asyncio.Lock) -> None:
+async def _end(http: web.Request, response: web.StreamResponse, turns: ReadTurns, slow_turns: asyncio.Lock) -> None:
+    is_long = _is_long(http)
     if not response.prepared:
-        response.force_close()
+        if is_long:
+            response.force_close()
         await response.prepare(http)
     await response.write_eof()
+    if is_long:
+        await _read_little(http.content, slow_turns)
+    else:
+        await _read_rest(http.content, turns)
+    if is_long or not http.content.is_eof():
+        http.protocol.force_close()
+
+
+async def _read_little(content: StreamReader, slow_turns: asyncio.Lock) -> None:
     clock = asyncio.get_running_loop().time
     until = clock() + OPEN_SECONDS
-    while not http.content.is_eof() and clock() < until:
-        async with turns:
+    while not content.is_eof() and clock() < until:
+        async with slow_turns:
             await asyncio.sleep(PAUSE_SECONDS)
-        http.content.read_nowait()
-    http.protocol.force_close()
+        content.read_nowait()
 
 
-async def _read_rest(http: web.Request, response: web.StreamResponse, turns: ReadTurns) -> None:
-    if not response.prepared:
-        await response.prepare(http)
-    await response.write_eof()
-    with suppress(OSError, TimeoutError, web.RequestPayloadError):
+async def _read_rest(content: StreamReader, turns: ReadTurns) -> None:
+    with suppress(OSError, TimeoutError, web.RequestPayloadError):  # then the connection is closed
         async with asyncio.timeout(REST_SECONDS):
-            while not http.content.is_eof():
-                await turns.wait()
-                await http.content.readany()
-            return
-    http.protocol.force_close()
+            while not content.is_eof():
+                await turns.read(content)
