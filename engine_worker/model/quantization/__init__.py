@@ -18,7 +18,7 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
     if stored.kind == "mxfp4":
         from engine_worker.model.quantization import mxfp4  # noqa: PLC0415 - only such models need it
 
-        return mxfp4.method(stored, device_type)
+        return mxfp4.method(stored, device_type, is_deterministic)
     if stored.kind == "int4" and device_type == "cuda" and not stored.is_dequantized:
         from engine_worker.model.quantization import int4_cuda  # noqa: PLC0415 - imports triton
 
@@ -26,7 +26,7 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
     if stored.kind == "int4":
         from engine_worker.model.quantization import grouped  # noqa: PLC0415 - only such models need it
 
-        return grouped.int4_method(stored, device_type)
+        return grouped.int4_method(stored, device_type, is_deterministic)
     if stored.groups:
         from engine_worker.model.quantization import fp8  # noqa: PLC0415 - only fp8 models need it
 
@@ -37,7 +37,7 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
         return grouped.method(stored, device_type)
     from engine_worker.model.quantization import dense  # noqa: PLC0415
 
-    return dense.method(device_type)
+    return dense.method(device_type, is_deterministic)
 
 
 def dense_tensor(source: WeightSource, stored: WeightFormat, name: str, shape: tuple[int, int]) -> Tensor:

@@ -1,6 +1,7 @@
 """Unquantized weights in 16 or 32 bits; tensors of one layer are concatenated. Kernels: dense_cpu.py, dense_cuda.py."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -10,8 +11,8 @@ from engine_worker.model.specs.part import Role
 from engine_worker.model.weights import WeightSource
 
 
-def method(device_type: str) -> LinearMethod:
-    """Return the method of a device type."""
+def method(device_type: str, is_deterministic: bool = False) -> LinearMethod:
+    """Return the method of a device type; `is_deterministic`: rows must have the same bits in any batch."""
     if device_type == "cuda":
         from engine_worker.model.quantization.dense_cuda import (  # noqa: PLC0415 - imports triton
             CudaHead,
@@ -19,7 +20,9 @@ def method(device_type: str) -> LinearMethod:
             log_kernel,
         )
 
-        return DenseMethod(CudaLinear, CudaHead, _cuda_experts, log_kernel)
+        linear = partial(CudaLinear, is_deterministic=is_deterministic)
+        head = partial(CudaHead, is_deterministic=is_deterministic)
+        return DenseMethod(linear, head, _cuda_experts, log_kernel)
     from engine_worker.model.quantization.dense_cpu import CpuHead, CpuLinear  # noqa: PLC0415 - CPU only
 
     return DenseMethod(CpuLinear, CpuHead, _cpu_experts, lambda name, weight, is_gated: None)

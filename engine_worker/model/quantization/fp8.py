@@ -26,12 +26,13 @@ logger = logging.getLogger("worker")
 
 def method(stored: WeightFormat, device_type: str, is_deterministic: bool) -> LinearMethod:
     """Return the method of a format on a device type."""
+    multiplied = dense.method(device_type, is_deterministic)
     if device_type != "cuda" or stored.is_dequantized:
         why = "--quantization none" if stored.is_dequantized else f"{device_type} does not support fp8"
         logger.info("weights: %s: dequantized while loading: %s", stored.name, why)
-        return DequantizedMethod(stored, dense.method(device_type))
+        return DequantizedMethod(stored, multiplied)
     cuda = import_module("engine_worker.model.quantization.fp8_cuda")  # imports triton
-    return Fp8Method(stored, dense.method(device_type), partial(cuda.Fp8Linear, is_deterministic=is_deterministic))
+    return Fp8Method(stored, multiplied, partial(cuda.Fp8Linear, is_deterministic=is_deterministic))
 
 
 class Fp8Method:

@@ -67,9 +67,9 @@ def method(stored: WeightFormat, device_type: str) -> LinearMethod:
     return multiplied if _lacks_kernels() else _grouped(stored, numbers, multiplied)
 
 
-def int4_method(stored: WeightFormat, device_type: str) -> LinearMethod:
+def int4_method(stored: WeightFormat, device_type: str, is_deterministic: bool) -> LinearMethod:
     """Return the method of 4-bit integers; they are dequantized to 16 bits unless the format is in groups."""
-    multiplied = DequantizedMethod(stored, dense.method(device_type))
+    multiplied = DequantizedMethod(stored, dense.method(device_type, is_deterministic))
     if not stored.in_groups:
         logger.info("weights: %s: dequantized while loading", stored.name)
         return multiplied

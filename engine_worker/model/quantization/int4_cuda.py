@@ -44,7 +44,8 @@ logger = logging.getLogger("worker")
 
 def method(stored: WeightFormat, is_deterministic: bool) -> LinearMethod:
     """Return the method of a format."""
-    return Int4Method(stored, DequantizedMethod(stored, dense.method("cuda")), is_deterministic)
+    multiplied = DequantizedMethod(stored, dense.method("cuda", is_deterministic))
+    return Int4Method(stored, multiplied, is_deterministic)
 
 
 class Int4Method:

@@ -27,13 +27,13 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 _BIAS = 127  # of an e8m0 exponent
 
 
-def method(stored: WeightFormat, device_type: str) -> LinearMethod:
+def method(stored: WeightFormat, device_type: str, is_deterministic: bool) -> LinearMethod:
     """Return the method of a format on a device type."""
     if stored.is_dequantized:
         logger.info("weights: %s: dequantized while loading: --quantization none", stored.name)
     elif device_type == "cpu":
         logger.info("experts: %s: kept as stored; dequantized for each step that chooses them, slower", stored.name)
-    return Mxfp4Method(stored, device_type)
+    return Mxfp4Method(stored, device_type, is_deterministic)
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -66,8 +66,9 @@ def read_mxfp4(source: WeightSource, name: str, shape: tuple[int, ...]) -> tuple
 class Mxfp4Method:
     """Linear layers of a model whose experts are in MXFP4."""
 
-    def __init__(self, stored: WeightFormat, device_type: str) -> None:
-        self._format, self._device_type, self._dense = stored, device_type, dense.method(device_type)
+    def __init__(self, stored: WeightFormat, device_type: str, is_deterministic: bool = False) -> None:
+        self._format, self._device_type = stored, device_type
+        self._dense = dense.method(device_type, is_deterministic)
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         return self._dense.load(spec, source)
