@@ -116,6 +116,7 @@ class ModelService:
         self.metrics = metrics
         self.unrecorded = ModelMetrics(CollectorRegistry())  # for repeated answers, because each is measured once
         self.background = background
+        self.left_until: dict[str, float] = {}  # answers whose clients have left, by request id, in seconds of the loop
         self.loop_scheduler = loop_scheduler
         self.loaded = asyncio.Event()
         self.model: ServedModel | None = None

@@ -1,26 +1,54 @@
-"""Listening sockets that serve a few new connections per iteration of the event loop, and probes first.
+"""Listening sockets that begin and end a few connections per iteration of the event loop, and serve probes first.
 
 asyncio and uvloop give all waiting connections their transport and protocol at once. A burst of 2,000 would hold up
 every stream meanwhile. Here a connection first costs only a descriptor. When its first bytes are there, it waits for
-its turn, unless they ask for a probe: a load balancer must not take a busy gateway for a dead one.
+its turn, unless they ask for a probe: a load balancer must not take a busy gateway for a dead one. The requests of
+2,000 clients that disconnect at once end in turns, too.
 """
 
 import asyncio
 import errno
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable
+from functools import partial
+
+from gateway.http.turns import Turns
 
 ACCEPTS_PER_ITERATION = 256  # about 3 ms of the loop
-MIN_CONNECTS, MAX_CONNECTS = 4, 16  # per iteration; 16 take about 2 ms, and more for their requests
-LONG_ITERATION_SECONDS = 0.008  # then fewer connect: each may bring 256 KiB of a body, which take 0.7 ms
+MIN_CONNECTS, MAX_CONNECTS = 4, 16  # 16 take about 2 ms, and more for their requests; 256 KiB of a body take 0.7 ms
+MIN_ENDS, MAX_ENDS = 8, 64  # of connections; the cancelation of a stream takes about 0.1 ms
 PROBES = (b"GET /livez", b"GET /readyz")
 PAUSE_SECONDS = 1.0  # without descriptors or memory, as in asyncio
 _PROBE_BYTES = max(map(len, PROBES))
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 logger = logging.getLogger("gateway")
+
+
+class _Connection(asyncio.Protocol):
+    """A connection whose loss reaches its protocol in a turn."""
+
+    def __init__(self, protocol: asyncio.Protocol, ends: Turns) -> None:
+        self._protocol, self._ends = protocol, ends
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._protocol.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._protocol.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ends.add(partial(self._protocol.connection_lost, exc))
 
 
 class Listener:
@@ -31,7 +59,8 @@ class Listener:
         self._protocol = protocol
         self._loop = asyncio.get_running_loop()
         self._silent: set[socket.socket] = set()  # accepted, without a byte so far
-        self._waiting: deque[socket.socket] = deque()  # with a request, until their turn
+        self._begins = Turns(MIN_CONNECTS, MAX_CONNECTS)  # of connections with a request
+        self._ends = Turns(MIN_ENDS, MAX_ENDS)
         self._connecting: set[asyncio.Task[object]] = set()
         for listening in sockets:
             listening.setblocking(False)
@@ -51,10 +80,11 @@ class Listener:
             listening.close()
         for connection in self._silent:
             self._loop.remove_reader(connection)
-        for connection in (*self._silent, *self._waiting):
             self._begin(connection)
         self._silent.clear()
-        self._waiting.clear()
+        self._begins.run_all()
+        self._ends.run_all()
+        await asyncio.sleep(0)  # they run
         await asyncio.gather(*self._connecting, return_exceptions=True)
 
     def _accept(self, listening: socket.socket) -> None:
@@ -91,21 +121,8 @@ class Listener:
             return
         if is_probe:
             self._begin(connection)
-            return
-        self._waiting.append(connection)
-        if len(self._waiting) == 1:
-            self._loop.call_soon(self._begin_some, MIN_CONNECTS)
-
-    def _begin_some(self, most: int) -> None:
-        for _ in range(min(most, len(self._waiting))):
-            self._begin(self._waiting.popleft())
-        if self._waiting:
-            self._loop.call_soon(self._begin_next, most, self._loop.time())
-
-    def _begin_next(self, last: int, began_at: float) -> None:
-        """Begin fewer connections than the `last` ones if the iteration with these was long, else more."""
-        is_long = self._loop.time() - began_at > LONG_ITERATION_SECONDS
-        self._begin_some(max(MIN_CONNECTS, last // 2) if is_long else min(MAX_CONNECTS, last * 2))
+        else:
+            self._begins.add(partial(self._begin, connection))
 
     def _begin(self, connection: socket.socket) -> None:
         task = self._loop.create_task(self._connect(connection))
@@ -114,10 +131,13 @@ class Listener:
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._protocol, connection)
+            await self._loop.connect_accepted_socket(self._new, connection)
         except OSError as error:  # closed by the client meanwhile
             logger.debug("connection: %s", error)
             connection.close()
+
+    def _new(self) -> _Connection:
+        return _Connection(self._protocol(), self._ends)
 
     def _resume(self, listening: socket.socket) -> None:
         if listening.fileno() >= 0:  # not closed

@@ -15,6 +15,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
@@ -160,28 +161,45 @@ class Answer:
             self._stage.flush(out, is_last=True)  # the tokens before the error
             raise
 
-    def leave(self, grace_seconds: float | None = None, then: Callable[[], None] = lambda: None) -> None:
+    def leave(self, grace_seconds: float | None = None, then: Callable[[], None] | None = None) -> None:
         """Stop reading for the client, and withdraw what has not ended, after a grace time if one is given.
 
         Args:
             grace_seconds: How long the answer continues; meanwhile stop strings apply and other clients can attach.
-            then: Called when this gateway has released the answer.
+            then: Called when this gateway has released the answer. Without it, this reader goes on only if no earlier
+                one does, whose grace time is extended: of 2,000 readers that leave at once, one goes on.
         """
-        if grace_seconds is not None and not self.is_over:
-            self.service.background.detach(self._go_on(grace_seconds, then))
-        else:
-            self._abandon()
+        if grace_seconds is not None and not self.is_over and (self._is_first_to_leave(grace_seconds) or then):
+            self.service.background.detach(self._go_on(then))
+            return
+        self._abandon()
+        if then is not None:
             then()
 
-    async def _go_on(self, grace_seconds: float, then: Callable[[], None]) -> None:
+    def _is_first_to_leave(self, grace_seconds: float) -> bool:
+        """Let the answer continue for at least this time. Returns whether no other reader goes on with it yet."""
+        left, until = self.service.left_until, asyncio.get_running_loop().time() + grace_seconds
+        is_first = self._request_id not in left
+        left[self._request_id] = max(left.get(self._request_id, 0.0), until)
+        return is_first
+
+    @property
+    def _request_id(self) -> str:
+        return self._prompts[0].inbox.request_id
+
+    async def _go_on(self, then: Callable[[], None] | None) -> None:
+        left, clock = self.service.left_until, asyncio.get_running_loop().time
         try:
-            async with asyncio.timeout(grace_seconds):
-                await AnswerLoop(self).to_end()
-            self._abandon()
-        except (TimeoutError, GatewayError):
+            with suppress(GatewayError):
+                while not self.is_over and (until := left.get(self._request_id, 0.0)) > clock():
+                    with suppress(TimeoutError):  # it may have been extended
+                        async with asyncio.timeout_at(until):
+                            await AnswerLoop(self).to_end()
             self._abandon()  # not when this gateway ends: then the store's own grace begins
         finally:
-            then()
+            left.pop(self._request_id, None)
+            if then is not None:
+                then()
 
     def _abandon(self) -> None:
         for prompt in self._prompts:

@@ -183,10 +183,10 @@ class AnswerSubmission:
         """Drop what the store keeps of an answer that has ended, and its client's name for it."""
         await self._service.client.archive.forget([request.request_id for request in self._requests], name)
 
-    def _leave(self, grace_seconds: float | None, then: Callable[[], None]) -> None:
+    def _leave(self, grace_seconds: float | None, then: Callable[[], None] | None = None) -> None:
         if self._answer is not None:
             self._answer.leave(grace_seconds, then)
-        else:
+        elif then is not None:
             then()
 
     def _settle(self) -> None:
@@ -291,7 +291,7 @@ class KeptSubmission(AnswerSubmission):
         try:
             return await self.collect()
         finally:
-            self._leave(self._detach_seconds, lambda: None)
+            self._leave(self._detach_seconds)
 
     async def respond(self, http: web.Request) -> web.StreamResponse:
         if self._shared is not None:
@@ -317,7 +317,7 @@ class KeptSubmission(AnswerSubmission):
             return self._format().unfinished("failed", error)
 
     def release(self, *, is_withdrawn: bool = False) -> None:
-        self._leave(None if is_withdrawn else self._detach_seconds, lambda: None)
+        self._leave(None if is_withdrawn else self._detach_seconds)
         if not self._completion.background:
             self._context.account.spend(self._num_used_tokens())  # only what was read
 

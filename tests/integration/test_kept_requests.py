@@ -1,6 +1,7 @@
 """Retained requests: resumed at another gateway after any event, read after their end, and repeated by name."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -167,6 +168,37 @@ class TestLeaving:
                 await asyncio.sleep(0.01)
         world.worker.gate.allow(FOREVER_STEPS)
         assert len(await asyncio.wait_for(attached, PATIENCE_SECONDS)) == 32  # 30 tokens, end, [DONE]
+
+    async def test_one_of_the_readers_that_left_goes_on(self, world: World) -> None:
+        world.worker.gate.allow(2)
+        async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
+            await reader.take(2)
+            path, streams = f"/v1/requests/{reader.request_id}/events", world.gateways[1].client.streams
+            async with AsyncExitStack() as attached:
+                for _ in range(5):
+                    reply = await attached.enter_async_context(world.gateways[1].session.get(path))
+                    await type(reader)(reply).take(2)
+                assert len(streams.of(reader.request_id)) == 5
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while len(streams.of(reader.request_id)) > 1 or len(await holders(world, reader.request_id)) > 2:
+                    await asyncio.sleep(0.01)
+        world.worker.gate.allow(FOREVER_STEPS)
+        assert (await eventually_state(world, reader.request_id, "finished"))["completion_tokens"] == 30
+
+    async def test_grace_time_is_that_of_the_last_reader(self, world: World) -> None:
+        grace_seconds, apart_seconds = 0.8, 0.6
+        world.worker.gate.allow(2)
+        clock = asyncio.get_running_loop().time
+        async with world.gateways[0].streaming(COMPLETIONS, {**GREEDY, "detach_seconds": grace_seconds}) as reader:
+            await reader.take(2)
+            path = f"/v1/requests/{reader.request_id}/events"
+            later = await world.gateways[0].session.get(path)
+            await type(reader)(later).take(2)
+        await asyncio.sleep(apart_seconds)
+        left_at = clock()
+        later.close()
+        await eventually_state(world, reader.request_id, "cancelled")
+        assert clock() - left_at >= grace_seconds - 0.01  # uvloop's clock has milliseconds
 
     async def test_stop_string_ends_request_without_reader(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)

@@ -1,4 +1,4 @@
-"""The listener serves few connections per iteration of the event loop, all in the end, and probes before them."""
+"""The listener begins and ends few connections per iteration of the event loop, all in the end, and probes first."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,8 @@ from typing import cast
 import pytest
 
 from gateway.http import listener as listening
-from gateway.http.listener import MAX_CONNECTS, MIN_CONNECTS, Listener, listen
+from gateway.http import turns
+from gateway.http.listener import MAX_CONNECTS, MAX_ENDS, MIN_CONNECTS, Listener, listen
 
 
 class Greeter(asyncio.Protocol):
@@ -36,7 +37,7 @@ class Served:
     """Makes protocols that record the first bytes of each connection, in order."""
 
     def __init__(self) -> None:
-        self.num_made = 0
+        self.num_made = self.num_lost = 0
         self.heads: list[bytes] = []
         self.transports: list[asyncio.WriteTransport] = []
 
@@ -62,6 +63,9 @@ class Recorder(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._served.heads.append(data)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._served.num_lost += 1
+
 
 def connections(address: tuple[str, int], *heads: bytes) -> contextlib.ExitStack:
     """Open a connection for each head, and send it. The loop does not run meanwhile."""
@@ -84,8 +88,22 @@ async def test_burst_is_served_in_turns() -> None:
     await listener.close()
 
 
+async def test_connections_that_are_lost_at_once_end_in_turns() -> None:
+    served, largest = Served(), 0
+    listener = await listen("127.0.0.1", 0, served, backlog=512)
+    with connections(listener.address, *[b"GET /v1/models"] * 200):
+        while len(served.heads) < 200:
+            await asyncio.sleep(0)
+    while served.num_lost < 200:
+        before = served.num_lost
+        await asyncio.sleep(0)
+        largest = max(largest, served.num_lost - before)
+    assert 0 < largest <= MAX_ENDS
+    await listener.close()
+
+
 async def test_fewer_connect_while_iterations_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "LONG_ITERATION_SECONDS", -1.0)
+    monkeypatch.setattr(turns, "LONG_ITERATION_SECONDS", -1.0)
     served, sizes = Served(), list[int]()
     listener = await listen("127.0.0.1", 0, served, backlog=512)
     with connections(listener.address, *[b"GET /v1/models"] * 40):
