@@ -11,7 +11,7 @@ from aiohttp import StreamReader
 
 from gateway.http.turns import Turns
 
-READS_PER_ITERATION = 4
+READS_PER_ITERATION = 2
 LONG_BYTES = 65_536  # shorter bodies wait for no turn
 
 

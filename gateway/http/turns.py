@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-LONG_ITERATION_SECONDS = 0.008  # after it fewer run
+LONG_ITERATION_SECONDS = 0.005  # after it fewer run
 
 
 class Turns:
@@ -41,4 +41,4 @@ class Turns:
         self._is_scheduled = bool(self._waiting)
         if self._waiting:
             is_long = asyncio.get_running_loop().time() - began_at > LONG_ITERATION_SECONDS
-            self._run(max(self._fewest, last // 2) if is_long else min(self._most, last * 2))
+            self._run(max(self._fewest, last // 2) if is_long else min(self._most, last + 1))
