@@ -334,7 +334,8 @@ def use_batch_invariant_products() -> None:
     """Make each row of a matrix product independent of the number of rows, for the whole process.
 
     cuBLAS chooses a kernel by the number of rows. On Hopper all its kernels agree bit by bit, except those that split
-    the inputs and add partial sums. Without a workspace it cannot choose these (ADR 0027). skinny_linear never splits.
+    the inputs and add partial sums, and some for few rows. Without a workspace it cannot choose the former (ADR 0026);
+    dense_cuda.py pads few rows. skinny_linear never splits.
 
     Raises:
         RuntimeError: If CUDA has started in this process, because cuBLAS reads its variables then.
