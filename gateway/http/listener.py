@@ -17,7 +17,7 @@ from gateway.http.turns import Turns
 
 ACCEPTS_PER_ITERATION = 256  # about 3 ms of the loop
 MIN_CONNECTS, MAX_CONNECTS = 2, 16  # each takes 0.1 ms and its request more: 256 KiB of a body 0.7 ms
-MIN_ENDS, MAX_ENDS = 4, 64  # of connections; the cancelation of a stream takes about 0.1 ms
+MIN_ENDS, MAX_ENDS = 4, 64  # of connections; to cancel a stream takes about 0.1 ms
 PROBES = (b"GET /livez", b"GET /readyz")
 PAUSE_SECONDS = 1.0  # without descriptors or memory, as in asyncio
 _PROBE_BYTES = max(map(len, PROBES))
