@@ -60,6 +60,10 @@ class FakeStream:
         self.on_ready: Callable[[], None] = lambda: None
         self._events: deque[StreamEvent] = deque()
 
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
     def send(self, event: StreamEvent) -> None:
         if isinstance(event, TokenEvent):
             self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
