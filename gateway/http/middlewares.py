@@ -94,6 +94,9 @@ def measure(metrics: GatewayMetrics) -> Middleware:
         except web.HTTPException as redirect:
             code = str(redirect.status)
             raise
+        except ConnectionResetError:
+            # Nobody reads it. Raised further, the error and aiohttp's frames would hold each other and the request.
+            return web.Response()
         finally:
             seconds = time.monotonic() - started_at
             if code == _CLIENT_GONE:
