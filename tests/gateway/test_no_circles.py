@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
+from gateway.http.open_response import OpenResponse
 from gateway.store.store_calls import QueueFull
 from shared.messages import ErrorCode, ErrorEvent, GenerationRequest, StreamEvent, TokenEvent
 from tests.gateway.auth.test_access import KEY, bearer, entry
@@ -115,5 +117,22 @@ async def test_failed_request_leaves_no_reference_cycles(
         assert await status_of(gateway, "/v1/chat/completions", json=CHAT | {"stream": stream}) == status
         # the frames belong to the exception that it raised
         engine.submit_error = None if engine.script else QueueFull("a new one")
+        await status_of(gateway, "/tokenize", json={"prompt": "the"})
+    assert not left
+
+
+async def test_client_that_left_leaves_no_reference_cycles(
+    start_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await start_gateway(FakeInferenceClient(says([5], [6])))
+    await status_of(gateway, "/v1/chat/completions", json=CHAT | {"stream": True})
+
+    def push(response: OpenResponse, data: bytes) -> bool:  # the connection is lost only after it
+        raise ConnectionResetError("the client has gone")
+
+    monkeypatch.setattr(OpenResponse, "push", push)
+    with left_in_circles() as left:
+        with pytest.raises(aiohttp.ClientError):
+            await status_of(gateway, "/v1/chat/completions", json=CHAT | {"stream": True})
         await status_of(gateway, "/tokenize", json={"prompt": "the"})
     assert not left
