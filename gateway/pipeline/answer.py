@@ -169,14 +169,14 @@ class Answer:
             then: Called when this gateway has released the answer. Without it, this reader goes on only if no earlier
                 one does, whose grace time is extended: of 2,000 readers that leave at once, one goes on.
         """
-        if grace_seconds is not None and not self.is_over and (self._is_first_to_leave(grace_seconds) or then):
+        if grace_seconds is not None and not self.is_over and (self._extend_grace(grace_seconds) or then):
             self.service.background.detach(self._go_on(then))
             return
         self._abandon()
         if then is not None:
             then()
 
-    def _is_first_to_leave(self, grace_seconds: float) -> bool:
+    def _extend_grace(self, grace_seconds: float) -> bool:
         """Let the answer continue for at least this time. Returns whether no other reader goes on with it yet."""
         left, until = self.service.left_until, asyncio.get_running_loop().time() + grace_seconds
         is_first = self._request_id not in left
