@@ -50,6 +50,7 @@ def unpack_inputs_reference(
     size: int | None,
     block_size: int,
     num_logit_rows: int = 0,
+    lookahead: int = 0,
 ) -> None:
     num_sequences, num_tokens = described.num_sequences, described.num_tokens
     num_rows, num_padded_tokens = (num_sequences, num_tokens) if size is None else (size, size)
@@ -63,7 +64,8 @@ def unpack_inputs_reference(
         inputs.positions[tokens] = positions
         for group, (slots, tables) in enumerate(zip(inputs.slot_mapping, inputs.block_tables, strict=True)):
             first = (group * num_sequences + row) * described.row_stride
-            table = described.block_tables[first:][: -(-seq_len // block_size)]
+            num_blocks = min(-(-(seq_len + lookahead) // block_size), described.row_stride)
+            table = described.block_tables[first:][:num_blocks]
             slots[tokens] = table.long()[positions // block_size] * block_size + positions % block_size
             tables[row, : len(table)] = table
     inputs.query_start_loc[: num_sequences + 1] = described.query_start_loc[: num_sequences + 1]
@@ -81,13 +83,13 @@ def unpack_inputs_reference(
 # Counts change from step to step and must not trigger a compilation.
 @triton.jit(
     do_not_specialize=[
-        "num_sequences", "num_tokens", "num_rows", "num_padded_tokens", "num_logits", "row_stride",
+        "num_sequences", "num_tokens", "num_rows", "num_padded_tokens", "num_logits", "row_stride", "lookahead",
     ]
 )  # fmt: skip
 def _unpack_inputs_kernel(
     host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices,
     sampled_token_ids, token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices,
-    num_sequences, num_tokens, num_rows, num_padded_tokens, num_logits, row_stride,
+    num_sequences, num_tokens, num_rows, num_padded_tokens, num_logits, row_stride, lookahead,
     slot_stride, group_stride, table_stride, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -97,7 +99,7 @@ def _unpack_inputs_kernel(
         seq_len = tl.load(host_seq_lens + row)
         feedback = tl.load(host_feedback + row)
         lanes = tl.arange(0, LANES)
-        num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+        num_blocks = tl.minimum(tl.cdiv(seq_len + lookahead, BLOCK_SIZE), row_stride)
         first_position = seq_len - (end - start)
         for group in tl.static_range(NUM_GROUPS):
             host_table = host_tables + (group * num_sequences + row).to(tl.int64) * row_stride
@@ -145,6 +147,7 @@ def unpack_inputs_triton(
     size: int | None,
     block_size: int,
     num_logit_rows: int = 0,
+    lookahead: int = 0,
 ) -> None:
     num_rows, num_padded_tokens = (described.num_sequences, described.num_tokens) if size is None else (size, size)
     assert described.num_sequences <= num_rows <= inputs.seq_lens.shape[0]
@@ -172,6 +175,7 @@ def unpack_inputs_triton(
         num_padded_tokens,
         described.num_logits,
         described.row_stride,
+        lookahead,
         inputs.slot_mapping.stride(0),
         *inputs.block_tables.stride()[:2],
         NUM_GROUPS=len(inputs.block_tables),
@@ -188,6 +192,7 @@ def unpack_inputs(
     size: int | None,
     block_size: int,
     num_logit_rows: int = 0,
+    lookahead: int = 0,
 ) -> None:
     """Write the inputs of one step.
 
@@ -204,6 +209,7 @@ def unpack_inputs(
         size: Pad to this many rows and tokens; None: no padding.
         block_size: Slots per block.
         num_logit_rows: Pad the logits indices to this many.
+        lookahead: Tokens after those of the step whose blocks are also in the tables.
     """
     unpack = unpack_inputs_triton if inputs.token_ids.is_cuda else unpack_inputs_reference
-    unpack(described, sampled_token_ids, inputs, size, block_size, num_logit_rows)
+    unpack(described, sampled_token_ids, inputs, size, block_size, num_logit_rows, lookahead)

@@ -31,6 +31,8 @@ from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
 from kernels.attention.prefill import attend_prefill
 from kernels.attention.score_rules import NO_RULES, ScoreRules
+from kernels.draft_inputs_reference import DraftPlaces, SampledStep
+from kernels.draft_inputs_triton import begin_drafts_triton, place_drafts_triton
 from kernels.fp8_kv import E4M3
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantize import quantize_groups, quantize_rows
@@ -399,6 +401,19 @@ def unpacking() -> None:
     unpack_inputs_triton(described, wide(), inputs, 256, 16)
 
 
+def drafting() -> None:
+    def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    def narrow(*size: int) -> torch.Tensor:
+        return empty(*size, dtype=torch.int32)
+
+    step = SampledStep(empty(256), empty(256), narrow(257), empty(256), empty(256), narrow(256), narrow(64), narrow(64))
+    places = DraftPlaces(empty(64), narrow(64), empty(64), narrow(64), empty(1, 64), narrow(1, 64, 8192))
+    begin_drafts_triton(step, empty(256), places)
+    place_drafts_triton(places, 1, 8192, 16)
+
+
 def describe(case: str, kernel: CompiledKernel, report: str) -> dict[str, object]:
     ptx = kernel.asm["ptx"]
     return {
@@ -459,6 +474,7 @@ def main(part: int, num_parts: int) -> None:
         "sums of two": summing,
         "sums and norms bf16": summing_and_norming,
         "unpacking": unpacking,
+        "drafting": drafting,
     }
     with compile_only() as compiled:
         for case, launch in list(cases.items())[part::num_parts]:
