@@ -18,11 +18,14 @@ _PREFILL_TOKENS = 512
 _DECODE_TOKENS = 32
 
 
-def measure_speeds(runner: ModelRunner) -> MeasuredSpeeds:
-    """Measure transfers and prefill; the second of two runs counts. Overwrites free blocks of both pools."""
+def measure_speeds(runner: ModelRunner, max_tokens: int) -> MeasuredSpeeds:
+    """Measure transfers and prefill; the second of two runs counts. Overwrites free blocks of both pools.
+
+    `max_tokens`: the maximum of tokens in a step.
+    """
     for _ in range(2):
         store, fetch = _transfer_bytes_per_second(runner.replica)
-        prefill = _prefill_tokens_per_second(runner)
+        prefill = _prefill_tokens_per_second(runner, max_tokens)
     return MeasuredSpeeds(
         device_to_host_bytes_per_second=store,
         host_to_device_bytes_per_second=fetch,
@@ -52,8 +55,8 @@ def _transfer_bytes_per_second(replica: StepReplica) -> tuple[float, float]:
     return num_bytes / seconds[0], num_bytes / seconds[1]
 
 
-def _prefill_tokens_per_second(runner: ModelRunner) -> float:
-    num_tokens = min(_PREFILL_TOKENS, runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
+def _prefill_tokens_per_second(runner: ModelRunner, max_tokens: int) -> float:
+    num_tokens = min(_PREFILL_TOKENS, max_tokens, runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
     return num_tokens / _step_seconds(runner, runner.synthetic_batch(1, 0, num_tokens))
 
 
