@@ -13,18 +13,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_worker.engine import Engine
 from engine_worker.execution.group_health import ALONE
 from engine_worker.execution.load.start_times import StartTimes, log_lines
 from engine_worker.execution.ranks.follower_processes import Followers
+from engine_worker.execution.settings import DraftHeadSettings
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.kv_durations import KVDurations
 from engine_worker.kv.kv_events import KVEventLog
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.metrics import EngineInfo
-from engine_worker.model.preflight import check_files, is_recurrent
+from engine_worker.model.preflight import check_draft_head, check_files, is_recurrent
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.settings import SchedulingSettings
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
@@ -123,7 +125,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
 
     device = chosen_device(settings.execution.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
-    runner = load_model_runner(settings.execution, report, followers)
+    runner = load_model_runner(settings.execution, report, followers, _draft_head(settings))
     start = times.by_rank(runner.group)
     for line in log_lines(start):
         logger.info("start of %s", line)
@@ -158,6 +160,14 @@ def _check_files(settings: WorkerSettings) -> None:
         raise ValueError(
             "--speculative-config: this model has recurrent layers, whose state cannot go back to before a wrong "
             "draft; serve it without speculative decoding"
+        )
+    if (head := _draft_head(settings)) is not None:
+        check_draft_head(
+            head.model,
+            execution.model,
+            execution.model_impl,
+            execution.load_format,
+            execution.tensor_parallel_size,
         )
 
 
@@ -221,6 +231,13 @@ def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager) -> Drafting | 
         ),
         DraftGain(speculation.min_gain, runs_ahead=bool(settings.scheduling.async_scheduling)),
     )
+
+
+def _draft_head(settings: WorkerSettings) -> DraftHeadSettings | None:
+    speculation = settings.scheduling.speculation
+    if speculation is None or not speculation.has_head:
+        return None
+    return DraftHeadSettings(model=Path(speculation.model), num_drafts=speculation.num_speculative_tokens)
 
 
 def host_tier_config(runner: "ModelRunner", settings: SchedulingSettings) -> HostTierConfig | None:

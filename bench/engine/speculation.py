@@ -1,17 +1,21 @@
 """Measure what speculative decoding costs and gains when drafts are right, wrong, or found by a proposer.
 
     python -m bench speculation MODEL_DIR --out FILE [--cases 1x1024,8x1024,32x1024] [--drafts 3] [--device cuda]
-        [--load-format dummy] [--quantization fp8]
+        [--load-format dummy] [--quantization fp8] [--head HEAD_DIR]
 
 Each case decodes the same prompts without drafts, with those of an oracle (the tokens of the run before), at random,
 at random with the automatic pause, and with the n-gram proposer. Outputs are equal on a CPU in float32 and with
 --deterministic; the number of equal ones is reported.
+
+With a draft head, every step also runs the head: without drafts it stores its keys and values only. `head` are its
+drafts, and `head, oracle` counts its time beside those of the oracle.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +25,7 @@ from typing import Any
 from bench.provenance import commit
 from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
-from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.sequence import Sequence
@@ -50,9 +54,20 @@ class _Guesses:
         """Nothing is kept."""
 
 
+class _Made(_Guesses):
+    """Proposes what a function returns, while the head makes as many drafts, which are dropped."""
+
+    def __init__(self, guess: Callable[[Sequence], list[int]], num_made: int) -> None:
+        super().__init__(guess)
+        self.num_made = num_made
+
+    def received(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Drop them."""
+
+
 class Speculation:
-    def __init__(self, runner: ModelRunner, max_drafts: int, max_tokens: int) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, max_drafts: int, max_tokens: int, *, has_head: bool) -> None:
+        self._runner, self._has_head = runner, has_head
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
 
@@ -67,6 +82,10 @@ class Speculation:
             "random, paused": (_Guesses(lambda _: [random.randrange(100, 1000)] * self._max_drafts), 1.05),
             "ngram, paused": (PROPOSERS["ngram"](SpeculativeConfig(method="ngram")), 1.05),
         }
+        if self._has_head:
+            made = _Made(lambda one: known[one.request_id][one.num_output_tokens :], self._max_drafts)
+            config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=self._max_drafts)
+            kinds |= {"head, oracle": (made, 0.0), "head": (PROPOSERS["eagle3"](config), 0.0)}
         figures: dict[str, Any] = {"case": f"{num_sequences}x{prompt_tokens}", "plain": plain}
         for name, (proposer, min_gain) in kinds.items():
             tokens, figures[name] = self._decode(prompts, proposer, min_gain)
@@ -82,6 +101,7 @@ class Speculation:
             engine.add_request(GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
         tokens: Tokens = {f"r{number}": [] for number in range(len(prompts))}
         ends, counts = [], []  # of the steps in which all sequences decode
+        phases: defaultdict[str, list[float]] = defaultdict(list)
         while engine.has_work:
             are_all_running = len(engine.request_ids) == len(prompts)
             for event in engine.step():
@@ -90,12 +110,15 @@ class Speculation:
             if are_all_running and all(tokens.values()):
                 ends.append(time.perf_counter())
                 counts.append(sum(map(len, tokens.values())))
+                for name, seconds in engine.last_step.phase_seconds.items():
+                    phases[name].append(seconds)
         num_tokens, num_steps = counts[-1] - counts[0], len(ends) - 1
         return tokens, {
             "steps": num_steps,
             "step_ms": round(1e3 * statistics.median(after - before for before, after in pairwise(ends)), 4),
             "tokens_per_step": round(num_tokens / num_steps / len(prompts), 3),
             "tokens_per_s": round(num_tokens / (ends[-1] - ends[0]), 1),
+            "host_us": {name: round(1e6 * statistics.median(seconds)) for name, seconds in phases.items()},
         }
 
     def _engine(self, num_sequences: int, proposer: Proposer | None, min_gain: float) -> Engine:
@@ -130,6 +153,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--head", metavar="PATH", type=Path, help="an EAGLE-3 head for the model")
     options = parser.parse_args(argv)
     cases = [tuple(map(int, case.split("x"))) for case in options.cases.split(",")]
     most = max(sequences for sequences, _ in cases)
@@ -145,9 +169,9 @@ def main(argv: list[str]) -> int:
         max_num_seqs=most * (1 + options.drafts),
         max_num_batched_tokens=_MAX_TOKENS,
     )
-    bench = Speculation(
-        load_model_runner(settings, lambda phase, progress, detail: None), options.drafts, options.tokens
-    )
+    head = DraftHeadSettings(model=options.head, num_drafts=options.drafts) if options.head is not None else None
+    runner = load_model_runner(settings, lambda phase, progress, detail: None, draft_head=head)
+    bench = Speculation(runner, options.drafts, options.tokens, has_head=head is not None)
     figures = [bench.case(*case) for case in cases]
     for case in figures:
         print(json.dumps(case))

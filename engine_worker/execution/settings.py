@@ -41,6 +41,14 @@ class StepBounds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftHeadSettings:
+    """A draft head to load beside the model; from --speculative-config."""
+
+    model: Path
+    num_drafts: int  # for each sequence and step
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExecutionSettings:
     model: Path = setting(help="model directory with config.json and *.safetensors")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="device of the model; auto: cuda if present")

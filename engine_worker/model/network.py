@@ -7,7 +7,7 @@ the DeviceStep. The only state is the weights.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -30,8 +30,10 @@ from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import RopeSpec
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
+from kernels.fp8_kv import UNIT_SCALES
 
 Module = TypeVar("Module")
+Tap = Callable[[int, Tensor, Tensor], None]  # a layer's index, and the two summands of its input
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,27 @@ class Network:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
-    def attach(self, kv_pool: Tensor, places: Sequence[Place] = (), states: Tensor | None = None) -> Device:
-        return attach_device(self.spec, kv_pool, self.dtype, self._is_deterministic, self._kv_scales, places, states)
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding [V, H]."""
+        return self._embedding
+
+    def attach(
+        self,
+        kv_pool: Tensor,
+        places: Sequence[Place] = (),
+        states: Tensor | None = None,
+        others: tuple[LayerSpec, ...] = (),
+    ) -> Device:
+        """Return the device state; see ServedModel. `others`: layers of another network, the last ones of the pool."""
+        spec, scales = replace(self.spec, layers=self.spec.layers + others), self._kv_scales
+        if scales:
+            scales = (*scales, *(UNIT_SCALES for _ in others))
+        return attach_device(spec, kv_pool, self.dtype, self._is_deterministic, scales, places, states)
 
     @torch.inference_mode()
     def forward(
@@ -192,13 +213,14 @@ class Network:
         device: Device,
         look: Callable[[StepOutput], None] | None = None,
         logits: Tensor | None = None,
+        tap: Tap | None = None,
     ) -> Tensor:
-        """Compute logits; see ServedModel."""
+        """Compute logits; see ServedModel. `tap` may copy the inputs of the layers."""
         step = device.begin_step(model_input)
         residual = self.embed(model_input.token_ids)
         wanted = model_input.logits_indices
         hidden, residual = self.through_layers(
-            step, torch.zeros_like(residual), residual, wanted if look is None else None
+            step, torch.zeros_like(residual), residual, wanted if look is None else None, tap
         )
         if look is None:
             return self._logits_of(step, hidden, residual, logits)
@@ -215,7 +237,12 @@ class Network:
         return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
 
     def through_layers(
-        self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
+        self,
+        step: DeviceStep,
+        hidden: Tensor,
+        residual: Tensor,
+        rows: Tensor | None = None,
+        tap: Tap | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers and return the last summand and the residual without it, of `rows` if given.
 
@@ -224,13 +251,19 @@ class Network:
             hidden: Zeros like `residual`; may be overwritten.
             residual: From embed(); may be overwritten.
             rows: int64 rows of the result that are needed.
+            tap: Called before each layer with its index and the two summands of its input.
         """
-        for layer in self._layers[:-1]:
+        *layers, last = enumerate(self._layers)
+        for index, layer in layers:
+            if tap is not None:
+                tap(index, hidden, residual)
             hidden, residual = layer(step, hidden, residual)
+        index, layer = last
+        if tap is not None:
+            tap(index, hidden, residual)
         # What the last layer computes after its keys and values is only used for logits: for one token of a prompt's
-        # chunk, or
-        # none.
-        return self._layers[-1](step, hidden, residual, rows)
+        # chunk, or none.
+        return layer(step, hidden, residual, rows)
 
     def multiplied_by_head(
         self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None

@@ -57,6 +57,7 @@ class ScheduledSequence:
 class ScheduledBatch:
     sequences: list[ScheduledSequence]
     transfers: Transfers = field(default_factory=Transfers)
+    num_drafts_to_make: int = 0  # by the draft head, for each sequence at the end of the step
 
     @property
     def is_empty(self) -> bool:
@@ -88,6 +89,7 @@ class StepResult:
     # By request id, best first: sequence.num_beam_candidates for each beam search that sampled.
     beam_candidates: dict[str, list[BeamCandidate]] = field(default_factory=dict)
     prompt_logprobs: list[PromptScore] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)  # for each sequence of the batch; empty: none were made
 
 
 @dataclass(slots=True, frozen=True)

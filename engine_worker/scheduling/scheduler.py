@@ -196,7 +196,8 @@ class Scheduler:
             prefills = self._prefills(background, is_background=True)
             num_decodes = len(plan.sequences) + plan.num_drafts
             plan.add_prefills(prefills, self._background_share.prefill_budget(num_decodes))
-        return ScheduledBatch(plan.sequences, self._kv_cache.take_transfers())
+        num_to_make = self._drafting.num_to_make(self._num_taken_slots) if self._drafting is not None else 0
+        return ScheduledBatch(plan.sequences, self._kv_cache.take_transfers(), num_to_make)
 
     def apply(self, batch: ScheduledBatch, result: StepResult) -> list[SequenceUpdate]:
         """Apply a step's result. Return an update per sequence that got a token or ended; ended ones have no blocks."""
@@ -222,7 +223,16 @@ class Scheduler:
             group = self._running.get(request_id)
             if group is not None:
                 updates += self._advance_beams(group, candidates)
+        self._keep_drafts(batch, result)
         return updates
+
+    def _keep_drafts(self, batch: ScheduledBatch, result: StepResult) -> None:
+        """Keep the drafts that were made for sequences that go on."""
+        if self._drafting is None or not result.drafts:
+            return
+        for scheduled, drafts in zip(batch.sequences, result.drafts, strict=True):
+            if drafts and scheduled.sequence.status is not SequenceStatus.FINISHED:
+                self._drafting.received(scheduled.sequence, drafts)
 
     def step_took(self, batch: ScheduledBatch, num_tokens: int, seconds: float) -> None:
         """Record the time of an applied step, which gave `num_tokens` tokens."""

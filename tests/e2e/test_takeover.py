@@ -1,6 +1,7 @@
 """kill -9 of a worker in the middle of eight greedy streams: every client gets the text of the undisturbed run."""
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import redis
 from shared.redis_keys import GROUP, RedisKeys
 from tests.conftest import Valkey
 from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, running_fleet
+from tests.engine_worker.execution.draft_heads import write_head
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,21 +30,27 @@ PROMPTS = [
 ]
 
 
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "min_gain": 0}'
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1, "min_gain": 0}
+FREQUENT_TOKENS = tuple(range(25, 600))  # of the demo model, so that some drafts are right
 
 
-@pytest.mark.parametrize("of_first", [[], ["--speculative-config", DRAFTS]], ids=["plain", "one drafts"])
+@pytest.mark.parametrize("of_first", ["plain", "ngram", "eagle3"])
 async def test_second_worker_takes_over_streams(
-    valkey: Valkey, demo_model_dir: Path, tmp_path: Path, of_first: list[str]
+    valkey: Valkey, demo_model_dir: Path, tmp_path: Path, of_first: str
 ) -> None:
     """A worker that drafts and one that does not give the same tokens, so each can continue the other's streams."""
+    config = DRAFTS
+    if of_first == "eagle3":
+        head = write_head(tmp_path / "head", demo_model_dir, tokens=FREQUENT_TOKENS)
+        config = {"method": "eagle3", "model": str(head), "min_gain": 0}
     with running_fleet(tmp_path / "logs") as fleet:
         common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey.url]
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
         for name in ("worker-a", "worker-b"):
             options = ["--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "128M"]
             options += ["--max-model-len", "1024", "--metrics-port", "0", "--worker-id", name]
-            options += of_first if name == "worker-a" else []
+            if name == "worker-a" and of_first != "plain":
+                options += ["--speculative-config", json.dumps(config)]
             fleet.start(name, "-m", "engine_worker", *common, *options)
         async with connected(f"http://127.0.0.1:{fleet.port}") as api:
             await api.wait_until_ready(fleet, num_workers=2)

@@ -23,7 +23,7 @@ from engine_worker.execution.load.warmup import warm_up
 from engine_worker.execution.ranks.follower_processes import Followers
 from engine_worker.execution.ranks.replica_group import ReplicaGroup
 from engine_worker.execution.sampling.sampler import Sampler
-from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.execution.step.replica import StepReplica
 from engine_worker.model.tensor_parallel import SINGLE
@@ -32,18 +32,24 @@ if TYPE_CHECKING:
     from engine_worker.execution.sampling.grammar_masks import GrammarMasks
 
 
-def load_model_runner(settings: ExecutionSettings, report: Report, followers: Followers | None = None) -> ModelRunner:
+def load_model_runner(
+    settings: ExecutionSettings,
+    report: Report,
+    followers: Followers | None = None,
+    draft_head: DraftHeadSettings | None = None,
+) -> ModelRunner:
     """Load a model and return its runner, warmed up.
 
     Args:
         settings: What to load, and where.
         report: Called with (phase, progress from 0 to 1, detail).
         followers: Processes of a group on one host, if they were started before torch was imported here.
+        draft_head: The head that drafts tokens; None: there is none.
 
     Raises:
         ValueError: If settings, model, and machine do not fit together.
     """
-    plan = load_plan(settings)
+    plan = load_plan(settings, draft_head=draft_head)
     prepare_process(plan.settings)
     group = _group(plan, report, followers) if settings.tensor_parallel_size > 1 else None
     config, bounds = plan.blueprint.shape, plan.settings.bounds
@@ -59,13 +65,13 @@ def load_model_runner(settings: ExecutionSettings, report: Report, followers: Fo
     replica: StepReplica = loaded.replica
     if group is not None:
         replica = ReplicaGroup(loaded.replica, ranks, group.channel, group.blame)
-    runner = ModelRunner(replica, sampler, loaded.weights_bytes)
+    runner = ModelRunner(replica, sampler, loaded.weights_bytes, loaded.drafts)
     runner.group, runner.quantization = group, loaded.quantization
     for progress, detail in warm_up(runner, bounds):
         report("warmup", 1.0 - (1.0 - GRAPHS_SHARE) * (1.0 - progress), detail)
     runner.compile_grammar = grammars.compile if grammars is not None else None
     if runner.num_host_blocks:
-        runner.speeds = measure_speeds(runner)
+        runner.speeds = measure_speeds(runner, bounds.max_num_batched_tokens)
     return runner
 
 

@@ -12,19 +12,28 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine_worker.execution.load.kv_dtype_choice import chosen_kv_cache_dtype
+from engine_worker.execution.load.load_draft_head import (
+    DraftHeadPlan,
+    draft_head_plan,
+    draft_steps,
+    with_draft_head,
+)
 from engine_worker.execution.load.quantization_choice import chosen_quantization
 from engine_worker.execution.load.start_times import Report
 from engine_worker.execution.load.step_memory import measure_step_bytes
 from engine_worker.execution.ranks.same_model import check_same_model
-from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
+from engine_worker.execution.settings import IN_GROUPS, DraftHeadSettings, ExecutionSettings
 from engine_worker.execution.step.cuda_graphs import GraphKey, graph_keys
+from engine_worker.execution.step.draft_steps import DraftSteps
 from engine_worker.execution.step.host_pool import STAGING_BYTES_OF_STATES, staging_bytes
-from engine_worker.execution.step.input_builder import HostInputs
+from engine_worker.execution.step.input_builder import HostInputs, StepInputs
 from engine_worker.execution.step.kv_cache import (
     KVCache,
     cache_budget,
@@ -43,6 +52,7 @@ from engine_worker.model.devices import (
     check_weight_format,
     chosen_device,
 )
+from engine_worker.model.draft_head.network import DraftedNetwork
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.quantization.grouped import why_no_kernels
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
@@ -50,6 +60,9 @@ from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 from shared.model_files import checked_max_model_len
+
+if TYPE_CHECKING:
+    from engine_worker.execution.step.persistent_inputs import PersistentInputs
 
 logger = logging.getLogger("worker")
 
@@ -68,6 +81,7 @@ class LoadPlan:
     blueprint: Blueprint
     device: torch.device
     max_model_len: int
+    draft_head: DraftHeadPlan | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,9 +94,10 @@ class LoadedReplica:
     replica: Replica
     weights_bytes: int
     quantization: str  # of the linear layers: none, fp8, int4, int8 or as-stored
+    drafts: DraftSteps | None  # the passes of the draft head
 
 
-def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
+def load_plan(settings: ExecutionSettings, rank: int = 0, draft_head: DraftHeadSettings | None = None) -> LoadPlan:
     """Check settings, model, and machine against each other.
 
     Raises:
@@ -103,7 +118,8 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     max_model_len = checked_max_model_len(settings.max_model_len, blueprint.shape.max_position_embeddings)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     check_convolutions(blueprint.shape, kv_cache_dtype(settings.kv_cache_dtype, settings.dtype))
-    return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
+    head = draft_head_plan(draft_head, blueprint, settings) if draft_head is not None else None
+    return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len, draft_head=head)
 
 
 def _with_quantization(settings: ExecutionSettings, device: torch.device) -> ExecutionSettings:
@@ -164,21 +180,25 @@ def load_replica(
     check_same_model(settings.model, settings.load_format, ranks)
     weights = _weights(plan, report)
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
-    loaded = f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
+    weights_bytes = weights.loaded_bytes
+    if plan.draft_head is not None:
+        model, head_bytes = with_draft_head(model, plan.draft_head, max_model_len, settings, partial(report, "load"))
+        weights_bytes += head_bytes
+    loaded = f"{weights_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
     loaded += f", linear layers in {plan.blueprint.weight_format}" if plan.blueprint.weight_format else ""
     loaded += f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
     report("load", 1.0, f"{loaded}, {plan.blueprint.implementation} implementation")
     report("allocate_kv", 0.0, "")
     layout = kv_layout(model.spec, settings.block_size, kv_dtype)
     step_bytes = _step_bytes(plan, model, kv_dtype, sample) if device.type == "cuda" else 0
-    memory = measure_memory(device, weights.loaded_bytes, step_bytes + _staging_bytes(settings, layout, device))
+    memory = measure_memory(device, weights_bytes, step_bytes + _staging_bytes(settings, layout, device))
     kv_cache = _allocate_kv_cache(plan, layout, memory, ranks)
     report("allocate_kv", 1.0, _description(kv_cache))
     report("warmup", 0.0, "graphs" if device.type == "cuda" else "")
-    replica, graphs = _replica(plan, model, kv_cache, has_logits=ranks.rank == 0)
+    replica, graphs, drafts = _replica(plan, model, kv_cache, has_logits=ranks.rank == 0)
     for progress, detail in graphs:
         report("warmup", GRAPHS_SHARE * progress, detail)
-    return LoadedReplica(replica=replica, weights_bytes=weights.loaded_bytes, quantization=_quantization(plan))
+    return LoadedReplica(replica=replica, weights_bytes=weights_bytes, quantization=_quantization(plan), drafts=drafts)
 
 
 def check_alike(devices: Sequence[str]) -> None:
@@ -208,27 +228,45 @@ def _device(settings: ExecutionSettings, rank: int) -> torch.device:
 
 def _replica(
     plan: LoadPlan, model: ServedModel, kv_cache: KVCache, *, has_logits: bool
-) -> tuple[Replica, Iterator[tuple[float, str]]]:
-    """Return the replica, and an iterator that captures its graphs. `has_logits`: see StepGraphs."""
-    settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
+) -> tuple[Replica, Iterator[tuple[float, str]], DraftSteps | None]:
+    """Return the replica, an iterator that captures its graphs, and the passes of its draft head.
+
+    `has_logits`: see StepGraphs.
+    """
+    settings, bounds, max_model_len = plan.settings, plan.settings.bounds, plan.max_model_len
+    graphs = _graph_keys(settings) if plan.device.type == "cuda" else []
+    max_rows = max([bounds.max_num_samples, *(key.size for key in graphs)])
+    inputs, persistent = _inputs(plan, kv_cache, max_rows)
+    replica, drafts = Replica(model, kv_cache, inputs, max_model_len), None
+    if plan.draft_head is not None and isinstance(model, DraftedNetwork):
+        drafts = draft_steps(model, plan.draft_head, replica, (max_rows, bounds.max_num_batched_tokens), kv_cache)
+    if not graphs or persistent is None:
+        return replica, iter(()), drafts
+    captures = replica.capture_graphs(persistent, graphs, has_logits=has_logits)
+    if drafts is not None:
+        captures = chain(captures, drafts.capture_graphs(persistent, graphs))
+    return replica, captures, drafts
+
+
+def _inputs(plan: LoadPlan, kv_cache: KVCache, max_rows: int) -> "tuple[StepInputs, PersistentInputs | None]":
+    """Return the inputs of steps, again if graphs can read them."""
+    settings, device = plan.settings, plan.device
     if device.type != "cuda":
-        return Replica(model, kv_cache, HostInputs(settings.block_size), max_model_len), iter(())
+        return HostInputs(settings.block_size), None
     from engine_worker.execution.step.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
 
-    graphs, bounds = _graph_keys(settings), settings.bounds
-    max_rows = max([bounds.max_num_samples, *(key.size for key in graphs)])
-    num_groups = len(kv_cache.layout.groups)
+    head = plan.draft_head
     persistent = PersistentInputs(
         max_rows,
-        bounds.max_num_batched_tokens,
-        max_model_len,
+        settings.bounds.max_num_batched_tokens,
+        plan.max_model_len,
         settings.block_size,
         device,
-        num_groups,
+        len(kv_cache.layout.groups),
         has_states=kv_cache.num_state_blocks > 0,
+        lookahead=head.settings.num_drafts - 1 if head is not None else 0,
     )
-    replica = Replica(model, kv_cache, persistent, max_model_len)
-    return replica, replica.capture_graphs(persistent, graphs, has_logits=has_logits) if graphs else iter(())
+    return persistent, persistent
 
 
 def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:

@@ -9,13 +9,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine_worker.execution.step.draft_description import DraftDescription
 from engine_worker.execution.step.step_description import Int32Array, StepDescription
 from engine_worker.kv.sequence_kv import Table
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 
 
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """Tokens after those of a step, whose blocks a draft head also needs."""
+
+    num_tokens: int
+    max_model_len: int
+
+    def ends(self, seq_lens: Int32Array) -> Int32Array:
+        """Return [S], the ends of the tokens whose blocks are needed."""
+        ends: Int32Array = np.maximum(seq_lens, np.minimum(seq_lens + self.num_tokens, self.max_model_len))
+        return ends
+
+
+NO_LOOKAHEAD = Lookahead(0, 0)
+
+
 class StepDescriber:
-    def __init__(self, block_size: int, num_groups: int = 1, *, decodes_first: bool, has_states: bool = False) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_groups: int = 1,
+        *,
+        decodes_first: bool,
+        has_states: bool = False,
+        lookahead: Lookahead = NO_LOOKAHEAD,
+    ) -> None:
         """Choose the order of rows; a sequence has `num_groups` block tables, and a recurrent state if `has_states`.
 
         With `decodes_first` the order is that of the CPU's attention: decodes by ascending length, then prefills.
@@ -23,7 +48,8 @@ class StepDescriber:
         """
         self._decodes_first = decodes_first
         self._has_states = has_states
-        self._tables = BlockTableRows(block_size, num_groups)
+        self._tables = BlockTableRows(block_size, num_groups, lookahead)
+        self._lookahead = lookahead
         self._sample_of: dict[object, int] = {}
 
     def describe(self, batch: ScheduledBatch) -> StepDescription:
@@ -47,6 +73,37 @@ class StepDescriber:
             max_query_len=int(query_lens.max(initial=0)),
             max_seq_len=int(seq_lens.max(initial=0)),
             transfers=batch.transfers,
+        )
+
+    def describe_drafts(self, batch: ScheduledBatch) -> DraftDescription:
+        """Return what a draft head must know of the last described step."""
+        entries = _one_sample_each(batch.sequences)
+        rows = self._in_order(entries)
+        row_of = {id(entry): row for row, entry in enumerate(rows)}
+        following, number = np.zeros(len(rows), dtype=np.int32), 0
+        for entry in entries:
+            if (row := row_of.get(id(entry))) is not None:
+                following[row] = -1 - number if entry.samples else _token_after(entry)
+            number += entry.samples
+        drafting, firsts, lasts, last_rows, number, end = [], [], [], [], 0, 0
+        for place, scheduled in enumerate(batch.sequences):
+            end += 1 + len(scheduled.drafts)
+            if not scheduled.samples:
+                continue
+            if scheduled.num_new_tokens:  # not a fork, whose blocks are not in this step
+                drafting.append(place)
+                firsts.append(number)
+                lasts.append(number + len(scheduled.drafts))
+                last_rows.append(row_of[id(entries[end - 1])])
+            number += 1 + len(scheduled.drafts)
+        longest = np.array([max((entry.end for entry in rows), default=0)], dtype=np.int32)
+        return DraftDescription(
+            following=following,
+            first_samples=np.array(firsts, dtype=np.int32),
+            last_samples=np.array(lasts, dtype=np.int32),
+            table_rows=np.array(last_rows, dtype=np.int32),
+            drafting=drafting,
+            max_seq_len=int(self._lookahead.ends(longest)[0]),
         )
 
     def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
@@ -101,6 +158,12 @@ class StepDescriber:
         return token_ids, feedback
 
 
+def _token_after(scheduled: ScheduledSequence) -> int:
+    """Return the token after those of a step that does not sample; 0 if it is not known."""
+    sequence, end = scheduled.sequence, scheduled.end
+    return sequence.token_ids(end, end + 1)[0] if end < sequence.num_known_tokens else 0
+
+
 def _one_sample_each(batch: list[ScheduledSequence]) -> list[ScheduledSequence]:
     """Return an entry for each sample: the drafts of a sequence become entries of one token, which is the draft."""
     if not any(scheduled.drafts for scheduled in batch):
@@ -133,21 +196,22 @@ class _TableRow:
 class BlockTableRows:
     """The block tables of the last batch as arrays, so that only changes are converted."""
 
-    def __init__(self, block_size: int, num_groups: int = 1) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, num_groups: int = 1, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
+        self._block_size, self._lookahead = block_size, lookahead
         self._num_groups = num_groups
         self._rows: dict[object, _TableRow] = {}
 
     def of(self, rows: list[ScheduledSequence], seq_lens: Int32Array) -> Int32Array:
         """Return [G, S, B], the blocks that hold tokens after this step. A table may already have more for the next."""
-        used = (-(-seq_lens // self._block_size)).tolist()
+        used = (-(-self._lookahead.ends(seq_lens) // self._block_size)).tolist()
         tables = np.zeros((self._num_groups, len(rows), max(used, default=0)), dtype=np.int32)
         table_rows: dict[object, _TableRow] = {}
         for index, (scheduled, num_blocks) in enumerate(zip(rows, used, strict=True)):
             row = table_rows.get(scheduled.sequence)  # a sequence with drafts has several rows
             if row is None:
                 row = table_rows[scheduled.sequence] = self._row(scheduled)
-            tables[:, index, :num_blocks] = row.block_ids[:, :num_blocks]
+            held = min(num_blocks, row.num_blocks)
+            tables[:, index, :held] = row.block_ids[:, :held]
         self._rows = table_rows
         return tables
 

@@ -7,6 +7,7 @@ CUDA graph if one of its size was captured. Only this class drives a replica.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,12 +19,15 @@ from engine_worker.execution.sampling.pooling import PooledVectors
 from engine_worker.execution.sampling.prompt_scores import PromptScores
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling.sampler import SampledTokens, Sampler, Samples
-from engine_worker.execution.step.describe import StepDescriber
-from engine_worker.execution.step.replica import StepReplica
+from engine_worker.execution.step.describe import NO_LOOKAHEAD, StepDescriber
+from engine_worker.execution.step.replica import PreparedStep, StepReplica
 from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import GREEDY, FinishedStep, ScheduledBatch, StepResult, synthetic_batch
 from shared.messages import EncodedLogprobs, Grammar, SamplingParams, encoded_logprobs
+
+if TYPE_CHECKING:
+    from engine_worker.execution.step.draft_steps import DraftSteps, PendingDrafts
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class SubmittedStep:
     ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
     replica: StepReplica
     phase_seconds: dict[str, float]
+    drafts: "PendingDrafts | None"
 
     def collect(self) -> StepResult:
         started = time.perf_counter()
@@ -54,6 +59,7 @@ class SubmittedStep:
             # On CUDA the other two times are those of enqueueing, and this one contains the host's whole wait.
             phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
             transfer_times=self.replica.finished_transfers(),
+            drafts=self.drafts.collect(len(self.batch.sequences)) if self.drafts is not None else [],
         )
 
     def _failures(self, samples: Samples, kept: list[slice | None]) -> dict[str, str]:
@@ -86,8 +92,11 @@ class MeasuredSpeeds:
 
 
 class ModelRunner:
-    def __init__(self, replica: StepReplica, sampler: Sampler, weights_bytes: int = 0) -> None:
-        kv_cache = replica.kv_cache
+    def __init__(
+        self, replica: StepReplica, sampler: Sampler, weights_bytes: int = 0, drafts: "DraftSteps | None" = None
+    ) -> None:
+        """Run batches on `replica`. `drafts`: runs the draft head, if the model has one."""
+        kv_cache, self._drafts = replica.kv_cache, drafts
         self.model_spec: ModelShape = replica.model_spec
         self.device_type = replica.device_type
         self.dtype_name = replica.dtype_name
@@ -114,6 +123,7 @@ class ModelRunner:
             len(self.windows),
             decodes_first=self.device_type == "cpu",
             has_states=self.num_state_blocks > 0,
+            lookahead=drafts.lookahead if drafts is not None else NO_LOOKAHEAD,
         )
 
     def synthetic_batch(
@@ -150,7 +160,17 @@ class ModelRunner:
             "sample": time.perf_counter() - forwarded,
         }
         ended = _recorded_event() if tokens is None and logits.is_cuda else None
-        return SubmittedStep(batch, tokens, beams, scores, vectors, ended, self.replica, phase_seconds)
+        drafts = self._launch_drafts(batch, step, tokens)
+        return SubmittedStep(batch, tokens, beams, scores, vectors, ended, self.replica, phase_seconds, drafts)
+
+    def _launch_drafts(
+        self, batch: ScheduledBatch, step: PreparedStep, tokens: SampledTokens | None
+    ) -> "PendingDrafts | None":
+        if self._drafts is None:
+            return None
+        sampled = tokens.token_ids if tokens is not None else torch.zeros(0, dtype=torch.int64)
+        description = self._describer.describe_drafts(batch)
+        return self._drafts.launch(step.model_input, step.graph, sampled, description, batch.num_drafts_to_make)
 
     def _prompt_scores(self, batch: ScheduledBatch) -> PromptScores | None:
         # The filter saves 40 us of a step of 256 sequences.

@@ -37,13 +37,14 @@ class PersistentInputs:
         num_groups: int = 1,
         *,
         has_states: bool = False,
+        lookahead: int = 0,
     ) -> None:
         """Allocate tensors for at most `max_num_seqs` rows and `max_num_tokens` tokens, including padding.
 
-        `has_states`: sequences have recurrent states.
+        `has_states`: sequences have recurrent states. `lookahead`: see unpack_inputs().
         """
         max_num_blocks = -(-max_model_len // block_size)
-        self._block_size = block_size
+        self._block_size, self._lookahead = block_size, lookahead
         self._pinned = [
             _PinnedDescription(max_num_seqs, max_num_tokens, num_groups * max_num_blocks, device)
             for _ in range(NUM_DESCRIPTIONS)
@@ -70,7 +71,15 @@ class PersistentInputs:
         self._pinned = [*self._pinned[1:], pinned]
         num_logits = description.num_logits if size else padded_logit_rows(description.num_logits)
         described = pinned.write(description)
-        unpack_inputs(described, self._sampled_token_ids, self._tensors, size, self._block_size, num_logits)
+        unpack_inputs(
+            described,
+            self._sampled_token_ids,
+            self._tensors,
+            size,
+            self._block_size,
+            num_logits,
+            self._lookahead,
+        )
         if self._state_blocks is not None:
             pinned.copy_state_blocks(self._state_blocks)
         pinned.enqueued()

@@ -74,10 +74,10 @@ class Replica:
         self.max_model_len = max_model_len
         self.kv_cache = kv_cache
         self._model = model
-        self._device = model.attach(kv_cache.pool, kv_cache.layout.places, kv_cache.states)
+        self.device = model.attach(kv_cache.pool, kv_cache.layout.places, kv_cache.states)
         self._inputs = inputs
         self._graphs: StepGraphs | None = None
-        self._programs = decode_programs(model, self._device)
+        self._programs = decode_programs(model, self.device)
 
     def capture_graphs(
         self, inputs: GraphInputs, keys: list[GraphKey], *, has_logits: bool = True
@@ -87,7 +87,7 @@ class Replica:
         Yields:
             Progress from 0 to 1, and a description of the captured graph.
         """
-        graphs = StepGraphs(self._model, self._device, inputs, keys, self.max_model_len, has_logits=has_logits)
+        graphs = StepGraphs(self._model, self.device, inputs, keys, self.max_model_len, has_logits=has_logits)
         yield from graphs.capture()
         self._graphs = graphs
 
@@ -120,7 +120,7 @@ class Replica:
             logits = self._programs.logits_of(prepared.model_input)
             if logits is not None:
                 return logits
-        return self._model.forward(prepared.model_input, self._device, look)[: prepared.num_logits]
+        return self._model.forward(prepared.model_input, self.device, look)[: prepared.num_logits]
 
     def keep_samples(self, token_ids: Tensor) -> None:
         self._inputs.keep_samples(token_ids)

@@ -25,14 +25,24 @@ class Attention:
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Store the KV of all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
         weights, spec = self._weights, self._weights.spec
-        qkv = weights.qkv(x)
-        if not spec.output_gate:
-            step.rotate_and_store(qkv, weights, self._layer)
-            return weights.out(step.attend(qkv, spec.scale, self._layer, rows, weights.rules))
-        qkv, gate = qkv[:, : -spec.query_size].contiguous(), qkv[:, -spec.query_size :]
-        step.rotate_and_store(qkv, weights, self._layer)
+        qkv, gate = self._stored(step, x)
         attended = step.attend(qkv, spec.scale, self._layer, rows, weights.rules)
+        if gate is None:
+            return weights.out(attended)
         return weights.out(step.multiply_sigmoid(attended, gate if rows is None else gate[rows]))
+
+    def store(self, step: DeviceStep, x: Input) -> None:
+        """Store the KV of all rows of x [T, H], and compute nothing else."""
+        self._stored(step, x)
+
+    def _stored(self, step: DeviceStep, x: Input) -> tuple[Tensor, Tensor | None]:
+        """Store the KV of all rows. Return queries, keys and values, and the output gates if there are any."""
+        weights, spec = self._weights, self._weights.spec
+        qkv, gate = weights.qkv(x), None
+        if spec.output_gate:
+            qkv, gate = qkv[:, : -spec.query_size].contiguous(), qkv[:, -spec.query_size :]
+        step.rotate_and_store(qkv, weights, self._layer)
+        return qkv, gate
 
 
 def load_attention(spec: AttentionSpec, source: LayerSource) -> Attention:
@@ -47,7 +57,7 @@ def load_attention(spec: AttentionSpec, source: LayerSource) -> Attention:
         role=Role.QKV,
         names=tuple(prefix + name for name in names.qkv),
         outputs=spec.qkv_sizes,
-        inputs=norm.size,
+        inputs=source.mixer_inputs or norm.size,
         bias=spec.qkv_bias,
         row_order=_row_order(spec, order),
     )

@@ -28,6 +28,7 @@ class LayerSource:
         cache_layers: Its layers of the KV pool.
         state_layer: The recurrent layers before it.
         is_summed: A part's last linear layer sums over the ranks; otherwise the next norm does.
+        mixer_inputs: Inputs of the mixer's first linear layer; 0: the hidden size.
         reduce: Sums over the ranks, for a part that is more than one linear layer.
     """
 
@@ -41,4 +42,5 @@ class LayerSource:
     cache_layers: range
     state_layer: int = 0
     is_summed: bool = True
+    mixer_inputs: int = 0
     reduce: Callable[[Tensor], Tensor] = SINGLE.all_reduce

@@ -13,6 +13,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How drafts are found, and how many are checked in a step."""
 
     method: str  # a key of PROPOSERS
+    model: str = ""  # eagle3: directory of the head
     num_speculative_tokens: int = 3  # the most drafts of a sequence and step
     prompt_lookup_min: int = 2  # ngram: the fewest last tokens that must have occurred before
     prompt_lookup_max: int = 4  # ngram: the most that are compared; the longest match is continued
@@ -20,6 +21,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     min_gain: float = 1.05  # drafts pause where tokens per second, measured, grow by less; 0: never
 
     def __post_init__(self) -> None:
+        if bool(self.model) is not self.has_head:
+            needs = "needs the directory of its head" if self.has_head else "has no model of its own"
+            raise ValueError(f"model: method {self.method} {needs}; got {self.model!r}")
         if not 1 <= self.num_speculative_tokens <= MAX_DRAFTS["cpu"]:
             raise ValueError(
                 f"num_speculative_tokens: expected 1 to {MAX_DRAFTS['cpu']}; got {self.num_speculative_tokens}"
@@ -35,6 +39,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         if self.min_gain < 0.0:
             raise ValueError(f"min_gain: expected 0 or more; got {self.min_gain}")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the worker loads a draft head."""
+        return self.method == "eagle3"
 
     def check_device(self, device: str) -> None:
         """Raise SettingsError if the device (`cpu` or `cuda`) cannot check so many drafts."""

@@ -10,7 +10,7 @@ sequence must be known, so while drafts are on, no step runs ahead.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.sequence import Sequence
@@ -30,6 +30,18 @@ class Proposer(Protocol):
         """Forget sequences that ended."""
 
 
+@runtime_checkable
+class HeadProposer(Proposer, Protocol):
+    """Proposes drafts that the executor makes at the end of a step."""
+
+    @property
+    def num_made(self) -> int:
+        """Drafts to make for each sequence."""
+
+    def received(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Keep drafts that follow the known tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLimits:
     max_drafts: int  # of a sequence and step
@@ -46,6 +58,7 @@ class Drafting:
         """Prepare to draft. `kv_cache` gives drafts their blocks, and `gain` decides whether drafting pays."""
         self.totals = SpeculationTotals.of(limits.max_drafts)
         self._proposer = proposer
+        self._head = proposer if isinstance(proposer, HeadProposer) else None
         self._kv_cache = kv_cache
         self._limits = limits
         self._gain = gain
@@ -53,6 +66,15 @@ class Drafting:
     def is_on(self, num_running: int) -> bool:
         """Whether the next step of `num_running` sequences may draft."""
         return self._gain.is_on(num_running)
+
+    def num_to_make(self, num_running: int) -> int:
+        """Return how many drafts the executor makes for each of `num_running` sequences at the end of a step."""
+        return self._head.num_made if self._head is not None and self._gain.is_on(num_running) else 0
+
+    def received(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Keep the drafts that the executor made for a running sequence."""
+        if self._head is not None:
+            self._head.received(sequence, drafts)
 
     def drafts_of(
         self, decodes: list[tuple[SequenceGroup, Sequence]], num_sampled: int
@@ -74,13 +96,17 @@ class Drafting:
         return drafts
 
     def _take_blocks(self, sequence: Sequence, num_drafts: int) -> bool:
-        """Count the drafts as tokens in flight, if there are blocks for them without a preemption."""
-        sequence.num_inflight_tokens = num_drafts
+        """Count the drafts as tokens in flight, if there are blocks for them without a preemption.
+
+        A head computes further drafts after them, at places that need blocks too.
+        """
+        sequence.num_inflight_tokens = num_drafts + (self._head.num_made - 1 if self._head is not None else 0)
         if self._kv_cache.needs_room(sequence, sequence.num_tokens):
             if not self._kv_cache.can_allocate(sequence):
                 sequence.num_inflight_tokens = 0
                 return False
             self._kv_cache.allocate(sequence)
+        sequence.num_inflight_tokens = num_drafts
         return True
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:

@@ -14,14 +14,15 @@ import torch
 
 from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
-from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_host_state_blocks_that_fit, num_state_blocks_that_fit
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
+from engine_worker.model.draft_head.spec import read_draft_head
 from engine_worker.model.implementation import blueprint_from_directory
-from engine_worker.model.spec import kv_layout
+from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.speculation.drafting import Drafting
 from shared.messages import GenerationRequest
@@ -113,7 +114,7 @@ def make_runner(
     num_host_blocks: int = 0,
     num_host_states: int = 0,
     model_impl: str = "auto",
-    tensor_parallel_size: int = 1,
+    draft_head: DraftHeadSettings | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Load a runner on the CPU.
@@ -126,10 +127,13 @@ def make_runner(
         num_host_blocks: Blocks of the swap space; the padding block is added.
         num_host_states: Blocks of recurrent states in the swap space, likewise; the KV blocks take the rest.
         model_impl: "auto", "native", or "transformers".
-        tensor_parallel_size: Number of ranks.
-        options: Other fields of ExecutionSettings.
+        draft_head: A head that drafts.
+        options: Other fields of ExecutionSettings, such as tensor_parallel_size.
     """
     config = blueprint_from_directory(directory, model_impl).shape
+    if draft_head is not None:
+        assert isinstance(config, ModelSpec), "heads need the native implementation"
+        config = read_draft_head(draft_head.model, config).beside(config)
     layout = kv_layout(config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype))
     longest = layout.spans(16).max_tokens(num_blocks, config.max_position_embeddings)
     settings = ExecutionSettings(
@@ -137,16 +141,15 @@ def make_runner(
         device="cpu",
         dtype=dtype,
         model_impl=model_impl,
-        tensor_parallel_size=tensor_parallel_size,
         block_size=block_size,
-        kv_cache_memory_bytes=cache_bytes(layout, num_blocks + 1) // tensor_parallel_size,  # per rank
+        kv_cache_memory_bytes=cache_bytes(layout, num_blocks + 1) // options.get("tensor_parallel_size", 1),  # per rank
         swap_space_bytes=swap_space_bytes(layout, num_host_blocks, num_host_states),
         max_model_len=longest,
         max_num_seqs=_MAX_NUM_SEQS,  # for the sampler; the scheduler has its own limit
         max_num_batched_tokens=16,
         **options,
     )
-    return load_model_runner(settings, lambda phase, progress, detail: None)
+    return load_model_runner(settings, lambda phase, progress, detail: None, draft_head=draft_head)
 
 
 def cache_bytes(layout: KVLayout, num_blocks: int, max_num_seqs: int = _MAX_NUM_SEQS) -> int:

@@ -1,0 +1,82 @@
+"""Load a draft head beside its target: check it before weights load, join both, and prepare its passes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.step.draft_steps import DraftBounds, DraftSteps
+from engine_worker.execution.step.kv_cache import KVCache
+from engine_worker.execution.step.replica import Replica
+from engine_worker.model.draft_head.head import DraftHead
+from engine_worker.model.draft_head.network import DraftedNetwork
+from engine_worker.model.draft_head.spec import DraftHeadSpec, read_draft_head
+from engine_worker.model.network import Network
+from engine_worker.model.served_model import Blueprint, ServedModel
+from engine_worker.model.weights import RandomWeights, SafetensorsWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHeadPlan:
+    """A head that was checked against its target."""
+
+    settings: DraftHeadSettings
+    spec: DraftHeadSpec
+
+
+def draft_head_plan(head: DraftHeadSettings, blueprint: Blueprint, settings: ExecutionSettings) -> DraftHeadPlan:
+    """Check a head against the target and the settings.
+
+    Raises:
+        ValueError: If they do not fit together; the message names the setting.
+    """
+    spec = read_draft_head(
+        head.model,
+        blueprint.shape,
+        load_format=settings.load_format,
+        tensor_parallel_size=settings.tensor_parallel_size,
+    )
+    return DraftHeadPlan(settings=head, spec=spec)
+
+
+def with_draft_head(
+    model: ServedModel,
+    plan: DraftHeadPlan,
+    max_model_len: int,
+    settings: ExecutionSettings,
+    report: Callable[[float, str], None],
+) -> tuple[DraftedNetwork, int]:
+    """Load the head, and return both as one model, and the bytes of the head.
+
+    Raises:
+        ValueError: If a tensor of the head is missing, unused or has another shape.
+    """
+    assert isinstance(model, Network), "checked by draft_head_plan()"
+    weights: RandomWeights | SafetensorsWeights
+    if settings.load_format == "dummy":
+        weights = RandomWeights(model.device, model.dtype)
+    else:
+        weights = SafetensorsWeights(plan.settings.model, model.device, model.dtype, report)
+    head = DraftHead(plan.spec, weights, model.embedding, len(model.spec.cache_layers), max_model_len)
+    return DraftedNetwork(model, head, settings.bounds.max_num_batched_tokens), weights.loaded_bytes
+
+
+def draft_steps(
+    model: DraftedNetwork, plan: DraftHeadPlan, replica: Replica, bounds: tuple[int, int], kv_cache: KVCache
+) -> DraftSteps:
+    """Return the passes of the head. `bounds`: the most rows and tokens of a step, padding included."""
+    max_rows, max_tokens = bounds
+    return DraftSteps(
+        model,
+        replica.device,
+        DraftBounds(
+            num_drafts=plan.settings.num_drafts,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            max_model_len=replica.max_model_len,
+            block_size=kv_cache.block_size,
+            num_groups=len(kv_cache.layout.groups),
+        ),
+        torch.device(kv_cache.pool.device),
+    )

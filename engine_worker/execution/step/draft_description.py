@@ -1,0 +1,27 @@
+"""What a draft head must know of a step, as a plain value beside its StepDescription."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_worker.execution.step.step_description import Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDescription:
+    """What a head must know of a step; see kernels/draft_inputs_reference.py:SampledStep.
+
+    Attributes:
+        following: [S] int32.
+        first_samples: [Q] int32.
+        last_samples: [Q] int32.
+        table_rows: [Q] int32, a row of S with all blocks of the sequence.
+        drafting: The places of the Q sequences in the batch.
+        max_seq_len: Of the passes after the first one, in tokens.
+    """
+
+    following: Int32Array
+    first_samples: Int32Array
+    last_samples: Int32Array
+    table_rows: Int32Array
+    drafting: Sequence[int]
+    max_seq_len: int

@@ -1,0 +1,51 @@
+"""Draft heads on a GPU in fp32: the drafts are those of the formulas, with and without graphs; no answer changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
+from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS, HeadReference, write_head
+from tests.engine_worker.execution.reference import write_model
+from tests.engine_worker.execution.test_draft_head import NUM_DRAFTS, OF_TWO, Recorder, requests, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+LIMITS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+
+
+def load(target: Path, head: Path | None, cudagraph_mode: str) -> ModelRunner:
+    settings = ExecutionSettings(
+        model=target,
+        device="cuda",
+        dtype="float32",
+        deterministic=True,
+        kv_cache_memory_bytes=2**26,
+        swap_space_bytes=0,
+        max_model_len=256,
+        cudagraph_mode=cudagraph_mode,
+        **LIMITS,
+    )
+    wanted = DraftHeadSettings(model=head, num_drafts=NUM_DRAFTS) if head is not None else None
+    return load_model_runner(settings, lambda phase, progress, detail: None, draft_head=wanted)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cudagraph_mode", ["none", "full"])
+def test_drafts_on_a_gpu_are_those_of_the_formulas(tmp_path: Path, cudagraph_mode: str) -> None:
+    target = write_model(tmp_path / "target", vocab_size=128, num_hidden_layers=8)
+    head = write_head(tmp_path / "head", target, tokens=DRAFT_TOKENS)
+    reference, recorder, wanted = HeadReference(head, target), Recorder(NUM_DRAFTS), requests(12, **OF_TWO)
+    plain, _ = run(load(target, None, cudagraph_mode), wanted, **LIMITS)
+    drafted, num_right = run(load(target, head, cudagraph_mode), wanted, recorder, **LIMITS)
+    assert num_right > 20 and drafted.tokens == plain.tokens
+    wrong = [known for known, made in recorder.made if made != reference.drafts(known, NUM_DRAFTS)]
+    # Where both tokens have nearly the same logit, rounding decides.
+    assert len(wrong) <= len(recorder.made) // 50, f"{len(wrong)} of {len(recorder.made)}"
