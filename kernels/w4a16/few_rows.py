@@ -123,6 +123,10 @@ def _multiply_values(
             gl.thread_barrier()  # all warps are done with the last stage
             mbarrier.arrive(empty.index(gl.maximum(last_stage, 0)), count=1, pred=last_stage >= 0)
         previous = left
+    if CHUNKS % 2 == 1:
+        # The loop around this call carries `previous` in fixed registers. After an odd number of tiles the compiler
+        # copies it there, and then reuses registers that the product in flight still reads.
+        total, previous = warpgroup_mma_wait(0, deps=(total, previous))
     return total, previous
 
 
