@@ -214,10 +214,10 @@ def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
         num_state_blocks=runner.num_state_blocks,
         events=KVEventLog(runner.block_bytes, time.time, KVDurations(time.monotonic)),
     )
-    return Scheduler(config, kv_cache, _drafting(settings, kv_cache))
+    return Scheduler(config, kv_cache, _drafting(settings, kv_cache, runner.windows))
 
 
-def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager) -> Drafting | None:
+def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager, windows: Sequence[int]) -> Drafting | None:
     speculation, bounds = settings.scheduling.speculation, settings.execution.bounds
     if speculation is None:
         return None
@@ -228,6 +228,7 @@ def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager) -> Drafting | 
             max_drafts=speculation.num_speculative_tokens,
             max_samples=bounds.max_num_samples,
             max_tokens=bounds.max_num_batched_tokens,
+            may_run_ahead=bool(settings.scheduling.async_scheduling) and not any(windows),
         ),
         DraftGain(speculation.min_gain, runs_ahead=bool(settings.scheduling.async_scheduling)),
     )

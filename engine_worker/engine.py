@@ -196,7 +196,7 @@ class Engine:
     def _begin_step(self, *, ahead: bool) -> _StepInFlight | None:
         """Submit a step; None if there is nothing to compute: no sequence fits, or all last tokens are in flight."""
         started = self._clock()
-        batch = self._scheduler.schedule(may_draft=not ahead)
+        batch = self._scheduler.schedule(ahead=ahead)
         schedule_seconds = self._clock() - started
         if batch.is_empty:
             return None

@@ -33,6 +33,21 @@ class DraftPlaces:
     block_tables: Tensor  # [G, Q, B] int32, of the step
 
 
+@dataclass(frozen=True, slots=True)
+class LastDrafts:
+    """What a step left for the next one on the device: Q sequences with up to D drafts each."""
+
+    next_token_ids: Tensor  # [P] int64, the token after each of the step's tokens
+    kept_rows: Tensor  # [Q] int64, the last token of each sequence that stands
+    kept_positions: Tensor  # [Q] int32
+    drafts: Tensor  # [D, Q] int64
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens that the head computes after the last one of a step, if all drafts of the step stand."""
+        return len(self.drafts) - 1
+
+
 def begin_drafts_reference(step: SampledStep, next_token_ids: Tensor, places: DraftPlaces) -> None:
     starts = step.query_start_loc.tolist()
     for row, following in enumerate(step.following.tolist()):

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.draft_inputs_reference import LastDrafts
+
 
 @dataclass(frozen=True, slots=True)
 class DescribedBatch:
@@ -41,6 +43,7 @@ class InputTensors:
     seq_lens: Tensor  # [R] int32
     block_tables: Tensor  # [G, R, B] int32
     logits_indices: Tensor  # [most wanted] int64
+    lowered: Tensor  # [P] int64, by how much the position of a token is below the described one
 
 
 def unpack_inputs_reference(
@@ -50,7 +53,7 @@ def unpack_inputs_reference(
     size: int | None,
     block_size: int,
     num_logit_rows: int = 0,
-    lookahead: int = 0,
+    last: LastDrafts | None = None,
 ) -> None:
     num_sequences, num_tokens = described.num_sequences, described.num_tokens
     num_rows, num_padded_tokens = (num_sequences, num_tokens) if size is None else (size, size)
@@ -58,26 +61,48 @@ def unpack_inputs_reference(
     for row in range(num_sequences):
         tokens = slice(starts[row], starts[row + 1])
         seq_len, feedback = int(described.seq_lens[row]), int(described.feedback[row])
-        positions = torch.arange(seq_len - (tokens.stop - tokens.start), seq_len)
+        lookahead = last.lookahead if last is not None else 0
+        num_blocks = min(-(-(seq_len + lookahead) // block_size), described.row_stride)
         token_ids = described.token_ids[tokens] if feedback < 0 else sampled_token_ids[feedback : feedback + 1]
+        if last is not None:
+            inputs.lowered[tokens] = 0
+        if feedback < -1:
+            assert last is not None, "the previous step drafted"
+            sequence, number = divmod(-2 - feedback, 8)
+            inputs.lowered[tokens] = seq_len - 2 - number - int(last.kept_positions[sequence])
+            seq_len -= int(inputs.lowered[tokens])
+            before = last.next_token_ids[last.kept_rows[sequence]]
+            token_ids = before if number == 0 else last.drafts[number - 1, sequence]
+        positions = torch.arange(seq_len - (tokens.stop - tokens.start), seq_len)
         inputs.token_ids[tokens] = token_ids.long()
         inputs.positions[tokens] = positions
         for group, (slots, tables) in enumerate(zip(inputs.slot_mapping, inputs.block_tables, strict=True)):
             first = (group * num_sequences + row) * described.row_stride
-            num_blocks = min(-(-(seq_len + lookahead) // block_size), described.row_stride)
             table = described.block_tables[first:][:num_blocks]
             slots[tokens] = table.long()[positions // block_size] * block_size + positions % block_size
             tables[row, : len(table)] = table
+        inputs.seq_lens[row] = seq_len
     inputs.query_start_loc[: num_sequences + 1] = described.query_start_loc[: num_sequences + 1]
     padding_starts = torch.arange(num_tokens, num_tokens + num_rows - num_sequences + 1).clamp(max=num_padded_tokens)
     inputs.query_start_loc[num_sequences : num_rows + 1] = padding_starts
-    inputs.seq_lens[:num_sequences] = described.seq_lens[:num_sequences]
     inputs.seq_lens[num_sequences:num_rows] = 0
     for tensor in (inputs.token_ids, inputs.positions, *inputs.slot_mapping):
         tensor[num_tokens:num_padded_tokens] = 0
     num_logits = described.num_logits
     inputs.logits_indices[:num_logits] = described.logits_indices[:num_logits].long()
     inputs.logits_indices[num_logits : max(num_logits, num_rows, num_logit_rows)] = 0
+
+
+@triton.jit
+def _draft_of_row(feedback, seq_len, next_token_ids, kept_rows, kept_positions, drafts, draft_stride):
+    """Return the token of a row whose feedback is less than -1, and by how much its length is lowered; else zeros."""
+    is_draft = feedback < -1
+    sequence, number = (-2 - feedback) // 8, (-2 - feedback) % 8
+    kept = tl.load(kept_rows + sequence, mask=is_draft, other=0)
+    before = tl.load(next_token_ids + kept, mask=is_draft & (number == 0), other=0)
+    draft = tl.load(drafts + (number - 1) * draft_stride + sequence, mask=is_draft & (number > 0), other=0)
+    position = tl.load(kept_positions + sequence, mask=is_draft, other=0) + 1 + number
+    return before + draft, tl.where(is_draft, seq_len - 1 - position, 0)
 
 
 # Counts change from step to step and must not trigger a compilation.
@@ -88,9 +113,11 @@ def unpack_inputs_reference(
 )  # fmt: skip
 def _unpack_inputs_kernel(
     host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices,
-    sampled_token_ids, token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices,
+    sampled_token_ids, next_token_ids, kept_rows, kept_positions, drafts,
+    token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices, lowered,
     num_sequences, num_tokens, num_rows, num_padded_tokens, num_logits, row_stride, lookahead,
-    slot_stride, group_stride, table_stride, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
+    slot_stride, group_stride, table_stride, draft_stride,
+    HAS_DRAFTS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row < num_sequences:
@@ -100,6 +127,13 @@ def _unpack_inputs_kernel(
         feedback = tl.load(host_feedback + row)
         lanes = tl.arange(0, LANES)
         num_blocks = tl.minimum(tl.cdiv(seq_len + lookahead, BLOCK_SIZE), row_stride)
+        draft = tl.zeros((), tl.int64)
+        if HAS_DRAFTS:
+            draft, by = _draft_of_row(
+                feedback, seq_len, next_token_ids, kept_rows, kept_positions, drafts, draft_stride
+            )
+            tl.store(lowered + start, by.to(tl.int64), mask=feedback < -1)
+            seq_len -= by
         first_position = seq_len - (end - start)
         for group in tl.static_range(NUM_GROUPS):
             host_table = host_tables + (group * num_sequences + row).to(tl.int64) * row_stride
@@ -120,6 +154,9 @@ def _unpack_inputs_kernel(
             position = first_position + first + lanes
             ids = tl.load(host_token_ids + token, mask=inside & (feedback < 0), other=0).to(tl.int64)
             ids += tl.load(sampled_token_ids + feedback + tl.zeros_like(lanes), mask=inside & (feedback >= 0), other=0)
+            if HAS_DRAFTS:
+                ids += draft
+                tl.store(lowered + token, tl.zeros_like(ids), mask=inside & (feedback >= -1))
             tl.store(token_ids + token, ids, mask=inside)
             tl.store(positions + token, position.to(tl.int64), mask=inside)
         tl.store(query_start_loc + row, start)
@@ -147,7 +184,7 @@ def unpack_inputs_triton(
     size: int | None,
     block_size: int,
     num_logit_rows: int = 0,
-    lookahead: int = 0,
+    last: LastDrafts | None = None,
 ) -> None:
     num_rows, num_padded_tokens = (described.num_sequences, described.num_tokens) if size is None else (size, size)
     assert described.num_sequences <= num_rows <= inputs.seq_lens.shape[0]
@@ -162,6 +199,10 @@ def unpack_inputs_triton(
         described.block_tables,
         described.logits_indices,
         sampled_token_ids,
+        last and last.next_token_ids,
+        last and last.kept_rows,
+        last and last.kept_positions,
+        last and last.drafts,
         inputs.token_ids,
         inputs.positions,
         inputs.slot_mapping,
@@ -169,15 +210,18 @@ def unpack_inputs_triton(
         inputs.seq_lens,
         inputs.block_tables,
         inputs.logits_indices,
+        inputs.lowered,
         described.num_sequences,
         described.num_tokens,
         num_rows,
         num_padded_tokens,
         described.num_logits,
         described.row_stride,
-        lookahead,
+        last.lookahead if last is not None else 0,
         inputs.slot_mapping.stride(0),
         *inputs.block_tables.stride()[:2],
+        last.drafts.stride(0) if last is not None else 0,
+        HAS_DRAFTS=last is not None,
         NUM_GROUPS=len(inputs.block_tables),
         BLOCK_SIZE=block_size,
         LANES=1024,
@@ -192,13 +236,15 @@ def unpack_inputs(
     size: int | None,
     block_size: int,
     num_logit_rows: int = 0,
-    lookahead: int = 0,
+    last: LastDrafts | None = None,
 ) -> None:
     """Write the inputs of one step.
 
     Row r is a sequence with tokens [query_start_loc[r], query_start_loc[r + 1]) of the batch, which are its last; their
     positions and slots follow from seq_lens[r] and the block tables. If feedback[r] >= 0 the row has one token,
-    sampled_token_ids[feedback[r]], sampled by the previous step and not yet seen by the host. Padding rows have one
+    sampled_token_ids[feedback[r]], sampled by the previous step and not yet seen by the host. If it is less than -1,
+    the token is one that the previous step drafted, -2 - 8 * sequence - draft (0: the token before its drafts). The row
+    then follows the last token of its sequence that stands, and seq_lens[r] is an upper bound. Padding rows have one
     token each, id 0 at position 0 in slot 0, of a sequence of length 0, and none when the tokens are used up. Unused
     logits indices are 0. Logits of a token may be requested several times.
 
@@ -209,7 +255,8 @@ def unpack_inputs(
         size: Pad to this many rows and tokens; None: no padding.
         block_size: Slots per block.
         num_logit_rows: Pad the logits indices to this many.
-        lookahead: Tokens after those of the step whose blocks are also in the tables.
+        last: What a draft head made of the previous step; None: there is no head. With a head, the tables also get
+            the blocks of the tokens that it computes after those of the step.
     """
     unpack = unpack_inputs_triton if inputs.token_ids.is_cuda else unpack_inputs_reference
-    unpack(described, sampled_token_ids, inputs, size, block_size, num_logit_rows, lookahead)
+    unpack(described, sampled_token_ids, inputs, size, block_size, num_logit_rows, last)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
+from random import Random
 from typing import Any
 from zlib import crc32
 
@@ -119,10 +120,17 @@ def make_scheduler(
 
 
 def drafting_by(
-    proposer: Proposer, max_drafts: int = 3, gain: DraftGain | None = None, max_samples: int = 1000
+    proposer: Proposer,
+    max_drafts: int = 3,
+    gain: DraftGain | None = None,
+    max_samples: int = 1000,
+    *,
+    may_run_ahead: bool = False,
 ) -> Callable[[KVAllocator, SchedulerConfig], Drafting]:
     """Return what make_scheduler() needs to draft by `proposer`; without `gain` in every step."""
-    return partial(_drafting, proposer, max_drafts, gain or DraftGain(0.0, runs_ahead=False), max_samples)
+    return partial(
+        _drafting, proposer, max_drafts, gain or DraftGain(0.0, runs_ahead=False), max_samples, may_run_ahead
+    )
 
 
 def _drafting(
@@ -130,13 +138,17 @@ def _drafting(
     max_drafts: int,
     gain: DraftGain,
     max_samples: int,
+    may_run_ahead: bool,
     kv_cache: KVAllocator,
     limits: SchedulerConfig,
 ) -> Drafting:
-    most = limits.max_num_batched_tokens
-    return Drafting(
-        proposer, kv_cache, DraftLimits(max_drafts=max_drafts, max_samples=max_samples, max_tokens=most), gain
+    of_step = DraftLimits(
+        max_drafts=max_drafts,
+        max_samples=max_samples,
+        max_tokens=limits.max_num_batched_tokens,
+        may_run_ahead=may_run_ahead,
     )
+    return Drafting(proposer, kv_cache, of_step, gain)
 
 
 def preempted(scheduler: Scheduler, batch: ScheduledBatch, since: int = 0) -> list[str]:
@@ -166,8 +178,11 @@ class FakeModelRunner:
         windows: SequenceOf[int] = (0,),
         num_state_blocks: int = 0,
         before_step: Callable[[ScheduledBatch], None] | None = None,
+        draft_error_ratio: float = 0.0,
     ) -> None:
         """Create a runner. `windows`: per group of layers, the last tokens that it sees; 0: all.
+
+        It also has a draft head, `draft_error_ratio` of whose drafts are random tokens.
 
         The model sees what the group with the widest window sees. With state blocks it has recurrent layers, whose
         state after some tokens is those tokens.
@@ -179,7 +194,8 @@ class FakeModelRunner:
         self.num_computed_tokens = 0
         self._windows = windows
         self._before_step = before_step
-        self._inflight_token_ids: dict[Sequence, int] = {}  # samples of the last batch, which a device would keep
+        self._left: dict[Sequence, LeftByStep] = {}  # by the last batch, as on a device
+        self._draft_error_ratio, self._random = draft_error_ratio, Random(0)
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._host: dict[int, list[int | None]] = {}
         self._states: list[list[int]] = [[] for _ in range(num_state_blocks)]
@@ -197,20 +213,27 @@ class FakeModelRunner:
             )
         ]
         for scheduled in batch.sequences:
+            assert scheduled.end == scheduled.sequence.kv.num_computed_tokens
+        computed = list(map(self._with_known_drafts, batch.sequences))
+        for scheduled in computed:
             self._store(scheduled)
         failures = {
             scheduled.sequence.request_id: self.failures.pop(scheduled.sequence.request_id)
             for scheduled in batch.sequences
             if scheduled.sequence.request_id in self.failures
         }
-        sampled = [self._sample(scheduled, failures) for scheduled in batch.sequences]
-        pairs = zip(batch.sequences, sampled, strict=True)
-        self._inflight_token_ids = {scheduled.sequence: tokens[-1] if tokens else 0 for scheduled, tokens in pairs}
+        sampled = [self._sample(scheduled, failures) for scheduled in computed]
+        number = batch.num_drafts_to_make
+        self._left = {
+            scheduled.sequence: self._left_by(scheduled, tokens or [0] * scheduled.samples, number)
+            for scheduled, tokens in zip(computed, sampled, strict=True)
+        }
+        made = {sequence: left.drafts for sequence, left in self._left.items() if left.drafts}
         for pool, fetched in arrivals:  # the latest allowed moment
             for block_id, content in fetched.items():
                 pool[block_id] = list(content)
         phase_seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
-        result = StepResult(sampled, failures, phase_seconds, logprobs=_logprobs(batch, sampled))
+        result = StepResult(sampled, failures, phase_seconds, logprobs=_logprobs(batch, sampled), drafts=made)
         result.prompt_logprobs.extend(_prompt_logprobs(batch))
         beams: dict[str, list[ScheduledSequence]] = {}
         for scheduled in batch.sequences:
@@ -224,7 +247,35 @@ class FakeModelRunner:
             )
         )
         result.beam_candidates.update({request_id: self._candidates(group) for request_id, group in beams.items()})
-        return FakeStep(result)
+        return FakeStep(result, list(zip(batch.sequences, computed, strict=True)))
+
+    def _with_known_drafts(self, scheduled: ScheduledSequence) -> ScheduledSequence:
+        """Return what a device computes: it knows the drafts that it made, and how many of the last ones stand."""
+        sequence = scheduled.sequence
+        if scheduled.end - len(scheduled.drafts) <= sequence.num_known_tokens or not scheduled.num_new_tokens:
+            return scheduled
+        left = self._left[sequence]
+        assert left.end <= scheduled.start
+        drafts = scheduled.drafts
+        if scheduled.has_unknown_drafts:
+            drafts = tuple(left.drafts[: len(drafts)])
+            assert len(drafts) == len(scheduled.drafts), "a draft that no step made"
+        return replace(scheduled, start=left.end, drafts=drafts)
+
+    def _left_by(self, scheduled: ScheduledSequence, tokens: list[int], num_drafts: int) -> "LeftByStep":
+        """Return what a step leaves for the next one. A fork is not computed yet, so the head does not draft for it."""
+        end = scheduled.end - len(scheduled.drafts) + max(0, len(tokens) - 1)
+        drafts: list[int] = []
+        is_search = scheduled.sequence.sampling.use_beam_search
+        if scheduled.samples and scheduled.num_new_tokens and num_drafts and not is_search:
+            seen = replace(scheduled, num_new_tokens=end - scheduled.start)
+            window = 0 if 0 in self._windows else max(self._windows)
+            prefix, index = [*self._prefix(seen), tokens[-1]], scheduled.output_index + len(tokens)
+            for number in range(num_drafts):
+                right = self._token_after([*prefix, *drafts][-window:], index + number, scheduled.sequence)
+                is_wrong = self._random.random() < self._draft_error_ratio
+                drafts.append(self._random.randrange(self.vocab_size) if is_wrong else right)
+        return LeftByStep(end, tokens[-1] if tokens else 0, drafts)
 
     def _moved(self, pool: list[Any], host: dict[int, Any], moves: Moves) -> dict[int, Any]:
         """Make the moves of one pool, and return what comes from the host, by device block."""
@@ -241,15 +292,14 @@ class FakeModelRunner:
 
     def _store(self, scheduled: ScheduledSequence) -> None:
         sequence = scheduled.sequence
-        assert scheduled.end == sequence.kv.num_computed_tokens
         if scheduled.num_new_tokens == 0:
             assert scheduled.samples, "a fork that computes nothing"
             return
         end = scheduled.end - len(scheduled.drafts)
         token_ids = [*sequence.token_ids(scheduled.start, end), *scheduled.drafts]
         if end > sequence.num_known_tokens:
-            assert scheduled.num_new_tokens == 1, "a token in flight in the middle of a chunk"
-            token_ids = [self._inflight_token_ids[sequence]]
+            assert end - scheduled.start == 1, "a token in flight in the middle of a chunk"
+            token_ids = [self._left[sequence].token_id, *scheduled.drafts]
         for position, token_id in enumerate(token_ids, scheduled.start):
             for table in sequence.kv.tables:
                 block_id = table.blocks[position // self.block_size]
@@ -285,8 +335,10 @@ class FakeModelRunner:
         return tokens
 
     def _next_token(self, seen: ScheduledSequence, index: int) -> int:
-        sequence = seen.sequence
-        return next_token(self._prefix(seen), index, sequence.sampling, sequence.stop_token_ids, self.vocab_size)
+        return self._token_after(self._prefix(seen), index, seen.sequence)
+
+    def _token_after(self, prefix: list[int], index: int, sequence: Sequence) -> int:
+        return next_token(prefix, index, sequence.sampling, sequence.stop_token_ids, self.vocab_size)
 
     def _candidates(self, beams: list[ScheduledSequence]) -> list[BeamCandidate]:
         """Return the requested number of candidates, although each beam has only a few likely ones."""
@@ -348,12 +400,24 @@ def fake_logprobs(token_id: int) -> EncodedLogprobs:
     return encoded_logprobs(TokenLogprobs(-token_id / 1024, (token_id,), (-token_id / 1024,)))
 
 
+@dataclass(frozen=True)
+class LeftByStep:
+    """What a step leaves on the device for the next one."""
+
+    end: int  # the position of the next token to compute
+    token_id: int  # of that token
+    drafts: list[int]
+
+
 @dataclass
 class FakeStep:
     result: StepResult | None
+    computed: list[tuple[ScheduledSequence, ScheduledSequence]]  # as scheduled, and as computed
 
     def collect(self) -> StepResult:
         assert self.result is not None, "a step is collected once"
+        for scheduled, computed in self.computed:
+            scheduled.drafts = computed.drafts
         result, self.result = self.result, None
         return result
 

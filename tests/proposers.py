@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from engine_worker.kv.sequence import Sequence
+from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
+from engine_worker.scheduling.speculation.proposers.head import HeadProposer
 from tests.builders import VOCAB_SIZE, next_token
 
 
@@ -54,3 +56,19 @@ class FlickeringGain(DraftGain):
 
     def is_on(self, num_sequences: int) -> bool:
         return self._random.random() < 0.5
+
+
+class FakeHead(HeadProposer):
+    """Proposes what the executor made."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=num_drafts))
+        self.kept: set[Sequence] = set()  # sequences that have not ended
+
+    def received(self, sequence: Sequence, drafts: list[int]) -> None:
+        self.kept.add(sequence)
+        super().received(sequence, drafts)
+
+    def ended(self, sequences: Iterable[Sequence]) -> None:
+        self.kept.difference_update(sequences)
+        super().ended(sequences)

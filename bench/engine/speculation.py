@@ -7,8 +7,8 @@ Each case decodes the same prompts without drafts, with those of an oracle (the 
 at random with the automatic pause, and with the n-gram proposer. Outputs are equal on a CPU in float32 and with
 --deterministic; the number of equal ones is reported.
 
-With a draft head, every step also runs the head: without drafts it stores its keys and values only. `head` are its
-drafts, and `head, oracle` counts its time beside those of the oracle.
+With a draft head, every step also runs the head: without drafts it stores its keys and values only. A head of random
+weights drafts token 0: always wrong (`head, wrong`), or always right where no other token is allowed (`head, right`).
 """
 
 import argparse
@@ -54,17 +54,6 @@ class _Guesses:
         """Nothing is kept."""
 
 
-class _Made(_Guesses):
-    """Proposes what a function returns, while the head makes as many drafts, which are dropped."""
-
-    def __init__(self, guess: Callable[[Sequence], list[int]], num_made: int) -> None:
-        super().__init__(guess)
-        self.num_made = num_made
-
-    def received(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Drop them."""
-
-
 class Speculation:
     def __init__(self, runner: ModelRunner, max_drafts: int, max_tokens: int, *, has_head: bool) -> None:
         self._runner, self._has_head = runner, has_head
@@ -82,22 +71,43 @@ class Speculation:
             "random, paused": (_Guesses(lambda _: [random.randrange(100, 1000)] * self._max_drafts), 1.05),
             "ngram, paused": (PROPOSERS["ngram"](SpeculativeConfig(method="ngram")), 1.05),
         }
-        if self._has_head:
-            made = _Made(lambda one: known[one.request_id][one.num_output_tokens :], self._max_drafts)
-            config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=self._max_drafts)
-            kinds |= {"head, oracle": (made, 0.0), "head": (PROPOSERS["eagle3"](config), 0.0)}
         figures: dict[str, Any] = {"case": f"{num_sequences}x{prompt_tokens}", "plain": plain}
         for name, (proposer, min_gain) in kinds.items():
             tokens, figures[name] = self._decode(prompts, proposer, min_gain)
             figures[name]["equal_outputs"] = sum(tokens[one] == known[one] for one in known)
             figures[name]["step_ratio"] = round(figures[name]["step_ms"] / plain["step_ms"], 4)
             figures[name]["tokens_per_s_ratio"] = round(figures[name]["tokens_per_s"] / plain["tokens_per_s"], 4)
+        if self._has_head:
+            figures |= self._head_figures(prompts, plain["step_ms"])
         return figures
 
-    def _decode(self, prompts: list[list[int]], proposer: Proposer | None, min_gain: float) -> tuple[Tokens, Any]:
+    def _head_figures(self, prompts: list[list[int]], plain_ms: float) -> dict[str, Any]:
+        """Return the figures of a random head's drafts, which are all wrong or all right."""
+        config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=self._max_drafts)
+        _, wrong = self._decode(prompts, PROPOSERS["eagle3"](config), 0.0)
+        _, plain_right = self._decode(prompts, None, 0.0, allowed=(0,))
+        _, right = self._decode(prompts, PROPOSERS["eagle3"](config), 0.0, allowed=(0,))
+        wrong["step_ratio"] = round(wrong["step_ms"] / plain_ms, 4)
+        right["step_ratio"] = round(right["step_ms"] / plain_right["step_ms"], 4)
+        right["tokens_per_s_ratio"] = round(right["tokens_per_s"] / plain_right["tokens_per_s"], 4)
+        return {"head, wrong": wrong, "plain, one token allowed": plain_right, "head, right": right}
+
+    def _decode(
+        self,
+        prompts: list[list[int]],
+        proposer: Proposer | None,
+        min_gain: float,
+        allowed: tuple[int, ...] | None = None,
+    ) -> tuple[Tokens, Any]:
         engine = self._engine(len(prompts), proposer, min_gain)
         for number, prompt in enumerate(prompts):
-            sampling = SamplingParams(max_tokens=self._max_tokens, seed=number, ignore_eos=True, temperature=0.0)
+            sampling = SamplingParams(
+                max_tokens=self._max_tokens,
+                seed=number,
+                ignore_eos=True,
+                temperature=0.0,
+                allowed_token_ids=allowed,
+            )
             engine.add_request(GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
         tokens: Tokens = {f"r{number}": [] for number in range(len(prompts))}
         ends, counts = [], []  # of the steps in which all sequences decode
@@ -128,7 +138,10 @@ class Speculation:
         )
         kv_cache = KVCacheManager(runner.num_blocks, runner.block_size, windows=runner.windows)
         limits = DraftLimits(
-            max_drafts=self._max_drafts, max_samples=(1 + self._max_drafts) * num_sequences, max_tokens=_MAX_TOKENS
+            max_drafts=self._max_drafts,
+            max_samples=(1 + self._max_drafts) * num_sequences,
+            max_tokens=_MAX_TOKENS,
+            may_run_ahead=is_ahead and not any(runner.windows),
         )
         gain = DraftGain(min_gain, runs_ahead=is_ahead)
         drafting = Drafting(proposer, kv_cache, limits, gain) if proposer is not None else None

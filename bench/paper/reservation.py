@@ -96,6 +96,10 @@ class ReservedKVAllocator:
     def trim(self, sequence: Sequence) -> None:
         """Keep the reservation, which is for the whole request."""
 
+    def retract(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count the last computed tokens of `sequence` as not computed."""
+        sequence.kv.num_computed_tokens -= num_tokens
+
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
         """Admit the sequence if its run fits; a reservation never grows, so it needs no headroom."""
         if not self.can_allocate(sequence):

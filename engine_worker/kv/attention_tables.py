@@ -104,7 +104,7 @@ class AttentionTables:
 
     def trim(self, sequence: Sequence) -> None:
         """Free the blocks at the ends of the tables that were for drafts and are not needed by the next step."""
-        kv = sequence.kv
+        kv, sequence.num_spare_tokens = sequence.kv, 0
         for table, span in zip(kv.tables, self._spans, strict=True):
             num_needed = span.num_blocks(kv.num_computed_tokens, sequence.num_tokens)
             if num_needed < len(table.blocks):
@@ -190,7 +190,7 @@ class AttentionTables:
         shared = [list(map(self._is_shared, table.blocks[first:end])) for table in kv.tables]
         assert all(one == shared[0] for one in shared), f"{sequence.request_id}: groups share different blocks"
         for table, span in zip(kv.tables, self._spans, strict=True):
-            num_needed = span.num_blocks(kv.num_computed_tokens, sequence.num_tokens)
+            num_needed = span.num_blocks(kv.num_computed_tokens, sequence.num_tokens + sequence.num_spare_tokens)
             assert len(table.blocks) <= num_needed, f"{sequence.request_id} has more blocks than its tokens need"
             assert not any(map(self._is_shared, table.blocks[max(first, end) :])), "a shared block at the end"
 

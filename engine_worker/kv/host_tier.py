@@ -51,6 +51,13 @@ class HostTier(HostBlocks):
                     table.host_blocks.append(host_block_id)
         return len(self._planned.swap_out) - num_before
 
+    def trim(self, sequence: Sequence) -> None:
+        """Free the host blocks behind the computed tokens of a swapped sequence."""
+        num_blocks = -(-sequence.kv.num_computed_tokens // self._block_size)
+        for table in sequence.kv.tables:
+            self.free(table.host_blocks[max(num_blocks, table.num_released) :])
+            del table.host_blocks[max(num_blocks, table.num_released) :]
+
     def on_device(self, sequence: Sequence) -> list[int | None]:
         """Return, for each of kv.host_blocks, the device block with the same content, or None."""
         find = self._device_pool.find

@@ -63,6 +63,9 @@ class KVAllocator(Protocol):
     def trim(self) -> Callable[[Sequence], None]:
         """Takes back the blocks at the end of a sequence that its next step does not need, after wrong drafts."""
 
+    def retract(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count the last computed tokens of `sequence` as not computed, because they were wrong drafts."""
+
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
         """Give a waiting sequence all blocks that it needs, if `headroom_blocks` stay available. Return success."""
 

@@ -271,6 +271,15 @@ class KVCacheManager:
             self._states.release(sequence, self._accounting.step - 1)
         self._give_up(sequence)
 
+    def retract(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count the last computed tokens of `sequence` as not computed, because they were wrong drafts."""
+        kv = sequence.kv
+        if not (kv.is_on_device or kv.is_on_host):
+            return  # preempted since: nothing counts as computed
+        kv.num_computed_tokens -= num_tokens
+        if self._host is not None and kv.is_on_host:
+            self._host.trim(sequence)
+
     def discard(self, sequence: Sequence) -> None:
         """Free all blocks of a failed sequence, and remove its whole prefix from the cache."""
         if self._prefixes:

@@ -39,8 +39,9 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     kv: SequenceKV = field(default_factory=SequenceKV)
     pooling: Pooling | None = None  # not None: the hidden state behind its first output token is reported with it
-    # Of steps that still run: their sample, and the drafts before it. 0 or 1 between two calls of the scheduler.
+    # Of steps that still run: their sample, and the drafts before it, at most. Wrong drafts leave fewer.
     num_inflight_tokens: int = 0
+    num_spare_tokens: int = 0  # that its blocks may have room for beside its tokens, because drafts may be wrong
     num_preemptions: int = 0
     num_tokens_when_preempted: int = 0
     num_dropped_tokens: int = 0  # computed tokens that a preemption by recompute dropped
@@ -139,7 +140,7 @@ def finish_reason(sequence: Sequence, max_num_tokens: int) -> FinishReason | Non
 
 
 def ends_with_inflight_token(sequence: Sequence, max_num_tokens: int) -> bool:
-    """Return whether the token in flight is the last by length, so that nothing is left to compute."""
+    """Return whether tokens in flight may end the sequence by length, so that nothing may be left to compute."""
     num_inflight = sequence.num_inflight_tokens
     num_output = len(sequence.output_token_ids) + num_inflight
     return num_inflight > 0 and (

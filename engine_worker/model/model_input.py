@@ -22,4 +22,5 @@ class ModelInput:
     logits_indices: torch.Tensor  # [N] int64, rows of T whose logits are needed
     max_query_len: int
     max_seq_len: int
+    lowered: torch.Tensor | None = None  # [T] int64, by how much a position is below the planned one; None: nowhere
     state_blocks: torch.Tensor | None = None  # [S] int32, blocks of recurrent states; None: the model has none

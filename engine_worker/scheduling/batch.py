@@ -4,11 +4,12 @@
 out in this order: swap-out, swap-in, copies, forward pass, sampling.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from engine_worker.kv.sequence import BeamCandidate as BeamCandidate  # noqa: PLC0414 - part of StepResult
-from engine_worker.kv.sequence import Sequence
+from engine_worker.kv.sequence import Sequence as Sequence  # noqa: PLC0414 - as above
 from engine_worker.kv.sequence_kv import SequenceKV, Table
 from engine_worker.kv.transfers import Transfers, TransferTime
 from engine_worker.scheduling.sequence_group import SequenceGroup
@@ -26,7 +27,9 @@ class ScheduledSequence:
     tokens.
 
     With drafts, the last tokens are guesses of the next ones: each of them, and the token before, is sampled after, and
-    the guesses that equal their samples are kept.
+    the guesses that equal their samples are kept. Draft number j is -j while only the device has it, because the
+    previous step made it. Then that step may have kept fewer of its drafts than planned, and `start` is an upper bound:
+    the device lowers the positions of the row.
     """
 
     sequence: Sequence
@@ -38,6 +41,16 @@ class ScheduledSequence:
     @property
     def end(self) -> int:
         return self.start + self.num_new_tokens
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step samples: one after each draft, and one before them."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+    @property
+    def has_unknown_drafts(self) -> bool:
+        """Whether only the device has the drafts."""
+        return bool(self.drafts) and self.drafts[0] < 0
 
     @property
     def output_index(self) -> int:
@@ -89,7 +102,7 @@ class StepResult:
     # By request id, best first: sequence.num_beam_candidates for each beam search that sampled.
     beam_candidates: dict[str, list[BeamCandidate]] = field(default_factory=dict)
     prompt_logprobs: list[PromptScore] = field(default_factory=list)
-    drafts: list[list[int]] = field(default_factory=list)  # for each sequence of the batch; empty: none were made
+    drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)  # made at the end of the step
 
 
 @dataclass(slots=True, frozen=True)

@@ -94,7 +94,9 @@ class Scheduler:
     @property
     def needs_last_tokens(self) -> bool:
         """Whether a running sequence needs its last token on the host to schedule its next step."""
-        if self._drafting is not None and self._drafting.is_on(self._num_taken_slots):
+        drafting = self._drafting
+        is_on = drafting is not None and drafting.is_on(self._num_taken_slots)
+        if drafting is not None and is_on and not drafting.runs_ahead(self._active_sequences()):
             return True
         return any(group.active[0].needs_last_token_on_host for group in self._running.values())
 
@@ -171,10 +173,10 @@ class Scheduler:
             self._end(group)
         return [group.request_id for group in groups]
 
-    def schedule(self, *, may_draft: bool = True) -> ScheduledBatch:
+    def schedule(self, *, ahead: bool = False) -> ScheduledBatch:
         """Decide what is computed next. From here on it counts as computed.
 
-        `may_draft`: False if the step runs ahead, because its result must be applied before the next call if it drafts.
+        `ahead`: The previous step may not be applied yet. Only drafts that stay on the device are made then.
         """
         self._kv_cache.release_outside_window()
         wanted, background = collect_demand(self._running.values(), self._kv_cache)
@@ -186,7 +188,7 @@ class Scheduler:
         plan = StepPlan(self._kv_cache, self._admission.claim_fork)
         self._estimator.scheduling((of for _, of in wanted.prefills), (of for _, of in background.prefills))
         has_new = bool(incomplete or self.num_waiting)
-        drafts = self._drafts_of(wanted.decodes, has_new=has_new) if may_draft else NO_DRAFTS
+        drafts = self._drafts_of(wanted.decodes, has_new=has_new, ahead=ahead)
         plan.add_decodes(wanted.decodes, drafts)
         prefills = self._prefills(wanted, is_background=False)
         has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences) + plan.num_drafts))
@@ -196,7 +198,8 @@ class Scheduler:
             prefills = self._prefills(background, is_background=True)
             num_decodes = len(plan.sequences) + plan.num_drafts
             plan.add_prefills(prefills, self._background_share.prefill_budget(num_decodes))
-        num_to_make = self._drafting.num_to_make(self._num_taken_slots) if self._drafting is not None else 0
+        drafting, num_taken = self._drafting, self._num_taken_slots
+        num_to_make = drafting.num_to_make(plan.sequences, num_taken) if drafting is not None else 0
         return ScheduledBatch(plan.sequences, self._kv_cache.take_transfers(), num_to_make)
 
     def apply(self, batch: ScheduledBatch, result: StepResult) -> list[SequenceUpdate]:
@@ -208,7 +211,7 @@ class Scheduler:
         sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
         for scheduled, token_ids, token_logprobs in sampled:
             sequence = scheduled.sequence
-            sequence.num_inflight_tokens -= scheduled.samples
+            sequence.num_inflight_tokens -= scheduled.num_samples
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # ended after it was scheduled
             if failures and (error := failures.get(sequence.request_id)) is not None:
@@ -223,16 +226,14 @@ class Scheduler:
             group = self._running.get(request_id)
             if group is not None:
                 updates += self._advance_beams(group, candidates)
-        self._keep_drafts(batch, result)
+        self._keep_drafts(result.drafts)
         return updates
 
-    def _keep_drafts(self, batch: ScheduledBatch, result: StepResult) -> None:
-        """Keep the drafts that were made for sequences that go on."""
-        if self._drafting is None or not result.drafts:
-            return
-        for scheduled, drafts in zip(batch.sequences, result.drafts, strict=True):
-            if drafts and scheduled.sequence.status is not SequenceStatus.FINISHED:
-                self._drafting.received(scheduled.sequence, drafts)
+    def _keep_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
+        """Keep the drafts that a step made for sequences that go on."""
+        for sequence, token_ids in drafts.items():
+            if self._drafting is not None and sequence.status is not SequenceStatus.FINISHED:
+                self._drafting.received(sequence, token_ids)
 
     def step_took(self, batch: ScheduledBatch, num_tokens: int, seconds: float) -> None:
         """Record the time of an applied step, which gave `num_tokens` tokens."""
@@ -267,13 +268,14 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError unless block tables, pool, and statuses agree. Call it between steps."""
         groups = [*self._running.values(), *self._policy]
+        most_in_flight = 1 + (self._drafting.max_drafts if self._drafting is not None else 0)
         self._kv_cache.check_integrity([sequence for group in groups for sequence in group.sequences])
         for group in groups:
             for sequence in group.sequences:
                 is_running, is_swapped = sequence in group.active, sequence.status is SequenceStatus.SWAPPED
                 assert (sequence.status is SequenceStatus.RUNNING) is is_running, sequence.request_id
                 assert sequence.kv.is_on_host is is_swapped, sequence.request_id
-                assert 0 <= sequence.num_inflight_tokens <= 1, sequence.request_id
+                assert 0 <= sequence.num_inflight_tokens <= most_in_flight, sequence.request_id
         assert all(group.active for group in self._running.values())
         assert not any(group.active for group in self._policy)
         self._slots.check_integrity(
@@ -328,9 +330,9 @@ class Scheduler:
                 return victim
         return None
 
-    def _drafts_of(self, decodes: list[Place], *, has_new: bool) -> Mapping[Sequence, tuple[int, ...]]:
+    def _drafts_of(self, decodes: list[Place], *, has_new: bool, ahead: bool) -> Mapping[Sequence, tuple[int, ...]]:
         """Return the drafts of a step; with `has_new`, it may also begin sequences until no slot is free."""
-        if self._drafting is None:
+        if self._drafting is None or (ahead and not self._drafting.runs_ahead(sequence for _, sequence in decodes)):
             return NO_DRAFTS
         num_sampled = self.config.max_num_seqs if has_new else self._num_taken_slots
         return self._drafting.drafts_of(decodes, num_sampled)
@@ -380,14 +382,13 @@ class Scheduler:
         sequence = scheduled.sequence
         group = self._group(sequence.request_id)
         assert group is not None
-        sequence.num_inflight_tokens -= len(scheduled.drafts)
         for number, token_id in enumerate(token_ids[:-1], start=1):
             sequence.output_token_ids.append(token_id)
             if finish_reason(sequence, group.max_num_tokens) is not None:
                 sequence.output_token_ids.pop()  # _update() appends the last one
                 token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
                 break
-        sequence.kv.num_computed_tokens = scheduled.start + len(token_ids)  # the drafts that were wrong are not
+        self._kv_cache.retract(sequence, scheduled.num_samples - len(token_ids))
         update = self._update(sequence, token_ids, logprobs)
         if sequence.status is SequenceStatus.RUNNING:
             self._kv_cache.trim(sequence)

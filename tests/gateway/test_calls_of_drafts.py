@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from engine_worker.kv.sequence import Sequence
-from engine_worker.scheduling.batch import ScheduledSequence
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.drafting import Proposer
 from engine_worker.scheduling.speculation.proposers import PROPOSERS
@@ -24,7 +23,7 @@ from tests.gateway.parsing.test_call_formats import CASES as OF_FAMILIES
 from tests.gateway.parsing.test_call_formats import SCHEMAS
 from tests.gateway.parsing.test_tool_calls import CASES
 from tests.gateway.responses import tokens_of
-from tests.proposers import FunctionProposer
+from tests.proposers import FakeHead, FunctionProposer
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
@@ -42,8 +41,8 @@ class SayingRunner(FakeModelRunner):
         super().__init__(**options)
         self._token_ids = token_ids
 
-    def _next_token(self, seen: ScheduledSequence, index: int) -> int:
-        return self._token_ids[index] if index < len(self._token_ids) else min(seen.sequence.stop_token_ids)
+    def _token_after(self, prefix: list[int], index: int, sequence: Sequence) -> int:
+        return self._token_ids[index] if index < len(self._token_ids) else min(sequence.stop_token_ids)
 
 
 def oracle(token_ids: list[int]) -> Proposer:
@@ -68,7 +67,8 @@ def of_product(method: str, _: list[int]) -> Proposer:
 MAKERS: dict[str, MakeProposer] = {
     "oracle": oracle,
     "mistaken": mistaken,
-    **{method: partial(of_product, method) for method in PROPOSERS},
+    **{method: partial(of_product, method) for method in ("ngram", "suffix")},
+    "eagle3": lambda _: FakeHead(MAX_DRAFTS),
 }
 
 
@@ -83,7 +83,10 @@ class Engine:
         options: dict[str, Any] = {"num_blocks": MAX_MODEL_LEN // 16 + 1, "block_size": 16, "vocab_size": VOCAB_SIZE}
         drafting = drafting_by(self._make(self._token_ids), MAX_DRAFTS) if self._make is not None else None
         engine = make_engine(
-            SayingRunner(self._token_ids, **options), drafting=drafting, max_model_len=MAX_MODEL_LEN, **options
+            SayingRunner(self._token_ids, draft_error_ratio=0.2, **options),
+            drafting=drafting,
+            max_model_len=MAX_MODEL_LEN,
+            **options,
         )
         engine.add_request(request)
         while engine.has_work:

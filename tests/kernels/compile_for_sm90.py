@@ -31,7 +31,7 @@ from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
 from kernels.attention.prefill import attend_prefill
 from kernels.attention.score_rules import NO_RULES, ScoreRules
-from kernels.draft_inputs_reference import DraftPlaces, SampledStep
+from kernels.draft_inputs_reference import DraftPlaces, LastDrafts, SampledStep
 from kernels.draft_inputs_triton import begin_drafts_triton, place_drafts_triton
 from kernels.fp8_kv import E4M3
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
@@ -397,8 +397,10 @@ def unpacking() -> None:
 
     lists = {name: empty(8192) for name in DescribedBatch.__annotations__ if not name.startswith(("num", "row"))}
     described = DescribedBatch(**lists, num_sequences=250, num_tokens=250, num_logits=250, row_stride=65)
-    inputs = InputTensors(wide(), wide(), wide(), empty(257), empty(256), empty(256, 8192), wide())
+    inputs = InputTensors(wide(), wide(), wide(), empty(257), empty(256), empty(256, 8192), wide(), wide())
     unpack_inputs_triton(described, wide(), inputs, 256, 16)
+    last = LastDrafts(wide(), wide(), empty(256), empty(3, 256, dtype=torch.int64))
+    unpack_inputs_triton(described, wide(), inputs, 256, 16, last=last)
 
 
 def drafting() -> None:

@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
-from engine_worker.execution.step.draft_steps import DraftBounds, DraftSteps
+from engine_worker.execution.step.draft_steps import DraftBounds
 from engine_worker.execution.step.kv_cache import KVCache
-from engine_worker.execution.step.replica import Replica
 from engine_worker.model.draft_head.head import DraftHead
 from engine_worker.model.draft_head.network import DraftedNetwork
 from engine_worker.model.draft_head.spec import DraftHeadSpec, read_draft_head
@@ -62,21 +59,14 @@ def with_draft_head(
     return DraftedNetwork(model, head, settings.bounds.max_num_batched_tokens), weights.loaded_bytes
 
 
-def draft_steps(
-    model: DraftedNetwork, plan: DraftHeadPlan, replica: Replica, bounds: tuple[int, int], kv_cache: KVCache
-) -> DraftSteps:
-    """Return the passes of the head. `bounds`: the most rows and tokens of a step, padding included."""
-    max_rows, max_tokens = bounds
-    return DraftSteps(
-        model,
-        replica.device,
-        DraftBounds(
-            num_drafts=plan.settings.num_drafts,
-            max_rows=max_rows,
-            max_tokens=max_tokens,
-            max_model_len=replica.max_model_len,
-            block_size=kv_cache.block_size,
-            num_groups=len(kv_cache.layout.groups),
-        ),
-        torch.device(kv_cache.pool.device),
+def draft_bounds(plan: DraftHeadPlan, kv_cache: KVCache, limits: tuple[int, int, int]) -> DraftBounds:
+    """Return the bounds of the passes. `limits`: rows and tokens of a step, padding included, and of a sequence."""
+    max_rows, max_tokens, max_model_len = limits
+    return DraftBounds(
+        num_drafts=plan.settings.num_drafts,
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        max_model_len=max_model_len,
+        block_size=kv_cache.block_size,
+        num_groups=len(kv_cache.layout.groups),
     )

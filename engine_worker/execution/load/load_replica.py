@@ -21,8 +21,8 @@ from torch import Tensor
 from engine_worker.execution.load.kv_dtype_choice import chosen_kv_cache_dtype
 from engine_worker.execution.load.load_draft_head import (
     DraftHeadPlan,
+    draft_bounds,
     draft_head_plan,
-    draft_steps,
     with_draft_head,
 )
 from engine_worker.execution.load.quantization_choice import chosen_quantization
@@ -31,7 +31,7 @@ from engine_worker.execution.load.step_memory import measure_step_bytes
 from engine_worker.execution.ranks.same_model import check_same_model
 from engine_worker.execution.settings import IN_GROUPS, DraftHeadSettings, ExecutionSettings
 from engine_worker.execution.step.cuda_graphs import GraphKey, graph_keys
-from engine_worker.execution.step.draft_steps import DraftSteps
+from engine_worker.execution.step.draft_steps import DraftSteps, last_drafts
 from engine_worker.execution.step.host_pool import STAGING_BYTES_OF_STATES, staging_bytes
 from engine_worker.execution.step.input_builder import HostInputs, StepInputs
 from engine_worker.execution.step.kv_cache import (
@@ -59,6 +59,7 @@ from engine_worker.model.served_model import Blueprint, ServedModel, check_optio
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
+from kernels.draft_inputs_reference import LastDrafts
 from shared.model_files import checked_max_model_len
 
 if TYPE_CHECKING:
@@ -106,7 +107,10 @@ def load_plan(settings: ExecutionSettings, rank: int = 0, draft_head: DraftHeadS
     device = _device(settings, rank)
     settings = _with_quantization(settings, device)
     blueprint = blueprint_from_directory(
-        settings.model, settings.model_impl, settings.quantization, settings.enable_expert_parallel
+        settings.model,
+        settings.model_impl,
+        settings.quantization,
+        settings.enable_expert_parallel,
     )
     check_options(blueprint, vars(settings))
     blueprint.check_tensor_parallel_size(settings.tensor_parallel_size)
@@ -236,10 +240,13 @@ def _replica(
     settings, bounds, max_model_len = plan.settings, plan.settings.bounds, plan.max_model_len
     graphs = _graph_keys(settings) if plan.device.type == "cuda" else []
     max_rows = max([bounds.max_num_samples, *(key.size for key in graphs)])
-    inputs, persistent = _inputs(plan, kv_cache, max_rows)
+    limits = max_rows, bounds.max_num_batched_tokens, max_model_len
+    passes = draft_bounds(plan.draft_head, kv_cache, limits) if plan.draft_head is not None else None
+    last = last_drafts(passes, plan.device) if passes is not None else None
+    inputs, persistent = _inputs(plan, kv_cache, max_rows, last)
     replica, drafts = Replica(model, kv_cache, inputs, max_model_len), None
-    if plan.draft_head is not None and isinstance(model, DraftedNetwork):
-        drafts = draft_steps(model, plan.draft_head, replica, (max_rows, bounds.max_num_batched_tokens), kv_cache)
+    if isinstance(model, DraftedNetwork) and passes is not None and last is not None:
+        drafts = DraftSteps(model, replica.device, passes, last)
     if not graphs or persistent is None:
         return replica, iter(()), drafts
     captures = replica.capture_graphs(persistent, graphs, has_logits=has_logits)
@@ -248,14 +255,15 @@ def _replica(
     return replica, captures, drafts
 
 
-def _inputs(plan: LoadPlan, kv_cache: KVCache, max_rows: int) -> "tuple[StepInputs, PersistentInputs | None]":
-    """Return the inputs of steps, again if graphs can read them."""
+def _inputs(
+    plan: LoadPlan, kv_cache: KVCache, max_rows: int, last: LastDrafts | None
+) -> "tuple[StepInputs, PersistentInputs | None]":
+    """Return the inputs of steps, again if graphs can read them. `last`: what a draft head leaves for the next step."""
     settings, device = plan.settings, plan.device
     if device.type != "cuda":
-        return HostInputs(settings.block_size), None
+        return HostInputs(settings.block_size, last), None
     from engine_worker.execution.step.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
 
-    head = plan.draft_head
     persistent = PersistentInputs(
         max_rows,
         settings.bounds.max_num_batched_tokens,
@@ -264,7 +272,7 @@ def _inputs(plan: LoadPlan, kv_cache: KVCache, max_rows: int) -> "tuple[StepInpu
         device,
         len(kv_cache.layout.groups),
         has_states=kv_cache.num_state_blocks > 0,
-        lookahead=head.settings.num_drafts - 1 if head is not None else 0,
+        last_drafts=last,
     )
     return persistent, persistent
 

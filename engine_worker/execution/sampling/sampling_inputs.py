@@ -77,6 +77,16 @@ class SamplingInputs:
     pieces: list[PieceInputs]
     refusals: dict[str, str]  # request id -> why it cannot be sampled
 
+    def lowered_by(self, numbers: Tensor) -> "SamplingInputs":
+        """Return the inputs with output indices that are lower by `numbers` [N] int64, known to the device only."""
+        pieces = [
+            piece
+            if piece.rows is None
+            else replace(piece, rows=replace(piece.rows, indices=piece.rows.indices - numbers[piece.first : piece.end]))
+            for piece in self.pieces
+        ]
+        return replace(self, pieces=pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchParameters:

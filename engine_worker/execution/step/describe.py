@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine_worker.execution.step.draft_description import DraftDescription
-from engine_worker.execution.step.step_description import Int32Array, StepDescription
+from engine_worker.execution.step.step_description import Int32Array, StepDescription, feedback_of_draft
 from engine_worker.kv.sequence_kv import Table
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 
@@ -51,6 +51,7 @@ class StepDescriber:
         self._tables = BlockTableRows(block_size, num_groups, lookahead)
         self._lookahead = lookahead
         self._sample_of: dict[object, int] = {}
+        self._drafting_of: dict[object, int] = {}
 
     def describe(self, batch: ScheduledBatch) -> StepDescription:
         entries = _one_sample_each(batch.sequences)
@@ -86,16 +87,17 @@ class StepDescriber:
                 following[row] = -1 - number if entry.samples else _token_after(entry)
             number += entry.samples
         drafting, firsts, lasts, last_rows, number, end = [], [], [], [], 0, 0
-        for place, scheduled in enumerate(batch.sequences):
+        for scheduled in batch.sequences:
             end += 1 + len(scheduled.drafts)
             if not scheduled.samples:
                 continue
             if scheduled.num_new_tokens:  # not a fork, whose blocks are not in this step
-                drafting.append(place)
+                drafting.append(scheduled.sequence)
                 firsts.append(number)
                 lasts.append(number + len(scheduled.drafts))
                 last_rows.append(row_of[id(entries[end - 1])])
             number += 1 + len(scheduled.drafts)
+        self._drafting_of = {sequence: place for place, sequence in enumerate(drafting)}
         longest = np.array([max((entry.end for entry in rows), default=0)], dtype=np.int32)
         return DraftDescription(
             following=following,
@@ -140,18 +142,22 @@ class StepDescriber:
         return np.array(indices, dtype=np.int32)
 
     def _token_ids(self, rows: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
-        """Return all token ids, 0 for one in flight, and for each row its index among the samples, or -1."""
+        """Return all token ids, 0 for one in flight, and for each row its feedback; see StepDescription."""
         token_ids: list[int] = []
         feedback = []
         for scheduled in rows:
             sequence, end = scheduled.sequence, scheduled.end
-            if scheduled.drafts:
+            if scheduled.has_unknown_drafts:
+                token_ids.append(0)
+                feedback.append(feedback_of_draft(self._drafting_of[sequence], -scheduled.drafts[0]))
+            elif scheduled.drafts:
                 token_ids += scheduled.drafts
                 feedback.append(-1)
             elif end > sequence.num_known_tokens:
                 assert scheduled.num_new_tokens == 1, "a token in flight is the only one of its row"
                 token_ids.append(0)
-                feedback.append(self._sample_of[sequence])
+                drafting = self._drafting_of.get(sequence)
+                feedback.append(self._sample_of[sequence] if drafting is None else feedback_of_draft(drafting, 0))
             else:
                 token_ids += sequence.token_ids(scheduled.start, end)
                 feedback.append(-1)

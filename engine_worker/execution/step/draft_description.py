@@ -1,9 +1,9 @@
 """What a draft head must know of a step, as a plain value beside its StepDescription."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_worker.execution.step.step_description import Int32Array
+from engine_worker.scheduling.batch import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class DraftDescription:
         first_samples: [Q] int32.
         last_samples: [Q] int32.
         table_rows: [Q] int32, a row of S with all blocks of the sequence.
-        drafting: The places of the Q sequences in the batch.
+        drafting: The Q sequences.
         max_seq_len: Of the passes after the first one, in tokens.
     """
 
@@ -23,5 +23,5 @@ class DraftDescription:
     first_samples: Int32Array
     last_samples: Int32Array
     table_rows: Int32Array
-    drafting: Sequence[int]
+    drafting: list[Sequence]
     max_seq_len: int

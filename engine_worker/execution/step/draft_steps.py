@@ -7,8 +7,9 @@ The first pass computes all rows of the target's step, so the KV cache of the he
 prefix. Each further pass computes one row per sequence. Decode steps of few rows run as a CUDA graph.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,53 +21,74 @@ from engine_worker.execution.step.draft_description import DraftDescription
 from engine_worker.model.devices import Device
 from engine_worker.model.draft_head.network import DraftedNetwork
 from engine_worker.model.model_input import ModelInput
+from engine_worker.scheduling.batch import Sequence
 from kernels.draft_inputs import begin_drafts, place_drafts
-from kernels.draft_inputs_reference import DraftPlaces, SampledStep
+from kernels.draft_inputs_reference import DraftPlaces, LastDrafts, SampledStep
 
 MAX_GRAPH_ROWS = 128  # larger steps take longer than the launches of the head's passes
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBounds:
+    num_drafts: int  # for each sequence
+    max_rows: int  # sequences and samples of a step, padding included
+    max_tokens: int  # of a step
+    max_model_len: int
+    block_size: int
+    num_groups: int
 
 
 class PendingDrafts:
     """Drafts that may not be computed yet. On CUDA their copy to the host is enqueued."""
 
-    def __init__(self, token_ids: Tensor, drafting: Sequence[int]) -> None:
-        """Copy `token_ids` [num_drafts, Q] to the host."""
+    def __init__(self, token_ids: Tensor, drafting: list[Sequence]) -> None:
+        """Copy `token_ids` [num_drafts, Q], the drafts of the sequences `drafting`, to the host."""
         self._drafting = drafting
-        self._token_ids = token_ids.to("cpu", non_blocking=True)
+        self._token_ids = token_ids.to("cpu", non_blocking=True) if token_ids.is_cuda else token_ids.clone()
         self._copied = torch.cuda.Event() if token_ids.is_cuda else None
         if self._copied is not None:
             self._copied.record()
 
-    def collect(self, num_sequences: int) -> list[list[int]]:
-        """Return the drafts of each sequence of the batch, empty if none were made for it."""
+    @cached_property
+    def by_sequence(self) -> Mapping[Sequence, list[int]]:
+        """Wait for the device, and return the drafts of each sequence."""
         if self._copied is not None:
             self._copied.synchronize()
-        drafts: list[list[int]] = [[] for _ in range(num_sequences)]
-        for place, token_ids in zip(self._drafting, self._token_ids.t().tolist(), strict=True):
-            drafts[place] = token_ids
-        return drafts
+        return dict(zip(self._drafting, self._token_ids.t().tolist(), strict=True))
+
+
+def last_drafts(bounds: DraftBounds, device: torch.device) -> LastDrafts:
+    """Allocate what the passes leave for the next step."""
+    rows = bounds.max_rows
+    return LastDrafts(
+        next_token_ids=torch.zeros(bounds.max_tokens, dtype=torch.int64, device=device),
+        kept_rows=torch.zeros(rows, dtype=torch.int64, device=device),
+        kept_positions=torch.zeros(rows, dtype=torch.int32, device=device),
+        drafts=torch.zeros(bounds.num_drafts, rows, dtype=torch.int64, device=device),
+    )
 
 
 class _Buffers:
     """Tensors of the passes, at fixed addresses because CUDA graphs read them."""
 
-    def __init__(self, max_rows: int, max_tokens: int, num_tables: tuple[int, int], device: torch.device) -> None:
-        """Allocate. `num_tables`: groups, and blocks of a table."""
+    def __init__(self, bounds: DraftBounds, last: LastDrafts) -> None:
+        """Allocate what the next step does not read; `last` is what it reads."""
+        device, max_rows = last.drafts.device, bounds.max_rows
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        num_groups, num_blocks = num_tables
+        num_blocks = -(-bounds.max_model_len // bounds.block_size)
         self.described = zeros(4, max_rows, dtype=torch.int32)  # as the fields of DraftDescription
         self.sampled = zeros(max_rows)
-        self.next_token_ids = zeros(max_tokens)
+        self.last = last
         self._places = DraftPlaces(
-            kept_rows=zeros(max_rows),
-            kept_positions=zeros(max_rows, dtype=torch.int32),
+            kept_rows=last.kept_rows,
+            kept_positions=last.kept_positions,
             positions=zeros(max_rows),
             seq_lens=zeros(max_rows, dtype=torch.int32),
-            slot_mapping=zeros(num_groups, max_rows),
-            block_tables=zeros(num_groups, max_rows, num_blocks, dtype=torch.int32),
+            slot_mapping=zeros(bounds.num_groups, max_rows),
+            block_tables=zeros(bounds.num_groups, max_rows, num_blocks, dtype=torch.int32),
         )
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
@@ -126,24 +148,13 @@ class _Buffers:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DraftBounds:
-    num_drafts: int  # for each sequence
-    max_rows: int  # sequences and samples of a step, padding included
-    max_tokens: int  # of a step
-    max_model_len: int
-    block_size: int
-    num_groups: int
-
-
 class DraftSteps:
-    def __init__(self, model: DraftedNetwork, device: Device, bounds: DraftBounds, place: torch.device) -> None:
-        """Allocate the buffers on `place`. `device`: the one that the target's steps use."""
+    def __init__(self, model: DraftedNetwork, device: Device, bounds: DraftBounds, last: LastDrafts) -> None:
+        """Allocate the buffers. `device`: the one that the target's steps use. `last`: what their inputs read."""
         self._model, self._head, self._device, self._bounds = model, model.head, device, bounds
-        num_tables = bounds.num_groups, -(-bounds.max_model_len // bounds.block_size)
-        self._buffers = _Buffers(bounds.max_rows, bounds.max_tokens, num_tables, place)
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.lookahead = Lookahead(bounds.num_drafts - 1, bounds.max_model_len)
+        self._buffers = _Buffers(bounds, last)
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self.lookahead = Lookahead(last.lookahead, bounds.max_model_len)
 
     @torch.inference_mode()
     def launch(
@@ -164,17 +175,16 @@ class DraftSteps:
         self._buffers.write(description, sampled)
         num_sequences = len(description.drafting)
         if not number or not num_sequences:
-            self._store(model_input)
+            self._store(model_input, num_sequences)
             return None
         if key in self._graphs:
-            graph, token_ids = self._graphs[key]
-            graph.replay()
-            return PendingDrafts(token_ids[:number, :num_sequences], description.drafting)
-        token_ids = self._draft(model_input, num_sequences, number, description.max_seq_len)
-        return PendingDrafts(token_ids, description.drafting)
+            self._graphs[key].replay()
+        else:
+            self._draft(model_input, num_sequences, number, description.max_seq_len)
+        return PendingDrafts(self._buffers.last.drafts[:number, :num_sequences], description.drafting)
 
     @torch.inference_mode()
-    def capture_graphs(self, inputs: GraphInputs, keys: Sequence[GraphKey]) -> Iterator[tuple[float, str]]:
+    def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
         """Capture the drafts of small decode steps.
 
         Yields:
@@ -199,35 +209,37 @@ class DraftSteps:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-            token_ids = self._draft(model_input, size, self._bounds.num_drafts, max_len)
+            self._draft(model_input, size, self._bounds.num_drafts, max_len)
             graph.capture_end()
         graph.replay()  # uploads the graph
-        self._graphs[key] = graph, token_ids
+        self._graphs[key] = graph
 
-    def _store(self, model_input: ModelInput) -> None:
-        buffers = self._buffers
-        num_tokens = len(model_input.token_ids)
-        next_token_ids = buffers.next_token_ids[:num_tokens]
-        begin_drafts(buffers.step(model_input, 0), next_token_ids, buffers.places(0, 0))
-        hidden = self._head.combine(self._model.taps(num_tokens))
+    def _store(self, model_input: ModelInput, num_sequences: int) -> None:
+        """Store the keys and values of a step, and note what stands of its first sequences."""
+        next_token_ids = self._begin(model_input, self._buffers.places(num_sequences, 0))
+        hidden = self._head.combine(self._model.taps(len(next_token_ids)))
         self._head.store(self._device.begin_step(model_input), next_token_ids, hidden)
 
-    def _draft(self, model_input: ModelInput, num_sequences: int, number: int, max_seq_len: int) -> Tensor:
-        """Return the drafts [number, Q] of the first sequences."""
+    def _draft(self, model_input: ModelInput, num_sequences: int, number: int, max_seq_len: int) -> None:
+        """Write `number` drafts of each of the first sequences."""
         buffers, bounds = self._buffers, self._bounds
-        num_tokens = len(model_input.token_ids)
-        next_token_ids = buffers.next_token_ids[:num_tokens]
+        drafts = buffers.last.drafts[:, :num_sequences]
         places = buffers.places(num_sequences, model_input.block_tables.shape[2])
-        begin_drafts(buffers.step(model_input, num_sequences), next_token_ids, places)
-        hidden = self._head.combine(self._model.taps(num_tokens))
-        first = self._device.begin_step(model_input)
-        token_ids, hidden = self._head(first, next_token_ids, hidden, places.kept_rows)
-        drafts = [token_ids]
+        next_token_ids = self._begin(model_input, places)
+        hidden = self._head.combine(self._model.taps(len(next_token_ids)))
+        step = self._device.begin_step(model_input)
+        token_ids, hidden = self._head(step, next_token_ids, hidden, places.kept_rows)
+        drafts[0] = token_ids
         if number > 1:
             places.block_tables.copy_(model_input.block_tables[:, buffers.described[3, :num_sequences].long()])
         for further in range(1, number):
             place_drafts(places, further, bounds.max_model_len, bounds.block_size)
             step = self._device.begin_step(buffers.pass_input(places, max_seq_len))
             token_ids, hidden = self._head(step, token_ids, hidden)
-            drafts.append(token_ids)
-        return torch.stack(drafts)
+            drafts[further] = token_ids
+
+    def _begin(self, model_input: ModelInput, places: DraftPlaces) -> Tensor:
+        """Return the token after each of the step's tokens, and write what stands."""
+        next_token_ids = self._buffers.last.next_token_ids[: len(model_input.token_ids)]
+        begin_drafts(self._buffers.step(model_input, len(places.kept_rows)), next_token_ids, places)
+        return next_token_ids

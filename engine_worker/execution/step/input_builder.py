@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.model.model_input import ModelInput
+from kernels.draft_inputs_reference import LastDrafts
 
 
 class StepInputs(Protocol):
@@ -24,31 +25,41 @@ class StepInputs(Protocol):
 class HostInputs:
     """Inputs on a CPU, where sampled tokens are known at once."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, last_drafts: LastDrafts | None = None) -> None:
+        """`last_drafts`: what a draft head left, read by the next step."""
+        self._block_size, self._last_drafts = block_size, last_drafts
         self._sampled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
         assert size is None, "a CPU has no graphs and needs no padding"
-        return build_model_input(description, self._block_size, self._sampled)
+        return build_model_input(description, self._block_size, self._sampled, self._last_drafts)
 
     def keep_samples(self, token_ids: Tensor) -> None:
         self._sampled = token_ids.numpy().copy()
 
 
-def build_model_input(description: StepDescription, block_size: int, sampled: NDArray[np.int64]) -> ModelInput:
+def build_model_input(
+    description: StepDescription, block_size: int, sampled: NDArray[np.int64], last: LastDrafts | None = None
+) -> ModelInput:
     """Return the inputs of a step.
 
     Args:
         description: The step.
         block_size: Tokens in a KV block.
         sampled: [N], int64, the tokens sampled by the previous step.
+        last: What a draft head made of the previous step.
     """
     starts, ends = description.query_start_loc.astype(np.int64), description.seq_lens.astype(np.int64)
     row_of_token = np.repeat(np.arange(description.num_sequences), np.diff(starts))
     token_ids = description.token_ids.astype(np.int64)
     in_flight = description.feedback >= 0
     token_ids[starts[:-1][in_flight]] = sampled[description.feedback[in_flight]]
+    lowered = np.zeros_like(ends)
+    if last is not None:
+        for row in np.flatnonzero(description.feedback < -1):
+            token_ids[starts[row]], position = _draft(last, int(description.feedback[row]))
+            lowered[row] = ends[row] - 1 - position
+        ends -= lowered
     positions = np.arange(len(token_ids)) + (ends - starts[1:])[row_of_token]
     block_ids = description.block_tables[:, row_of_token, positions // block_size].astype(np.int64, order="C")
     return ModelInput(
@@ -56,10 +67,20 @@ def build_model_input(description: StepDescription, block_size: int, sampled: ND
         positions=torch.from_numpy(positions),
         slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
         query_start_loc=torch.from_numpy(description.query_start_loc),
-        seq_lens=torch.from_numpy(description.seq_lens),
+        seq_lens=torch.from_numpy(ends.astype(np.int32)),
         block_tables=torch.from_numpy(description.block_tables),
         logits_indices=torch.from_numpy(description.logits_indices.astype(np.int64)),
         max_query_len=description.max_query_len,
         max_seq_len=description.max_seq_len,
+        lowered=torch.from_numpy(lowered[row_of_token]) if last is not None else None,
         state_blocks=torch.from_numpy(description.state_blocks) if len(description.state_blocks) else None,
     )
+
+
+def _draft(last: LastDrafts, feedback: int) -> tuple[int, int]:
+    """Return token and position of a row that the previous step drafted; see unpack_inputs()."""
+    sequence, number = divmod(-2 - feedback, 8)
+    position = int(last.kept_positions[sequence]) + 1 + number
+    if number == 0:
+        return int(last.next_token_ids[last.kept_rows[sequence]]), position
+    return int(last.drafts[number - 1, sequence]), position

@@ -21,6 +21,7 @@ from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling.sampler import SampledTokens, Sampler, Samples
 from engine_worker.execution.step.describe import NO_LOOKAHEAD, StepDescriber
 from engine_worker.execution.step.replica import PreparedStep, StepReplica
+from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import GREEDY, FinishedStep, ScheduledBatch, StepResult, synthetic_batch
@@ -43,12 +44,14 @@ class SubmittedStep:
     replica: StepReplica
     phase_seconds: dict[str, float]
     drafts: "PendingDrafts | None"
+    last_drafts: "PendingDrafts | None"  # those of the step before
 
     def collect(self) -> StepResult:
         started = time.perf_counter()
         if self.ended is not None:
             self.ended.synchronize()
         samples = self.tokens.collect() if self.tokens is not None else Samples([])
+        self._learn_drafts()
         kept = kept_rows(self.batch.sequences, samples.token_ids)
         return StepResult(
             sampled_token_ids=[_whole(samples.token_ids[rows]) if rows is not None else None for rows in kept],
@@ -59,8 +62,15 @@ class SubmittedStep:
             # On CUDA the other two times are those of enqueueing, and this one contains the host's whole wait.
             phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
             transfer_times=self.replica.finished_transfers(),
-            drafts=self.drafts.collect(len(self.batch.sequences)) if self.drafts is not None else [],
+            drafts=self.drafts.by_sequence if self.drafts is not None else {},
         )
+
+    def _learn_drafts(self) -> None:
+        """Name the drafts that only the device had, because the step before made them."""
+        for scheduled in self.batch.sequences:
+            if scheduled.has_unknown_drafts:
+                assert self.last_drafts is not None, "the step before made no drafts"
+                scheduled.drafts = tuple(self.last_drafts.by_sequence[scheduled.sequence][: len(scheduled.drafts)])
 
     def _failures(self, samples: Samples, kept: list[slice | None]) -> dict[str, str]:
         """Return the failures by request; a row after a wrong draft may fail without harm."""
@@ -97,6 +107,7 @@ class ModelRunner:
     ) -> None:
         """Run batches on `replica`. `drafts`: runs the draft head, if the model has one."""
         kv_cache, self._drafts = replica.kv_cache, drafts
+        self._last_drafts: PendingDrafts | None = None
         self.model_spec: ModelShape = replica.model_spec
         self.device_type = replica.device_type
         self.dtype_name = replica.dtype_name
@@ -153,15 +164,17 @@ class ModelRunner:
         logits = self.replica.run(step, _look(scores, vectors))
         forwarded = time.perf_counter()
         beams = _launch_beams(batch, logits)  # before the tokens, whose copy to the host shows that these are complete
-        tokens = self._launch_sampling(logits, rows, indices) if rows else None
+        tokens = self._launch_sampling(logits, rows, indices, step.model_input) if rows else None
         phase_seconds = {
             "prepare": prepared - started,
             "forward": forwarded - prepared,
             "sample": time.perf_counter() - forwarded,
         }
         ended = _recorded_event() if tokens is None and logits.is_cuda else None
-        drafts = self._launch_drafts(batch, step, tokens)
-        return SubmittedStep(batch, tokens, beams, scores, vectors, ended, self.replica, phase_seconds, drafts)
+        last, self._last_drafts = self._last_drafts, self._launch_drafts(batch, step, tokens)
+        return SubmittedStep(
+            batch, tokens, beams, scores, vectors, ended, self.replica, phase_seconds, self._last_drafts, last
+        )
 
     def _launch_drafts(
         self, batch: ScheduledBatch, step: PreparedStep, tokens: SampledTokens | None
@@ -184,8 +197,12 @@ class ModelRunner:
             return None
         return PooledVectors(self._describer.rows_of(batch), self._sampler.device)
 
-    def _launch_sampling(self, logits: Tensor, rows: Sequence[SampledSequence], indices: list[int]) -> SampledTokens:
+    def _launch_sampling(
+        self, logits: Tensor, rows: Sequence[SampledSequence], indices: list[int], step: ModelInput
+    ) -> SampledTokens:
         inputs = self._sampler.prepare(rows, indices)
+        if step.lowered is not None:
+            inputs = inputs.lowered_by(step.lowered[step.logits_indices[: len(rows)]])
         tokens = self._sampler.launch(logits, inputs)
         # A failed sequence may already be in the next batch; its results there are dropped.
         self._describer.keep_samples(rows)

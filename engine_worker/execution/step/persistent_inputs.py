@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine_worker.execution.step.step_description import EMPTY, StepDescription
 from engine_worker.model.model_input import ModelInput
+from kernels.draft_inputs_reference import LastDrafts
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs
 
 # cuBLAS chooses a kernel by the number of rows. The driver loads a kernel at its first use, after all work of the GPU.
@@ -37,14 +38,14 @@ class PersistentInputs:
         num_groups: int = 1,
         *,
         has_states: bool = False,
-        lookahead: int = 0,
+        last_drafts: LastDrafts | None = None,
     ) -> None:
         """Allocate tensors for at most `max_num_seqs` rows and `max_num_tokens` tokens, including padding.
 
-        `has_states`: sequences have recurrent states. `lookahead`: see unpack_inputs().
+        `has_states`: sequences have recurrent states. `last_drafts`: see unpack_inputs().
         """
         max_num_blocks = -(-max_model_len // block_size)
-        self._block_size, self._lookahead = block_size, lookahead
+        self._block_size, self._last_drafts = block_size, last_drafts
         self._pinned = [
             _PinnedDescription(max_num_seqs, max_num_tokens, num_groups * max_num_blocks, device)
             for _ in range(NUM_DESCRIPTIONS)
@@ -57,6 +58,7 @@ class PersistentInputs:
             seq_lens=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             block_tables=torch.zeros((num_groups, max_num_seqs, max_num_blocks), dtype=torch.int32, device=device),
             logits_indices=torch.zeros(padded_logit_rows(max_num_seqs), dtype=torch.int64, device=device),
+            lowered=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
         )
         self._state_blocks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device) if has_states else None
         self._sampled_token_ids = torch.zeros(1, dtype=torch.int64, device=device)
@@ -78,7 +80,7 @@ class PersistentInputs:
             size,
             self._block_size,
             num_logits,
-            self._lookahead,
+            self._last_drafts,
         )
         if self._state_blocks is not None:
             pinned.copy_state_blocks(self._state_blocks)
@@ -106,6 +108,7 @@ class PersistentInputs:
             logits_indices=tensors.logits_indices[:num_logits],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            lowered=tensors.lowered[:num_tokens] if self._last_drafts is not None else None,
             state_blocks=None if self._state_blocks is None else self._state_blocks[:num_rows],
         )
 

@@ -15,11 +15,21 @@ from engine_worker.kv.transfers import Transfers
 Int32Array = NDArray[np.int32]
 
 
+def feedback_of_draft(sequence: int, number: int) -> int:
+    """Return the feedback of a row whose only token is a draft of the previous step; 0: the token before its drafts.
+
+    Args:
+        sequence: The place of the row's sequence in the previous step's DraftDescription.
+        number: Of the draft, at most 7. The row's `seq_len` is an upper bound: see unpack_inputs().
+    """
+    return -2 - 8 * sequence - number
+
+
 @dataclass(frozen=True, slots=True)
 class StepDescription:
     query_start_loc: Int32Array  # [S + 1], first index in T of each sequence
     seq_lens: Int32Array  # [S], tokens in the cache after this step's are stored
-    feedback: Int32Array  # [S], index of the previous step's sample that is the row's only token, or -1
+    feedback: Int32Array  # [S], index of the previous step's sample that is the row's only token; -1: it has known ones
     token_ids: Int32Array  # [T], 0 for a token in flight
     logits_indices: Int32Array  # [N], rows of T
     block_tables: Int32Array  # [G, S, B], padded with block 0

@@ -117,10 +117,12 @@ class DraftHead:
 def _token_ids(spec: DraftHeadSpec, weights: WeightSource) -> Tensor | None:
     """Return the target's token id of each draft id [draft_vocab_size]; None: they are equal.
 
-    `d2t` has the differences.
+    `d2t` has the differences. A head of random weights drafts token 0, so that a benchmark can make all drafts right.
     """
+    if not weights.names:
+        return torch.zeros(spec.draft_vocab_size, dtype=torch.int64, device=weights.device)
     if "d2t" not in weights.names:
-        if weights.names and spec.draft_vocab_size != spec.vocab_size:
+        if spec.draft_vocab_size != spec.vocab_size:
             raise ValueError("--speculative-config: model: the safetensors files have no d2t, the ids of the drafts")
         return None
     ids = torch.arange(spec.draft_vocab_size, device=weights.device)

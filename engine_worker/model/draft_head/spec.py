@@ -74,8 +74,7 @@ def draft_head_spec(config: Mapping[str, Any], target: ModelSpec) -> DraftHeadSp
         ValueError: As read_draft_head().
     """
     config = {**config.get("transformer_layer_config", {}), **config}
-    kinds = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or [])]
-    if not any(_KIND in kind.lower() for kind in kinds):
+    if not any(_KIND in str(name).lower() for name in config.get("architectures") or []):
         raise ValueError(
             "--speculative-config: model: config.json: architectures: expected one with Eagle3 in its name; "
             f"got {config.get('architectures')}"

@@ -4,8 +4,9 @@
     verified()             when it is applied: how many were right
     step_took()            the time of a step, from which draft_gain.py decides
 
-A draft is a token in flight: until its step is applied it counts in num_inflight_tokens. The last token of a drafting
-sequence must be known, so while drafts are on, no step runs ahead.
+A draft is a token in flight: until its step is applied it counts in num_inflight_tokens. A proposer on the host must
+know the last token, so while its drafts are on, no step runs ahead. Drafts of a head may stay on the device: a step
+runs ahead with them unless sampling needs known tokens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.sequence import Sequence
-from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
 from engine_worker.scheduling.speculation.totals import SpeculationTotals
@@ -47,6 +48,7 @@ class DraftLimits:
     max_drafts: int  # of a sequence and step
     max_samples: int  # of a step: one per decode, and one per draft
     max_tokens: int  # of a step
+    may_run_ahead: bool = False  # with drafts of a head: asynchronous scheduling, and no windows, which free blocks
 
     def of_step(self, num_sampled: int) -> int:
         """Return the most drafts of a step. Half of the tokens beside its decodes stay, so that prompts progress."""
@@ -59,6 +61,7 @@ class Drafting:
         self.totals = SpeculationTotals.of(limits.max_drafts)
         self._proposer = proposer
         self._head = proposer if isinstance(proposer, HeadProposer) else None
+        self._making: set[Sequence] = set()  # the last scheduled step makes drafts for these
         self._kv_cache = kv_cache
         self._limits = limits
         self._gain = gain
@@ -67,12 +70,23 @@ class Drafting:
         """Whether the next step of `num_running` sequences may draft."""
         return self._gain.is_on(num_running)
 
-    def num_to_make(self, num_running: int) -> int:
-        """Return how many drafts the executor makes for each of `num_running` sequences at the end of a step."""
-        return self._head.num_made if self._head is not None and self._gain.is_on(num_running) else 0
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a sequence and step."""
+        return self._limits.max_drafts
+
+    def runs_ahead(self, running: Iterable[Sequence]) -> bool:
+        """Whether steps of these sequences run ahead with drafts that only the device has."""
+        return self._head is not None and self._limits.may_run_ahead and not any(map(_needs_known_tokens, running))
+
+    def num_to_make(self, batch: list[ScheduledSequence], num_running: int) -> int:
+        """Return how many drafts the executor makes for each sequence at the end of a step, the last scheduled one."""
+        number = self._head.num_made if self._head is not None and self._gain.is_on(num_running) else 0
+        self._making = {one.sequence for one in batch if number and one.samples and one.num_new_tokens}
+        return number
 
     def received(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Keep the drafts that the executor made for a running sequence."""
+        """Keep the drafts that the executor made for a sequence."""
         if self._head is not None:
             self._head.received(sequence, drafts)
 
@@ -89,24 +103,34 @@ class Drafting:
             return drafts
         for group, sequence in decodes:
             most = min(self._limits.max_drafts, num_left, _room_for_drafts(group, sequence))
-            proposed = self._proposer.propose(sequence, most) if most > 0 else []
+            proposed = self._proposed(sequence, most) if most > 0 else []
             if proposed and self._take_blocks(sequence, len(proposed)):
                 drafts[sequence] = tuple(proposed)
                 num_left -= len(proposed)
         return drafts
+
+    def _proposed(self, sequence: Sequence, most: int) -> list[int]:
+        """Return drafts, -1, -2, ... for those that the step in flight makes."""
+        if not sequence.num_inflight_tokens:
+            return self._proposer.propose(sequence, most)
+        if self._head is None or sequence not in self._making:
+            return []
+        return [-number for number in range(1, min(most, self._head.num_made) + 1)]
 
     def _take_blocks(self, sequence: Sequence, num_drafts: int) -> bool:
         """Count the drafts as tokens in flight, if there are blocks for them without a preemption.
 
         A head computes further drafts after them, at places that need blocks too.
         """
-        sequence.num_inflight_tokens = num_drafts + (self._head.num_made - 1 if self._head is not None else 0)
+        num_inflight, num_after = sequence.num_inflight_tokens, self._head.num_made - 1 if self._head is not None else 0
+        sequence.num_inflight_tokens = num_inflight + num_drafts + num_after
         if self._kv_cache.needs_room(sequence, sequence.num_tokens):
             if not self._kv_cache.can_allocate(sequence):
-                sequence.num_inflight_tokens = 0
+                sequence.num_inflight_tokens = num_inflight
                 return False
             self._kv_cache.allocate(sequence)
-        sequence.num_inflight_tokens = num_drafts
+        sequence.num_inflight_tokens = num_inflight + num_drafts
+        sequence.num_spare_tokens = sequence.num_inflight_tokens + num_after
         return True
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
@@ -129,8 +153,14 @@ def _room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:
     A grammar would need its masks after each draft, a beam search has no next token, and a pooled sequence ends with
     its first.
     """
-    sampling = sequence.sampling
-    if sequence.num_inflight_tokens or sampling.use_beam_search or sampling.grammar is not None or sequence.pooling:
+    sampling, num_inflight = sequence.sampling, sequence.num_inflight_tokens
+    if sampling.use_beam_search or sampling.grammar is not None or sequence.pooling:
         return 0
-    num_tokens = sequence.num_known_tokens
-    return min(sampling.max_tokens - sequence.num_output_tokens, group.max_num_tokens - num_tokens) - 1
+    num_output = sequence.num_output_tokens + num_inflight
+    return min(sampling.max_tokens - num_output, group.max_num_tokens - sequence.num_tokens) - 1
+
+
+def _needs_known_tokens(sequence: Sequence) -> bool:
+    """Whether the rows of drafts can be sampled only if the host knows them: rules and counts depend on them."""
+    sampling = sequence.sampling
+    return bool(sampling.has_penalties or sampling.bad_words or sampling.min_tokens > sequence.num_output_tokens)

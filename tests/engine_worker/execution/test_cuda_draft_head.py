@@ -11,7 +11,7 @@ from engine_worker.execution.settings import DraftHeadSettings, ExecutionSetting
 from engine_worker.execution.step.model_runner import ModelRunner
 from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS, HeadReference, write_head
 from tests.engine_worker.execution.reference import write_model
-from tests.engine_worker.execution.test_draft_head import NUM_DRAFTS, OF_TWO, Recorder, requests, run
+from tests.engine_worker.execution.test_draft_head import AHEAD, NUM_DRAFTS, OF_TWO, Recorder, num_right, requests, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,6 @@ def load(target: Path, head: Path | None, cudagraph_mode: str) -> ModelRunner:
         model=target,
         device="cuda",
         dtype="float32",
-        deterministic=True,
         kv_cache_memory_bytes=2**26,
         swap_space_bytes=0,
         max_model_len=256,
@@ -38,14 +37,16 @@ def load(target: Path, head: Path | None, cudagraph_mode: str) -> ModelRunner:
 
 
 @pytest.mark.timeout(600)
+@AHEAD
 @pytest.mark.parametrize("cudagraph_mode", ["none", "full"])
-def test_drafts_on_a_gpu_are_those_of_the_formulas(tmp_path: Path, cudagraph_mode: str) -> None:
+def test_drafts_on_a_gpu_are_those_of_the_formulas(tmp_path: Path, cudagraph_mode: str, ahead: bool) -> None:
     target = write_model(tmp_path / "target", vocab_size=128, num_hidden_layers=8)
     head = write_head(tmp_path / "head", target, tokens=DRAFT_TOKENS)
-    reference, recorder, wanted = HeadReference(head, target), Recorder(NUM_DRAFTS), requests(12, **OF_TWO)
+    reference, recorder = HeadReference(head, target), Recorder(NUM_DRAFTS)
+    wanted = [*requests(12, **OF_TWO), *requests(12, prefix="t", temperature=1.0, **OF_TWO)]
     plain, _ = run(load(target, None, cudagraph_mode), wanted, **LIMITS)
-    drafted, num_right = run(load(target, head, cudagraph_mode), wanted, recorder, **LIMITS)
-    assert num_right > 20 and drafted.tokens == plain.tokens
+    drafted, engine = run(load(target, head, cudagraph_mode), wanted, recorder, ahead=ahead, **LIMITS)
+    assert num_right(engine) > 20 and drafted.tokens == plain.tokens
     wrong = [known for known, made in recorder.made if made != reference.drafts(known, NUM_DRAFTS)]
     # Where both tokens have nearly the same logit, rounding decides.
     assert len(wrong) <= len(recorder.made) // 50, f"{len(wrong)} of {len(recorder.made)}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine_worker.__main__ import main
+from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
@@ -23,6 +24,7 @@ from tests.engine_worker.execution.reference import make_engine, make_runner, ru
 VOCAB_SIZE, NUM_DRAFTS = 128, 3
 ROOMY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}  # prompts are computed in chunks
 # A random head is right by chance: about every second draft, where only two tokens are possible.
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 OF_TWO: dict[str, Any] = {"allowed_token_ids": DRAFT_TOKENS, "ignore_eos": True}
 
 
@@ -43,24 +45,35 @@ class Recorder(HeadProposer):
         super().received(sequence, drafts)
 
 
-def requests(count: int, **params: Any) -> list[GenerationRequest]:
+def requests(count: int, prefix: str = "r", **params: Any) -> list[GenerationRequest]:
     random = Random(7)
     prompts = [[random.randrange(3, VOCAB_SIZE) for _ in range(random.choice([1, 9, 40]))] for _ in range(count)]
     return [
-        make_request(prompt, f"r{number:02}", **{"max_tokens": random.randint(1, 30), "seed": number, **params})
+        make_request(prompt, f"{prefix}{number:02}", **{"max_tokens": random.randint(1, 30), "seed": number, **params})
         for number, prompt in enumerate(prompts)
     ]
 
 
 def run(
-    runner: ModelRunner, wanted: list[GenerationRequest], proposer: HeadProposer | None = None, **config: Any
-) -> tuple[Transcript, int]:
-    """Return the answers, and the number of drafts that were right."""
-    drafting = drafting_by(proposer, proposer.num_made, max_samples=16) if proposer is not None else None
-    engine = make_engine(runner, drafting=drafting, **{**ROOMY, **config})
+    runner: ModelRunner,
+    wanted: list[GenerationRequest],
+    proposer: HeadProposer | None = None,
+    *,
+    ahead: bool = False,
+    **config: Any,
+) -> tuple[Transcript, Engine]:
+    """Return the answers, and the engine; with `ahead`, a step begins before the last one's tokens are known."""
+    drafting = None
+    if proposer is not None:
+        drafting = drafting_by(proposer, proposer.num_made, max_samples=16, may_run_ahead=ahead)
+    engine = make_engine(runner, drafting=drafting, async_scheduling=ahead, **{**ROOMY, **config})
     transcript = run_engine_to_end(engine, wanted)
     assert engine.stats().kv_cache.num_active_blocks == 0
-    return transcript, sum(engine.stats().speculation.accepted)
+    return transcript, engine
+
+
+def num_right(engine: Engine) -> int:
+    return sum(engine.stats().speculation.accepted)
 
 
 def with_head(target: Path, head: Path, num_drafts: int = NUM_DRAFTS, **options: Any) -> ModelRunner:
@@ -68,6 +81,7 @@ def with_head(target: Path, head: Path, num_drafts: int = NUM_DRAFTS, **options:
     return make_runner(target, draft_head=settings, **{"num_blocks": 256, "block_size": 8, **options})
 
 
+@AHEAD
 @pytest.mark.parametrize(
     ("changes", "prefix"),
     [
@@ -76,57 +90,64 @@ def with_head(target: Path, head: Path, num_drafts: int = NUM_DRAFTS, **options:
         ({}, "layers.0."),
     ],
 )
-def test_drafts_are_those_of_the_formulas(tmp_path: Path, target: Path, changes: Any, prefix: str) -> None:
+def test_drafts_are_those_of_the_formulas(tmp_path: Path, target: Path, changes: Any, prefix: str, ahead: bool) -> None:
     """Of chunked prompts, wrong and right drafts, and prefixes that were in the cache."""
     head = write_head(tmp_path / "head", target, prefix=prefix, **changes)
     reference = HeadReference(write_head(tmp_path / "as_midlayer", target, **changes), target)
     recorder, runner = Recorder(NUM_DRAFTS), with_head(target, head)
     wanted = requests(6)
     shared = wanted[-1].prompt_token_ids
-    run(runner, [*wanted, make_request([*shared, 5, 6], "shared", max_tokens=9, seed=1)], recorder)
+    run(runner, [*wanted, make_request([*shared, 5, 6], "shared", max_tokens=9, seed=1)], recorder, ahead=ahead)
     assert len(recorder.made) > 60
     wrong = [made for known, made in recorder.made if made != reference.drafts(known, NUM_DRAFTS)]
     # Two logits that differ by a rounding error fall either way.
     assert len(wrong) <= len(recorder.made) // 50, wrong
 
 
+@AHEAD
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
-def test_right_drafts_are_followed_by_the_drafts_of_the_formulas(tmp_path: Path, target: Path, num_drafts: int) -> None:
+def test_right_drafts_are_followed_by_the_drafts_of_the_formulas(
+    tmp_path: Path, target: Path, num_drafts: int, ahead: bool
+) -> None:
     head = write_head(tmp_path / "head", target, tokens=DRAFT_TOKENS)
     reference = HeadReference(head, target)
     recorder = Recorder(num_drafts)
-    _, num_right = run(with_head(target, head, num_drafts), requests(6, **OF_TWO), recorder)
-    assert num_right > 10
+    _, engine = run(with_head(target, head, num_drafts), requests(6, **OF_TWO), recorder, ahead=ahead)
+    assert num_right(engine) > 10
     assert [made for _, made in recorder.made] == [reference.drafts(known, num_drafts) for known, _ in recorder.made]
 
 
+@AHEAD
 @pytest.mark.parametrize("tokens", [(), DRAFT_TOKENS])
-def test_drafts_change_no_answer(tmp_path: Path, target: Path, tokens: tuple[int, ...]) -> None:
+def test_drafts_change_no_answer(tmp_path: Path, target: Path, tokens: tuple[int, ...], ahead: bool) -> None:
     head = write_head(tmp_path / "head", target, tokens=tokens)
     wanted = [
-        *requests(8, **(OF_TWO if tokens else {})),
-        make_request([5, 6, 7, 8, 9], "several", n=3, max_tokens=20, seed=1, **OF_TWO),
+        *requests(24, temperature=1.0, **(OF_TWO if tokens else {})),
+        *requests(8, prefix="g", temperature=0.0, **(OF_TWO if tokens else {})),
+        make_request([5, 6, 7, 8, 9], "several", n=3, max_tokens=20, seed=1, logprobs=2, **OF_TWO),
         make_request([5, 6, 7], "penalized", max_tokens=20, seed=2, repetition_penalty=1.2),
+        make_request([5, 6, 7, 8], "stops", max_tokens=40, seed=2, stop_token_ids=(9,), allowed_token_ids=DRAFT_TOKENS),
     ]
     plain, _ = run(make_runner(target, num_blocks=256, block_size=8), wanted)
-    drafted, num_right = run(with_head(target, head), wanted, Recorder(NUM_DRAFTS))
+    drafted, engine = run(with_head(target, head), wanted, Recorder(NUM_DRAFTS), ahead=ahead)
     assert drafted.tokens == plain.tokens and drafted.others == plain.others
-    assert num_right > 10 or not tokens
+    assert num_right(engine) > 10 or not tokens
 
 
+@AHEAD
 @pytest.mark.parametrize("mode", list(PreemptionMode))
 def test_drafts_of_preempted_requests_are_those_of_the_formulas(
-    tmp_path: Path, target: Path, mode: PreemptionMode
+    tmp_path: Path, target: Path, mode: PreemptionMode, ahead: bool
 ) -> None:
     """The keys and values of the head move with those of the target."""
     head = write_head(tmp_path / "head", target, tokens=DRAFT_TOKENS)
     reference, recorder = HeadReference(head, target), Recorder(NUM_DRAFTS)
-    runner = with_head(target, head, num_blocks=12, num_host_blocks=64)
     wanted = requests(8, **{**OF_TWO, "max_tokens": 30})
-    drafting = drafting_by(recorder, NUM_DRAFTS, max_samples=16)
-    engine = make_engine(runner, drafting=drafting, preemption_mode=mode, **ROOMY)
-    run_engine_to_end(engine, wanted)
+    plain, _ = run(make_runner(target, num_blocks=256, block_size=8), wanted)
+    runner = with_head(target, head, num_blocks=12, num_host_blocks=64)
+    drafted, engine = run(runner, wanted, recorder, ahead=ahead, preemption_mode=mode)
     assert sum(engine.stats().counters.preemptions.values()) > 0
+    assert drafted.tokens == plain.tokens
     assert [made for _, made in recorder.made] == [reference.drafts(known, NUM_DRAFTS) for known, _ in recorder.made]
 
 

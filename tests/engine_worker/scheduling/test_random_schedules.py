@@ -20,6 +20,7 @@ from engine_worker.kv.sequence import Sequence, SequenceStatus, ends_with_inflig
 from engine_worker.kv.span import KVSpans
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.sequence_group import SequenceGroup
+from engine_worker.scheduling.speculation.drafting import Proposer
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StoredChoice, Usage
 from tests.builders import (
     VOCAB_SIZE,
@@ -34,7 +35,7 @@ from tests.builders import (
     preempted,
     run_to_end,
 )
-from tests.proposers import FlickeringGain, OracleProposer
+from tests.proposers import FakeHead, FlickeringGain, OracleProposer
 
 pytestmark = pytest.mark.timeout(600)  # long simulations
 
@@ -157,6 +158,7 @@ class Promises:
     num_swapped_blocks: int = 0
     num_swapped_states: int = 0
     num_drafts: int = 0
+    num_unknown_drafts: int = 0  # that only the device has
     last_event: int = 0
     running: set[Life] = field(default_factory=set)  # of the previous batch
 
@@ -225,6 +227,7 @@ class Promises:
             if life(item.sequence) in self.running and item.num_new_tokens == 1 + len(item.drafts) and item.samples
         ]
         self.num_drafts += sum(len(item.drafts) for item in decodes)
+        self.num_unknown_drafts += sum(len(item.drafts) for item in decodes if item.has_unknown_drafts)
         cap = self.settings["max_prefill_tokens_with_decodes"]
         assert cap is None or not decodes or batch.num_tokens - sum(item.num_new_tokens for item in decodes) <= cap
 
@@ -273,6 +276,65 @@ def test_random_drafts_change_no_output(seed: int, async_scheduling: bool) -> No
     has_room = run.settings["max_num_batched_tokens"] - run.settings["max_num_seqs"] > 1
     assert run.num_drafts > 0 or not has_room
     assert not proposer.kept
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(60))
+def test_random_drafts_of_a_head_change_no_output(seed: int, async_scheduling: bool) -> None:
+    """As above, with drafts that only the device has while steps run ahead."""
+    run = run_with_head(seed, async_scheduling)
+    has_room = run.settings["max_num_batched_tokens"] - run.settings["max_num_seqs"] > 1
+    assert run.num_drafts > 0 or not has_room
+
+
+def test_random_drafts_of_a_head_run_ahead_and_are_preempted() -> None:
+    runs = [run_with_head(seed, True) for seed in range(60)]
+    assert sum(run.num_unknown_drafts for run in runs) > 3_000
+    assert sum(run.num_preempted for run in runs) > 100
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_sequences_with_drafts_in_flight_are_preempted(mode: PreemptionMode) -> None:
+    """What is computed of them is known only when the step in flight ends, half of whose drafts are wrong."""
+    num_preempted = 0
+
+    def count(batch: ScheduledBatch) -> None:
+        nonlocal num_preempted
+        sequences = [sequence for group in engine._scheduler._policy for sequence in group.sequences]
+        num_preempted += sum(sequence.num_inflight_tokens > 1 for sequence in sequences)
+
+    for seed in range(60):
+        random, pool = Random(seed), dict[str, Any](num_blocks=17, block_size=4)
+        engine = make_engine(
+            FakeModelRunner(**pool, before_step=count, draft_error_ratio=0.5),
+            **pool,
+            host_tier=HostTierConfig(num_blocks=200, preemption_mode=mode),
+            drafting=drafting_by(FakeHead(3), may_run_ahead=True),
+            async_scheduling=True,
+        )
+        requests = [make_request(random.randint(1, 12), f"{n}", max_tokens=40, ignore_eos=True) for n in range(6)]
+        for request in requests:
+            engine.add_request(request)
+        check_outputs(requests, run_to_end(engine), engine)
+    assert num_preempted > 10
+
+
+def run_with_head(seed: int, async_scheduling: bool) -> "Promises":
+    windows = random_windows(seed) if seed % 7 == 0 else (0,)
+    return run_random_traffic(
+        seed,
+        async_scheduling,
+        0.2,
+        windows,
+        full_pool=seed % 3 > 0,
+        has_tenants=seed % 11 == 0,
+        proposer=head_of(seed, async_scheduling),
+    )
+
+
+@cache
+def head_of(seed: int, async_scheduling: bool) -> FakeHead:
+    return FakeHead(1 + seed % 5)
 
 
 def random_window(seed: int) -> tuple[int, ...]:
@@ -389,7 +451,7 @@ def run_random_traffic(
     full_pool: bool = False,
     has_tenants: bool = False,
     num_state_blocks: int = 0,
-    proposer: OracleProposer | None = None,
+    proposer: OracleProposer | FakeHead | None = None,
 ) -> Promises:
     random, classes, tenants = Random(seed), Random(seed), Random(seed)
     settings = random_settings(random)
@@ -404,8 +466,14 @@ def run_random_traffic(
     promises = Promises(settings, has_tenants)
     num_blocks, block_size = settings["num_blocks"], settings["block_size"]
     kinds: dict[str, Any] = {"windows": windows, "num_state_blocks": num_state_blocks}
-    runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, before_step=promises, **kinds)
-    drafting = drafting_by(proposer, 5, FlickeringGain(seed) if seed % 2 else None) if proposer is not None else None
+    runner = FakeModelRunner(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        before_step=promises,
+        draft_error_ratio=(0.0, 0.1, 0.3, 1.0)[seed % 4],
+        **kinds,
+    )
+    drafting = random_drafting(seed, proposer, may_run_ahead=async_scheduling and not any(windows))
     promises.engine = engine = make_engine(
         runner, async_scheduling=async_scheduling, drafting=drafting, **kinds, **settings
     )
@@ -417,6 +485,7 @@ def run_random_traffic(
             request = random_request(random, number=len(requests))
             while num_state_blocks and request.sampling.use_beam_search:  # refused
                 request = random_request(random, number=len(requests))
+            request = without_rules(request, proposer, seed)
             if classes.random() < batch_ratio:
                 request = structs.replace(request, request_id=f"b{len(requests):02}", priority_class="batch")
             if has_tenants:
@@ -440,6 +509,19 @@ def run_random_traffic(
     promises.num_cached_tokens = sum(end.usage.cached_tokens for end in ends)
     promises.engine = None  # no longer needed
     return promises
+
+
+def random_drafting(seed: int, proposer: Proposer | None, *, may_run_ahead: bool) -> Any:
+    if proposer is None:
+        return None
+    return drafting_by(proposer, 5, FlickeringGain(seed) if seed % 2 else None, may_run_ahead=may_run_ahead)
+
+
+def without_rules(request: GenerationRequest, proposer: Proposer | None, seed: int) -> GenerationRequest:
+    """Return a request beside which steps can run ahead with the drafts of a head; unchanged for every fifth seed."""
+    if not isinstance(proposer, FakeHead) or seed % 5 == 0:
+        return request
+    return structs.replace(request, sampling=structs.replace(request.sampling, min_tokens=0, presence_penalty=0.0))
 
 
 def check_outputs(

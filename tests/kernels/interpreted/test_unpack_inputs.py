@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.draft_inputs_reference import LastDrafts
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_reference, unpack_inputs_triton
 
 UNWRITTEN = -77
@@ -44,6 +45,7 @@ def inputs(num_rows: int = 16, num_tokens: int = 16, num_groups: int = 2) -> Inp
         unwritten(num_rows, dtype=torch.int32),
         unwritten(num_groups, num_rows, 5, dtype=torch.int32),
         unwritten(num_rows),
+        unwritten(num_tokens),
     )
 
 
@@ -88,11 +90,12 @@ def assert_kernel_equals_reference(
     block_size: int,
     num_tokens: int,
     num_logit_rows: int = 0,
+    last: LastDrafts | None = None,
 ) -> None:
     num_groups = len(described.block_tables) // (described.num_sequences * described.row_stride)
     expected, written = (inputs(num_tokens=num_tokens, num_groups=num_groups) for _ in range(2))
-    unpack_inputs_reference(described, sampled, expected, size, block_size, num_logit_rows)
-    unpack_inputs_triton(described, sampled, written, size, block_size, num_logit_rows)
+    unpack_inputs_reference(described, sampled, expected, size, block_size, num_logit_rows, last)
+    unpack_inputs_triton(described, sampled, written, size, block_size, num_logit_rows, last)
     for name in InputTensors.__annotations__:
         assert torch.equal(getattr(written, name), getattr(expected, name)), name
 
@@ -101,6 +104,48 @@ def assert_kernel_equals_reference(
 def test_unpack_of_a_mixed_batch_equals_the_reference(size: int | None) -> None:
     assert_kernel_equals_reference(*batch(), size, BLOCK_SIZE, num_tokens=16)
     assert_kernel_equals_reference(*batch(), size, BLOCK_SIZE, num_tokens=16, num_logit_rows=14)
+
+
+def drafted() -> tuple[DescribedBatch, torch.Tensor, LastDrafts]:
+    """Return a step after one that drafted for two sequences; of the first, two of three drafts were wrong."""
+    described = DescribedBatch(
+        query_start_loc=int32(0, 1, 2, 3, 4, 6),
+        seq_lens=int32(9, 10, 11, 4, 2),
+        feedback=int32(-2, -3, -4, -10, -1),  # a token and two drafts of sequence 0, the token of sequence 1
+        token_ids=int32(0, 0, 0, 0, 50, 51),
+        block_tables=int32(*(1, 2, 3, 0), *(1, 2, 3, 0), *(1, 2, 3, 0), *(4, 5, 0, 0), *(6, 0, 0, 0)),
+        logits_indices=int32(0, 1, 2, 3, 5),
+        num_sequences=5,
+        num_tokens=6,
+        num_logits=5,
+        row_stride=4,
+    )
+    last = LastDrafts(
+        next_token_ids=torch.tensor([70, 71, 72, 73, 80]),
+        kept_rows=torch.tensor([1, 4]),
+        kept_positions=int32(5, 2),
+        drafts=torch.tensor([[90, 95], [91, 96], [92, 97]]),
+    )
+    return described, torch.zeros(1, dtype=torch.int64), last
+
+
+def test_rows_of_drafts_follow_what_stands() -> None:
+    described, sampled, last = drafted()
+    written = inputs(num_groups=1)
+    unpack_inputs_reference(described, sampled, written, None, BLOCK_SIZE, last=last)
+    assert written.token_ids.tolist()[:6] == [71, 90, 91, 80, 50, 51]
+    assert written.positions.tolist()[:6] == [6, 7, 8, 3, 0, 1]
+    assert written.lowered.tolist()[:6] == [2, 2, 2, 0, 0, 0]
+    assert written.seq_lens.tolist()[:5] == [7, 8, 9, 4, 2]
+    assert written.slot_mapping[0].tolist()[:6] == [10, 11, 12, 19, 24, 25]
+    # The blocks of the head's later passes are there too.
+    assert written.block_tables[0, 2].tolist()[:4] == [1, 2, 3, 0] and written.block_tables[0, 3, :2].tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("size", [None, 8])
+def test_unpack_of_drafts_equals_the_reference(size: int | None) -> None:
+    described, sampled, last = drafted()
+    assert_kernel_equals_reference(described, sampled, size, BLOCK_SIZE, num_tokens=16, last=last)
 
 
 @pytest.mark.parametrize("size", [None, 2, 4])
