@@ -19,6 +19,7 @@ from engine_worker.execution.load.quantization_choice import chosen_quantization
 from engine_worker.execution.settings import (
     CUDA_MEMORY_RATIO,
     IN_GROUPS,
+    INT4_GROUP_SIZES,
     MAX_NUM_SEQS,
     MIN_SAMPLES,
     MODEL_IMPLS,
@@ -187,7 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.enable_expert_parallel,
         )
         blueprint = blueprint_from_directory(
-            options.model, options.model_impl, options.quantization, options.enable_expert_parallel
+            options.model,
+            options.model_impl,
+            options.quantization,
+            options.enable_expert_parallel,
+            max(INT4_GROUP_SIZES) if options.device == "cuda" else 0,
         )
         notes += _decide_types(options, blueprint)
         found = _estimate(options, blueprint, options.tensor_parallel_size)
@@ -204,13 +209,18 @@ def _decide_types(options: argparse.Namespace, blueprint: "Blueprint") -> str:
     """Resolve `auto` dtypes in place and return a note for the user."""
     settings = ExecutionSettings(
         model=options.model, dtype=options.dtype or "auto", quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
+        kv_cache_dtype=options.kv_cache_dtype, device=_multiplied_on(options),
     )  # fmt: skip
     choice = chosen_kv_cache_dtype(settings, blueprint.shape.dtype)
     options.kv_cache_dtype = choice.kv_cache_dtype
-    if options.quantization in IN_GROUPS:
+    if options.quantization in IN_GROUPS and _multiplied_on(options) == "cpu":
         options.dtype = options.dtype or "float32"
     return f"{choice.reason}\n" if choice.reason else ""
+
+
+def _multiplied_on(options: argparse.Namespace) -> str:
+    """Return the device type; formats that only a CPU multiplies do not need `--device cpu`."""
+    return "cpu" if options.quantization in {"int8", "as-stored"} else str(options.device)
 
 
 def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
@@ -219,7 +229,7 @@ def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
         model=options.model, model_impl=options.model_impl, load_format=load_format, dtype=options.dtype or "auto",
         quantization=options.quantization, tensor_parallel_size=options.tensor_parallel_size,
     )  # fmt: skip
-    device = "cpu" if options.quantization in IN_GROUPS else options.device
+    device = _multiplied_on(options)
     choice = chosen_quantization(settings, device, why_no_kernels=lambda: "")
     options.quantization = choice.quantization
     if device == "cpu":

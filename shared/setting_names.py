@@ -29,8 +29,8 @@ GATEWAY = """
 """
 BATCHES = GATEWAY + "metrics_host metrics_port"
 WORKER = """
-    model device dtype model_impl load_format quantization max_model_len tensor_parallel_size enable_expert_parallel
-    rendezvous_endpoint num_threads kv_cache_dtype block_size
+    model device dtype model_impl load_format quantization int4_group_size max_model_len
+    tensor_parallel_size enable_expert_parallel rendezvous_endpoint num_threads kv_cache_dtype block_size
     kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes max_num_seqs max_num_batched_tokens
     deterministic cudagraph_mode enforce_eager
     preemption_mode offloaded_prefixes enable_prefix_caching max_prefill_tokens_with_decodes async_scheduling

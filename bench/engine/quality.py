@@ -103,7 +103,8 @@ def main(argv: list[str]) -> int:
     exact = scores(ExecutionSettings(**common, quantization="none"), windows)
     gc.collect()
     torch.cuda.empty_cache()
-    changed = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
+    changed: dict[str, Any] = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
+    changed["int4_group_size"] = options.int4_group_size
     fewer = scores(ExecutionSettings(**common, **changed), windows)
     result = {
         **provenance(["quality", *argv]),
@@ -123,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="PATH", type=Path)
     parser.add_argument("--out", metavar="PATH", type=Path, required=True)
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto")
+    parser.add_argument("--int4-group-size", metavar="N", type=int, default=None)
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", metavar="NAME", default="auto")

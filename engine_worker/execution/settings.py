@@ -13,6 +13,7 @@ from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
 IN_GROUPS = ("int4", "int8", "as-stored")  # 4- and 8-bit weights with a scale per group of inputs, on a CPU
+INT4_GROUP_SIZES = (32, 64, 128)
 QUANTIZATIONS = ("auto", "none", "fp8", "mxfp4", *METHODS, *IN_GROUPS)
 MODEL_IMPLS = ("auto", "native", "transformers")
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
@@ -68,9 +69,15 @@ class ExecutionSettings:
     quantization: str = setting(
         "auto",
         choices=QUANTIZATIONS,
-        help="weights of linear layers; auto: the checkpoint's (CPU: as-stored if possible); none: 16 bits; fp8, int4 "
-        "(CPU), int8 (CPU): quantized at load; mxfp4, awq, gptq, compressed-tensors: required of the checkpoint; "
+        help="weights of linear layers; auto: the checkpoint's (CPU: as-stored if possible); none: 16 bits; fp8, int4, "
+        "int8 (CPU): quantized at load; mxfp4, awq, gptq, compressed-tensors: required of the checkpoint; "
         "as-stored: GGUF blocks and 4-bit integers in place (CPU)",
+    )
+    int4_group_size: int | None = setting(
+        None,
+        choices=INT4_GROUP_SIZES,
+        help="inputs per scale of --quantization int4; default: 128 on cuda, or the largest that divides a layer's "
+        "inputs; 32 on cpu",
     )
     max_model_len: int | None = setting(
         None, parse=parse_count, help="maximum of prompt and output, in tokens; default: the model's"
@@ -150,6 +157,10 @@ class ExecutionSettings:
         assert self.max_num_seqs is not None and self.max_num_batched_tokens is not None, "for_device() comes first"
         return StepBounds(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens)
 
+    def int4_group(self, device: str) -> int:
+        """Return the most inputs per scale of `--quantization int4` on a GPU; 0 on a CPU, which has groups of 32."""
+        return 0 if device == "cpu" else self.int4_group_size or max(INT4_GROUP_SIZES)
+
     @property
     def graph_mode(self) -> str:
         """Return one of CUDAGRAPH_MODES."""
@@ -166,6 +177,8 @@ class ExecutionSettings:
         tokens = self.max_num_batched_tokens or max(default_tokens, seqs)
         if tokens < seqs:
             raise SettingsError(f"--max-num-batched-tokens: expected at least --max-num-seqs ({seqs}), got {tokens}")
+        if device == "cpu" and self.int4_group_size not in {None, min(INT4_GROUP_SIZES)}:
+            raise SettingsError(f"--int4-group-size: expected 32 on cpu, got {self.int4_group_size}")
         if self.deterministic and device != "cuda":
             raise SettingsError(f"--deterministic: needs --device cuda; got {device}")
         return replace(

@@ -4,6 +4,7 @@ A quantized linear layer has the tensors of its scheme (weight_format.py).
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from engine_worker.model.spec import ModelSpec
@@ -80,10 +81,22 @@ def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
         if is_layer and (scheme := stored.scheme_of(_module(tensor))) is not None:
             if stored.in_groups and isinstance(scheme, Int4Scheme):
                 size = scheme.bytes_in_groups(tensor.shape)
+            elif stored.is_online and isinstance(scheme, Int4Scheme):
+                size = scheme.bytes_while_loading(tensor.shape, itemsize)
             else:
                 size = scheme.num_bytes(tensor.shape)
             total += size - math.prod(tensor.shape) * itemsize
     return total
+
+
+def int4_groups(spec: ModelSpec) -> Counter[int]:
+    """Return how many weights get groups of so many inputs while they load; 0: they stay in 16 bits."""
+    found: Counter[int] = Counter()
+    for tensor in network_tensors(spec):
+        scheme = spec.quantization.scheme_of(_module(tensor)) if tensor.product not in {None, Role.HEAD} else None
+        if isinstance(scheme, Int4Scheme):
+            found[scheme.group_that_divides(tensor.shape[-1])] += 1
+    return found
 
 
 def _stored_scheme(spec: ModelSpec, tensor: TensorSpec) -> Scheme | None:

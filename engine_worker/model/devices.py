@@ -28,6 +28,7 @@ FP8_CAPABILITY = (8, 9)  # first with e4m3 matrix products (CUDA programming gui
 _CAPABILITIES = {
     "fp8": (FP8_CAPABILITY, (99, 9), "sm_89 (Ada, Hopper)"),
     "mxfp4": ((9, 0), (9, 0), "sm_90 (Hopper)"),  # kernels/moe/list_product.py is for wgmma
+    "int4 at load": ((9, 0), (9, 0), "sm_90 (Hopper)"),  # so is kernels/w4a16
 }
 
 
@@ -88,8 +89,10 @@ def check_quantization(quantization: str, device_type: str) -> None:
     Raises:
         ValueError: If the device type does not support `quantization`.
     """
-    if quantization in {"int4", "int8", "as-stored"} and device_type != "cpu":
-        raise ValueError(f"--quantization {quantization} needs --device cpu; on {device_type} use auto, none or fp8")
+    if quantization in {"int8", "as-stored"} and device_type != "cpu":
+        raise ValueError(
+            f"--quantization {quantization} needs --device cpu; on {device_type} use auto, none, fp8 or int4"
+        )
 
 
 def check_weight_format(name: str, kind: str, device: torch.device, dtype: torch.dtype) -> None:

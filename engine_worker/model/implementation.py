@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_worker.model.architectures import has_family, spec_from_json
 from engine_worker.model.checkpoint import stored_tensors
-from engine_worker.model.checkpoint_tensors import checkpoint_tensors, weights_bytes
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors, int4_groups, weights_bytes
 from engine_worker.model.grouped_bytes import grouped_weights_bytes
 from engine_worker.model.quantization_config import refuse_quantized
 from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts, with_expert_shares
@@ -49,6 +49,9 @@ class NativeBlueprint:
     @property
     def weight_format(self) -> str:
         stored = self.shape.quantization
+        if stored.is_online and stored.kind == "int4":
+            counts = sorted(int4_groups(self.shape).items(), reverse=True)
+            return f"{stored.name} ({', '.join(f'{_group_name(group)}: {count}' for group, count in counts)})"
         return "" if stored.is_dequantized else stored.name
 
     @property
@@ -93,7 +96,11 @@ class NativeBlueprint:
 
 
 def blueprint_from_directory(
-    directory: Path, wanted: str = "auto", quantization: str = "auto", enable_expert_parallel: bool = False
+    directory: Path,
+    wanted: str = "auto",
+    quantization: str = "auto",
+    enable_expert_parallel: bool = False,
+    int4_group: int = 0,
 ) -> "Blueprint":
     """Return the Blueprint of a model directory.
 
@@ -102,6 +109,7 @@ def blueprint_from_directory(
         wanted: auto, native or transformers.
         quantization: auto, none, fp8, mxfp4, int4, int8 or as-stored.
         enable_expert_parallel: Ranks share whole experts.
+        int4_group: Inputs per scale of int4 on a GPU; 0: on a CPU.
 
     Raises:
         ValueError: If config.json has something that is not supported.
@@ -109,7 +117,7 @@ def blueprint_from_directory(
     files = read_model_files(directory)
     blocks = directory / STORED_BLOCKS
     stored = blocks if blocks.is_file() else None
-    found = blueprint(files.config, files.generation, wanted, quantization, stored, enable_expert_parallel)
+    found = blueprint(files.config, files.generation, wanted, quantization, stored, enable_expert_parallel, int4_group)
     has_weights = any(directory.glob("*.safetensors"))
     if not isinstance(found, NativeBlueprint) or found.shape.names.experts.stacked is None or not has_weights:
         return found
@@ -128,11 +136,12 @@ def blueprint(
     quantization: str = "auto",
     blocks: Path | None = None,
     enable_expert_parallel: bool = False,
+    int4_group: int = 0,
 ) -> "Blueprint":
     """Return the Blueprint of config.json and generation_config.json; see blueprint_from_directory()."""
     if is_native(config, wanted):
         spec = spec_from_json(config, generation)
-        spec = replace(spec, quantization=chosen_format(spec.quantization, quantization, blocks))
+        spec = replace(spec, quantization=chosen_format(spec.quantization, quantization, blocks, int4_group))
         has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
         refused = {} if has_experts else {"enable_expert_parallel": "the model has no experts"}
         return NativeBlueprint(with_expert_shares(spec, enable_expert_parallel), refused_options=refused)
@@ -140,3 +149,7 @@ def blueprint(
 
     refuse_quantized(config, quantization)
     return TransformersBlueprint.of(config, generation)
+
+
+def _group_name(group: int) -> str:
+    return f"groups of {group}" if group else "in 16 bits"

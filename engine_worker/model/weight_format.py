@@ -221,6 +221,15 @@ class Int4Scheme:
         group = self.group or shape[COLUMNS]
         return self._num_bytes(shape, next((size for size in INT4_GROUPS if group % size == 0), group))
 
+    def bytes_while_loading(self, shape: Shape, itemsize: int) -> int:
+        """Return the size of a weight [rows, columns] that is rounded while it loads; `itemsize`: if it is not."""
+        group = self.group_that_divides(shape[-1])
+        return self._num_bytes(shape, group) if group else math.prod(shape) * itemsize
+
+    def group_that_divides(self, inputs: int) -> int:
+        """Return the largest group of the kernels, at most the scheme's, that divides `inputs`; 0: none does."""
+        return next((size for size in INT4_GROUPS if size <= self.group and inputs % size == 0), 0)
+
     def bytes_in_groups(self, shape: Shape) -> int:
         """Return the size of a weight [rows, columns] as a CPU multiplies it: one scale per 32 columns."""
         return self._num_bytes(shape, INT4_GROUP)
@@ -293,6 +302,19 @@ ONLINE = WeightFormat(
 INT8 = WeightFormat(name="int8 in groups of 32, quantized while loading", in_groups=True)
 INT4 = WeightFormat(name="int4 in groups of 32, quantized while loading", in_groups=True, has_4_bits=True)
 AS_STORED = WeightFormat(name="blocks of 4 and 8 bits, as the GGUF file has them", in_groups=True)
+DEFAULT_INT4_GROUP = 128
+
+
+def int4_while_loading(group: int = DEFAULT_INT4_GROUP) -> WeightFormat:
+    """Return the format of weights that are rounded to symmetric 4-bit groups while they load, for GPUs.
+
+    A layer whose inputs `group` does not divide has the next smaller group of INT4_GROUPS, or stays in 16 bits.
+    """
+    scheme = Int4Scheme(packing=Packing.COMPRESSED_TENSORS, group=group, has_zeros=False)
+    name = f"int4 in groups of {group}, quantized while loading"
+    return WeightFormat(name=name, groups=(FormatGroup(scheme=scheme),), is_online=True)
+
+
 _ROUNDED = {"int4": INT4, "int8": INT8}
 STORED_BLOCKS = "stored_blocks.safetensors"  # next to the dequantized weights of a GGUF file
 
@@ -310,13 +332,16 @@ def check_method(stored: WeightFormat, quantization: str) -> None:
         )
 
 
-def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None = None) -> WeightFormat:
+def chosen_format(
+    stored: WeightFormat, quantization: str, blocks: Path | None = None, int4_group: int = 0
+) -> WeightFormat:
     """Return the format to serve.
 
     Args:
         stored: The checkpoint's format.
         quantization: Value of `--quantization`.
         blocks: The file of stored blocks, if any.
+        int4_group: Inputs per scale of `int4` on a GPU; 0: `int4` is for a CPU.
 
     Raises:
         ValueError: If the checkpoint does not have the requested format.
@@ -339,6 +364,8 @@ def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None =
         )
     if quantization in _ROUNDED and stored.groups:
         raise ValueError(f"--quantization {quantization}: the checkpoint is {stored.name}; use auto or none")
+    if quantization == "int4" and int4_group:
+        return int4_while_loading(int4_group)
     if quantization in _ROUNDED:
         return _ROUNDED[quantization]
     if quantization == "none" and stored.groups:

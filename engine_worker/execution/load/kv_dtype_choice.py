@@ -26,7 +26,8 @@ def chosen_kv_cache_dtype(settings: ExecutionSettings, saved: str) -> KVDtypeCho
         saved: Type of the checkpoint's weights.
     """
     is_named = settings.kv_cache_dtype != "auto" or settings.dtype != "auto"
-    if is_named or settings.quantization not in IN_GROUPS or saved == "float32":
+    is_on_cpu = settings.device != "cuda" and settings.quantization in IN_GROUPS
+    if is_named or not is_on_cpu or saved == "float32":
         return KVDtypeChoice(kv_cache_dtype=settings.kv_cache_dtype)
     reason = f"--kv-cache-dtype auto is bfloat16: half the bytes of float32, in which {settings.quantization} computes"
     return KVDtypeChoice(kv_cache_dtype="bfloat16", reason=reason)

@@ -111,6 +111,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0, draft_head: DraftHeadS
         settings.model_impl,
         settings.quantization,
         settings.enable_expert_parallel,
+        settings.int4_group(device.type),
     )
     check_options(blueprint, vars(settings))
     blueprint.check_tensor_parallel_size(settings.tensor_parallel_size)
@@ -179,7 +180,8 @@ def load_replica(
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     report("load", 0.0, "weights")
-    check_weight_format(plan.blueprint.weight_format, plan.blueprint.weight_kind, device, plan.dtype)
+    kind = "int4 at load" if settings.quantization == "int4" else plan.blueprint.weight_kind
+    check_weight_format(plan.blueprint.weight_format, kind, device, plan.dtype)
     kv_dtype = _kv_dtype(plan)
     check_same_model(settings.model, settings.load_format, ranks)
     weights = _weights(plan, report)
@@ -293,7 +295,7 @@ def _step_bytes(
 def _dtype(settings: ExecutionSettings, saved: str, device: torch.device) -> torch.dtype:
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
-    if settings.quantization in IN_GROUPS:
+    if settings.quantization in IN_GROUPS and device.type == "cpu":
         # Their linear layers use integers: bfloat16 activations are no faster, and lead to ties between tokens.
         return torch.float32
     if saved not in _DTYPES:

@@ -26,7 +26,7 @@ from engine_worker.model.linear import (
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import DequantizedMethod
 from engine_worker.model.quantization.experts_cuda import CudaExperts
-from engine_worker.model.quantization.int4 import MIDDLE, Int4Weight, read_int4
+from engine_worker.model.quantization.int4 import MIDDLE, Int4Weight, read_int4, rounded
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
@@ -44,7 +44,9 @@ logger = logging.getLogger("worker")
 
 def method(stored: WeightFormat, is_deterministic: bool) -> LinearMethod:
     """Return the method of a format."""
-    multiplied = DequantizedMethod(stored, dense.method("cuda", is_deterministic))
+    multiplied: LinearMethod = dense.method("cuda", is_deterministic)
+    if not stored.is_online:
+        multiplied = DequantizedMethod(stored, multiplied)
     return Int4Method(stored, multiplied, is_deterministic)
 
 
@@ -58,10 +60,10 @@ class Int4Method:
         schemes = [scheme for name in spec.names if isinstance(scheme := self._format.scheme_of(name), Int4Scheme)]
         if not schemes:
             return self._dequantized.load(spec, source)
-        if why := _why_not(source) or _why_dequantized(spec, schemes):
+        if why := _why_not(source) or self._why_dequantized(spec, schemes):
             _log(spec.role, why)
             return self._dequantized.load(spec, source)
-        weight = _packed(_numbers(spec, schemes, source), is_gated=spec.role is Role.GATE_UP)
+        weight = _packed(self._numbers(spec, schemes, source), is_gated=spec.role is Role.GATE_UP)
         source.keep_as(0, weight.nbytes)
         bias = rows_of(spec, source, "bias", ()) if spec.bias else None
         return W4Linear(weight, bias, is_deterministic=self._is_deterministic)
@@ -72,13 +74,38 @@ class Int4Method:
         first = schemes[0]
         if not isinstance(first, Int4Scheme):
             return self._dequantized.experts(load, source)
-        if why := _why_not(source) or _why_no_experts(linears, schemes, first):
+        if why := _why_not(source) or self._why_no_experts(linears, schemes, first):
             _log("experts", why)
             return self._dequantized.experts(load, source)
-        return CudaExperts(load, source, lambda linears, weights: int4_experts(linears, first, weights))
+
+        def read(of_experts: list[LinearSpec], weights: WeightSource) -> Int4Experts:
+            each = [self._numbers(linear, [first] * len(linear.names), weights) for linear in of_experts]
+            return int4_experts(each, weights)
+
+        return CudaExperts(load, source, read)
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         return self._dequantized.head(weight, name, source)
+
+    def _numbers(self, spec: LinearSpec, schemes: list[Int4Scheme], source: WeightSource) -> Int4Weight:
+        """Return the numbers of a layer in groups of the kernels: those of the checkpoint, or rounded ones."""
+        if not self._format.is_online:
+            return stored_numbers(spec, schemes, source)
+        rows = rows_of(spec, source, "weight", (spec.inputs,))
+        source.keep_as(rows.nbytes, 0)
+        return rounded(rows, schemes[0].group_that_divides(spec.inputs))
+
+    def _why_dequantized(self, spec: LinearSpec, schemes: list[Int4Scheme]) -> str:
+        if not self._format.is_online:
+            return _why_dequantized(spec, schemes)
+        group = schemes[0].group_that_divides(spec.inputs)
+        return why_not_packed((sum(spec.sizes), spec.inputs), group) if group else _no_group(spec.inputs)
+
+    def _why_no_experts(self, linears: list[LinearSpec], schemes: Sequence[Scheme | None], first: Int4Scheme) -> str:
+        if not self._format.is_online:
+            return _why_no_experts(linears, schemes, first)
+        lacking = [linear.inputs for linear in linears if not first.group_that_divides(linear.inputs)]
+        return _no_group(lacking[0]) if lacking else ""
 
 
 class W4Linear:
@@ -112,7 +139,11 @@ class W4Linear:
 @cache
 def _log(layers: str, reason: str) -> None:
     """Log once for all layers of a kind."""
-    logger.info("4-bit weights of %s: dequantized to 16 bits while loading: %s", layers, reason)
+    logger.info("4-bit weights of %s: in 16 bits: %s", layers, reason)
+
+
+def _no_group(inputs: int) -> str:
+    return f"they have {inputs} inputs, and the kernels need multiples of {GROUPS[-1]}"
 
 
 def _why_not(source: WeightSource) -> str:
@@ -144,8 +175,8 @@ def _group_of(inputs: int) -> int:
     return next((group for group in GROUPS if inputs % group == 0), inputs)
 
 
-def _numbers(spec: LinearSpec, schemes: list[Int4Scheme], source: WeightSource) -> Int4Weight:
-    """Return the numbers of a layer in groups of the kernels."""
+def stored_numbers(spec: LinearSpec, schemes: list[Int4Scheme], source: WeightSource) -> Int4Weight:
+    """Return the checkpoint's numbers of a layer, in groups of the kernels."""
     parts = [
         read_int4(source, name, (size, spec.inputs), scheme)
         for name, size, scheme in zip(spec.names, spec.sizes, schemes, strict=True)
@@ -171,9 +202,8 @@ def _narrow(scales: Tensor) -> Tensor:
     return next((each for each in narrow if torch.equal(each.float(), scales)), scales)
 
 
-def int4_experts(linears: list[LinearSpec], scheme: Int4Scheme, source: WeightSource) -> Int4Experts:
-    """Return the weight of one linear layer of all experts, which have the same scheme."""
-    each = [_numbers(linear, [scheme] * len(linear.names), source) for linear in linears]
+def int4_experts(each: list[Int4Weight], source: WeightSource) -> Int4Experts:
+    """Return the weight of one linear layer of all experts, from the numbers of each."""
     values = torch.stack([pack_int4(one.values, one.values.shape[1] // one.scales.shape[1]) for one in each])
     scales = torch.stack([one.scales.T for one in each])
     zeros = torch.stack([one.zeros.T for one in each])

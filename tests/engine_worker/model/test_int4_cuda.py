@@ -1,20 +1,27 @@
 """4-bit checkpoints on a Hopper GPU, multiplied in 4 bits: logits, and tokens in any schedule with --deterministic."""
 
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from engine_worker.model.checkpoint_tensors import network_tensors
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
+from engine_worker.model.quantization.int4 import rounded
 from engine_worker.model.quantization.int4_cuda import Int4Method
 from engine_worker.model.spec import ModelSpec, kv_layout
-from engine_worker.model.weight_format import DENSE
+from engine_worker.model.specs.part import Role
+from engine_worker.model.weight_format import DENSE, WeightFormat
 from engine_worker.model.weights import SafetensorsWeights
-from tests.engine_worker.model.int4_checkpoints import LAYOUTS, QWEN3_MOE, write_int4
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import Case
+from tests.engine_worker.model.int4_checkpoints import LAYOUTS, LLAMA, QWEN3_MOE, write_int4
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 from tests.engine_worker.model.quantized_schedules import check_outputs, results_of
 
@@ -33,8 +40,15 @@ def logits_of(
 ) -> tuple[torch.Tensor, SafetensorsWeights, ModelSpec]:
     spec = blueprint_from_directory(directory, "native").shape
     assert isinstance(spec, ModelSpec)
+    logits, weights = logits_by(spec, directory, device, dtype, DENSE if is_exact else spec.quantization)
+    return logits, weights, spec
+
+
+def logits_by(
+    spec: ModelSpec, directory: Path, device: str, dtype: torch.dtype, stored: WeightFormat
+) -> tuple[torch.Tensor, SafetensorsWeights]:
     weights = SafetensorsWeights(directory, torch.device(device), dtype, lambda share, detail: None)
-    model = Network(spec, weights, 64, method=linear_method(DENSE if is_exact else spec.quantization, device))
+    model = Network(spec, weights, 64, method=linear_method(stored, device))
     layout = kv_layout(spec, BLOCK_SIZE, str(dtype).removeprefix("torch."), max_groups=1)
     cache = model.attach(torch.zeros(layout.pool_shape(8), dtype=dtype, device=device))
     inputs = step(0, PROMPT)
@@ -42,7 +56,7 @@ def logits_of(
     on_device: dict[str, Any] = {
         name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)
     }
-    return model.forward(replace(inputs, **on_device), cache).cpu(), weights, spec
+    return model.forward(replace(inputs, **on_device), cache).cpu(), weights
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -66,6 +80,35 @@ def test_experts_are_no_farther_from_exact_logits_than_those_of_16_bits(name: st
     exact, _, _ = logits_of(model.exact, "cpu", torch.float32, is_exact=True)
     in_16_bits, _, _ = logits_of(model.exact, "cuda", torch.bfloat16, is_exact=True)
     assert torch.dist(found, exact) < 1.3 * torch.dist(in_16_bits, exact)
+
+
+@pytest.mark.parametrize("case", [LLAMA, QWEN3_MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("group", [32, 128])
+def test_weights_that_are_rounded_while_loading_give_the_logits_of_the_rounded_numbers(
+    case: Case, group: int, tmp_path: Path
+) -> None:
+    directory = write_family(tmp_path / "model", case)
+    blueprint = blueprint_from_directory(directory, "native", "int4", int4_group=group)
+    assert isinstance(blueprint.shape, ModelSpec)
+    found, weights = logits_by(blueprint.shape, directory, "cuda", torch.bfloat16, blueprint.shape.quantization)
+    assert weights.loaded_bytes < 2 * blueprint.shape.num_parameters()
+    write_rounded(directory, blueprint.shape, tmp_path / "rounded", group)
+    exact, _ = logits_by(blueprint.shape, tmp_path / "rounded", "cpu", torch.float32, DENSE)
+    in_16_bits, _ = logits_by(blueprint.shape, tmp_path / "rounded", "cuda", torch.bfloat16, DENSE)
+    # Both round all activations; 16 bits also round the weights.
+    assert torch.dist(found, exact) < 1.3 * torch.dist(in_16_bits, exact)
+
+
+def write_rounded(directory: Path, spec: ModelSpec, rounded_directory: Path, group: int) -> None:
+    """Write the model with the numbers that its linear layers are rounded to."""
+    shutil.copytree(directory, rounded_directory)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(directory / "model.safetensors").items()}
+    layers = {one.name for one in network_tensors(spec) if one.product not in {None, Role.HEAD}}
+    for name in layers & tensors.keys():
+        inputs = tensors[name].shape[1]
+        tensors[name] = rounded(tensors[name], next(size for size in (group, 64) if inputs % size == 0)).exact()
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    save_file(tensors, rounded_directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.timeout(600)

@@ -1,11 +1,13 @@
 """4-bit checkpoints give the logits of the same model in float32, dequantized or multiplied in groups on a CPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.linear import LinearSpec
@@ -13,8 +15,8 @@ from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.grouped import Int4Numbers
-from engine_worker.model.quantization.int4 import read_int4
-from engine_worker.model.quantization.int4_cuda import int4_experts
+from engine_worker.model.quantization.int4 import read_int4, rounded
+from engine_worker.model.quantization.int4_cuda import int4_experts, stored_numbers
 from engine_worker.model.sharding import tensor_parts
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.specs.part import Role
@@ -22,7 +24,9 @@ from engine_worker.model.weight_format import DENSE, Int4Scheme
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights, ShardedWeights
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.linear import linear_kernels
-from tests.engine_worker.model.family_cases import Case
+from shared.settings import SettingsError
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import NATIVE, Case
 from tests.engine_worker.model.int4_checkpoints import LAYOUTS, PHI3, QWEN3_MOE, Int4Model, write_int4
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 
@@ -138,7 +142,8 @@ def test_experts_of_cuda_have_the_numbers_of_the_checkpoint(name: str, tmp_path:
         )
         for expert in range(4)
     ]  # fmt: skip
-    weight = int4_experts(linears, scheme, source_of(model.directory))
+    source = source_of(model.directory)
+    weight = int4_experts([stored_numbers(linear, [scheme, scheme], source) for linear in linears], source)
     stored = load_file(model.exact / "model.safetensors")
     exact = [torch.cat([stored[f"{name}.weight"] for name in linear.names]) for linear in linears]
     assert torch.equal(weight.exact_weight(), torch.stack(exact))
@@ -167,3 +172,42 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name][:2].contiguous()}, path)
     with pytest.raises(ValueError, match=rf"{name} has shape \(2, 384\); config.json requires \(4, 384\)"):
         check_files(model.directory)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_rounding_keeps_numbers_of_symmetric_groups(group: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    integers = torch.randint(-8, 8, (64, 256), generator=generator).float()
+    integers[:, ::group] = -8.0
+    signs = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
+    scales = torch.rand(64, 256 // group, generator=generator).half().float() * signs
+    weight = (integers.unflatten(1, (-1, group)) * scales[..., None]).flatten(1)
+    found = rounded(weight, group)
+    assert torch.equal(found.exact(), weight) and found.scales.shape == scales.shape
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_rounding_is_better_than_the_scale_of_the_extreme(group: int) -> None:
+    """The least squared error of a normal weight, which no other scale of the group improves by a tenth."""
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(2)) * 0.02
+    groups = weight.unflatten(1, (-1, group))
+    error = (rounded(weight, group).exact() - weight).unflatten(1, (-1, group)).square().sum(2)
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    for factor in torch.linspace(0.3, 1.2, 91).tolist():
+        scale = extreme * (-factor / 8)
+        other = ((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(2)
+        assert (error <= other * 1.1).float().mean() > 0.99, factor
+
+
+def test_rounded_layers_get_the_largest_group_that_divides_their_inputs(tmp_path: Path) -> None:
+    directory = write_family(tmp_path, replace(NATIVE["llama"], changes={"hidden_size": 192, "intermediate_size": 256}))
+    blueprint = blueprint_from_directory(directory, "native", "int4", int4_group=128)
+    assert blueprint.weight_kind == "int4"
+    assert "groups of 128: 3, groups of 64: 18" in blueprint.weight_format
+
+
+def test_int4_in_other_groups_is_refused_on_a_cpu() -> None:
+    settings = ExecutionSettings(model=Path("m"), quantization="int4", int4_group_size=64)
+    assert settings.for_device("cuda").int4_group("cuda") == 64
+    with pytest.raises(SettingsError, match="--int4-group-size: expected 32 on cpu, got 64"):
+        settings.for_device("cpu")
