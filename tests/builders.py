@@ -266,8 +266,7 @@ class FakeModelRunner:
         """Return what a step leaves for the next one. A fork is not computed yet, so the head does not draft for it."""
         end = scheduled.end - len(scheduled.drafts) + max(0, len(tokens) - 1)
         drafts: list[int] = []
-        is_search = scheduled.sequence.sampling.use_beam_search
-        if scheduled.samples and scheduled.num_new_tokens and num_drafts and not is_search:
+        if scheduled.samples and scheduled.num_new_tokens and num_drafts:
             seen = replace(scheduled, num_new_tokens=end - scheduled.start)
             window = 0 if 0 in self._windows else max(self._windows)
             prefix, index = [*self._prefix(seen), tokens[-1]], scheduled.output_index + len(tokens)

@@ -86,8 +86,8 @@ class Drafting:
         return number
 
     def received(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Keep the drafts that the executor made for a sequence."""
-        if self._head is not None:
+        """Keep the drafts that the executor made for a sequence, unless it makes no use of them."""
+        if self._head is not None and _may_draft(sequence):
             self._head.received(sequence, drafts)
 
     def drafts_of(
@@ -148,16 +148,21 @@ class Drafting:
 
 
 def _room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:
-    """Return how many drafts can be kept beside the token that a step gives anyway; 0 if none may be made.
+    """Return how many drafts can be kept beside the token that a step gives anyway; 0 if none may be made."""
+    sampling, num_inflight = sequence.sampling, sequence.num_inflight_tokens
+    if not _may_draft(sequence):
+        return 0
+    num_output = sequence.num_output_tokens + num_inflight
+    return min(sampling.max_tokens - num_output, group.max_num_tokens - sequence.num_tokens) - 1
+
+
+def _may_draft(sequence: Sequence) -> bool:
+    """Whether drafts can be checked.
 
     A grammar would need its masks after each draft, a beam search has no next token, and a pooled sequence ends with
     its first.
     """
-    sampling, num_inflight = sequence.sampling, sequence.num_inflight_tokens
-    if sampling.use_beam_search or sampling.grammar is not None or sequence.pooling:
-        return 0
-    num_output = sequence.num_output_tokens + num_inflight
-    return min(sampling.max_tokens - num_output, group.max_num_tokens - sequence.num_tokens) - 1
+    return not (sequence.sampling.use_beam_search or sequence.sampling.grammar is not None or sequence.pooling)
 
 
 def _needs_known_tokens(sequence: Sequence) -> bool:

@@ -285,6 +285,7 @@ def test_random_drafts_of_a_head_change_no_output(seed: int, async_scheduling: b
     run = run_with_head(seed, async_scheduling)
     has_room = run.settings["max_num_batched_tokens"] - run.settings["max_num_seqs"] > 1
     assert run.num_drafts > 0 or not has_room
+    assert not head_of(seed, async_scheduling).kept
 
 
 def test_random_drafts_of_a_head_run_ahead_and_are_preempted() -> None:
