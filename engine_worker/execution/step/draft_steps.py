@@ -1,10 +1,11 @@
 """Run a draft head after each step: store its keys and values, and draft the next tokens of sequences.
 
-    steps.launch(step, tokens, description, num_drafts)     enqueues the passes
-    drafts = pending.collect()                              waits for the token ids
+    pending = steps.launch(...)     enqueues the passes after a step was sampled
+    pending.by_sequence             waits for the token ids
 
 The first pass computes all rows of the target's step, so the KV cache of the head has no holes, whoever computed a
-prefix. Each further pass computes one row per sequence. Decode steps of few rows run as a CUDA graph.
+prefix. Each further pass computes one row per sequence. Decode steps of few rows run as a CUDA graph. What the passes
+leave in LastDrafts lets the next step begin before the host knows the drafts.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -149,6 +150,8 @@ class _Buffers:
 
 
 class DraftSteps:
+    """The passes of one head."""
+
     def __init__(self, model: DraftedNetwork, device: Device, bounds: DraftBounds, last: LastDrafts) -> None:
         """Allocate the buffers. `device`: the one that the target's steps use. `last`: what their inputs read."""
         self._model, self._head, self._device, self._bounds = model, model.head, device, bounds
