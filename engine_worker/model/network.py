@@ -253,17 +253,14 @@ class Network:
             rows: int64 rows of the result that are needed.
             tap: Called before each layer with its index and the two summands of its input.
         """
-        *layers, last = enumerate(self._layers)
-        for index, layer in layers:
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
             if tap is not None:
                 tap(index, hidden, residual)
-            hidden, residual = layer(step, hidden, residual)
-        index, layer = last
-        if tap is not None:
-            tap(index, hidden, residual)
-        # What the last layer computes after its keys and values is only used for logits: for one token of a prompt's
-        # chunk, or none.
-        return layer(step, hidden, residual, rows)
+            # What the last layer computes after its keys and values is only used for logits: for one token of a
+            # prompt's chunk, or none.
+            hidden, residual = layer(step, hidden, residual, rows if index == last else None)
+        return hidden, residual
 
     def multiplied_by_head(
         self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None

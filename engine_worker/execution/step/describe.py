@@ -31,6 +31,12 @@ class Lookahead:
 NO_LOOKAHEAD = Lookahead(0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Described:
+    entries: list[ScheduledSequence]  # one for each sample
+    rows: list[ScheduledSequence]  # those with tokens, in the order of the step
+
+
 class StepDescriber:
     def __init__(
         self,
@@ -52,10 +58,12 @@ class StepDescriber:
         self._lookahead = lookahead
         self._sample_of: dict[object, int] = {}
         self._drafting_of: dict[object, int] = {}
+        self._last = _Described([], [])
 
     def describe(self, batch: ScheduledBatch) -> StepDescription:
         entries = _one_sample_each(batch.sequences)
         rows = self._in_order(entries)
+        self._last = _Described(entries, rows)
         query_lens = np.array([scheduled.num_new_tokens for scheduled in rows], dtype=np.int32)
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(query_lens, dtype=np.int32, out=query_start_loc[1:])
@@ -77,9 +85,8 @@ class StepDescriber:
         )
 
     def describe_drafts(self, batch: ScheduledBatch) -> DraftDescription:
-        """Return what a draft head must know of the last described step."""
-        entries = _one_sample_each(batch.sequences)
-        rows = self._in_order(entries)
+        """Return what a draft head must know of the last described step, whose batch is `batch`."""
+        entries, rows = self._last.entries, self._last.rows
         row_of = {id(entry): row for row, entry in enumerate(rows)}
         following, number = np.zeros(len(rows), dtype=np.int32), 0
         for entry in entries:
