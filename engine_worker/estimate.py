@@ -19,7 +19,6 @@ from engine_worker.execution.load.quantization_choice import chosen_quantization
 from engine_worker.execution.settings import (
     CUDA_MEMORY_RATIO,
     IN_GROUPS,
-    INT4_GROUP_SIZES,
     MAX_NUM_SEQS,
     MIN_SAMPLES,
     MODEL_IMPLS,
@@ -192,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.model_impl,
             options.quantization,
             options.enable_expert_parallel,
-            max(INT4_GROUP_SIZES) if options.device == "cuda" else 0,
+            ExecutionSettings(model=options.model).int4_group(options.device),
         )
         notes += _decide_types(options, blueprint)
         found = _estimate(options, blueprint, options.tensor_parallel_size)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine_worker.kv.layout import KV_CACHE_DTYPES
-from engine_worker.model.weight_format import METHODS
+from engine_worker.model.weight_format import INT4_GROUPS, METHODS
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
-IN_GROUPS = ("int4", "int8", "as-stored")  # 4- and 8-bit weights with a scale per group of inputs, on a CPU
-INT4_GROUP_SIZES = (32, 64, 128)
+IN_GROUPS = ("int4", "int8", "as-stored")  # 4- and 8-bit weights with a scale per group of inputs; int4 also on GPUs
 QUANTIZATIONS = ("auto", "none", "fp8", "mxfp4", *METHODS, *IN_GROUPS)
 MODEL_IMPLS = ("auto", "native", "transformers")
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
@@ -75,7 +74,7 @@ class ExecutionSettings:
     )
     int4_group_size: int | None = setting(
         None,
-        choices=INT4_GROUP_SIZES,
+        choices=INT4_GROUPS[::-1],
         help="inputs per scale of --quantization int4; default: 128 on cuda, or the largest that divides a layer's "
         "inputs; 32 on cpu",
     )
@@ -159,7 +158,7 @@ class ExecutionSettings:
 
     def int4_group(self, device: str) -> int:
         """Return the most inputs per scale of `--quantization int4` on a GPU; 0 on a CPU, which has groups of 32."""
-        return 0 if device == "cpu" else self.int4_group_size or max(INT4_GROUP_SIZES)
+        return 0 if device == "cpu" else self.int4_group_size or max(INT4_GROUPS)
 
     @property
     def graph_mode(self) -> str:
@@ -177,7 +176,7 @@ class ExecutionSettings:
         tokens = self.max_num_batched_tokens or max(default_tokens, seqs)
         if tokens < seqs:
             raise SettingsError(f"--max-num-batched-tokens: expected at least --max-num-seqs ({seqs}), got {tokens}")
-        if device == "cpu" and self.int4_group_size not in {None, min(INT4_GROUP_SIZES)}:
+        if device == "cpu" and self.int4_group_size not in {None, min(INT4_GROUPS)}:
             raise SettingsError(f"--int4-group-size: expected 32 on cpu, got {self.int4_group_size}")
         if self.deterministic and device != "cuda":
             raise SettingsError(f"--deterministic: needs --device cuda; got {device}")

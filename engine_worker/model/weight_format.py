@@ -302,10 +302,9 @@ ONLINE = WeightFormat(
 INT8 = WeightFormat(name="int8 in groups of 32, quantized while loading", in_groups=True)
 INT4 = WeightFormat(name="int4 in groups of 32, quantized while loading", in_groups=True, has_4_bits=True)
 AS_STORED = WeightFormat(name="blocks of 4 and 8 bits, as the GGUF file has them", in_groups=True)
-DEFAULT_INT4_GROUP = 128
 
 
-def int4_while_loading(group: int = DEFAULT_INT4_GROUP) -> WeightFormat:
+def int4_while_loading(group: int) -> WeightFormat:
     """Return the format of weights that are rounded to symmetric 4-bit groups while they load, for GPUs.
 
     A layer whose inputs `group` does not divide has the next smaller group of INT4_GROUPS, or stays in 16 bits.

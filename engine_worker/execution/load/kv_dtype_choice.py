@@ -42,5 +42,5 @@ def describe_formats(settings: ExecutionSettings, device: str, why_no_kernels: C
         saved = blueprint_from_directory(settings.model, settings.model_impl, choice.quantization).shape.dtype
     except ValueError:  # the model check reports the cause
         return choice.reason
-    of_kv = chosen_kv_cache_dtype(replace(settings, quantization=choice.quantization), saved)
+    of_kv = chosen_kv_cache_dtype(replace(settings, quantization=choice.quantization, device=device), saved)
     return "; ".join(filter(None, (choice.reason, of_kv.reason)))
