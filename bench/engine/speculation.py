@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -111,7 +110,6 @@ class Speculation:
             engine.add_request(GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
         tokens: Tokens = {f"r{number}": [] for number in range(len(prompts))}
         ends, counts = [], []  # of the steps in which all sequences decode
-        phases: defaultdict[str, list[float]] = defaultdict(list)
         while engine.has_work:
             are_all_running = len(engine.request_ids) == len(prompts)
             for event in engine.step():
@@ -120,15 +118,12 @@ class Speculation:
             if are_all_running and all(tokens.values()):
                 ends.append(time.perf_counter())
                 counts.append(sum(map(len, tokens.values())))
-                for name, seconds in engine.last_step.phase_seconds.items():
-                    phases[name].append(seconds)
         num_tokens, num_steps = counts[-1] - counts[0], len(ends) - 1
         return tokens, {
             "steps": num_steps,
             "step_ms": round(1e3 * statistics.median(after - before for before, after in pairwise(ends)), 4),
             "tokens_per_step": round(num_tokens / num_steps / len(prompts), 3),
             "tokens_per_s": round(num_tokens / (ends[-1] - ends[0]), 1),
-            "host_us": {name: round(1e6 * statistics.median(seconds)) for name, seconds in phases.items()},
         }
 
     def _engine(self, num_sequences: int, proposer: Proposer | None, min_gain: float) -> Engine:
