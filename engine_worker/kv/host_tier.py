@@ -52,7 +52,7 @@ class HostTier(HostBlocks):
         return len(self._planned.swap_out) - num_before
 
     def trim(self, sequence: Sequence) -> None:
-        """Free the host blocks behind the computed tokens of a swapped sequence."""
+        """Free the host blocks of a swapped sequence that hold no computed tokens."""
         num_blocks = -(-sequence.kv.num_computed_tokens // self._block_size)
         for table in sequence.kv.tables:
             self.free(table.host_blocks[max(num_blocks, table.num_released) :])

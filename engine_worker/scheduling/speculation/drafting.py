@@ -32,7 +32,7 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
-class HeadProposer(Proposer, Protocol):
+class DeviceProposer(Proposer, Protocol):
     """Proposes drafts that the executor makes at the end of a step."""
 
     @property
@@ -60,7 +60,7 @@ class Drafting:
         """Prepare to draft. `kv_cache` gives drafts their blocks, and `gain` decides whether drafting pays."""
         self.totals = SpeculationTotals.of(limits.max_drafts)
         self._proposer = proposer
-        self._head = proposer if isinstance(proposer, HeadProposer) else None
+        self._head = proposer if isinstance(proposer, DeviceProposer) else None
         self._making: set[Sequence] = set()  # the last scheduled step makes drafts for these
         self._kv_cache = kv_cache
         self._limits = limits

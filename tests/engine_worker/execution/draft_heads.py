@@ -65,7 +65,7 @@ class HeadReference:
 
     @torch.inference_mode()
     def drafts(self, token_ids: list[int], number: int) -> list[int]:
-        """Return the drafts after `token_ids`, of which the target has computed all but the last."""
+        """Return the drafts after `token_ids`. The target has computed all of these except the last."""
         states = self._target(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states
         num_layers = len(states) - 1
         layers = self._config.get("eagle_aux_hidden_state_layer_ids") or (2, num_layers // 2, num_layers - 3)

@@ -21,7 +21,10 @@ def int64(*values: int) -> Tensor:
 
 
 def step() -> SampledStep:
-    """Return a sequence with three drafts of which one is right, a chunk, a prompt's end, a decode, and padding."""
+    """Return a step of four sequences and padding.
+
+    One has three drafts, of which the first is right. The others are a chunk, the end of a prompt, and a decode.
+    """
     return SampledStep(
         token_ids=int64(50, 51, 59, 53, 60, 61, 70, 71, 72, 80, 0),
         positions=int64(8, 9, 10, 11, 0, 1, 4, 5, 6, 2, 0),
