@@ -102,5 +102,6 @@ async def test_kept_request_of_a_cut_off_gateway_is_completed(start_world: Start
     await world.logged("w0", "ended: its gateway g0 is gone")
     proxy.is_down = False
     await reader.check_complete()
-    assert world.client.counts.num_restored_requests == 1
+    # More than one if the gateway submits again before it has subscribed again: it is still gone then.
+    assert world.client.counts.num_restored_requests >= 1
     await world.nothing_is_left()
