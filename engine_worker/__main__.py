@@ -20,7 +20,7 @@ from engine_worker.engine import Engine
 from engine_worker.execution.group_health import ALONE
 from engine_worker.execution.load.start_times import StartTimes, log_lines
 from engine_worker.execution.ranks.follower_processes import Followers
-from engine_worker.execution.settings import DraftHeadSettings
+from engine_worker.execution.settings import NO_DRAFTS, DraftSettings
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.kv_durations import KVDurations
 from engine_worker.kv.kv_events import KVEventLog
@@ -125,7 +125,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
 
     device = chosen_device(settings.execution.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
-    runner = load_model_runner(settings.execution, report, followers, _draft_head(settings))
+    runner = load_model_runner(settings.execution, report, followers, _draft_settings(settings))
     start = times.by_rank(runner.group)
     for line in log_lines(start):
         logger.info("start of %s", line)
@@ -161,9 +161,9 @@ def _check_files(settings: WorkerSettings) -> None:
             "--speculative-config: this model has recurrent layers, whose state cannot go back to before a wrong "
             "draft; serve it without speculative decoding"
         )
-    if (head := _draft_head(settings)) is not None:
+    if (head := _draft_settings(settings).head) is not None:
         check_draft_head(
-            head.model,
+            head,
             execution.model,
             execution.model_impl,
             execution.load_format,
@@ -234,11 +234,12 @@ def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager, windows: Seque
     )
 
 
-def _draft_head(settings: WorkerSettings) -> DraftHeadSettings | None:
+def _draft_settings(settings: WorkerSettings) -> DraftSettings:
     speculation = settings.scheduling.speculation
-    if speculation is None or not speculation.has_head:
-        return None
-    return DraftHeadSettings(model=Path(speculation.model), num_drafts=speculation.num_speculative_tokens)
+    if speculation is None:
+        return NO_DRAFTS
+    head = Path(speculation.model) if speculation.has_head else None
+    return DraftSettings(num_drafts=speculation.num_speculative_tokens, head=head)
 
 
 def host_tier_config(runner: "ModelRunner", settings: SchedulingSettings) -> HostTierConfig | None:

@@ -72,7 +72,8 @@ def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
     from engine_worker.execution.ranks.group_messages import start_of  # noqa: PLC0415
     from engine_worker.execution.ranks.replica_group import follow  # noqa: PLC0415
 
-    plan = load_plan(start_of(channel.receive()).settings, rank)
+    start = start_of(channel.receive())
+    plan = load_plan(start.settings, rank, start.drafts)
     prepare_process(plan.settings)
     channel.enter("join")
     if plan.device.type == "cuda":

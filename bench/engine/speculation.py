@@ -24,7 +24,7 @@ from typing import Any
 from bench.provenance import commit
 from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
-from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.sequence import Sequence
@@ -177,9 +177,9 @@ def main(argv: list[str]) -> int:
         max_num_seqs=most * (1 + options.drafts),
         max_num_batched_tokens=_MAX_TOKENS,
     )
-    head = DraftHeadSettings(model=options.head, num_drafts=options.drafts) if options.head is not None else None
-    runner = load_model_runner(settings, lambda phase, progress, detail: None, draft_head=head)
-    bench = Speculation(runner, options.drafts, options.tokens, has_head=head is not None)
+    drafts = DraftSettings(num_drafts=options.drafts, head=options.head)
+    runner = load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
+    bench = Speculation(runner, options.drafts, options.tokens, has_head=options.head is not None)
     figures = [bench.case(*case) for case in cases]
     for case in figures:
         print(json.dumps(case))

@@ -3,8 +3,9 @@
 A case takes a generator and returns errors; gpu_check.py runs the cases.
 """
 
-import dataclasses
 import itertools
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -15,16 +16,20 @@ from bench.kernel.cases import (
     AttentionBatch,
     Check,
     Error,
+    HeadShape,
     attention_batch,
     attention_tolerance,
     exact_attention,
     measure_error,
     poisoned,
     same_bits,
+    with_drafts,
+    with_rules,
 )
 from kernels.attention import paged_attention as serving
 from kernels.attention.paged_attention import AttentionPlan, paged_attention, paged_attention_triton
 from kernels.attention.prefill import LARGE_TILES, SHORT_TILES, SMALL_TILES, SplitPrefill, launch_prefill
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import KVScales
 
 # (cached, new) tokens: decode and prefill, no keys, ends of blocks and tiles, many splits.
@@ -83,7 +88,7 @@ def check_invariance(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None
 def part_of(batch: AttentionBatch, sequence: int, first: int, end: int, cached: int) -> AttentionBatch:
     """Return new tokens [first, end) of one sequence, alone."""
     start, device = int(batch.query_start_loc[sequence]), batch.query.device
-    return dataclasses.replace(
+    return replace(
         batch,
         query=batch.query[start + first : start + end],
         block_tables=batch.block_tables[sequence : sequence + 1],
@@ -136,9 +141,36 @@ def check_captured(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None =
         for lens in (batch.seq_lens, (batch.seq_lens // 3).clamp(min=1)):
             seq_lens[:sequences] = lens
             graph.replay()
-            expected = paged_attention(**vars(dataclasses.replace(batch, seq_lens=lens)))
+            expected = paged_attention(**vars(replace(batch, seq_lens=lens)))
             errors += [same_bits(results[:sequences], expected), same_bits(results[sequences:], 0 * query[sequences:])]
         return errors
+
+    return check
+
+
+def check_drafts(
+    heads: HeadShape, dtype: torch.dtype, rules: ScoreRules = NO_RULES, fp8_scales: KVScales | None = None
+) -> Check:
+    """Check rows that are read together because they continue each other.
+
+    In the batch-invariant kernel this changes no bit.
+    """
+    # (keys of the last token, drafts): before, at and after the ends of blocks, tiles, splits and shares.
+    ends = [(4000, 3), (33, 3), (513, 1), (1, 0), (4, 3), (2048, 2), (129, 3), (16, 7), (700, 0), (8191, 3)]
+
+    def check(generator: torch.Generator) -> list[Error]:
+        lengths = [(keys - 1, 1) for keys, _ in ends]
+        batch = attention_batch(heads, 16, lengths, dtype, generator, fp8_scales)
+        drafted = with_drafts(with_rules(batch, rules), [number for _, number in ends], generator)
+        exact, errors = exact_attention(drafted), []
+        for one_kernel in (False, True):
+            attend = partial(paged_attention_triton, **vars(drafted), one_kernel=one_kernel)
+            outputs = [poisoned(partial(attend, max_joined=number)) for number in (4, 4, 8)]
+            with mock.patch.object(serving, "supports_tma", lambda *_: False):
+                outputs.append(poisoned(partial(attend, max_joined=4)))
+            errors += [measure_error(output, exact, attention_tolerance(dtype)) for output in outputs]
+            errors.append(same_bits(outputs[0], outputs[1]))
+        return [*errors, same_bits(outputs[0], poisoned(attend))]
 
     return check
 

@@ -5,7 +5,7 @@ against float64.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,27 @@ def attention_batch(
         max_seq_len=int(seq_lens.max()),
         scale=shape.head_dim**-0.5,
         kv_scales=fp8_scales or UNIT_SCALES,
+    )
+
+
+def with_rules(batch: AttentionBatch, rules: ScoreRules) -> AttentionBatch:
+    """Return the batch with these rules; of its sinks, each head of the batch has one."""
+    sinks = None if rules.sinks is None else rules.sinks[: batch.query.shape[1]].to(batch.query.device)
+    return replace(batch, rules=replace(rules, sinks=sinks))
+
+
+def with_drafts(batch: AttentionBatch, num_drafts: list[int], generator: torch.Generator) -> AttentionBatch:
+    """Give the token of each sequence so many rows before it, which see fewer keys, as a token and its drafts do."""
+    device = batch.query.device
+    rows = torch.repeat_interleave(torch.arange(len(num_drafts)), torch.tensor(num_drafts) + 1).to(device)
+    before = torch.cat([torch.arange(number, -1, -1) for number in num_drafts]).to(device)
+    shape = len(rows), *batch.query.shape[1:]
+    return replace(
+        batch,
+        query=torch.randn(shape, dtype=batch.query.dtype, device=device, generator=generator),
+        block_tables=batch.block_tables[rows].contiguous(),
+        query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=device),
+        seq_lens=(batch.seq_lens[rows] - before).int(),
     )
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from bench.kernel.attention_checks import MIXED, attend, attend_invariantly, part_of
+from bench.kernel.attention_checks import MIXED, attend, attend_invariantly, check_drafts, part_of
 from bench.kernel.cases import (
     Check,
     Error,
@@ -16,6 +16,7 @@ from bench.kernel.cases import (
     exact_attention,
     measure_error,
     same_bits,
+    with_rules,
 )
 from kernels.attention import paged_attention as serving
 from kernels.attention.score_rules import ScoreRules
@@ -41,8 +42,7 @@ def check_rules(
         errors = []
         for lengths in CASES.values():
             batch = attention_batch(heads, block_size, lengths, dtype, generator, fp8_scales)
-            sinks = None if rules.sinks is None else rules.sinks[: heads.num_heads].to(generator.device)
-            batch = dataclasses.replace(batch, rules=dataclasses.replace(rules, sinks=sinks))
+            batch = with_rules(batch, rules)
             for table, (cached, _) in zip(batch.block_tables, lengths, strict=True):
                 # Block 0 holds NaN.
                 table[: max(cached - rules.window + 1, 0) // block_size if rules.window else 0] = 0
@@ -100,6 +100,9 @@ def score_rules_checks() -> dict[str, Check]:
     for name, heads in {"group 8": G8, "group 4": G4, "group 3": G3, "wide heads": WIDE}.items():
         checks[f"rules all, {name}"] = check_rules(heads, every, 16, bf16)
         checks[f"rules chunks, {name}"] = check_chunks_with_rules(heads, every, bf16)
+        checks[f"rules all, drafts, {name}"] = check_drafts(heads, bf16, every)
+        checks[f"rules none, drafts, {name} fp8 kv"] = check_drafts(heads, bf16, fp8_scales=SCALES)
+        checks[f"rules none, drafts, {name} float32"] = check_drafts(heads, torch.float32)
     for block_size in (8, 128):
         checks[f"rules all, group 4 block {block_size}"] = check_rules(G4, every, block_size, bf16)
     return checks

@@ -41,11 +41,14 @@ class StepBounds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftHeadSettings:
-    """A draft head to load beside the model; from --speculative-config."""
+class DraftSettings:
+    """How many tokens are drafted, and the head to load beside the model; from --speculative-config."""
 
-    model: Path
-    num_drafts: int  # for each sequence and step
+    num_drafts: int  # for each sequence and step, at most
+    head: Path | None = None
+
+
+NO_DRAFTS = DraftSettings(num_drafts=0)
 
 
 @dataclass(frozen=True, kw_only=True)

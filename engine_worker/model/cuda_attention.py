@@ -64,6 +64,7 @@ class CudaAttentionPlan:
                 attention.layers[0][0],
                 one_kernel=attention.is_deterministic,
                 windows=windows,
+                max_joined=model_input.max_joined,
             )
             for block_tables, windows in zip(self._tables, attention.groups.windows, strict=True)
         ]

@@ -24,3 +24,4 @@ class ModelInput:
     max_seq_len: int
     lowered: torch.Tensor | None = None  # [T] int64, by how much a position is below the planned one; None: nowhere
     state_blocks: torch.Tensor | None = None  # [S] int32, blocks of recurrent states; None: the model has none
+    max_joined: int = 1  # the most rows of one token that may belong to one sequence: a token and its drafts

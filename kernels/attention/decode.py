@@ -1,8 +1,9 @@
-"""Triton kernels for paged attention of sequences with one new token. paged_attention.py has the contract.
+"""Triton kernels for paged attention of sequences with one new token, or few. paged_attention.py has the contract.
 
 decode_kernel is persistent: a program has one KV head and runs over its share of the plan's items in one loop over key
 tiles, so the next item's loads are in flight during the last tile of the current one. combine_splits_kernel joins the
-splits of a row. The GROUP query heads that share a KV head are the rows of a tile, so keys are read once.
+splits of a row. The GROUP query heads that share a KV head, for each query, are the rows of a tile, so keys are read
+once.
 """
 
 import functools
@@ -48,8 +49,11 @@ COMBINE_WARPS = 2
 
 
 @triton.jit
-def _load_item(items, part, num_items, ITEM_FIELDS: tl.constexpr, WINDOW: tl.constexpr):
-    """Return (sequence, row, first key, end key, splits, first visible key); zeros after the end of the list."""
+def _load_item(items, part, num_items, ITEM_FIELDS: tl.constexpr, WINDOW: tl.constexpr, MAX_QUERIES: tl.constexpr):
+    """Return (sequence, row, first key, end key, splits, first visible key, queries, keys of the sequence).
+
+    After the end of the list all are 0. What WINDOW and MAX_QUERIES do not need is constant.
+    """
     item = items + part * ITEM_FIELDS
     inside = part < num_items
     return (
@@ -59,6 +63,8 @@ def _load_item(items, part, num_items, ITEM_FIELDS: tl.constexpr, WINDOW: tl.con
         tl.load(item + 3, mask=inside, other=0),
         tl.load(item + 4, mask=inside, other=0),
         tl.load(item + 5, mask=inside, other=0) if WINDOW > 0 else 0,
+        tl.load(item + 6, mask=inside, other=0) if MAX_QUERIES > 1 else 1,
+        tl.load(item + 7, mask=inside, other=0) if MAX_QUERIES > 1 else 0,
     )
 
 
@@ -68,6 +74,12 @@ def _visible(keys, first_visible, end_key, WINDOW: tl.constexpr):
     if WINDOW > 0:
         visible = visible & (keys >= first_visible)
     return visible
+
+
+@triton.jit
+def _query_and_head(rows, GROUP: tl.constexpr, MAX_QUERIES: tl.constexpr):
+    """Return the query and the head of the rows of a tile."""
+    return (rows // GROUP, rows % GROUP) if MAX_QUERIES > 1 else (0, rows)
 
 
 @triton.jit
@@ -88,11 +100,14 @@ def _count_tiles(
 
 @triton.jit
 def _attend_tile(
-    query_tile, key_pointers, keys, first_visible, end_key, accumulator, sums, row_max, scale_log2,
+    query_tile, key_pointers, keys, first_visible, end_key, row_ends, accumulator, sums, row_max, scale_log2,
     VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MAX_QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys to the running softmax (accumulator, sums per key lane, row_max in log2 units)."""
+    """Add one tile of keys to the running softmax (accumulator, sums per key lane, row_max in log2 units).
+
+    Some row sees the keys [first_visible, end_key); with several queries, a row sees none from its `row_ends` on.
+    """
     lanes = tl.arange(0, BLOCK_DIM)
     used = _visible(keys, first_visible, end_key, WINDOW)[:, None]
     if HEAD_DIM == BLOCK_DIM:
@@ -102,6 +117,8 @@ def _attend_tile(
         key_tile = tl.load(key_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
     scores = tl.dot(query_tile, tl.trans(key_tile.to(query_tile.dtype)), input_precision=PRECISION)
     visible = _visible(keys[None, :], first_visible, end_key, WINDOW)
+    if MAX_QUERIES > 1:
+        visible = visible & _visible(keys[None, :], row_ends[:, None] - WINDOW, row_ends[:, None], WINDOW)
     weights, decay, new_max = weigh(scores, visible, row_max, scale_log2, SOFTCAP)
     sums = sums * decay[:, None] + weights
     # A weight of 0 does not cancel NaN, so values of unused slots must not be loaded.
@@ -113,27 +130,31 @@ def _attend_tile(
 
 @triton.jit
 def _write_item(
-    accumulator, sums, row_max, value_scale, sinks, output, split_outputs, split_lse, row, part, splits, first_head,
-    num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    accumulator, sums, row_max, value_scale, sinks, output, split_outputs, split_lse, row, part, splits, queries,
+    first_head, num_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    MAX_QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Write an item's normalized result: to the output if it is the row's only split, else to the partial results."""
     rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
-    heads = first_head + rows
-    owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    query, head = _query_and_head(rows, GROUP, MAX_QUERIES)
+    heads = first_head + head
+    is_row = rows < GROUP * queries
+    owned = is_row[:, None] & (lanes < HEAD_DIM)[None, :]
     row_sum = tl.sum(sums, axis=1)
     if sinks is not None:
-        row_sum = tl.where(splits == 1, with_sinks(row_sum, row_max, sinks, heads, rows < GROUP), row_sum)
+        row_sum = tl.where(splits == 1, with_sinks(row_sum, row_max, sinks, heads, is_row), row_sum)
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     attended = accumulator * (1.0 / divisor)[:, None]
     if value_scale is not None:
         attended *= value_scale
     if splits == 1:
-        write = (row.to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM + lanes[None, :]
+        write = ((row.to(tl.int64) + query) * num_heads + heads)[:, None] * HEAD_DIM + lanes[None, :]
         tl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
     else:
-        place = tl.cast(part, tl.int64) * num_heads + heads
+        place = (tl.cast(part, tl.int64) * MAX_QUERIES + query) * num_heads + heads
         tl.store(split_outputs + place[:, None] * HEAD_DIM + lanes[None, :], attended, mask=owned)
-        tl.store(split_lse + place, row_max + tl.log2(divisor), mask=rows < GROUP)
+        tl.store(split_lse + place, row_max + tl.log2(divisor), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -143,7 +164,7 @@ def decode_kernel(
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ITEM_FIELDS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DEPENDENT: tl.constexpr,
+    SOFTCAP: tl.constexpr, MAX_QUERIES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run program (KV head, share of the items). Heads vary fastest because they share a block."""
     kv_head, part = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
@@ -152,14 +173,18 @@ def decode_kernel(
     num_tiles = _count_tiles(items, count, part, shares, BLOCK_N, ITEM_FIELDS, 64)
     # Items and block ids are loaded one iteration before use. Loaded in their own iteration, the loads of keys and
     # values would depend on a load, and the pipeliner would keep fewer tiles in flight.
-    sequence, row, key, end_key, splits, first_visible = _load_item(items, part, count, ITEM_FIELDS, WINDOW)
-    next_sequence, next_row, next_key, next_end_key, next_splits, next_visible = _load_item(
-        items, part + shares, count, ITEM_FIELDS, WINDOW
+    sequence, row, key, end_key, splits, first_visible, queries, seq_len = _load_item(
+        items, part, count, ITEM_FIELDS, WINDOW, MAX_QUERIES
+    )
+    next_sequence, next_row, next_key, next_end_key, next_splits, next_visible, next_queries, next_len = _load_item(
+        items, part + shares, count, ITEM_FIELDS, WINDOW, MAX_QUERIES
     )
     rows, tile, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DIM)
-    heads = kv_head * GROUP + rows
-    owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    row_query, head = _query_and_head(rows, GROUP, MAX_QUERIES)
+    heads = kv_head * GROUP + head
     query_head = query + heads[:, None] * query_head_stride + lanes[None, :]
+    if MAX_QUERIES > 1:
+        query_head += row_query[:, None].to(tl.int64) * query_token_stride
     # A tile starts at a multiple of BLOCK_N, so a key's slot in its block is that of its lane.
     slots = tile % BLOCK_SIZE * cache_slot_stride
     key_head = key_cache + tl.cast(kv_head, tl.int64) * cache_head_stride + slots[:, None] + lanes[None, :]
@@ -179,20 +204,21 @@ def decode_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     for _ in tl.range(0, num_tiles, num_stages=NUM_STAGES):
         keys = key + tile
+        owned = (rows < GROUP * queries)[:, None] & (lanes < HEAD_DIM)[None, :]
         query_tile = tl.load(query_head + row.to(tl.int64) * query_token_stride, mask=owned, other=0.0)
         query_tile = query_operand(query_tile, key_cache)
         key_pointers = key_head + (block_ids.to(tl.uint32).to(tl.uint64) * block_stride)[:, None]
         if BLOCK_SIZE > BLOCK_N:
             key_pointers += key % BLOCK_SIZE * cache_slot_stride
         accumulator, sums, row_max = _attend_tile(
-            query_tile, key_pointers, keys, first_visible, end_key, accumulator, sums, row_max, scale_log2,
-            VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, PRECISION, WINDOW, SOFTCAP,
+            query_tile, key_pointers, keys, first_visible, end_key, seq_len - queries + 1 + row_query, accumulator,
+            sums, row_max, scale_log2, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, PRECISION, WINDOW, SOFTCAP, MAX_QUERIES,
         )  # fmt: skip
         is_last = key + BLOCK_N >= end_key
         if is_last:
             _write_item(
                 accumulator, sums, row_max, value_scale, sinks, output, split_outputs, split_lse, row, part, splits,
-                kv_head * GROUP, NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_M,
+                queries, kv_head * GROUP, NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_M, MAX_QUERIES,
             )  # fmt: skip
             accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -203,12 +229,14 @@ def decode_kernel(
         splits = tl.where(is_last, next_splits, splits)
         if WINDOW > 0:
             first_visible = tl.where(is_last, next_visible, first_visible)
+        if MAX_QUERIES > 1:
+            queries, seq_len = tl.where(is_last, next_queries, queries), tl.where(is_last, next_len, seq_len)
         block_table = block_tables + sequence.to(tl.int64) * table_stride + key // BLOCK_SIZE
         block_ids = tl.load(
             block_table + tile // BLOCK_SIZE, mask=_visible(key + tile, first_visible, end_key, WINDOW), other=0
         )
-        next_sequence, next_row, next_key, next_end_key, next_splits, next_visible = _load_item(
-            items, part + shares, count, ITEM_FIELDS, WINDOW
+        next_sequence, next_row, next_key, next_end_key, next_splits, next_visible, next_queries, next_len = _load_item(
+            items, part + shares, count, ITEM_FIELDS, WINDOW, MAX_QUERIES
         )
 
 
@@ -216,13 +244,15 @@ def decode_kernel(
 def combine_splits_kernel(
     split_outputs, split_lse, sequence_items, query_start_loc, sinks, output,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, MAX_QUERIES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one row, in ascending order, for program (GROUP query heads, sequence)."""
-    first_head, sequence = tl.program_id(0) * GROUP, tl.program_id(1)
+    """Combine the splits of one query, in ascending order, for program (GROUP query heads, sequence, query)."""
+    first_head, sequence, query = tl.program_id(0) * GROUP, tl.program_id(1), tl.program_id(2)
     first_item = tl.load(sequence_items + sequence * 2)
     num_splits = tl.load(sequence_items + sequence * 2 + 1)
-    row = tl.load(query_start_loc + sequence).to(tl.int64)
+    row = tl.load(query_start_loc + sequence).to(tl.int64) + query
+    if MAX_QUERIES > 1:
+        num_splits = tl.where(row < tl.load(query_start_loc + sequence + 1), num_splits, 0)
     group, lanes = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_DIM)
     owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
     if DEPENDENT:
@@ -235,7 +265,8 @@ def combine_splits_kernel(
         for first_split in range(0, num_splits, BLOCK_SPLITS):
             splits = first_split + tl.arange(0, BLOCK_SPLITS)
             inside = (splits < num_splits)[:, None] & (group < GROUP)[None, :]
-            places = (first_item + splits)[:, None] * NUM_HEADS + first_head + group[None, :]
+            places = (first_item + splits) * MAX_QUERIES + query
+            places = places[:, None] * NUM_HEADS + first_head + group[None, :]
             lse = tl.load(split_lse + places, mask=inside, other=float("-inf"))
             read = places.to(tl.int64)[:, :, None] * HEAD_DIM + lanes[None, None, :]
             parts = tl.load(split_outputs + read, mask=inside[:, :, None] & owned[None, :, :], other=0.0)
@@ -307,18 +338,19 @@ def attend_decode(
         HEAD_DIM=head_dim,
         BLOCK_DIM=block_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=max(16, triton.next_power_of_2(group * plan.max_queries)),
         BLOCK_N=config.block_n,
         ITEM_FIELDS=ITEM_FIELDS,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NUM_STAGES=config.num_stages,
         WINDOW=rules.window,
         SOFTCAP=rules.softcap,
+        MAX_QUERIES=plan.max_queries,
         num_warps=config.num_warps,
         **launch,
     )
     if max_items > num_sequences:
-        combine_splits_kernel[(num_kv_heads, num_sequences)](
+        combine_splits_kernel[(num_kv_heads, num_sequences, plan.max_queries)](
             plan.split_outputs,
             plan.split_lse,
             plan.sequence_items,
@@ -331,6 +363,7 @@ def attend_decode(
             HEAD_DIM=head_dim,
             BLOCK_DIM=block_dim,
             BLOCK_SPLITS=SPLITS_COMBINED_AT_ONCE,
+            MAX_QUERIES=plan.max_queries,
             num_warps=COMBINE_WARPS,
             **launch,
         )

@@ -1,4 +1,4 @@
-"""Gluon kernel for paged attention of sequences with one new token on Hopper. paged_attention.py has the contract.
+"""Gluon kernel for paged attention of sequences with one new token or few on Hopper. Contract: paged_attention.py.
 
 A program is one warp with one KV head and a share of the plan's tiles. TMA fills its ring of NUM_STAGES tiles in shared
 memory, one block at a time. A single warp needs no barrier; several warps per SM hide each other's latency and keep
@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.decode_shares import ROW_FIELDS, SharePlan
-from kernels.attention.head_parts import load_query, normalized, operands, store_parts, zeros
+from kernels.attention.decode_shares import SharePlan
+from kernels.attention.head_parts import load_query, normalized, operands, query_and_head, store_parts, zeros
 from kernels.attention.online_softmax import LOG2_E
 from kernels.attention.online_softmax_gluon import weigh, with_sinks
 from kernels.attention.pool_rows import PoolRows
@@ -27,9 +27,9 @@ from kernels.dependent_launch import dependent_launch
 
 
 @gluon.jit
-def _hidden_tiles(seq_len, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """Return the number of tiles completely before the window; a row's first tile has this number."""
-    return gl.maximum(seq_len - WINDOW, 0) // TILE if WINDOW > 0 else 0
+def _hidden_tiles(seq_len, queries, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """Return the number of tiles completely before all windows; a row's first tile has this number."""
+    return gl.maximum(seq_len - (queries - 1) - WINDOW, 0) // TILE if WINDOW > 0 else 0
 
 
 @gluon.jit
@@ -37,6 +37,11 @@ def _load_row(rows, index, ROW_FIELDS: gl.constexpr):
     """Return (sequence, row of query and output, keys, tiles before it)."""
     row = rows + index * ROW_FIELDS
     return gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
+
+
+@gluon.jit
+def _load_queries(rows, index, ROW_FIELDS: gl.constexpr, MAX_QUERIES: gl.constexpr):
+    return gl.load(rows + index * ROW_FIELDS + 4) if MAX_QUERIES > 1 else 1
 
 
 @gluon.jit
@@ -48,7 +53,7 @@ def _share_of(tile, long, short, LONG_SHARES: gl.constexpr):
 
 @gluon.jit
 def _fill(
-    pool, ring, barriers, step, block_table, first_key, seq_len, head_row, block_rows, value_rows,
+    pool, ring, barriers, step, block_table, first_key, seq_len, queries, head_row, block_rows, value_rows,
     TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDTH: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Request a tile of keys and values as boxes [BOX, 64] of [keys and values, halves, TILE, 64]."""
@@ -64,7 +69,7 @@ def _fill(
         # Outside the sequence or its window block 0 is read; its scores and values are masked.
         used = key < seq_len
         if WINDOW > 0:
-            used = used & (key + BOX > seq_len - WINDOW)
+            used = used & (key + BOX > seq_len - (queries - 1) - WINDOW)
         block = gl.load(block_table + key // BLOCK_SIZE, mask=used, other=0)
         row = block * block_rows + head_row
         if BLOCK_SIZE > TILE:
@@ -78,10 +83,11 @@ def _fill(
 
 @gluon.jit
 def _combine_splits(
-    output, splits, split_lse, first_share, num_splits, row, first_head, sinks,
+    output, splits, split_lse, first_share, num_splits, row, query, first_head, sinks,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    MAX_QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of a row, weighted by their sums, in ascending order."""
+    """Combine the splits of a query, weighted by their sums, in ascending order."""
     AT_ONCE: gl.constexpr = 16 // BLOCK_GROUP
     layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // 32], [1, 1, 32], [1, 1, 1], [2, 1, 0])
     flat: gl.constexpr = gl.SliceLayout(2, layout)
@@ -96,6 +102,8 @@ def _combine_splits(
         split = first + ahead
         # A row's first split is the second slot of its share; later splits are the first slot of theirs.
         place = (first_share + split) * 2 + gl.where(split == 0, 1, 0)
+        if MAX_QUERIES > 1:
+            place = place * MAX_QUERIES + query
         place = gl.expand_dims(place, 1) * NUM_HEADS + first_head + gl.expand_dims(group, 0)
         inside = gl.expand_dims(split < num_splits, 1) & gl.expand_dims(group < GROUP, 0)
         lse = gl.load(split_lse + place, mask=inside, other=float("-inf"))
@@ -103,6 +111,8 @@ def _combine_splits(
         parts = gl.load(splits + read, mask=gl.expand_dims(inside, 2), other=0.0)
         new_maximum = gl.maximum(maximum, gl.max(lse, axis=0))
         shift = gl.where(group < GROUP, new_maximum, 0.0)
+        if MAX_QUERIES > 1:  # a query may see no key of the first splits
+            shift = gl.where(new_maximum == float("-inf"), 0.0, shift)
         weights = gl.exp2(lse - gl.expand_dims(shift, 0))
         decay = gl.exp2(maximum - shift)
         combined = combined * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
@@ -113,7 +123,8 @@ def _combine_splits(
     divisor = gl.where(group < GROUP, total, 1.0)
     combined = combined / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
     heads = gl.convert_layout(group, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
-    write = (row.to(gl.int64) * NUM_HEADS + first_head + gl.expand_dims(heads, 1)) * HEAD_DIM + gl.expand_dims(lanes, 0)
+    row = row.to(gl.int64) + query
+    write = (row * NUM_HEADS + first_head + gl.expand_dims(heads, 1)) * HEAD_DIM + gl.expand_dims(lanes, 0)
     gl.store(output + write, combined.to(output.dtype.element_ty), mask=gl.expand_dims(heads < GROUP, 1))
 
 
@@ -152,8 +163,9 @@ def _clear_unused(value_tile, first_used, end_used, TILE: gl.constexpr, WINDOW: 
 
 @gluon.jit
 def _attend_tile(
-    query_tile, key_tile, value_tile, tile, seq_len, accumulator, row_sum, row_max, scale_log2,
+    query_tile, key_tile, value_tile, tile, seq_len, queries, accumulator, row_sum, row_max, scale_log2,
     TILE: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    GROUP: gl.constexpr, MAX_QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys and values [TILE, WIDTH] in shared memory to the running softmax (row_max in log2 units)."""
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -164,16 +176,25 @@ def _attend_tile(
     scores = mma_v2(query_tile[0], key_parts[0], scores)
     if PARTS == 2:
         scores = mma_v2(query_tile[1], key_parts[1], scores)
-    visible = keys < seq_len
-    if WINDOW > 0:
-        visible = visible & (keys >= seq_len - WINDOW)
-    weights, decay, new_max = weigh(scores, visible[None, :], row_max, scale_log2, SOFTCAP, True)
+    if MAX_QUERIES > 1:
+        query, _ = query_and_head(gl.arange(0, 16, gl.SliceLayout(1, mma)), GROUP, MAX_QUERIES)
+        row_ends = gl.minimum(seq_len - queries + 1 + query, seq_len)[:, None]
+        visible = keys[None, :] < row_ends
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] >= row_ends - WINDOW)
+    else:
+        visible = keys < seq_len
+        if WINDOW > 0:
+            visible = visible & (keys >= seq_len - WINDOW)
+        visible = visible[None, :]
+    weights, decay, new_max = weigh(scores, visible, row_max, scale_log2, SOFTCAP, MAX_QUERIES == 1)
     row_sum = row_sum * decay + gl.sum(weights, axis=1)
     has_unused = tile * TILE + TILE > seq_len
     if WINDOW > 0:
-        has_unused = has_unused | (tile * TILE < seq_len - WINDOW)
+        has_unused = has_unused | (tile * TILE < seq_len - (queries - 1) - WINDOW)
     if has_unused:
-        _clear_unused(value_tile, seq_len - WINDOW - tile * TILE, seq_len - tile * TILE, TILE, WINDOW)
+        first_used = seq_len - (queries - 1) - WINDOW - tile * TILE
+        _clear_unused(value_tile, first_used, seq_len - tile * TILE, TILE, WINDOW)
     value_parts = operands(value_tile, right, PARTS)
     weights = gl.convert_layout(weights.to(value_parts[0].dtype), left)
     even = mma_v2(weights, value_parts[0], accumulator[0] * decay[:, None])
@@ -184,42 +205,54 @@ def _attend_tile(
 @gluon.jit
 def _write_split(
     accumulator, row_sum, row_max, value_scale, sinks, output, splits, split_lse, arrivals, long, short, share, row,
-    seq_len, first_tile, split_tile, is_last, kv_head,
+    seq_len, queries, first_tile, split_tile, is_last, kv_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     PARTS: gl.constexpr, TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr, WINDOW: gl.constexpr,
+    MAX_QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Write the normalized result to the output, or to the splits if the share has only a part of the row.
 
     The program that arrives last joins the splits.
     """
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
-    group = gl.arange(0, 16, gl.SliceLayout(1, mma))
-    heads = kv_head * GROUP + group
+    rows = gl.arange(0, 16, gl.SliceLayout(1, mma))
+    query, head = query_and_head(rows, GROUP, MAX_QUERIES)
+    heads, is_row = kv_head * GROUP + head, rows < GROUP * queries
     divisor = row_sum
     if sinks is not None:
-        with_sink = with_sinks(row_sum, row_max, sinks, heads, group < GROUP)
+        with_sink = with_sinks(row_sum, row_max, sinks, heads, is_row)
         divisor = gl.where(is_last & (split_tile == 0), with_sink, row_sum)
+    if MAX_QUERIES > 1:  # a query may see no key of the share
+        divisor = gl.where(divisor == 0.0, 1.0, divisor)
     even = normalized(accumulator[0], divisor, value_scale)
     attended = (even, normalized(accumulator[1], divisor, value_scale)) if PARTS == 2 else (even,)
     if is_last & (split_tile == 0):
-        start = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM
-        store_parts(attended, output, start, group, GROUP, HEAD_DIM, PARTS, mma)
+        start = ((row.to(gl.int64) + query) * NUM_HEADS + heads)[:, None] * HEAD_DIM
+        store_parts(attended, output, start, is_row, HEAD_DIM, PARTS, mma)
     else:
         # A row that started before the share uses the share's first slot, one that starts in it the second.
-        place = (share * 2 + gl.where(split_tile == 0, 1, 0)) * NUM_HEADS + heads
-        store_parts(attended, splits + place[:, None] * HEAD_DIM, None, group, GROUP, HEAD_DIM, PARTS, mma)
-        gl.store(split_lse + place, row_max + gl.log2(row_sum), mask=group < GROUP)
+        slot = share * 2 + gl.where(split_tile == 0, 1, 0)
+        place = (slot * MAX_QUERIES + query) * NUM_HEADS + heads
+        store_parts(attended, splits + place[:, None] * HEAD_DIM, None, is_row, HEAD_DIM, PARTS, mma)
+        gl.store(split_lse + place, row_max + gl.log2(row_sum), mask=is_row)
         first_share = _share_of(first_tile, long, short, LONG_SHARES)
-        last_tile = first_tile + (seq_len - 1) // TILE - _hidden_tiles(seq_len, TILE, WINDOW)
+        last_tile = first_tile + (seq_len - 1) // TILE - _hidden_tiles(seq_len, queries, TILE, WINDOW)
         last_share = _share_of(last_tile, long, short, LONG_SHARES)
         arrival = arrivals + first_share * NUM_KV_HEADS + kv_head
         gl.thread_barrier()
         if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == last_share - first_share:
             gl.store(arrival, 0)
-            _combine_splits(
-                output, splits, split_lse, first_share, last_share - first_share + 1, row, kv_head * GROUP,
-                sinks, NUM_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM,
-            )  # fmt: skip
+            if MAX_QUERIES > 1:
+                for number in range(queries):
+                    _combine_splits(
+                        output, splits, split_lse, first_share, last_share - first_share + 1, row, number,
+                        kv_head * GROUP, sinks, NUM_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, MAX_QUERIES,
+                    )  # fmt: skip
+            else:
+                _combine_splits(
+                    output, splits, split_lse, first_share, last_share - first_share + 1, row, 0, kv_head * GROUP,
+                    sinks, NUM_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, MAX_QUERIES,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -238,8 +271,8 @@ def decode_hopper_kernel(
     sinks, query_token_stride, query_head_stride, block_rows, head_rows, value_rows, table_stride, num_sequences,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, NUM_STAGES: gl.constexpr,
-    ROW_FIELDS: gl.constexpr, LONG_SHARES: gl.constexpr, KEYS_ARE_OLD: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, DEPENDENT: gl.constexpr,
+    ROW_FIELDS: gl.constexpr, LONG_SHARES: gl.constexpr, NEW_KEYS: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, MAX_QUERIES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Run program (KV head, share). Heads vary fastest because they share a block."""
     if DEPENDENT:
@@ -261,29 +294,31 @@ def decode_hopper_kernel(
     index = gl.load(share_rows + share, mask=num_steps > 0, other=0)
     sequence, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
     row = gl.where(num_steps > 0, row, 0)
+    queries = _load_queries(rows, index, ROW_FIELDS, MAX_QUERIES)
     tile = start - first_tile
     split_tile = tile
     if WINDOW > 0:
-        tile += _hidden_tiles(seq_len, TILE, WINDOW)
+        tile += _hidden_tiles(seq_len, queries, TILE, WINDOW)
     head_row = kv_head * head_rows
     # Cursor of the next request.
-    next_index, next_tile, next_len = index, tile, seq_len
+    next_index, next_tile, next_len, next_queries = index, tile, seq_len, queries
     next_table = block_tables + sequence.to(gl.int64) * table_stride
     asked = 0
     if DEPENDENT:
         # Before the wait, only the plan and the block tables are read, which are made once per step. In a decode-only
-        # batch all keys except the last of each sequence are older than the step.
-        if KEYS_ARE_OLD:
-            asked = gl.maximum(gl.minimum(gl.minimum(num_steps, NUM_STAGES), (seq_len - 1) // TILE - tile), 0)
+        # batch all keys except the last NEW_KEYS of each sequence are older than the step.
+        if NEW_KEYS > 0:
+            old_tiles = (seq_len - NEW_KEYS) // TILE
+            asked = gl.maximum(gl.minimum(gl.minimum(num_steps, NUM_STAGES), old_tiles - tile), 0)
             for step in range(asked):
                 _fill(
-                    pool, ring, barriers, step, next_table, next_tile * TILE, next_len, head_row, block_rows,
-                    value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES, WINDOW,
+                    pool, ring, barriers, step, next_table, next_tile * TILE, next_len, next_queries, head_row,
+                    block_rows, value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES, WINDOW,
                 )  # fmt: skip
                 next_tile += 1
         gdc_wait()
     place = (row, query_token_stride, kv_head, query_head_stride)
-    query_tile = load_query(query, place, GROUP, HEAD_DIM, PARTS, mma)
+    query_tile = load_query(query, place, queries, GROUP, HEAD_DIM, PARTS, MAX_QUERIES, mma)
     accumulator = zeros(WIDTH, PARTS, mma)
     row_sum = gl.zeros([16], gl.float32, rows_layout)
     row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
@@ -294,37 +329,41 @@ def decode_hopper_kernel(
             next_index += 1
             next_sequence, _, next_len, _ = _load_row(rows, next_index, ROW_FIELDS)
             next_table = block_tables + next_sequence.to(gl.int64) * table_stride
-            next_tile = _hidden_tiles(next_len, TILE, WINDOW)
+            if MAX_QUERIES > 1:
+                next_queries = _load_queries(rows, next_index, ROW_FIELDS, MAX_QUERIES)
+            next_tile = _hidden_tiles(next_len, next_queries, TILE, WINDOW)
         if step >= 0:
             stage = step % NUM_STAGES
             mbarrier.wait(barriers.index(stage), step // NUM_STAGES & 1)
             accumulator, row_sum, row_max = _attend_tile(
-                query_tile, tiles.index(stage * 2), tiles.index(stage * 2 + 1), tile, seq_len, accumulator, row_sum,
-                row_max, scale_log2, TILE, PARTS, mma, WINDOW, SOFTCAP,
+                query_tile, tiles.index(stage * 2), tiles.index(stage * 2 + 1), tile, seq_len, queries, accumulator,
+                row_sum, row_max, scale_log2, TILE, PARTS, mma, WINDOW, SOFTCAP, GROUP, MAX_QUERIES,
             )  # fmt: skip
         if ahead < num_steps:
             gl.thread_barrier()
             _fill(
-                pool, ring, barriers, ahead, next_table, next_tile * TILE, next_len, head_row, block_rows,
-                value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES, WINDOW,
+                pool, ring, barriers, ahead, next_table, next_tile * TILE, next_len, next_queries, head_row,
+                block_rows, value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES, WINDOW,
             )  # fmt: skip
             next_tile += 1
         is_last = tile * TILE + TILE >= seq_len
         if (step >= 0) & (is_last | (step == num_steps - 1)):
             _write_split(
                 accumulator, row_sum, row_max, value_scale, sinks, output, splits, split_lse, arrivals, long, short,
-                share, row, seq_len, first_tile, split_tile, is_last, kv_head,
-                NUM_KV_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, PARTS, TILE, LONG_SHARES, mma, WINDOW,
+                share, row, seq_len, queries, first_tile, split_tile, is_last, kv_head,
+                NUM_KV_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, PARTS, TILE, LONG_SHARES, mma, WINDOW, MAX_QUERIES,
             )  # fmt: skip
             if step < num_steps - 1:
                 index += 1
                 _, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
+                if MAX_QUERIES > 1:
+                    queries = _load_queries(rows, index, ROW_FIELDS, MAX_QUERIES)
                 place = (row, query_token_stride, kv_head, query_head_stride)
-                query_tile = load_query(query, place, GROUP, HEAD_DIM, PARTS, mma)
+                query_tile = load_query(query, place, queries, GROUP, HEAD_DIM, PARTS, MAX_QUERIES, mma)
                 accumulator = zeros(WIDTH, PARTS, mma)
                 row_sum = gl.zeros([16], gl.float32, rows_layout)
                 row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
-                tile = _hidden_tiles(seq_len, TILE, WINDOW) - 1
+                tile = _hidden_tiles(seq_len, queries, TILE, WINDOW) - 1
                 split_tile = 0
         if step >= 0:
             tile += 1
@@ -343,7 +382,7 @@ def attend_decode_hopper(
     output: Tensor,
     scale: float,
     may_start_early: bool,
-    keys_are_old: bool,
+    new_keys: int,
     value_scale: float | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
@@ -359,7 +398,7 @@ def attend_decode_hopper(
         scale: Factor of the scores.
         may_start_early: Read the plan and the block tables while the previous kernel still runs. They must be complete
             then, which any kernel launched without dependence between them and this one ensures.
-        keys_are_old: The keys and values of all positions except the last of each sequence are complete, too.
+        new_keys: All but so many of each sequence's last keys and values are complete, too; 0: not known.
         value_scale: Factor of e4m3 values; None for other caches.
         rules: Window, softcap and sinks.
     """
@@ -398,11 +437,12 @@ def attend_decode_hopper(
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
         NUM_STAGES=plan.num_stages,
-        ROW_FIELDS=ROW_FIELDS,
+        ROW_FIELDS=plan.rows.shape[1],
         LONG_SHARES=plan.num_long_shares,
-        KEYS_ARE_OLD=keys_are_old,
+        NEW_KEYS=new_keys,
         WINDOW=rules.window,
         SOFTCAP=rules.softcap,
+        MAX_QUERIES=plan.max_queries,
         num_warps=1,
         **launch,
     )

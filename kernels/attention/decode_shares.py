@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# int32 fields of a row: sequence, row of query and output, keys, tiles of the rows before it. Tiles completely before
-# the window are not counted.
-ROW_FIELDS = 4
+from kernels.attention.joined_rows import JoinedRows, decoding_queries
+
+# int32 fields of a row: sequence, first row of query and output, keys, tiles of the rows before it, and the queries if
+# there may be several. Tiles completely before the window are not counted.
+ROW_FIELDS, JOINED_ROW_FIELDS = 4, 8
 # Smaller shares cost more to join than they save: 8192 keys of one sequence took 17.8 us in shares of 256 and 20.4 us
 # in
 # shares of 128; 1024 keys took 11.0 and 7.2 us.
@@ -58,12 +60,13 @@ def share_config(num_rows: int, is_fp8: bool = False) -> ShareConfig:
 
 @dataclass(frozen=True)
 class SharePlan:
-    rows: Tensor  # [S, ROW_FIELDS] int32: rows with keys from the front, rows without keys from the back
+    rows: Tensor  # [S, fields] int32: rows with keys from the front, rows without keys from the back
     counts: Tensor  # [5] int32: rows with keys, rows without, tiles, tiles per long share, tiles per short share
     share_rows: Tensor  # [shares] int32: index of the row in which a share starts; undefined after the last tile
     arrivals: Tensor  # [shares, Hkv] int32, 0 between layers: finished splits of the row that leaves a share
-    splits: Tensor  # [shares * 2, Hq, D] float32, normalized per split
-    split_lse: Tensor  # [shares * 2, Hq] float32, log2 of the sum of exponentials
+    splits: Tensor  # [shares * 2, max_queries, Hq, D] float32, normalized per split
+    split_lse: Tensor  # [shares * 2, max_queries, Hq] float32, log2 of the sum of exponentials
+    max_queries: int
     num_long_shares: int
     num_shares: int
     tile: int
@@ -71,14 +74,13 @@ class SharePlan:
 
 
 @triton.jit
-def _tiles(query_start_loc, seq_lens, sequence, inside, TILE: tl.constexpr, WINDOW: tl.constexpr):
+def _tiles(query_start_loc, joined, seq_lens, sequence, inside, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """Return (tiles with keys, whether the row has no keys) of decoding sequences; 0 for all others."""
-    start = tl.load(query_start_loc + sequence, mask=inside, other=0)
-    decodes = tl.load(query_start_loc + sequence + 1, mask=inside, other=0) - start == 1
+    decodes, queries = decoding_queries(query_start_loc, joined, sequence, inside)
     seq_len = tl.load(seq_lens + sequence, mask=inside, other=0)
     tiles = tl.cdiv(seq_len, TILE)
     if WINDOW > 0:
-        tiles -= tl.maximum(seq_len - WINDOW, 0) // TILE
+        tiles -= tl.maximum(seq_len - (queries - 1) - WINDOW, 0) // TILE
     return tl.where(decodes, tiles, 0), (decodes & (tiles == 0)).to(tl.int32)
 
 
@@ -100,18 +102,19 @@ def _share_tiles(
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def plan_shares_kernel(
-    query_start_loc, seq_lens, rows, counts, share_rows, arrivals, num_sequences,
+    query_start_loc, joined, seq_lens, rows, counts, share_rows, arrivals, num_sequences,
     LONG_SHARES: tl.constexpr, SHORT_SHARES: tl.constexpr, NUM_ARRIVALS: tl.constexpr, TILE: tl.constexpr,
     MIN_TOKENS: tl.constexpr, FULL_TOKENS: tl.constexpr, FULL_FROM_TOKENS: tl.constexpr, TAIL_PERCENT: tl.constexpr,
     ROW_FIELDS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, BLOCK_SHARES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, MAX_QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Write the entry of one sequence. Each program counts all others: a thousand integers from L2, once per step."""
     sequence = tl.program_id(0)
     all_tiles, tiles_before, rows_in_all, rows_before, empty_in_all, empty_before = 0, 0, 0, 0, 0, 0
     for first in range(0, num_sequences, BLOCK_SEQUENCES):
         others = first + tl.arange(0, BLOCK_SEQUENCES)
-        tiles, is_empty = _tiles(query_start_loc, seq_lens, others, others < num_sequences, TILE, WINDOW)
+        inside = others < num_sequences
+        tiles, is_empty = _tiles(query_start_loc, joined, seq_lens, others, inside, TILE, WINDOW)
         is_before, has_tiles = others < sequence, (tiles > 0).to(tl.int32)
         all_tiles += tl.sum(tiles, axis=0)
         tiles_before += tl.sum(tl.where(is_before, tiles, 0), axis=0)
@@ -122,13 +125,15 @@ def plan_shares_kernel(
     long, short = _share_tiles(
         all_tiles, LONG_SHARES, SHORT_SHARES, TILE, MIN_TOKENS, FULL_TOKENS, FULL_FROM_TOKENS, TAIL_PERCENT
     )
-    tiles, is_empty = _tiles(query_start_loc, seq_lens, sequence, True, TILE, WINDOW)
+    tiles, is_empty = _tiles(query_start_loc, joined, seq_lens, sequence, True, TILE, WINDOW)
     if tiles + is_empty > 0:
         place = rows + tl.where(is_empty > 0, num_sequences - 1 - empty_before, rows_before) * ROW_FIELDS
         tl.store(place, sequence)
-        tl.store(place + 1, tl.load(query_start_loc + sequence))
+        tl.store(place + 1, tl.load(joined + sequence))
         tl.store(place + 2, tl.load(seq_lens + sequence))
         tl.store(place + 3, tiles_before)
+        if MAX_QUERIES > 1:
+            tl.store(place + 4, tl.load(joined + sequence + 1) - tl.load(joined + sequence))
     tiles_end, long_end = tiles_before + tiles, long * LONG_SHARES
     # The shares that start in this row: long ones first, then short ones.
     first_share = tl.minimum(tl.cdiv(tiles_before, long), LONG_SHARES)
@@ -158,6 +163,7 @@ def plan_shares(
     config: ShareConfig,
     num_multiprocessors: int,
     window: int = 0,
+    joined: JoinedRows | None = None,
 ) -> SharePlan:
     """Plan the shares of one step.
 
@@ -170,17 +176,22 @@ def plan_shares(
         config: From share_config().
         num_multiprocessors: SMs of the device.
         window: Visible keys per token; 0: all.
+        joined: The rows with those of one sequence joined; None: each row for itself.
     """
+    joined = joined or JoinedRows(query_start_loc, 1)
+    max_queries = joined.max_queries
+    row_fields = ROW_FIELDS if max_queries == 1 else JOINED_ROW_FIELDS
     num_sequences, tile = seq_lens.shape[0], config.tile
     num_long_shares = max(1, config.programs_per_sm * num_multiprocessors // num_kv_heads)
     num_shares = num_long_shares * (1 + config.tail)
     plan = SharePlan(
-        rows=seq_lens.new_empty(num_sequences, ROW_FIELDS),
+        rows=seq_lens.new_empty(num_sequences, row_fields),
         counts=seq_lens.new_empty(5),
         share_rows=seq_lens.new_empty(num_shares),
         arrivals=seq_lens.new_empty(num_shares, num_kv_heads),
-        splits=seq_lens.new_empty(num_shares * 2, num_heads, head_dim, dtype=torch.float32),
-        split_lse=seq_lens.new_empty(num_shares * 2, num_heads, dtype=torch.float32),
+        splits=seq_lens.new_empty(num_shares * 2, max_queries, num_heads, head_dim, dtype=torch.float32),
+        split_lse=seq_lens.new_empty(num_shares * 2, max_queries, num_heads, dtype=torch.float32),
+        max_queries=max_queries,
         num_long_shares=num_long_shares,
         num_shares=num_shares,
         tile=tile,
@@ -188,6 +199,7 @@ def plan_shares(
     )
     plan_shares_kernel[(num_sequences,)](
         query_start_loc,
+        joined.query_start_loc,
         seq_lens,
         plan.rows,
         plan.counts,
@@ -202,10 +214,11 @@ def plan_shares(
         FULL_TOKENS=FULL_SHARE_TOKENS,
         FULL_FROM_TOKENS=FULL_SHARE_FROM_TOKENS,
         TAIL_PERCENT=TAIL_PERCENT,
-        ROW_FIELDS=ROW_FIELDS,
+        ROW_FIELDS=row_fields,
         BLOCK_SEQUENCES=SEQUENCES_COUNTED_AT_ONCE,
         BLOCK_SHARES=128,
         WINDOW=window,
+        MAX_QUERIES=max_queries,
         num_warps=4,
     )
     return plan

@@ -26,28 +26,41 @@ def query_operand(query_tile, dtype: gl.constexpr):
 
 
 @gluon.jit
+def query_and_head(rows, GROUP: gl.constexpr, MAX_QUERIES: gl.constexpr):
+    """Return the query and the head of the rows of a tile."""
+    return (rows // GROUP, rows % GROUP) if MAX_QUERIES > 1 else (0, rows)
+
+
+@gluon.jit
 def _query_part(
-    query, place, part: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
-    mma: gl.constexpr,
+    query, place, queries, part: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+    MAX_QUERIES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    group = gl.arange(0, 16, gl.SliceLayout(1, left))
+    rows = gl.arange(0, 16, gl.SliceLayout(1, left))
+    number, head = query_and_head(rows, GROUP, MAX_QUERIES)
     lanes = _lanes(part, HEAD_DIM, PARTS, gl.SliceLayout(0, left))
     row, token_stride, kv_head, head_stride = place
-    read = row.to(gl.int64) * token_stride + ((kv_head * GROUP + group) * head_stride)[:, None] + lanes[None, :]
-    owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    read = row.to(gl.int64) * token_stride + ((kv_head * GROUP + head) * head_stride)[:, None] + lanes[None, :]
+    if MAX_QUERIES > 1:
+        read += (number * token_stride)[:, None]
+    owned = (rows < GROUP * queries)[:, None] & (lanes < HEAD_DIM)[None, :]
     loaded = gl.load(query + read, mask=owned, other=0.0)
     return query_operand(loaded, gl.float16) if PARTS == 2 else loaded
 
 
 @gluon.jit
-def load_query(query, place, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr):
-    """Load a group's queries as left operands, one per part.
+def load_query(
+    query, place, queries,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, MAX_QUERIES: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Load the heads of a group for `queries` tokens as left operands, one per part.
 
-    `place` is (row, elements between rows, KV head, elements between heads).
+    `place` is (first row, elements between rows, KV head, elements between heads).
     """
-    even = _query_part(query, place, 0, GROUP, HEAD_DIM, PARTS, mma)
-    return (even, _query_part(query, place, 1, GROUP, HEAD_DIM, PARTS, mma)) if PARTS == 2 else (even,)
+    even = _query_part(query, place, queries, 0, GROUP, HEAD_DIM, PARTS, MAX_QUERIES, mma)
+    odd = _query_part(query, place, queries, 1, GROUP, HEAD_DIM, PARTS, MAX_QUERIES, mma) if PARTS == 2 else even
+    return (even, odd) if PARTS == 2 else (even,)
 
 
 @gluon.jit
@@ -96,12 +109,11 @@ def normalized(accumulator, row_sum, value_scale):
 
 @gluon.jit
 def store_parts(
-    attended, target, start, group, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
-    mma: gl.constexpr,
+    attended, target, start, is_row, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Store a group's rows from `start` of `target` on; with `start` None, `target` has one pointer per row."""
     for part in gl.static_range(PARTS):
         lanes = _lanes(part, HEAD_DIM, PARTS, gl.SliceLayout(0, mma))
-        owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+        owned = is_row[:, None] & (lanes < HEAD_DIM)[None, :]
         write = lanes[None, :] if start is None else start + lanes[None, :]
         gl.store(target + write, attended[part].to(target.dtype.element_ty), mask=owned)

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.decode import num_multiprocessors
+from kernels.attention.joined_rows import JoinedRows
 from kernels.attention.online_softmax import with_sinks
 from kernels.attention.prefill import (
     SHORT_TILES,
@@ -55,7 +56,7 @@ def merge_splits_kernel(
     if WINDOW > 0:
         num_splits -= tl.maximum(seq_len - WINDOW, 0) // SPLIT_TOKENS
     for split in range(num_splits):
-        place = (sequence.to(tl.int64) * MAX_SPLITS + split) * NUM_HEADS + head
+        place = (row.to(tl.int64) * MAX_SPLITS + split) * NUM_HEADS + head
         attended = tl.load(splits + place * HEAD_DIM + lanes[None, :], mask=inside, other=0.0)
         lse = tl.load(split_lse + place + tl.zeros([1], dtype=tl.int32))
         combined, total, maximum = merge_split(combined, total, maximum, attended, lse)
@@ -92,6 +93,7 @@ def attend_invariant(
     scale: float,
     value_scale: float | None = None,
     rules: ScoreRules = NO_RULES,
+    joined: JoinedRows | None = None,
 ) -> None:
     """Write all output rows with batch-invariant bits.
 
@@ -108,26 +110,33 @@ def attend_invariant(
         scale: Factor of the scores.
         value_scale: Factor of e4m3 values; None for other caches.
         rules: Window, softcap and sinks.
+        joined: The rows with those of one sequence joined; None: each row for itself.
     """
+    joined = joined or JoinedRows(query_start_loc, 1)
     num_sequences, num_heads, head_dim = seq_lens.shape[0], query.shape[1], query.shape[2]
     num_kv_heads = key_cache.shape[1]
     max_splits = triton.cdiv(max_seq_len, SPLIT_TOKENS)
     if rules.window:  # a window may start and end within a split
         max_splits = min(max_splits, triton.cdiv(rules.window, SPLIT_TOKENS) + 1)
-    programs = PROGRAMS_PER_SM * num_multiprocessors(query.device) // (num_sequences * num_kv_heads)
+    num_joined = triton.cdiv(num_sequences, joined.max_queries)
+    programs = PROGRAMS_PER_SM * num_multiprocessors(query.device) // (num_joined * num_kv_heads)
     programs = min(programs, max_splits) if max_query_len == 1 else 1
-    config = invariant_config(query.dtype, head_dim, max_query_len * (num_heads // num_kv_heads))
+    most_queries = max(max_query_len, joined.max_queries)
+    config = invariant_config(query.dtype, head_dim, most_queries * (num_heads // num_kv_heads))
     split = SplitPrefill(min_query_len=1, split_tokens=SPLIT_TOKENS)
     if programs > 1:
         splits = query.new_empty(num_sequences, max_splits, num_heads, head_dim, dtype=torch.float32)
         split = SplitPrefill(1, SPLIT_TOKENS, programs, max_splits, splits, splits.new_empty(splits.shape[:3]))
-    caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
-    launch_prefill(query, *caches, *lengths, output, scale, config, split, value_scale, rules)
+    caches = (key_cache, value_cache, block_tables)
+    launch_prefill(
+        query, *caches, joined.query_start_loc, seq_lens, output, scale, config, split, value_scale, rules
+    )  # fmt: skip
     if programs > 1:
         merge_splits_kernel[(num_heads, num_sequences)](
             split.splits,
             split.split_lse,
-            *lengths,
+            query_start_loc,
+            seq_lens,
             rules.sinks,
             output,
             SPLIT_TOKENS=SPLIT_TOKENS,

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.attention.decode import attend_decode, num_multiprocessors
@@ -24,6 +25,7 @@ from kernels.attention.decode_hopper import attend_decode_hopper
 from kernels.attention.decode_plan import DecodePlan, plan_decode
 from kernels.attention.decode_shares import SharePlan, plan_shares, share_config
 from kernels.attention.invariant import attend_invariant
+from kernels.attention.joined_rows import JoinedRows, join_rows, most_queries
 from kernels.attention.pool_rows import supports_tma
 from kernels.attention.prefill import attend_prefill
 from kernels.attention.prefill_hopper import attend_prefill_hopper
@@ -70,6 +72,7 @@ class AttentionPlan:
         key_cache: Tensor,
         one_kernel: bool = False,
         windows: Iterable[int] = (0,),
+        max_joined: int = 1,
     ) -> None:
         """Plan one step; see paged_attention() for the tensors.
 
@@ -85,12 +88,13 @@ class AttentionPlan:
                 Slower
                 for long prompts.
             windows: The distinct windows of the layers' rules; each has its own plan.
+            max_joined: Read the keys of so many rows of one token once, if they continue each other in the same blocks.
         """
         self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
         self._triton: dict[int, TritonPlan] = {}  # by window
         if seq_lens.is_cuda:
-            plan = partial(TritonPlan, *self._batch, num_heads, key_cache, one_kernel)
-            self._triton = {window: plan(window) for window in windows}
+            plan = partial(TritonPlan, *self._batch, num_heads, key_cache, one_kernel, max_joined=max_joined)
+            self._triton = {window: plan(window=window) for window in windows}
 
     def attend(
         self,
@@ -130,14 +134,20 @@ class TritonPlan:
         key_cache: Tensor,
         one_kernel: bool = False,
         window: int = 0,
+        max_joined: int = 1,
     ) -> None:
         """Plan one window; `window` is that of the rules passed to attend()."""
         assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
         assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
         self._block_tables, self._lengths = block_tables, (query_start_loc, seq_lens)
-        self._max_query_len, self._max_seq_len, self._one_kernel = max_query_len, max_seq_len, one_kernel
-        self._window = window
+        num_kv_heads, block_size, head_dim = key_cache.shape[1:]
         self._on_hopper = supports_tma(key_cache, num_heads)
+        max_queries = most_queries(max_joined, num_heads // num_kv_heads, one_kernel)
+        self._joined = JoinedRows(query_start_loc, 1)
+        if max_queries > 1 and len(seq_lens) > 1:
+            self._joined = join_rows(*self._lengths, block_tables, block_size, max_queries)
+        self._max_query_len, self._max_seq_len, self._one_kernel = max_query_len, max_seq_len, one_kernel
+        self._window, self._max_joined = window, max_joined
         self._decode: DecodePlan | SharePlan | None = None
         self._widened: WidenedBlocks | None = None
         widens = self._on_hopper and key_cache.dtype == E4M3 and max_query_len > 1 and not one_kernel
@@ -145,14 +155,14 @@ class TritonPlan:
             self._widened = WidenedBlocks(block_tables, *self._lengths, max_seq_len, key_cache.shape[2], window)
         # A single sequence with several new tokens leaves nothing to decode.
         if not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1):
-            num_kv_heads, _, head_dim = key_cache.shape[1:]
             if self._on_hopper:
-                config = share_config(seq_lens.shape[0], is_fp8=key_cache.dtype == E4M3)
+                num_rows = triton.cdiv(len(seq_lens), self._joined.max_queries)
+                config = share_config(num_rows, is_fp8=key_cache.dtype == E4M3)
                 processors = num_multiprocessors(seq_lens.device)
                 heads = num_heads, num_kv_heads, head_dim
-                self._decode = plan_shares(*self._lengths, *heads, config, processors, window)
+                self._decode = plan_shares(*self._lengths, *heads, config, processors, window, self._joined)
             else:
-                self._decode = plan_decode(*self._lengths, max_seq_len, num_heads, head_dim, window)
+                self._decode = plan_decode(*self._lengths, max_seq_len, num_heads, head_dim, window, self._joined)
 
     def attend(
         self,
@@ -176,7 +186,7 @@ class TritonPlan:
         tensors = (query, key_cache, value_cache, self._block_tables)
         if self._one_kernel:
             bounds = self._max_query_len, self._max_seq_len
-            attend_invariant(*tensors, *self._lengths, output, *bounds, scale, value_scale, rules)
+            attend_invariant(*tensors, *self._lengths, output, *bounds, scale, value_scale, rules, self._joined)
         else:
             self._decode_rows(tensors, output, scale, value_scale, may_start_early, rules)
             self._prefill_rows(tensors, output, scale, value_scale, rules)
@@ -192,7 +202,7 @@ class TritonPlan:
         rules: ScoreRules,
     ) -> None:
         if isinstance(self._decode, SharePlan):
-            starts = may_start_early, self._max_query_len == 1
+            starts = may_start_early, self._max_joined if self._max_query_len == 1 else 0
             attend_decode_hopper(*tensors, self._decode, output, scale, *starts, value_scale, rules)
         elif self._decode is not None:
             attend_decode(*tensors, self._decode, output, scale, may_start_early, value_scale, rules)
@@ -223,9 +233,11 @@ def paged_attention_triton(
     one_kernel: bool = False,
     kv_scales: KVScales = UNIT_SCALES,
     rules: ScoreRules = NO_RULES,
+    max_joined: int = 1,
 ) -> Tensor:
+    """Compute paged_attention(); `max_joined` as in AttentionPlan."""
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
-    plan = TritonPlan(*batch, query.shape[1], key_cache, one_kernel, rules.window)
+    plan = TritonPlan(*batch, query.shape[1], key_cache, one_kernel, rules.window, max_joined)
     # The plan is written by the kernel directly before, so the first layer may not start early.
     return plan.attend(query, key_cache, value_cache, scale, False, kv_scales, rules)
 

@@ -232,8 +232,8 @@ def prefill_kernel(
 ):  # fmt: skip
     """Run program (KV head of a tile of tokens, share of the splits).
 
-    With several shares, MAX_SPLITS > 0, rows are single tokens, and each split is stored at
-    [sequence, MAX_SPLITS, head, HEAD_DIM].
+    With several shares, MAX_SPLITS > 0, each token's splits are stored at [token, MAX_SPLITS, head, HEAD_DIM], from
+    the first in its window on.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -252,7 +252,8 @@ def prefill_kernel(
     rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
     tokens = first_token + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
-    owned = ((rows < TILE_TOKENS * GROUP) & (tokens < query_len))[:, None] & (lanes < HEAD_DIM)[None, :]
+    is_row = (rows < TILE_TOKENS * GROUP) & (tokens < query_len)
+    owned = is_row[:, None] & (lanes < HEAD_DIM)[None, :]
     token_rows = (first_row + tokens).to(tl.int64)
     read = token_rows[:, None] * query_token_stride + heads[:, None] * query_head_stride + lanes[None, :]
     query_tile = query_operand(tl.load(query + read, mask=owned, other=0.0), key_cache)
@@ -293,10 +294,14 @@ def prefill_kernel(
                 VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, PRECISION, NUM_STAGES, WINDOW, SOFTCAP,
             )  # fmt: skip
             if MAX_SPLITS > 0:
-                place = tl.cast(sequence, tl.int64) * MAX_SPLITS + split_key // SPLIT_TOKENS - first_split
-                place = place * (NUM_KV_HEADS * GROUP) + heads
-                tl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], split, mask=owned)
-                tl.store(split_lse + place, lse, mask=rows < GROUP)
+                number = split_key // SPLIT_TOKENS - tl.zeros_like(row_positions)
+                if WINDOW > 0:
+                    number -= tl.maximum(row_positions - WINDOW + 1, 0) // SPLIT_TOKENS
+                # Other tokens of the tile may see splits that a token does not see.
+                seen = (number >= 0) & (row_positions >= split_key)
+                place = (token_rows * MAX_SPLITS + number) * (NUM_KV_HEADS * GROUP) + heads
+                tl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], split, mask=owned & seen[:, None])
+                tl.store(split_lse + place, lse, mask=is_row & seen)
             else:
                 attended, total, maximum = merge_split(attended, total, maximum, split, lse)
         total = with_sinks(total, maximum, sinks, heads, heads >= 0)
@@ -346,7 +351,7 @@ def attend_prefill(
 class SplitPrefill:
     """How the keys of a row are split.
 
-    Several programs per row need room for the splits [S, max_splits, Hq, D] and their lse [S, max_splits, Hq], float32.
+    Several programs per row need room for the splits [T, max_splits, Hq, D] and their lse [T, max_splits, Hq], float32.
     """
 
     min_query_len: int  # shorter sequences are skipped

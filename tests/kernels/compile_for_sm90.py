@@ -28,6 +28,7 @@ from bench.kernel.linear_shapes import MODELS, linear_shapes_of
 from kernels.all_reduce import MAX_BLOCKS, MEMORY_BYTES, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
+from kernels.attention.joined_rows import JoinedRows, most_queries
 from kernels.attention.paged_attention import TritonPlan
 from kernels.attention.prefill import attend_prefill
 from kernels.attention.score_rules import NO_RULES, ScoreRules
@@ -112,6 +113,7 @@ def attention(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
     rules: ScoreRules = NO_RULES,
+    max_joined: int = 1,
 ) -> Callable[[], object]:
     """Compile the attention kernels; `kv_dtype` is the cache's dtype, None for that of the queries."""
     _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
@@ -133,10 +135,11 @@ def attention(
         for rows, max_query_len in ((num_sequences, 8), (num_sequences, 1), (48, 1), (8, 1), *few):
             bounds = max_query_len, 4096
             batch = tables, indices[: rows + 1], indices[:rows], *bounds, heads, key_cache
-            plan = TritonPlan(*batch, window=rules.window)
+            plan = TritonPlan(*batch, window=rules.window, max_joined=max_joined)
             plan.attend(qkv[:, :heads], key_cache, value_cache, scale, may_start_early=True, rules=rules)
         # Kernels for every device.
-        shares = plan_decode(*lengths, 4096, heads, head_dim, rules.window)
+        joined = JoinedRows(indices, most_queries(max_joined, heads // kv_heads, one_kernel=False))
+        shares = plan_decode(*lengths, 4096, heads, head_dim, rules.window, joined)
         output = torch.empty(num_tokens, heads, head_dim, dtype=dtype, device="meta")
         caches = (key_cache, value_cache, tables)
         attend_decode(qkv[:, :heads], *caches, shares, output, scale, True, value_scale, rules)
@@ -459,6 +462,8 @@ def main(part: int, num_parts: int) -> None:
         "attention in splits llama-8b bf16 window and sinks": attention_in_splits("llama-8b", rules=WINDOWED),
         "attention gemma3-4b bf16 wide heads": attention("gemma3-4b", torch.bfloat16, 16),
         "attention gemma3-4b fp8 kv wide heads": attention("gemma3-4b", torch.bfloat16, 16, E4M3, ScoreRules(1024)),
+        "attention llama-8b bf16 drafts": attention("llama-8b", torch.bfloat16, 16, max_joined=4),
+        "attention llama-8b fp8 kv drafts": attention("llama-8b", torch.bfloat16, 16, E4M3, WINDOWED, 4),
         "sampling llama-8b bf16": sampling(128_256, torch.bfloat16),
         "sampling smollm2-135m fp32": sampling(49_152, torch.float32),
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),

@@ -81,6 +81,7 @@ def of(reports: list[Report], kernel: str, shape: str) -> list[Report]:
 
 def test_every_kernel_was_compiled(reports: list[Report]) -> None:
     assert {report["kernel"] for report in reports} == {
+        "join_rows_kernel",
         "plan_shares_kernel",
         "decode_hopper_kernel",
         "prefill_hopper_kernel",

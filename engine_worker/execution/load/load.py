@@ -23,7 +23,7 @@ from engine_worker.execution.load.warmup import warm_up
 from engine_worker.execution.ranks.follower_processes import Followers
 from engine_worker.execution.ranks.replica_group import ReplicaGroup
 from engine_worker.execution.sampling.sampler import Sampler
-from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.settings import NO_DRAFTS, DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.execution.step.replica import StepReplica
 from engine_worker.model.tensor_parallel import SINGLE
@@ -36,7 +36,7 @@ def load_model_runner(
     settings: ExecutionSettings,
     report: Report,
     followers: Followers | None = None,
-    draft_head: DraftHeadSettings | None = None,
+    drafts: DraftSettings = NO_DRAFTS,
 ) -> ModelRunner:
     """Load a model and return its runner, warmed up.
 
@@ -44,12 +44,12 @@ def load_model_runner(
         settings: What to load, and where.
         report: Called with (phase, progress from 0 to 1, detail).
         followers: Processes of a group on one host, if they were started before torch was imported here.
-        draft_head: The head that drafts tokens; None: there is none.
+        drafts: How many tokens may be drafted, and by which head.
 
     Raises:
         ValueError: If settings, model, and machine do not fit together.
     """
-    plan = load_plan(settings, draft_head=draft_head)
+    plan = load_plan(settings, drafts=drafts)
     prepare_process(plan.settings)
     group = _group(plan, report, followers) if settings.tensor_parallel_size > 1 else None
     config, bounds = plan.blueprint.shape, plan.settings.bounds

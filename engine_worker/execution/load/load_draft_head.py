@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.draft_steps import DraftBounds
 from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.model.draft_head.head import DraftHead
@@ -18,23 +19,26 @@ from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 class DraftHeadPlan:
     """A head that was checked against its target."""
 
-    settings: DraftHeadSettings
+    directory: Path
+    num_drafts: int  # for each sequence and step
     spec: DraftHeadSpec
 
 
-def draft_head_plan(head: DraftHeadSettings, blueprint: Blueprint, settings: ExecutionSettings) -> DraftHeadPlan:
-    """Check a head against the target and the settings.
+def draft_head_plan(drafts: DraftSettings, blueprint: Blueprint, settings: ExecutionSettings) -> DraftHeadPlan | None:
+    """Check a head against the target and the settings; None if there is no head.
 
     Raises:
         ValueError: If they do not fit together; the message names the setting.
     """
+    if drafts.head is None:
+        return None
     spec = read_draft_head(
-        head.model,
+        drafts.head,
         blueprint.shape,
         load_format=settings.load_format,
         tensor_parallel_size=settings.tensor_parallel_size,
     )
-    return DraftHeadPlan(settings=head, spec=spec)
+    return DraftHeadPlan(directory=drafts.head, num_drafts=drafts.num_drafts, spec=spec)
 
 
 def with_draft_head(
@@ -54,7 +58,7 @@ def with_draft_head(
     if settings.load_format == "dummy":
         weights = RandomWeights(model.device, model.dtype)
     else:
-        weights = SafetensorsWeights(plan.settings.model, model.device, model.dtype, report)
+        weights = SafetensorsWeights(plan.directory, model.device, model.dtype, report)
     head = DraftHead(plan.spec, weights, model.embedding, len(model.spec.cache_layers), max_model_len)
     return DraftedNetwork(model, head, settings.bounds.max_num_batched_tokens), weights.loaded_bytes
 
@@ -63,7 +67,7 @@ def draft_bounds(plan: DraftHeadPlan, kv_cache: KVCache, limits: tuple[int, int,
     """Return the bounds of the passes. `limits`: rows and tokens of a step, padding included, and of a sequence."""
     max_rows, max_tokens, max_model_len = limits
     return DraftBounds(
-        num_drafts=plan.settings.num_drafts,
+        num_drafts=plan.num_drafts,
         max_rows=max_rows,
         max_tokens=max_tokens,
         max_model_len=max_model_len,

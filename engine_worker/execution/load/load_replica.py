@@ -29,7 +29,7 @@ from engine_worker.execution.load.quantization_choice import chosen_quantization
 from engine_worker.execution.load.start_times import Report
 from engine_worker.execution.load.step_memory import measure_step_bytes
 from engine_worker.execution.ranks.same_model import check_same_model
-from engine_worker.execution.settings import IN_GROUPS, DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.settings import IN_GROUPS, NO_DRAFTS, DraftSettings, ExecutionSettings
 from engine_worker.execution.step.cuda_graphs import GraphKey, graph_keys
 from engine_worker.execution.step.draft_steps import DraftSteps, last_drafts
 from engine_worker.execution.step.host_pool import STAGING_BYTES_OF_STATES, staging_bytes
@@ -82,6 +82,7 @@ class LoadPlan:
     blueprint: Blueprint
     device: torch.device
     max_model_len: int
+    drafts: DraftSettings = NO_DRAFTS
     draft_head: DraftHeadPlan | None = None
 
     @property
@@ -98,7 +99,7 @@ class LoadedReplica:
     drafts: DraftSteps | None  # the passes of the draft head
 
 
-def load_plan(settings: ExecutionSettings, rank: int = 0, draft_head: DraftHeadSettings | None = None) -> LoadPlan:
+def load_plan(settings: ExecutionSettings, rank: int = 0, drafts: DraftSettings = NO_DRAFTS) -> LoadPlan:
     """Check settings, model, and machine against each other.
 
     Raises:
@@ -123,8 +124,14 @@ def load_plan(settings: ExecutionSettings, rank: int = 0, draft_head: DraftHeadS
     max_model_len = checked_max_model_len(settings.max_model_len, blueprint.shape.max_position_embeddings)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     check_convolutions(blueprint.shape, kv_cache_dtype(settings.kv_cache_dtype, settings.dtype))
-    head = draft_head_plan(draft_head, blueprint, settings) if draft_head is not None else None
-    return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len, draft_head=head)
+    return LoadPlan(
+        settings=settings,
+        blueprint=blueprint,
+        device=device,
+        max_model_len=max_model_len,
+        drafts=drafts,
+        draft_head=draft_head_plan(drafts, blueprint, settings),
+    )
 
 
 def _with_quantization(settings: ExecutionSettings, device: torch.device) -> ExecutionSettings:
@@ -264,18 +271,18 @@ def _inputs(
     settings, device = plan.settings, plan.device
     if device.type != "cuda":
         return HostInputs(settings.block_size, last), None
-    from engine_worker.execution.step.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
+    from engine_worker.execution.step import persistent_inputs  # noqa: PLC0415 - imports triton
 
-    persistent = PersistentInputs(
-        max_rows,
-        settings.bounds.max_num_batched_tokens,
-        plan.max_model_len,
-        settings.block_size,
-        device,
-        len(kv_cache.layout.groups),
-        has_states=kv_cache.num_state_blocks > 0,
-        last_drafts=last,
+    bounds = persistent_inputs.InputBounds(
+        max_rows=max_rows,
+        max_tokens=settings.bounds.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=settings.block_size,
+        num_groups=len(kv_cache.layout.groups),
+        max_joined=1 + plan.drafts.num_drafts,
     )
+    has_states = kv_cache.num_state_blocks > 0
+    persistent = persistent_inputs.PersistentInputs(bounds, device, has_states=has_states, last_drafts=last)
     return persistent, persistent
 
 

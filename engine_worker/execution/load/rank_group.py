@@ -55,7 +55,7 @@ class RankGroup:
         report("load", 0.0, f"{size} ranks")
         followers = followers or Followers(size)
         followers.channel.make_slots(_slot_bytes(plan))
-        followers.channel.send(encode(GroupStart(plan.settings)))
+        followers.channel.send(encode(GroupStart(plan.settings, plan.drafts)))
         try:
             ranks = meet(plan, 0, followers.rendezvous_fd)
             if plan.device.type == "cuda":

@@ -39,7 +39,7 @@ class SpanningGroup:
         settings = plan.settings
         report("load", 0.0, f"{settings.tensor_parallel_size} ranks, meeting at {settings.rendezvous_endpoint}")
         store = _store(settings.rendezvous_endpoint, settings.tensor_parallel_size, is_master=True)
-        store.set(_START, encode(GroupStart(settings)).hex())
+        store.set(_START, encode(GroupStart(settings, plan.drafts)).hex())
         ranks = join_by(store, 0, settings.tensor_parallel_size, plan.device, interface=None)
         return cls(ranks, BroadcastSender(_channel_group()))
 
@@ -92,10 +92,11 @@ def join_group(endpoint: str, rank: int, size: int, model: Path | None = None) -
         ValueError: If the settings of this rank and of rank 0 do not fit together.
     """
     store = _store(endpoint, size, is_master=False)
-    received: ExecutionSettings = start_of(bytes.fromhex(store.get(_START).decode())).settings
+    start = start_of(bytes.fromhex(store.get(_START).decode()))
+    received: ExecutionSettings = start.settings
     if received.tensor_parallel_size != size:
         raise ValueError(f"--tensor-parallel-size {size}: rank 0 has {received.tensor_parallel_size}")
-    plan = load_plan(replace(received, model=model or received.model), rank)
+    plan = load_plan(replace(received, model=model or received.model), rank, start.drafts)
     prepare_process(plan.settings)
     ranks = join_by(store, rank, size, plan.device, interface=None)
     return Member(plan=plan, tensor_parallel=ranks, channel=BroadcastReceiver(_channel_group()))

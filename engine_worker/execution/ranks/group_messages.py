@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.settings import NO_DRAFTS, DraftSettings, ExecutionSettings
 from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.kv.transfers import Transfers
 
 
 class GroupStart(msgspec.Struct, tag=True, array_like=True, frozen=True):
     settings: ExecutionSettings
+    drafts: DraftSettings = NO_DRAFTS
 
 
 class MoveBlocks(msgspec.Struct, tag=True, array_like=True, frozen=True):

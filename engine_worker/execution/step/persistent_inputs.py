@@ -5,6 +5,8 @@ the previous step has read its inputs, and takes tokens in flight from that step
 the previous one runs, so there are several pinned buffers; an event tells when one was read.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -27,40 +29,49 @@ def padded_logit_rows(num_logits: int) -> int:
     return next((rows for rows in (0, *_LOGIT_ROWS) if num_logits <= rows), above)
 
 
+@dataclass(frozen=True, kw_only=True)
+class InputBounds:
+    """The size of the tensors."""
+
+    max_rows: int  # padding included
+    max_tokens: int  # padding included
+    max_model_len: int
+    block_size: int
+    num_groups: int = 1
+    max_joined: int = 1  # see ModelInput
+
+
 class PersistentInputs:
     def __init__(
         self,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        block_size: int,
+        bounds: InputBounds,
         device: torch.device,
-        num_groups: int = 1,
         *,
         has_states: bool = False,
         last_drafts: LastDrafts | None = None,
     ) -> None:
-        """Allocate tensors for at most `max_num_seqs` rows and `max_num_tokens` tokens, including padding.
+        """Allocate the tensors.
 
         `has_states`: sequences have recurrent states. `last_drafts`: see unpack_inputs().
         """
-        max_num_blocks = -(-max_model_len // block_size)
-        self._block_size, self._last_drafts = block_size, last_drafts
+        max_rows, max_tokens, num_groups = bounds.max_rows, bounds.max_tokens, bounds.num_groups
+        max_num_blocks = -(-bounds.max_model_len // bounds.block_size)
+        self._bounds, self._last_drafts = bounds, last_drafts
         self._pinned = [
-            _PinnedDescription(max_num_seqs, max_num_tokens, num_groups * max_num_blocks, device)
+            _PinnedDescription(max_rows, max_tokens, num_groups * max_num_blocks, device)
             for _ in range(NUM_DESCRIPTIONS)
         ]
         self._tensors = InputTensors(
-            token_ids=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
-            positions=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
-            slot_mapping=torch.zeros((num_groups, max_num_tokens), dtype=torch.int64, device=device),
-            query_start_loc=torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device),
-            seq_lens=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            block_tables=torch.zeros((num_groups, max_num_seqs, max_num_blocks), dtype=torch.int32, device=device),
-            logits_indices=torch.zeros(padded_logit_rows(max_num_seqs), dtype=torch.int64, device=device),
-            lowered=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
+            token_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            slot_mapping=torch.zeros((num_groups, max_tokens), dtype=torch.int64, device=device),
+            query_start_loc=torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.zeros(max_rows, dtype=torch.int32, device=device),
+            block_tables=torch.zeros((num_groups, max_rows, max_num_blocks), dtype=torch.int32, device=device),
+            logits_indices=torch.zeros(padded_logit_rows(max_rows), dtype=torch.int64, device=device),
+            lowered=torch.zeros(max_tokens, dtype=torch.int64, device=device),
         )
-        self._state_blocks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device) if has_states else None
+        self._state_blocks = torch.zeros(max_rows, dtype=torch.int32, device=device) if has_states else None
         self._sampled_token_ids = torch.zeros(1, dtype=torch.int64, device=device)
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
@@ -78,7 +89,7 @@ class PersistentInputs:
             self._sampled_token_ids,
             self._tensors,
             size,
-            self._block_size,
+            self._bounds.block_size,
             num_logits,
             self._last_drafts,
         )
@@ -110,12 +121,13 @@ class PersistentInputs:
             max_seq_len=max_seq_len,
             lowered=tensors.lowered[:num_tokens] if self._last_drafts is not None else None,
             state_blocks=None if self._state_blocks is None else self._state_blocks[:num_rows],
+            max_joined=self._bounds.max_joined,
         )
 
     def fill_with_padding(self, size: int) -> None:
         """Fill in `size` sequences of length 0, on which a graph is warmed up and captured."""
         pinned = self._pinned[0]
-        unpack_inputs(pinned.write(EMPTY), self._sampled_token_ids, self._tensors, size, self._block_size)
+        unpack_inputs(pinned.write(EMPTY), self._sampled_token_ids, self._tensors, size, self._bounds.block_size)
         if self._state_blocks is not None:
             pinned.copy_state_blocks(self._state_blocks)
         pinned.enqueued()

@@ -14,7 +14,7 @@ import torch
 
 from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
-from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.settings import NO_DRAFTS, DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.kv_cache_manager import KVCacheManager
@@ -114,7 +114,7 @@ def make_runner(
     num_host_blocks: int = 0,
     num_host_states: int = 0,
     model_impl: str = "auto",
-    draft_head: DraftHeadSettings | None = None,
+    drafts: DraftSettings = NO_DRAFTS,
     **options: Any,
 ) -> ModelRunner:
     """Load a runner on the CPU.
@@ -127,13 +127,13 @@ def make_runner(
         num_host_blocks: Blocks of the swap space; the padding block is added.
         num_host_states: Blocks of recurrent states in the swap space, likewise; the KV blocks take the rest.
         model_impl: "auto", "native", or "transformers".
-        draft_head: A head that drafts.
+        drafts: How many tokens may be drafted, and by which head.
         options: Other fields of ExecutionSettings, such as tensor_parallel_size.
     """
     config = blueprint_from_directory(directory, model_impl).shape
-    if draft_head is not None:
+    if drafts.head is not None:
         assert isinstance(config, ModelSpec), "heads need the native implementation"
-        config = read_draft_head(draft_head.model, config).beside(config)
+        config = read_draft_head(drafts.head, config).beside(config)
     layout = kv_layout(config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype))
     longest = layout.spans(16).max_tokens(num_blocks, config.max_position_embeddings)
     settings = ExecutionSettings(
@@ -149,7 +149,7 @@ def make_runner(
         max_num_batched_tokens=16,
         **options,
     )
-    return load_model_runner(settings, lambda phase, progress, detail: None, draft_head=draft_head)
+    return load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
 
 
 def cache_bytes(layout: KVLayout, num_blocks: int, max_num_seqs: int = _MAX_NUM_SEQS) -> int:

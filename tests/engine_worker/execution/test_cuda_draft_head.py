@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine_worker.execution.load.load import load_model_runner
-from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS, HeadReference, write_head
 from tests.engine_worker.execution.reference import write_model
@@ -32,8 +32,8 @@ def load(target: Path, head: Path | None, cudagraph_mode: str) -> ModelRunner:
         cudagraph_mode=cudagraph_mode,
         **LIMITS,
     )
-    wanted = DraftHeadSettings(model=head, num_drafts=NUM_DRAFTS) if head is not None else None
-    return load_model_runner(settings, lambda phase, progress, detail: None, draft_head=wanted)
+    drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=head)
+    return load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
 
 
 @pytest.mark.timeout(600)

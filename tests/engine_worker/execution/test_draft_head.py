@@ -10,7 +10,7 @@ import pytest
 from engine_worker.__main__ import main
 from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
-from engine_worker.execution.settings import DraftHeadSettings, ExecutionSettings
+from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.preemption import PreemptionMode
 from engine_worker.kv.sequence import Sequence
@@ -77,8 +77,8 @@ def num_right(engine: Engine) -> int:
 
 
 def with_head(target: Path, head: Path, num_drafts: int = NUM_DRAFTS, **options: Any) -> ModelRunner:
-    settings = DraftHeadSettings(model=head, num_drafts=num_drafts)
-    return make_runner(target, draft_head=settings, **{"num_blocks": 256, "block_size": 8, **options})
+    settings = DraftSettings(num_drafts=num_drafts, head=head)
+    return make_runner(target, drafts=settings, **{"num_blocks": 256, "block_size": 8, **options})
 
 
 @AHEAD
@@ -202,6 +202,6 @@ def test_settings_that_exclude_heads_are_named(
     tmp_path: Path, target: Path, options: dict[str, Any], problem: str
 ) -> None:
     settings = ExecutionSettings(model=target, device="cpu", **options)
-    head = DraftHeadSettings(model=write_head(tmp_path / "head", target), num_drafts=3)
+    drafts = DraftSettings(num_drafts=3, head=write_head(tmp_path / "head", target))
     with pytest.raises(ValueError, match=problem):
-        load_model_runner(settings, lambda phase, progress, detail: None, draft_head=head)
+        load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)

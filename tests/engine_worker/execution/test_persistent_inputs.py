@@ -14,7 +14,7 @@ import torch
 
 from engine_worker.execution.step.describe import StepDescriber
 from engine_worker.execution.step.input_builder import HostInputs
-from engine_worker.execution.step.persistent_inputs import PersistentInputs
+from engine_worker.execution.step.persistent_inputs import InputBounds, PersistentInputs
 from engine_worker.execution.step.step_description import EMPTY, StepDescription
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import Table
@@ -31,10 +31,11 @@ BLOCK_SIZE = 4
 class Inputs:
     """The inputs of CUDA and of the CPU, each with its own describer. Descriptions are serialized."""
 
-    def __init__(self, max_num_seqs: int = 8, max_num_tokens: int = 64) -> None:
-        self.persistent = PersistentInputs(
-            max_num_seqs, max_num_tokens, max_model_len=64, block_size=BLOCK_SIZE, device=CPU, num_groups=2
+    def __init__(self, max_rows: int = 8, max_tokens: int = 64) -> None:
+        bounds = InputBounds(
+            max_rows=max_rows, max_tokens=max_tokens, max_model_len=64, block_size=BLOCK_SIZE, num_groups=2
         )
+        self.persistent = PersistentInputs(bounds, CPU)
         self._describer = StepDescriber(BLOCK_SIZE, 2, decodes_first=False)
         self._host, self._host_describer = HostInputs(BLOCK_SIZE), StepDescriber(BLOCK_SIZE, 2, decodes_first=True)
 
@@ -95,7 +96,7 @@ def assert_as_built(inputs: Inputs, scheduled: list[ScheduledSequence], **inflig
 def test_inputs_random_batches_equal_reference() -> None:
     """Batches use the CPU's row order: decodes by length, then chunks by length."""
     source = random.Random(0)
-    inputs = Inputs(max_num_tokens=200)
+    inputs = Inputs(max_tokens=200)
     sequences = [sequence(source.randint(1, 30), *source.sample(range(1, 999), 16)) for _ in range(12)]
     for _ in range(50):
         chosen = source.sample(sequences, source.randint(1, 8))

@@ -6,6 +6,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.decode_shares import MIN_SHARE_TOKENS, ShareConfig, SharePlan, plan_shares
+from kernels.attention.joined_rows import JoinedRows
 
 KV_HEADS, TILE = 2, 16
 
@@ -70,3 +71,13 @@ def test_padding_does_not_change_the_shares() -> None:
     # Rows without keys are at the end in reverse order, so that their zeros are written.
     assert padded.rows[3:, :2].tolist() == [[4, 4], [3, 3]]
     assert padded.counts[1] == 2
+
+
+def test_joined_rows_are_one_row_from_the_first_window_on() -> None:
+    starts = torch.arange(6, dtype=torch.int32)
+    seq_lens = torch.tensor([64, 65, 66, 33, 200], dtype=torch.int32)
+    joined = JoinedRows(torch.tensor([0, 0, 0, 3, 4, 5], dtype=torch.int32), max_queries=4)
+    made = plan_shares(starts, seq_lens, 4, KV_HEADS, 64, ShareConfig(TILE, 3, 10, 2), 1, window=16, joined=joined)
+    # 66 keys: those before the window of the first query, 48 keys, are three tiles.
+    assert made.counts[:3].tolist() == [3, 0, 2 + 2 + 2]
+    assert made.rows[:3, :5].tolist() == [[2, 0, 66, 0, 3], [3, 3, 33, 2, 1], [4, 4, 200, 4, 1]]
