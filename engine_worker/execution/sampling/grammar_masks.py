@@ -1,25 +1,28 @@
-"""Bit masks of the tokens that grammars allow next, one mask for each row that has a grammar.
+"""Bit masks of the tokens that grammars allow next, one mask for each row that has a grammar, drafts included.
 
     masks.keep_only(sequences)                          when the batch changes
     masks.begin(sequences, indices)                     on a CPU: filled by a thread during the forward pass
     masks.of(sequences, indices, tokens_in_flight)      -> TokenMasks on the device, and failed requests
 
 A matcher depends only on the output tokens, so it is a cache. A preempted, resumed, or forked sequence gets a new one,
-which reads the output from its start (1 us per token). The host fills masks while a GPU runs the forward pass; only
-`tokens_in_flight` waits for the previous step. An error in a grammar ends its own request only.
+which reads the output from its start (1 us per token). It reads drafts only while it fills their masks. The host fills
+masks while a GPU runs the forward pass; only `tokens_in_flight` waits for the previous step. An error in a grammar ends
+its own request only.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from operator import ge
 
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 from numpy.typing import NDArray
 
+from engine_worker.execution.sampling.draft_rows import DraftRow
 from engine_worker.execution.sampling.grammar_compiler import GrammarCompiler
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling.token_rules import TokenMasks, TokensInFlight
@@ -33,6 +36,15 @@ Int32Array = NDArray[np.int32]
 class _Progress:
     matcher: LLMatcher
     num_consumed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The masks of a sequence: of its row, and of the rows after it, one for each draft."""
+
+    matcher: LLMatcher
+    row: int
+    drafts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +122,23 @@ class GrammarMasks:
     def _filled(
         self, sequences: Sequence[SampledSequence], indices: list[int], tokens_in_flight: TokensInFlight
     ) -> tuple["_Filled | None", dict[str, str]]:
-        rows: list[int] = []
-        matchers: list[LLMatcher] = []
+        wanted: list[_Wanted] = []
         problems: dict[str, str] = {}
         for row, (sequence, index) in enumerate(zip(sequences, indices, strict=True)):
-            if sequence.sampling.grammar is not None:
-                try:
-                    matcher = self._advanced(sequence, index, tokens_in_flight)
-                    if matcher is not None:
-                        matchers.append(matcher)
-                        rows.append(row)
-                except Exception as error:  # must not affect the other rows
-                    problems[sequence.request_id] = f"grammar: {error}"
-        if not rows:
+            if sequence.sampling.grammar is None or isinstance(sequence, DraftRow):
+                continue
+            try:
+                matcher = self._advanced(sequence, index, tokens_in_flight)
+                if matcher is not None:
+                    wanted.append(_Wanted(matcher, row, _drafts_after(sequences, row)))
+            except Exception as error:  # must not affect the other rows
+                problems[sequence.request_id] = f"grammar: {error}"
+        if not wanted:
             return None, problems
-        filled = self._fill(rows, matchers)
-        for row, matcher in zip(rows, matchers, strict=True):
-            if matcher.is_error():
-                problems[sequences[row].request_id] = f"grammar: {shortened(matcher.get_error())}"
+        filled = self._fill(wanted)
+        for one in wanted:
+            if one.matcher.is_error():
+                problems[sequences[one.row].request_id] = f"grammar: {shortened(one.matcher.get_error())}"
         return filled, problems
 
     def _advanced(self, sequence: SampledSequence, index: int, tokens_in_flight: TokensInFlight) -> LLMatcher | None:
@@ -148,9 +159,10 @@ class GrammarMasks:
         progress.num_consumed_tokens = index
         return progress.matcher
 
-    def _fill(self, rows: list[int], matchers: list[LLMatcher]) -> "_Filled":
+    def _fill(self, wanted: list[_Wanted]) -> "_Filled":
         if self._read is not None:
             self._read.synchronize()
+        rows = [one.row + number for one in wanted for number in range(1 + len(one.drafts))]
         num_mask_words = len(rows) * self._num_words
         num_words = num_mask_words + len(rows)
         if num_words > len(self._buffer):
@@ -160,7 +172,18 @@ class GrammarMasks:
         words: Int32Array = self._buffer[:num_words].numpy()
         words[num_mask_words:] = rows
         masks = words[:num_mask_words].reshape(len(rows), self._num_words)
-        fill_next_token_bitmask_par(self._executor, list(zip(matchers, range(len(rows)), strict=True)), masks)
+        plain, drafted, end = [], [], 0
+        for one in wanted:
+            first, end = end, end + 1 + len(one.drafts)
+            if one.drafts:
+                drafted.append((one.matcher, first, one.drafts))
+                masks[first + 1 : end] = -1  # after a forbidden draft the library fills none, and none matters
+            else:
+                plain.append((one.matcher, first))
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, masks)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
         return _Filled(self._buffer[:num_words], rows)
 
     def _sent(self, filled: "_Filled") -> TokenMasks:
@@ -170,3 +193,9 @@ class GrammarMasks:
         num_rows = len(filled.rows)
         num_mask_words = num_rows * self._num_words
         return TokenMasks(filled.rows, sent[num_mask_words:], sent[:num_mask_words].view(num_rows, self._num_words))
+
+
+def _drafts_after(sequences: Sequence[SampledSequence], row: int) -> list[int]:
+    """Return the drafts of the sequence of a row, whose own rows follow it."""
+    following = takewhile(lambda one: isinstance(one, DraftRow), islice(sequences, row + 1, None))
+    return [one.drafts[-1] for one in following if isinstance(one, DraftRow)]

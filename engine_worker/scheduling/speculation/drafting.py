@@ -159,13 +159,13 @@ def _room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:
 def _may_draft(sequence: Sequence) -> bool:
     """Whether drafts can be checked.
 
-    A grammar would need its masks after each draft, a beam search has no next token, and a pooled sequence ends with
-    its first.
+    A beam search has no next token, and a pooled sequence ends with its first.
     """
-    return not (sequence.sampling.use_beam_search or sequence.sampling.grammar is not None or sequence.pooling)
+    return not (sequence.sampling.use_beam_search or sequence.pooling)
 
 
 def _needs_known_tokens(sequence: Sequence) -> bool:
     """Whether the rows of drafts can be sampled only if the host knows them: rules and counts depend on them."""
     sampling = sequence.sampling
-    return bool(sampling.has_penalties or sampling.bad_words or sampling.min_tokens > sequence.num_output_tokens)
+    rules = sampling.has_penalties or sampling.bad_words or sampling.grammar is not None
+    return bool(rules or sampling.min_tokens > sequence.num_output_tokens)

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
@@ -20,9 +21,10 @@ from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.preemption import PreemptionMode
+from engine_worker.kv.sequence import Sequence
 from shared.grammars import GrammarError
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Grammar, GrammarKind, StoredChoice
-from tests.builders import Transcript, make_request, make_sequence, run_to_end
+from tests.builders import Transcript, drafting_by, make_request, make_sequence, run_to_end
 from tests.engine_worker.execution.reference import (
     make_engine,
     make_runner,
@@ -30,6 +32,7 @@ from tests.engine_worker.execution.reference import (
     run_engine_to_end,
     write_model_of_words,
 )
+from tests.proposers import FunctionProposer
 from tests.tiny_model import IM_END, VOCAB_SIZE
 
 SCHEMA = {
@@ -111,6 +114,29 @@ def test_grammar_outputs_are_in_their_language(model_dir: Path, expected: Transc
 def test_grammar_async_scheduling_gives_same_outputs(runner: ModelRunner, expected: Transcript) -> None:
     found = run_engine(runner, requests(), async_scheduling=True, **CONFIG)
     assert (found.tokens, found.others) == (expected.tokens, expected.others)
+
+
+def drafts_of(known: Transcript, error_ratio: float) -> FunctionProposer:
+    """Propose the known output, with some tokens replaced by random ones, most of which no grammar allows."""
+    random = Random(7)
+
+    def propose(sequence: Sequence) -> list[int]:
+        right = known.choice(sequence.request_id, sequence.sequence_index)[sequence.num_output_tokens :]
+        return [random.randrange(VOCAB_SIZE) if random.random() < error_ratio else token_id for token_id in right]
+
+    return FunctionProposer(propose)
+
+
+@pytest.mark.parametrize("max_drafts", [1, 3, 7])
+@pytest.mark.parametrize("error_ratio", [0.0, 0.3, 1.0])
+def test_drafts_change_no_output_of_a_grammar(
+    runner: ModelRunner, expected: Transcript, error_ratio: float, max_drafts: int
+) -> None:
+    drafting = drafting_by(drafts_of(expected, error_ratio), max_drafts, max_samples=32)
+    engine = make_engine(runner, drafting=drafting, **CONFIG)
+    found = run_engine_to_end(engine, requests())
+    assert (found.tokens, found.others, found.choice_ends) == (expected.tokens, expected.others, expected.choice_ends)
+    assert error_ratio == 1.0 or sum(engine.stats().speculation.accepted) > 0
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
@@ -216,12 +242,12 @@ def test_grammar_unneeded_fill_ends_before_next_fill(model_dir: Path, monkeypatc
     sequences = [make_sequence(3, grammar=Grammar(GrammarKind.REGEX, "ab?c*")) for _ in range(2)]
     fill, asked, overlaps = masks._fill, threading.Event(), list[bool]()
 
-    def watched(rows: list[int], matchers: list[Any]) -> Any:
+    def watched(wanted: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             asked.set()
         else:  # the main thread must not start its fill during this time
             overlaps.append(asked.wait(0.2))
-        return fill(rows, matchers)
+        return fill(wanted)
 
     monkeypatch.setattr(masks, "_fill", watched)
     masks.begin(sequences, [0, 0])
