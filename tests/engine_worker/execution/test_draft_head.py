@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from engine_worker.__main__ import main
 from engine_worker.engine import Engine
@@ -16,10 +17,16 @@ from engine_worker.kv.preemption import PreemptionMode
 from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.proposers.head import HeadProposer
-from shared.messages import GenerationRequest
+from shared.messages import GenerationRequest, Grammar, GrammarKind
 from tests.builders import Transcript, drafting_by, make_request
 from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS, HeadReference, write_head
-from tests.engine_worker.execution.reference import make_engine, make_runner, run_engine_to_end, write_model
+from tests.engine_worker.execution.reference import (
+    make_engine,
+    make_runner,
+    run_engine_to_end,
+    write_model,
+    write_model_of_words,
+)
 
 VOCAB_SIZE, NUM_DRAFTS = 128, 3
 ROOMY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}  # prompts are computed in chunks
@@ -132,6 +139,23 @@ def test_drafts_change_no_answer(tmp_path: Path, target: Path, tokens: tuple[int
     drafted, engine = run(with_head(target, head), wanted, Recorder(NUM_DRAFTS), ahead=ahead)
     assert drafted.tokens == plain.tokens and drafted.others == plain.others
     assert num_right(engine) > 10 or not tokens
+
+
+@AHEAD
+def test_drafts_change_no_output_of_a_grammar(tmp_path: Path, ahead: bool) -> None:
+    """A mask depends on the tokens before it, so no step runs ahead of drafts that the host does not know."""
+    target = write_model_of_words(tmp_path / "target", num_hidden_layers=8)
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokens = tuple(tokenizer.token_to_id(digit) for digit in "01")
+    head = write_head(tmp_path / "head", target, tokens=tokens)
+    grammar = Grammar(GrammarKind.REGEX, "(0|1|00|11){20,40}")
+    wanted = [
+        make_request([5, 6, number], f"r{number}", max_tokens=50, seed=number, temperature=1.0, grammar=grammar)
+        for number in range(3, 9)
+    ]
+    plain, _ = run(make_runner(target, num_blocks=256, block_size=8), wanted)
+    drafted, engine = run(with_head(target, head), wanted, Recorder(NUM_DRAFTS), ahead=ahead)
+    assert drafted.tokens == plain.tokens and num_right(engine) > 10
 
 
 @AHEAD
