@@ -178,11 +178,11 @@ class FakeModelRunner:
         windows: SequenceOf[int] = (0,),
         num_state_blocks: int = 0,
         before_step: Callable[[ScheduledBatch], None] | None = None,
-        draft_error_ratio: float = 0.0,
+        draft_error_ratio: float | None = None,
     ) -> None:
         """Create a runner. `windows`: per group of layers, the last tokens that it sees; 0: all.
 
-        It also has a draft head, `draft_error_ratio` of whose drafts are random tokens.
+        With `draft_error_ratio` it drafts at the end of a step, and this share of the drafts are random tokens.
 
         The model sees what the group with the widest window sees. With state blocks it has recurrent layers, whose
         state after some tokens is those tokens.
@@ -223,7 +223,7 @@ class FakeModelRunner:
             if scheduled.sequence.request_id in self.failures
         }
         sampled = [self._sample(scheduled, failures) for scheduled in computed]
-        number = batch.num_drafts_to_make
+        number = batch.num_drafts_to_make if self._draft_error_ratio is not None else 0
         self._left = {
             scheduled.sequence: self._left_by(scheduled, tokens or [0] * scheduled.samples, number)
             for scheduled, tokens in zip(computed, sampled, strict=True)
@@ -272,7 +272,7 @@ class FakeModelRunner:
             prefix, index = [*self._prefix(seen), tokens[-1]], scheduled.output_index + len(tokens)
             for number in range(num_drafts):
                 right = self._token_after([*prefix, *drafts][-window:], index + number, scheduled.sequence)
-                is_wrong = self._random.random() < self._draft_error_ratio
+                is_wrong = self._random.random() < (self._draft_error_ratio or 0.0)
                 drafts.append(self._random.randrange(self.vocab_size) if is_wrong else right)
         return LeftByStep(end, tokens[-1] if tokens else 0, drafts)
 

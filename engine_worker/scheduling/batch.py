@@ -70,7 +70,7 @@ class ScheduledSequence:
 class ScheduledBatch:
     sequences: list[ScheduledSequence]
     transfers: Transfers = field(default_factory=Transfers)
-    num_drafts_to_make: int = 0  # by the draft head, for each sequence at the end of the step
+    num_drafts_to_make: int = 0  # for each sequence at the end of the step, by a draft head or from its grammar
 
     @property
     def is_empty(self) -> bool:
@@ -102,7 +102,7 @@ class StepResult:
     # By request id, best first: sequence.num_beam_candidates for each beam search that sampled.
     beam_candidates: dict[str, list[BeamCandidate]] = field(default_factory=dict)
     prompt_logprobs: list[PromptScore] = field(default_factory=list)
-    drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)  # made at the end of the step
+    drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)  # of the next step: a head's, or forced ones
 
 
 @dataclass(slots=True, frozen=True)

@@ -81,9 +81,11 @@ class Engine:
 
     def __call__(self, request: GenerationRequest) -> Iterable[StreamEvent]:
         options: dict[str, Any] = {"num_blocks": MAX_MODEL_LEN // 16 + 1, "block_size": 16, "vocab_size": VOCAB_SIZE}
-        drafting = drafting_by(self._make(self._token_ids), MAX_DRAFTS) if self._make is not None else None
+        proposer = self._make(self._token_ids) if self._make is not None else None
+        drafting = drafting_by(proposer, MAX_DRAFTS) if proposer is not None else None
+        error_ratio = 0.2 if isinstance(proposer, FakeHead) else None
         engine = make_engine(
-            SayingRunner(self._token_ids, draft_error_ratio=0.2, **options),
+            SayingRunner(self._token_ids, draft_error_ratio=error_ratio, **options),
             drafting=drafting,
             max_model_len=MAX_MODEL_LEN,
             **options,

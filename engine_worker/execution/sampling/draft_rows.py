@@ -2,17 +2,22 @@
 
     rows, indices = sampled_rows(batch.sequences)    before sampling
     kept = kept_rows(batch.sequences, token_ids)     after it: a row stands if all drafts before it were drawn
+    forced_drafts(batch, sampled, ...)               what grammars allow only: drafts of the next step
 
 A row samples as if its drafts were output already, so penalties, bad words, min_tokens and log-probabilities are those
 of a step without drafts. Nothing is rejected by chance: a draft is right if the seeded draw is the same token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
-from engine_worker.scheduling.batch import ScheduledSequence
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, Sequence
 from shared.messages import Pooling, SamplingParams
+
+# Of a sequence, the output index of its sampled tokens, and these: the tokens that must follow.
+ForcedTokens: TypeAlias = Callable[[SampledSequence, int, list[int]], list[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,3 +100,18 @@ def kept_rows(batch: Iterable[ScheduledSequence], token_ids: list[int | None]) -
         kept.append(slice(first, end))
         first += 1 + len(scheduled.drafts)
     return kept
+
+
+def forced_drafts(
+    batch: ScheduledBatch, sampled: Iterable[list[int] | None], forced_tokens: ForcedTokens
+) -> dict[Sequence, list[int]]:
+    """Return the drafts of sequences whose grammars force what follows the sampled tokens."""
+    most = batch.num_drafts_to_make
+    if not most:
+        return {}
+    forced = {
+        scheduled.sequence: forced_tokens(scheduled.sequence, scheduled.output_index, token_ids)[:most]
+        for scheduled, token_ids in zip(batch.sequences, sampled, strict=True)
+        if token_ids
+    }
+    return {sequence: token_ids for sequence, token_ids in forced.items() if token_ids}

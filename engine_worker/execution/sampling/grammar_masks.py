@@ -3,6 +3,7 @@
     masks.keep_only(sequences)                          when the batch changes
     masks.begin(sequences, indices)                     on a CPU: filled by a thread during the forward pass
     masks.of(sequences, indices, tokens_in_flight)      -> TokenMasks on the device, and failed requests
+    masks.forced_after(sequence, index, token_ids)      -> the only tokens that may follow, which are drafts
 
 A matcher depends only on the output tokens, so it is a cache. A preempted, resumed, or forked sequence gets a new one,
 which reads the output from its start (1 us per token). It reads drafts only while it fills their masks. The host fills
@@ -108,6 +109,28 @@ class GrammarMasks:
         else:
             filled, problems = self._filled(sequences, indices, tokens_in_flight)
         return (self._sent(filled) if filled is not None else None), problems
+
+    def forced_after(self, sequence: SampledSequence, index: int, token_ids: list[int]) -> list[int]:
+        """Return the tokens that the grammar forces after sampled ones.
+
+        They are those of the likeliest split into tokens. The mask may allow others, so the model has to confirm them.
+
+        Args:
+            sequence: A sequence of the last of().
+            index: Output index of the first of `token_ids`.
+            token_ids: The sampled tokens, which are not in the sequence yet.
+        """
+        progress = self._progress.get(sequence)
+        if progress is None or token_ids[-1] in sequence.stop_token_ids:
+            return []
+        end = index + len(token_ids)
+        if progress.num_consumed_tokens > end or not progress.matcher.consume_tokens(
+            token_ids[progress.num_consumed_tokens - index :]
+        ):
+            return []  # of() reports the error
+        progress.num_consumed_tokens = end
+        forced: list[int] = progress.matcher.compute_ff_tokens()
+        return forced
 
     def _end_of_begun(self) -> _Begun | None:
         """Return the masks that begin() started and of() did not collect.

@@ -176,6 +176,18 @@ class Sampler:
         self._last_tokens = SampledTokens(inputs, _joined(token_ids), _joined(best), list(logprobs))
         return self._last_tokens
 
+    def forced_tokens(self, sequence: SampledSequence, index: int, token_ids: list[int]) -> list[int]:
+        """Return drafts: the only tokens that may follow sampled ones, if the sequence has a grammar.
+
+        Args:
+            sequence: A sequence of the last prepared step.
+            index: Output index of the first of `token_ids`.
+            token_ids: The sampled tokens.
+        """
+        if self._grammars is None or sequence.sampling.grammar is None:
+            return []
+        return self._grammars.forced_after(sequence, index, token_ids)
+
     def _masks(self, indices: list[int], in_flight: TokensInFlight) -> tuple[TokenMasks | None, dict[str, str]]:
         sequences = self._batch.sequences
         if self._grammars is None:

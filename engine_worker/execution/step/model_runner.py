@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine_worker.execution.group_health import Group
 from engine_worker.execution.sampling.beam_candidates import DeviceCandidates, launch_beam_candidates
-from engine_worker.execution.sampling.draft_rows import kept_rows, sampled_rows
+from engine_worker.execution.sampling.draft_rows import ForcedTokens, forced_drafts, kept_rows, sampled_rows
 from engine_worker.execution.sampling.pooling import PooledVectors
 from engine_worker.execution.sampling.prompt_scores import PromptScores
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
@@ -42,6 +42,7 @@ class SubmittedStep:
     vectors: PooledVectors | None
     ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
     replica: StepReplica
+    forced_tokens: ForcedTokens
     phase_seconds: dict[str, float]
     drafts: "PendingDrafts | None"
     last_drafts: "PendingDrafts | None"  # those of the step before
@@ -53,8 +54,10 @@ class SubmittedStep:
         samples = self.tokens.collect() if self.tokens is not None else Samples([])
         self._learn_drafts()
         kept = kept_rows(self.batch.sequences, samples.token_ids)
+        sampled = [_whole(samples.token_ids[rows]) if rows is not None else None for rows in kept]
+        made = dict(self.drafts.by_sequence) if self.drafts is not None else {}
         return StepResult(
-            sampled_token_ids=[_whole(samples.token_ids[rows]) if rows is not None else None for rows in kept],
+            sampled_token_ids=sampled,
             failures=self._failures(samples, kept) if samples.failures else {},
             beam_candidates=self.beams.collect() if self.beams is not None else {},
             logprobs=self._reports(samples, kept) if samples.logprobs or self.vectors is not None else [],
@@ -62,7 +65,7 @@ class SubmittedStep:
             # On CUDA the other two times are those of enqueueing, and this one contains the host's whole wait.
             phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
             transfer_times=self.replica.finished_transfers(),
-            drafts=self.drafts.by_sequence if self.drafts is not None else {},
+            drafts=made | forced_drafts(self.batch, sampled, self.forced_tokens),
         )
 
     def _learn_drafts(self) -> None:
@@ -173,7 +176,17 @@ class ModelRunner:
         ended = _recorded_event() if tokens is None and logits.is_cuda else None
         last, self._last_drafts = self._last_drafts, self._launch_drafts(batch, step, tokens)
         return SubmittedStep(
-            batch, tokens, beams, scores, vectors, ended, self.replica, phase_seconds, self._last_drafts, last
+            batch,
+            tokens,
+            beams,
+            scores,
+            vectors,
+            ended,
+            self.replica,
+            self._sampler.forced_tokens,
+            phase_seconds,
+            self._last_drafts,
+            last,
         )
 
     def _launch_drafts(

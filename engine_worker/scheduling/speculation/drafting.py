@@ -3,6 +3,7 @@
     drafts_of(decodes)     when a step is planned: proposals, and blocks for them
     verified()             when it is applied: how many were right
     step_took()            the time of a step, from which draft_gain.py decides
+    received()             what a head made, or a grammar forces, which comes before other proposals
 
 A draft is a token in flight: until its step is applied it counts in num_inflight_tokens. A proposer on the host must
 know the last token, so while its drafts are on, no step runs ahead. Drafts of a head may stay on the device: a step
@@ -18,6 +19,7 @@ from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
+from engine_worker.scheduling.speculation.given_drafts import GivenDrafts
 from engine_worker.scheduling.speculation.totals import SpeculationTotals
 
 
@@ -61,6 +63,7 @@ class Drafting:
         self.totals = SpeculationTotals.of(limits.max_drafts)
         self._proposer = proposer
         self._head = proposer if isinstance(proposer, DeviceProposer) else None
+        self._forced = GivenDrafts()
         self._making: set[Sequence] = set()  # the last scheduled step makes drafts for these
         self._kv_cache = kv_cache
         self._limits = limits
@@ -81,14 +84,19 @@ class Drafting:
 
     def num_to_make(self, batch: list[ScheduledSequence], num_running: int) -> int:
         """Return how many drafts the executor makes for each sequence at the end of a step, the last scheduled one."""
-        number = self._head.num_made if self._head is not None and self._gain.is_on(num_running) else 0
-        self._making = {one.sequence for one in batch if number and one.samples and one.num_new_tokens}
-        return number
+        if not self._gain.is_on(num_running):
+            self._making = set()
+            return 0
+        if self._head is None:
+            return self._limits.max_drafts
+        self._making = {one.sequence for one in batch if one.samples and one.num_new_tokens}
+        return self._head.num_made
 
     def received(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Keep the drafts that the executor made for a sequence, unless it makes no use of them."""
-        if self._head is not None and _may_draft(sequence):
-            self._head.received(sequence, drafts)
+        """Keep the drafts that came with a step: those of a head, or those that a grammar forces."""
+        if _may_draft(sequence):
+            keep = self._head.received if self._head is not None else self._forced.keep
+            keep(sequence, drafts)
 
     def drafts_of(
         self, decodes: list[tuple[SequenceGroup, Sequence]], num_sampled: int
@@ -112,7 +120,7 @@ class Drafting:
     def _proposed(self, sequence: Sequence, most: int) -> list[int]:
         """Return drafts, -1, -2, ... for those that the step in flight makes."""
         if not sequence.num_inflight_tokens:
-            return self._proposer.propose(sequence, most)
+            return self._forced.take(sequence, most) or self._proposer.propose(sequence, most)
         if self._head is None or sequence not in self._making:
             return []
         return [-number for number in range(1, min(most, self._head.num_made) + 1)]
@@ -144,7 +152,9 @@ class Drafting:
             self._gain.record(len(batch.sequences), num_tokens, seconds, has_drafts=has_drafts)
 
     def ended(self, sequences: Iterable[Sequence]) -> None:
-        self._proposer.ended(sequences)
+        ended = list(sequences)
+        self._forced.forget(ended)
+        self._proposer.ended(ended)
 
 
 def _room_for_drafts(group: SequenceGroup, sequence: Sequence) -> int:

@@ -140,6 +140,23 @@ def test_drafts_change_no_output_of_a_grammar(
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_tokens_that_a_grammar_forces_are_drafts(runner: ModelRunner, ahead: bool) -> None:
+    properties = {f"{color}_and_a_long_name": {"type": "boolean"} for color in ("red", "green")}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    wanted = [make_request(PROMPT, "a", seed=1, grammar=grammar, max_tokens=200, stop_token_ids=(IM_END,), n=3)]
+    found, steps = [], []
+    for num_drafts in (0, 7):
+        drafting = drafting_by(FunctionProposer(lambda _: []), num_drafts, max_samples=32) if num_drafts else None
+        engine = make_engine(runner, drafting=drafting, async_scheduling=ahead, **CONFIG)
+        transcript = run_engine_to_end(engine, wanted)
+        found.append((transcript.tokens, transcript.others))
+        steps.append(engine.stats().counters.steps)
+    assert found[0] == found[1]
+    assert steps[1] < 0.6 * steps[0]  # long names, which have many tokens
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_host_blocks", [0, 96], ids=["recompute", "swap"])
 def test_grammar_preempted_sequences_continue(
     model_dir: Path, expected: Transcript, num_host_blocks: int, ahead: bool
