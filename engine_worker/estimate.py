@@ -30,6 +30,7 @@ from engine_worker.kv.span import KVSpan
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
 from engine_worker.model.spec import ModelShape, kv_layout
+from engine_worker.model.weight_format import INT4_GROUPS
 from shared.settings import SettingsError, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.model_impl,
             options.quantization,
             options.enable_expert_parallel,
-            ExecutionSettings(model=options.model).int4_group(options.device),
+            ExecutionSettings(model=options.model, int4_group_size=options.int4_group_size).int4_group(options.device),
         )
         notes += _decide_types(options, blueprint)
         found = _estimate(options, blueprint, options.tensor_parallel_size)
@@ -347,6 +348,13 @@ def _add_format_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=QUANTIZATIONS,
         help="weight format, as for a worker (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--int4-group-size",
+        metavar="N",
+        type=int,
+        choices=INT4_GROUPS[::-1],
+        help="inputs per scale of --quantization int4, as for a worker (default: the largest that divides)",
     )
     parser.add_argument(
         "--kv-cache-dtype",

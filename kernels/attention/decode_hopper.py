@@ -295,6 +295,8 @@ def decode_hopper_kernel(
     sequence, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
     row = gl.where(num_steps > 0, row, 0)
     queries = _load_queries(rows, index, ROW_FIELDS, MAX_QUERIES)
+    if MAX_QUERIES > 1:
+        queries = gl.where(num_steps > 0, queries, 1)
     tile = start - first_tile
     split_tile = tile
     if WINDOW > 0:

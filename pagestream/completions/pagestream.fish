@@ -322,6 +322,7 @@ complete -c pagestream -n '_shtab_pagestream_using estimate' -l gpu-memory-utili
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l max-model-len -x -d 'longest prompt and output in tokens (default: the model'"'"'s maximum)'
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l dtype -xka "bfloat16 float16 float32" -d 'dtype of the weights (default: as saved)'
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l quantization -xka "auto none fp8 mxfp4 awq gptq compressed-tensors int4 int8 as-stored" -d 'weight format, as for a worker (default: auto)'
+complete -c pagestream -n '_shtab_pagestream_using estimate' -l int4-group-size -xka "32 64 128" -d 'inputs per scale of --quantization int4, as for a worker (default: the largest that divides)'
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l kv-cache-dtype -xka "auto bf16 bfloat16 fp8 fp8_e4m3 fp32 float32" -d 'KV cache dtype, as for a worker (default: auto)'
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l block-size -xka "8 16 32 64" -d 'tokens per KV block (default: 16)'
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l enable-expert-parallel -d 'devices share whole experts (default: their inner size)'

@@ -218,6 +218,7 @@ _shtab_pagestream_estimate_options=(
   "--max-model-len[longest prompt and output in tokens (default\: the model\'s maximum)]:N:"
   "--dtype[dtype of the weights (default\: as saved)]:dtype:(bfloat16 float16 float32)"
   "--quantization[weight format, as for a worker (default\: auto)]:quantization:(auto none fp8 mxfp4 awq gptq compressed-tensors int4 int8 as-stored)"
+  "--int4-group-size[inputs per scale of --quantization int4, as for a worker (default\: the largest that divides)]:N:(32 64 128)"
   "--kv-cache-dtype[KV cache dtype, as for a worker (default\: auto)]:kv_cache_dtype:(auto bf16 bfloat16 fp8 fp8_e4m3 fp32 float32)"
   "--block-size[tokens per KV block (default\: 16)]:block_size:(8 16 32 64)"
   "--enable-expert-parallel[devices share whole experts (default\: their inner size)]"
