@@ -156,12 +156,12 @@ def _check_files(settings: WorkerSettings) -> None:
         execution.enable_expert_parallel,
         execution.max_model_len,
     )
-    if settings.scheduling.speculation is not None and is_recurrent(execution.model, execution.model_impl):
-        raise ValueError(
-            "--speculative-config: this model has recurrent layers, whose state cannot go back to before a wrong "
-            "draft; serve it without speculative decoding"
-        )
     if (head := _draft_settings(settings).head) is not None:
+        if is_recurrent(execution.model, execution.model_impl):
+            raise ValueError(
+                "--speculative-config: method: a draft head cannot serve a model with recurrent layers; "
+                "use ngram or suffix"
+            )
         check_draft_head(
             head,
             execution.model,
@@ -228,7 +228,7 @@ def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager, windows: Seque
             max_drafts=speculation.num_speculative_tokens,
             max_samples=bounds.max_num_samples,
             max_tokens=bounds.max_num_batched_tokens,
-            may_run_ahead=bool(settings.scheduling.async_scheduling) and not any(windows),
+            may_run_ahead=bool(settings.scheduling.async_scheduling) and not any(windows) and not kv_cache.has_states,
         ),
         DraftGain(speculation.min_gain, runs_ahead=bool(settings.scheduling.async_scheduling)),
     )

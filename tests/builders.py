@@ -311,8 +311,9 @@ class FakeModelRunner:
     def _update_state(self, scheduled: ScheduledSequence, token_ids: list[int]) -> None:
         block_id = scheduled.sequence.kv.state_block
         assert block_id != PADDING_BLOCK_ID, "a running sequence without a state"
-        assert self._states[block_id] == self._stored(scheduled, scheduled.start), "a state of other tokens"
-        self._states[block_id] = [*self._states[block_id], *token_ids]
+        before = self._stored(scheduled, scheduled.start)
+        assert self._states[block_id] == before[: scheduled.start - scheduled.num_pending], "a state of other tokens"
+        self._states[block_id] = before if scheduled.drafts else [*before, *token_ids]
 
     def _stored(self, scheduled: ScheduledSequence, end: int) -> list[int]:
         """Return the first `end` tokens, as the blocks of the first group have them."""

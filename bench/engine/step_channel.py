@@ -113,6 +113,7 @@ def decode_of(num_sequences: int, context_tokens: int = CONTEXT_TOKENS, num_grou
         logits_indices=rows,
         block_tables=np.stack([table] * num_groups),
         state_blocks=np.zeros(0, dtype=np.int32),
+        drafted_states=np.zeros((3, 0), dtype=np.int32),
         max_query_len=1,
         max_seq_len=context_tokens,
         transfers=Transfers(),

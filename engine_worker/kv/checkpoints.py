@@ -12,7 +12,7 @@ from hashlib import sha256
 from engine_worker.kv.block_pool import PADDING_BLOCK_ID, BlockPool
 from engine_worker.kv.host_blocks import HostBlocks
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes
-from engine_worker.kv.prefix_cache import extend_digests, pack_token_ids, parent_digest
+from engine_worker.kv.prefix_cache import PrefixMatch, extend_digests, pack_token_ids, parent_digest
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.sequence_kv import BlockKey
 
@@ -52,17 +52,17 @@ class Checkpoints:
         self._ends: dict[bytes, _End] = {}  # parent digest -> the checkpoint published last in the block after it
         self._parents: dict[BlockKey, bytes] = {}  # the same by key
 
-    def longest_hit(self, sequence: Sequence, num_full_blocks: int, num_tokens: int, step: int) -> StateHit:
+    def longest_hit(self, sequence: Sequence, match: PrefixMatch, num_tokens: int, step: int) -> StateHit:
         """Return the last checkpoint within a prefix whose KV is cached, filled by an earlier step.
 
         Args:
             sequence: Its digests cover the prefix.
-            num_full_blocks: KV blocks of the prefix.
+            match: The KV of the prefix.
             num_tokens: Tokens of the prefix; the last ones may be a part of a block.
             step: The step being planned.
         """
         here = on_host = StateHit()
-        for end, key in self._candidates(sequence, num_full_blocks, num_tokens):
+        for end, key in self._candidates(sequence, match, num_tokens):
             block_id = self.pool.find(key)
             if block_id is not None and self._written[block_id] < step:
                 here = StateHit(end, block_id)
@@ -82,9 +82,13 @@ class Checkpoints:
         """Forget what was expected of the former state in a block."""
         self._wanted.discard(block_id)
 
-    def publish(self, sequence: Sequence, block_id: int, step: int) -> None:
-        """Publish the state in a block under the hash of the computed tokens of `sequence`, unless one is there."""
-        digest, packed = self._tokens_of(sequence)
+    def publish(self, sequence: Sequence, block_id: int, step: int, num_pending: int = 0) -> None:
+        """Publish the state in a block under the hash of the computed tokens of `sequence`, unless one is there.
+
+        `num_pending`: the last of them, which the state does not contain.
+        """
+        num_tokens = sequence.kv.num_computed_tokens - num_pending
+        digest, packed = self._tokens_of(sequence, num_tokens)
         key = _key(digest, packed)
         if not self.pool.publish(block_id, key):
             return
@@ -92,12 +96,12 @@ class Checkpoints:
         if packed:
             if (older := self._ends.get(digest)) is not None and older.key != key:
                 self._retract(older.key)
-            self._ends[digest] = _End(packed, sequence.kv.num_computed_tokens % self._block_size, key)
+            self._ends[digest] = _End(packed, num_tokens % self._block_size, key)
             self._parents[key] = digest
 
     def has(self, sequence: Sequence) -> bool:
         """Return whether the device has the state after the computed tokens of `sequence`."""
-        return self.pool.find(_key(*self._tokens_of(sequence))) is not None
+        return self.pool.find(_key(*self._tokens_of(sequence, sequence.kv.num_computed_tokens))) is not None
 
     def overwrite(self, block_id: int) -> None:
         """Remove a checkpoint from the device, because a sequence overwrites its block."""
@@ -113,24 +117,29 @@ class Checkpoints:
                 self._retract(end.key)
             self._retract((_STATE_GROUP, digest))
 
-    def _tokens_of(self, sequence: Sequence) -> tuple[bytes, bytes]:
-        """Return what names the computed tokens: the digest of those in full KV blocks, and the packed others."""
-        num_tokens, size = sequence.kv.num_computed_tokens, self._block_size
+    def _tokens_of(self, sequence: Sequence, num_tokens: int) -> tuple[bytes, bytes]:
+        """Return what names the first tokens: the digest of those in full KV blocks, and the packed others."""
+        size = self._block_size
         index = num_tokens // size
         extend_digests(sequence, index, size)
         return parent_digest(sequence, index), pack_token_ids(sequence.token_ids(index * size, num_tokens))
 
-    def _candidates(self, sequence: Sequence, num_full_blocks: int, num_tokens: int) -> Iterator[tuple[int, BlockKey]]:
-        """Yield the lengths at which there may be a checkpoint, longest first, and its key."""
+    def _candidates(self, sequence: Sequence, match: PrefixMatch, num_tokens: int) -> Iterator[tuple[int, BlockKey]]:
+        """Yield the lengths at which there may be a checkpoint, longest first, and its key.
+
+        A checkpoint within a block needs a copy of the block, which is made on the device.
+        """
         size = self._block_size
-        start = num_full_blocks * size
-        end = self._ends.get(parent_digest(sequence, num_full_blocks))
-        if end is not None and start + end.num_tokens <= num_tokens:
-            packed = pack_token_ids(sequence.token_ids(start, start + end.num_tokens))
-            if packed == end.packed_token_ids:
-                yield start + end.num_tokens, end.key
-        for index in range(num_full_blocks - 1, -1, -1):
-            yield (index + 1) * size, (_STATE_GROUP, sequence.kv.digests[index])
+        for index in range(match.num_blocks, -1, -1):
+            start = index * size
+            has_block = index == match.num_blocks or index < match.num_device_blocks
+            end = self._ends.get(parent_digest(sequence, index)) if has_block else None
+            if end is not None and start + end.num_tokens <= num_tokens:
+                packed = pack_token_ids(sequence.token_ids(start, start + end.num_tokens))
+                if packed == end.packed_token_ids:
+                    yield start + end.num_tokens, end.key
+            if index:
+                yield start, (_STATE_GROUP, sequence.kv.digests[index - 1])
 
     def _is_worth_fetching(self, num_more_tokens: int) -> bool:
         costs = self._costs

@@ -343,7 +343,7 @@ class KVCacheManager:
         num_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
         if self._states is None:
             return match, StateHit(), num_tokens
-        state = self._states.longest_hit(sequence, match.num_blocks, num_tokens, self._accounting.step)
+        state = self._states.longest_hit(sequence, match, num_tokens, self._accounting.step)
         return match.shortened(state.num_tokens, self.block_size), state, num_tokens
 
     def _without_copy(self, match: PrefixMatch, state: StateHit) -> tuple[PrefixMatch, StateHit]:

@@ -82,19 +82,31 @@ class PrefixMatch:
         return [block_id for hit in self.groups for block_id in hit.host_block_ids]
 
     @property
+    def num_device_blocks(self) -> int:
+        """The full blocks of the prefix that every group has on the device."""
+        return self.num_blocks - self.num_host_blocks
+
+    @property
     def num_host_blocks(self) -> int:
         """The full blocks of the prefix that not every group has on the device."""
         return max(len(hit.host_block_ids) for hit in self.groups)
 
     def shortened(self, num_tokens: int, block_size: int) -> "PrefixMatch":
-        """Return the match of the first `num_tokens` tokens, which end at a block, or in the copied one."""
+        """Return the match of the first `num_tokens` tokens.
+
+        They end at a block, in the copied one, or in one on the device, which is then copied.
+        """
         num_blocks, num_copied = divmod(num_tokens, block_size)
-        assert not num_copied or (num_blocks == self.num_blocks and num_copied <= self.num_copied_tokens)
+        copied = self.copied_block_ids if num_copied else ()
+        if num_copied and num_blocks < self.num_blocks:
+            copied = tuple(hit.block_ids[num_blocks] for hit in self.groups)
+        else:
+            assert num_copied <= self.num_copied_tokens
         groups = tuple(
             GroupHit(0, hit.block_ids[:num_blocks], hit.host_block_ids[: max(0, num_blocks - len(hit.block_ids))])
             for hit in self.groups
         )
-        return PrefixMatch(num_blocks, groups, self.copied_block_ids if num_copied else (), num_copied)
+        return PrefixMatch(num_blocks, groups, copied, num_copied)
 
     def without_copy(self) -> "PrefixMatch":
         return replace(self, copied_block_ids=(), num_copied_tokens=0)

@@ -9,6 +9,9 @@ overwritten by every step, so it is never shared: a hit, a fork and a checkpoint
     swap_out    live -> host memory; swap_in brings it back
     release     the live block itself becomes a checkpoint
 
+A step with drafts does not advance the state, because some may be wrong. It keeps the inputs of its tokens in the
+block. The next step applies those of the tokens that stand, which are pending until then.
+
 Checkpoints are made where later prompts are likely to continue: each 2,048 prompt tokens, at the last multiple of 64 in
 a prompt, where two prompts diverge, and where a sequence ends. Prompt chunks end there. Without a free or evictable
 block, a checkpoint is skipped; it never preempts a sequence.
@@ -19,6 +22,7 @@ from collections.abc import Collection, Iterable
 from engine_worker.kv.block_pool import PADDING_BLOCK_ID, BlockPool
 from engine_worker.kv.checkpoints import Checkpoints, StateHit
 from engine_worker.kv.preemption import HostTierConfig
+from engine_worker.kv.prefix_cache import PrefixMatch
 from engine_worker.kv.sequence import Sequence
 from engine_worker.kv.transfers import BlockCopy, Moves
 
@@ -68,9 +72,9 @@ class StateTables:
         """The state blocks in host memory, read-only for callers; None: states are not swapped."""
         return self._host.pool if self._host else None
 
-    def longest_hit(self, sequence: Sequence, num_full_blocks: int, num_tokens: int, step: int) -> StateHit:
+    def longest_hit(self, sequence: Sequence, match: PrefixMatch, num_tokens: int, step: int) -> StateHit:
         """Return the last checkpoint within a prefix whose KV is cached. See Checkpoints.longest_hit()."""
-        return self._checkpoints.longest_hit(sequence, num_full_blocks, num_tokens, step)
+        return self._checkpoints.longest_hit(sequence, match, num_tokens, step)
 
     def begin(self, sequence: Sequence, hit: StateHit, num_cached_tokens: int) -> None:
         """Give `sequence` a live state that continues from `hit`, and plan its checkpoints.
@@ -185,9 +189,10 @@ class StateTables:
         if kv.state_block == PADDING_BLOCK_ID:
             return
         block_id, kv.state_block, kv.checkpoints = kv.state_block, PADDING_BLOCK_ID, ()
-        is_known = 0 < kv.num_computed_tokens <= sequence.num_known_tokens
+        num_pending, kv.num_pending_tokens = kv.num_pending_tokens, 0
+        is_known = num_pending < kv.num_computed_tokens <= sequence.num_known_tokens
         if self._publishes and is_known and not self._pool.is_shared(block_id):
-            self._checkpoints.publish(sequence, block_id, step)
+            self._checkpoints.publish(sequence, block_id, step, num_pending)
             if is_wanted:
                 self._checkpoints.want(block_id)
         self._pool.free([block_id])
@@ -199,7 +204,7 @@ class StateTables:
         self._leave_host(sequence)
         if kv.state_block != PADDING_BLOCK_ID:
             self._pool.free([kv.state_block])
-            kv.state_block, kv.checkpoints = PADDING_BLOCK_ID, ()
+            kv.state_block, kv.checkpoints, kv.num_pending_tokens = PADDING_BLOCK_ID, (), 0
 
     def _leave_host(self, sequence: Sequence) -> None:
         kv = sequence.kv

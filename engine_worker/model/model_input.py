@@ -8,6 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.recurrent.batch import DraftedStates
+
+
+@dataclass(slots=True, frozen=True)
+class DraftedRows:
+    """The rows of recurrent layers that know drafts: a sequence has its tokens and drafts in its last row."""
+
+    query_start_loc: torch.Tensor  # [S + 1] int32
+    states: DraftedStates
+
 
 @dataclass(slots=True, frozen=True)
 class ModelInput:
@@ -24,4 +34,5 @@ class ModelInput:
     max_seq_len: int
     lowered: torch.Tensor | None = None  # [T] int64, by how much a position is below the planned one; None: nowhere
     state_blocks: torch.Tensor | None = None  # [S] int32, blocks of recurrent states; None: the model has none
+    drafted_rows: DraftedRows | None = None  # None: recurrent states know no drafts
     max_joined: int = 1  # the most rows of one token that may belong to one sequence: a token and its drafts

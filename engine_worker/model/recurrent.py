@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
-from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.operators import RecurrentOperators
 
 
@@ -58,12 +58,14 @@ class RecurrentPlan:
         """Plan a step; states is [num_blocks, layers, values] float32."""
         self._operators = operators
         assert states is not None and model_input.state_blocks is not None, "the model has recurrent layers"
-        self._states = states
+        self._states, self._most_kept = states, model_input.max_joined
+        drafted = model_input.drafted_rows
         self._batch = RecurrentBatch(
-            model_input.query_start_loc,
+            model_input.query_start_loc if drafted is None else drafted.query_start_loc,
             model_input.seq_lens,
             model_input.state_blocks,
-            max_query_len=model_input.max_query_len,
+            max_query_len=max(model_input.max_query_len, 1 if drafted is None else model_input.max_joined),
+            drafts=None if drafted is None else drafted.states,
         )
 
     def gated_delta(self, qkvz: Tensor, gates: Tensor, weights: GatedDeltaWeights, layer: int) -> Tensor:
@@ -79,9 +81,12 @@ class RecurrentPlan:
             [T, value_size], normed and gated.
         """
         heads, batch, operators, channels = weights.heads, self._batch, self._operators, weights.conv.shape[1]
-        delta, inputs = self._states_of(layer, heads, weights.conv)
-        qkv = operators.causal_conv(qkvz[:, :channels], weights.conv, None, inputs, batch)
-        mixed = operators.gated_delta(qkv, gates, weights.rates, delta, heads, batch)
+        layer_states = self._states_of(layer, heads, weights.conv, gates.shape[1])
+        qkv = operators.causal_conv(qkvz[:, :channels], weights.conv, None, layer_states.inputs, batch)
+        mixed = operators.gated_delta(
+            qkv, gates, weights.rates, layer_states.of_heads, heads, batch, layer_states.pending
+        )
+        self._keep(layer_states, qkvz[:, :channels], qkv, gates)
         return operators.gated_rms_norm(mixed, qkvz[:, channels:], weights.norm, weights.eps)
 
     def state_space(self, entered: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
@@ -97,15 +102,51 @@ class RecurrentPlan:
         """
         heads, batch, operators = weights.heads, self._batch, self._operators
         channels, gate, step = entered.split((weights.conv.shape[1], heads.value_size, heads.num_heads), dim=1)
-        space, inputs = self._states_of(layer, heads, weights.conv)
-        qkv = operators.causal_conv(channels, weights.conv, weights.conv_bias, inputs, batch)
-        mixed = operators.state_space(qkv, step, weights.rates, weights.skip, space, heads, batch)
+        layer_states = self._states_of(layer, heads, weights.conv, heads.num_heads)
+        qkv = operators.causal_conv(channels, weights.conv, weights.conv_bias, layer_states.inputs, batch)
+        mixed = operators.state_space(
+            qkv, step, weights.rates, weights.skip, layer_states.of_heads, heads, batch, layer_states.pending
+        )
+        self._keep(layer_states, channels, qkv, step)
         return operators.rms_norm_of_gated(mixed, gate, weights.norm, weights.eps, heads.num_key_heads)
 
-    def _states_of(self, layer: int, heads: StateHeads, conv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states of the heads, and the last inputs of the convolution with these weights."""
+    def _states_of(self, layer: int, heads: StateHeads, conv: Tensor, num_gates: int) -> "_LayerStates":
+        """Return the layer's part of the pool, for a convolution with these weights."""
         width, channels = conv.shape
-        states = self._states[:, layer]
-        of_heads = states[:, : heads.state_size].unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim))
-        inputs = states[:, heads.state_size : heads.state_size + (width - 1) * channels].unflatten(1, (-1, channels))
-        return of_heads, inputs
+        most_kept = self._most_kept if self._batch.drafts is not None else 0
+        sizes = (heads.state_size, (width - 1 + most_kept) * channels, most_kept * channels, most_kept * num_gates)
+        states = self._states[:, layer, : sum(sizes)]
+        of_heads, inputs, qkv, gates = states.split(sizes, dim=1)
+        pending = (
+            PendingInputs(qkv.unflatten(1, (-1, channels)), gates.unflatten(1, (-1, num_gates))) if most_kept else None
+        )
+        return _LayerStates(
+            of_heads=of_heads.unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim)),
+            inputs=inputs.unflatten(1, (-1, channels)),
+            new_inputs=inputs[:, (width - 1) * channels :].unflatten(1, (-1, channels)) if most_kept else None,
+            pending=pending,
+        )
+
+    def _keep(self, states: "_LayerStates", x: Tensor, qkv: Tensor, gates: Tensor) -> None:
+        """Keep the inputs of tokens of sequences with drafts."""
+        if states.pending is None or states.new_inputs is None:
+            return
+        for rows, kept in ((x, states.new_inputs), (qkv, states.pending.qkv), (gates, states.pending.gates)):
+            self._operators.keep_inputs(rows, kept, self._batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerStates:
+    """One layer's part of the state pool.
+
+    Attributes:
+        of_heads: [N, num_heads, key_dim, value_dim].
+        inputs: [N, rows, channels], the last inputs of the convolution, then those of a step with drafts.
+        new_inputs: The latter; None without drafts.
+        pending: What else a step with drafts keeps; None without drafts.
+    """
+
+    of_heads: Tensor
+    inputs: Tensor
+    new_inputs: Tensor | None
+    pending: PendingInputs | None

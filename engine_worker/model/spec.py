@@ -125,6 +125,10 @@ class ModelShape(Protocol):
     def state_shape(self) -> tuple[int, int]:
         """The recurrent layers, and the float32 elements of the state of each; (0, 0): there are none."""
 
+    @property
+    def draft_values(self) -> int:
+        """The most float32 elements that a recurrent layer keeps of each token of a step with drafts."""
+
     def num_parameters(self) -> int: ...
 
 
@@ -133,7 +137,9 @@ def has_convolutions(shape: ModelShape) -> bool:
     return len(shape.cache_layers) > len(shape.attentions)
 
 
-def kv_layout(shape: ModelShape, block_size: int, dtype: str, max_groups: int = MAX_GROUPS) -> KVLayout:
+def kv_layout(
+    shape: ModelShape, block_size: int, dtype: str, max_groups: int = MAX_GROUPS, num_drafts: int = 0
+) -> KVLayout:
     """Return the KV layout.
 
     Args:
@@ -141,6 +147,7 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: str, max_groups: int = 
         block_size: Tokens per block.
         dtype: A key of ITEMSIZES.
         max_groups: Upper bound of the groups; 1: all layers free their blocks together, by the widest window.
+        num_drafts: The most drafts of a sequence and step, whose inputs are kept beside recurrent states.
     """
     divided = group_layers([layer.window for layer in shape.cache_layers], max_groups)
     num_places = max(len(layers) for _, layers in divided)
@@ -155,7 +162,9 @@ def kv_layout(shape: ModelShape, block_size: int, dtype: str, max_groups: int = 
         )
         for window, layers in divided
     )
-    return KVLayout(groups=groups, block_size=block_size, state_shape=shape.state_shape)
+    num_states, values = shape.state_shape
+    values += (1 + num_drafts) * shape.draft_values if num_drafts else 0
+    return KVLayout(groups=groups, block_size=block_size, state_shape=(num_states, values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +240,11 @@ class ModelSpec:
     def state_shape(self) -> tuple[int, int]:
         sizes = [layer.mixer.state_values for layer in self.layers if isinstance(layer.mixer, RecurrentSpec)]
         return len(sizes), max(sizes, default=0)
+
+    @property
+    def draft_values(self) -> int:
+        recurrent = (layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentSpec))
+        return max((mixer.draft_values for mixer in recurrent), default=0)
 
     @cached_property
     def _attention(self) -> AttentionSpec:

@@ -37,6 +37,7 @@ class ScheduledSequence:
     num_new_tokens: int
     samples: bool  # the step reaches the end of the sequence, so its last logits give the next token
     drafts: tuple[int, ...] = ()  # the last of the new tokens; none of them is in the sequence yet
+    num_pending: int = 0  # tokens before `start` that the recurrent state does not contain yet
 
     @property
     def end(self) -> int:

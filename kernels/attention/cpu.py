@@ -119,8 +119,8 @@ class _Group:
 class PagedAttentionPlan:
     """What all layers of a step with one window share: groups of sequences, gather rows and masks.
 
-    Decoding sequences (one new token) come first, by ascending length; then sequences with more tokens. Each token sees
-    the last `window` keys including its own, or all previous keys if `window` is 0.
+    Decoding sequences (one new token) come first, best by ascending length; then sequences with more tokens. Each token
+    sees the last `window` keys including its own, or all previous keys if `window` is 0.
     """
 
     def __init__(
@@ -142,7 +142,6 @@ class PagedAttentionPlan:
         self._starts, self._lengths = starts, lengths
         num_decodes = sum(1 for start, end in pairwise(starts) if end - start == 1)
         assert starts[num_decodes] == num_decodes, "sequences that decode come first"
-        assert lengths[:num_decodes] == sorted(lengths[:num_decodes])
         visible = [min(length, window or length) for length in lengths[:num_decodes]]
         self._groups = [self._decode_group(first, lengths[first:end]) for first, end in _similar_lengths(visible)]
         for index in range(num_decodes, len(lengths)):
@@ -267,13 +266,14 @@ def store_kv_cpu(key_value: Tensor, layer: LayerKV, store_rows: Tensor) -> None:
 
 
 def _similar_lengths(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of ascending `lengths` whose members are padded to the last one."""
-    first = 0
+    """Yield ranges of `lengths` whose members are padded to the longest one."""
+    first, longest = 0, max(lengths[:1], default=0)
     for end in range(1, len(lengths)):
-        area = (end + 1 - first) * lengths[end]
+        longest = max(longest, lengths[end])
+        area = (end + 1 - first) * longest
         padding = area - sum(lengths[first : end + 1])
         if padding > _MIN_SPLIT_TOKENS and padding > _MAX_PADDING_RATIO * area:
             yield first, end
-            first = end
+            first, longest = end, lengths[end]
     if lengths:
         yield first, len(lengths)

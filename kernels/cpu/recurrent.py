@@ -8,9 +8,10 @@ from torch import Tensor
 
 from kernels.cpu.library import CpuLibrary, InstructionSet, num_threads
 from kernels.cpu.step import DTYPES, SUFFIXES
-from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.batch import DraftedStates, PendingInputs, RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.reference import TorchRecurrent
 
-MAX_KEY_DIM = 512  # csrc/recurrent.h
+MAX_DIM = 512  # of a key or value, csrc/recurrent.h
 
 
 class _Sequences(Structure):
@@ -21,7 +22,13 @@ class _Sequences(Structure):
         ("stride", c_int64),
         ("count", c_int64),
         ("num_threads", c_int32),
+        ("pending", c_void_p),
+        ("kept", c_void_p),
     )
+
+
+class _Pending(Structure):
+    _fields_ = (("qkv", c_void_p), ("gates", c_void_p))
 
 
 class _Recurrence(Structure):
@@ -42,8 +49,8 @@ _NORM = (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_int64, c_int64, c_int
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "causal_conv": (POINTER(_Sequences), c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int),
     "recurrence": (
-        POINTER(_Sequences), POINTER(_Heads), POINTER(_Recurrence), c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
-        c_int,
+        POINTER(_Sequences), POINTER(_Heads), POINTER(_Recurrence), POINTER(_Pending), c_void_p, c_int64, c_void_p,
+        c_void_p, c_void_p, c_int,
     ),
     "gated_rms_norm": _NORM,
     "rms_norm_of_gated": _NORM,
@@ -89,9 +96,10 @@ class CompiledRecurrent:
         states: Tensor,
         heads: StateHeads,
         batch: RecurrentBatch,
+        pending: PendingInputs | None = None,
     ) -> Tensor:
         rule = _rule(gates, rates, None, step_at=heads.num_heads)
-        return self._recur(qkv, gates, rule, states, heads, batch)
+        return self._recur(qkv, gates, rule, states, heads, batch, pending)
 
     def state_space(
         self,
@@ -102,23 +110,34 @@ class CompiledRecurrent:
         states: Tensor,
         heads: StateHeads,
         batch: RecurrentBatch,
+        pending: PendingInputs | None = None,
     ) -> Tensor:
-        return self._recur(qkv, step, _rule(step, rates, skip, step_at=0), states, heads, batch)
+        return self._recur(qkv, step, _rule(step, rates, skip, step_at=0), states, heads, batch, pending)
 
     def _recur(
-        self, qkv: Tensor, gates: Tensor, rule: _Recurrence, states: Tensor, heads: StateHeads, batch: RecurrentBatch
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        rule: _Recurrence,
+        states: Tensor,
+        heads: StateHeads,
+        batch: RecurrentBatch,
+        pending: PendingInputs | None,
     ) -> Tensor:
-        assert qkv.stride(1) == 1 and qkv.dtype == self._dtype and heads.key_dim <= MAX_KEY_DIM
+        assert qkv.stride(1) == 1 and qkv.dtype == self._dtype and max(heads.key_dim, heads.value_dim) <= MAX_DIM
         assert gates.stride(1) == 1 and gates.dtype == self._dtype and states[0].is_contiguous()
         out = torch.empty(len(qkv), heads.value_size, dtype=self._dtype)
-        is_synthetic = not batch.state_blocks.all()
-        scratch = torch.empty(len(batch.state_blocks) * heads.state_size if is_synthetic else 0)
+        needs_scratch = batch.drafts is not None or not batch.state_blocks.all()
+        scratch = torch.empty(len(batch.state_blocks) * heads.state_size if needs_scratch else 0)
+        kept = _Pending() if pending is None else _Pending(pending.qkv.data_ptr(), pending.gates.data_ptr())
         of_layer = _Heads(heads.num_key_heads, heads.num_heads, heads.key_dim, heads.value_dim)
         self._recurrence(
-            byref(_sequences(states, batch)), byref(of_layer), byref(rule), qkv.data_ptr(), qkv.stride(0),
+            byref(_sequences(states, batch)), byref(of_layer), byref(rule), byref(kept), qkv.data_ptr(), qkv.stride(0),
             gates.data_ptr(), scratch.data_ptr(), out.data_ptr(), self._type,
         )  # fmt: skip
         return out
+
+    keep_inputs = TorchRecurrent.keep_inputs  # a few rows
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(self._gated_rms_norm, x, gate, weight, eps, x.shape[1] // len(weight))
@@ -158,5 +177,9 @@ def _sequences(states: Tensor, batch: RecurrentBatch) -> _Sequences:
     assert states.dtype == torch.float32
     return _Sequences(
         batch.query_start_loc.data_ptr(), batch.state_blocks.data_ptr(), states.data_ptr(), states.stride(0),
-        len(batch.state_blocks), num_threads(),
+        len(batch.state_blocks), num_threads(), *_addresses(batch.drafts),
     )  # fmt: skip
+
+
+def _addresses(drafts: DraftedStates | None) -> tuple[int | None, int | None]:
+    return (None, None) if drafts is None else (drafts.pending.data_ptr(), drafts.kept.data_ptr())

@@ -14,12 +14,44 @@ class RecurrentBatch:
         seq_lens: [S] int32, tokens of each sequence up to the end of this step.
         state_blocks: [S] int32, the block of each sequence's state, which the step overwrites; 0: zeros, not written.
         max_query_len: The most tokens of a sequence.
+        drafts: What the states know of drafts; None: there are none.
     """
 
     query_start_loc: Tensor
     seq_lens: Tensor
     state_blocks: Tensor
     max_query_len: int
+    drafts: "DraftedStates | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedStates:
+    """The sequences of a step with drafts, whose states must not contain a wrong draft.
+
+    A step with drafts keeps its tokens' inputs beside the state. The next step applies the inputs of those that stand,
+    the pending ones, and then its own tokens.
+
+    Attributes:
+        pending: [S] int32, pending tokens of each sequence.
+        kept: [S] int32, after how many tokens, pending ones first, the state is kept: after the pending ones if the
+            step has drafts, else after all.
+    """
+
+    pending: Tensor
+    kept: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PendingInputs:
+    """What one layer keeps of the tokens of a step with drafts, beside its states; P is the most of them.
+
+    Attributes:
+        qkv: [N, P, channels] float32, convolved.
+        gates: [N, P, G] float32.
+    """
+
+    qkv: Tensor
+    gates: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 
 
 class RecurrentOperators(Protocol):
@@ -19,7 +19,8 @@ class RecurrentOperators(Protocol):
             x: [T, C], may be strided.
             weight: [W, C] float32; the last tap is that of the token itself.
             bias: [C] float32; None: none.
-            states: [N, W - 1, C] float32, the last inputs of each sequence, oldest first; updated.
+            states: [N, W - 1, C] float32, the last inputs of each sequence, oldest first; updated. With drafts those
+                of pending tokens follow: [N, W - 1 + P, C].
             batch: The sequences.
 
         Returns:
@@ -34,6 +35,7 @@ class RecurrentOperators(Protocol):
         states: Tensor,
         heads: StateHeads,
         batch: RecurrentBatch,
+        pending: PendingInputs | None = None,
     ) -> Tensor:
         """Run the gated delta rule (https://arxiv.org/abs/2412.06464) over each sequence, from its state.
 
@@ -44,6 +46,7 @@ class RecurrentOperators(Protocol):
             states: [N, num_heads, key_dim, value_dim] float32; updated.
             heads: The heads.
             batch: The sequences.
+            pending: What the last step kept, if it had drafts.
 
         Returns:
             [T, value_size], of qkv's dtype.
@@ -58,6 +61,7 @@ class RecurrentOperators(Protocol):
         states: Tensor,
         heads: StateHeads,
         batch: RecurrentBatch,
+        pending: PendingInputs | None = None,
     ) -> Tensor:
         """Run Mamba-2 (https://arxiv.org/abs/2405.21060) over each sequence, from its state.
 
@@ -69,9 +73,19 @@ class RecurrentOperators(Protocol):
             states: [N, num_heads, key_dim, value_dim] float32; updated.
             heads: The heads; the paper's groups are the key heads.
             batch: The sequences.
+            pending: What the last step kept, if it had drafts.
 
         Returns:
             [T, value_size], of qkv's dtype.
+        """
+
+    def keep_inputs(self, rows: Tensor, kept: Tensor, batch: RecurrentBatch) -> None:
+        """Keep the inputs of the tokens of sequences with drafts, whose states the step does not advance.
+
+        Args:
+            rows: [T, C], may be strided.
+            kept: [N, P, C] float32; written.
+            batch: The sequences.
         """
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.reference import L2_EPS
 
 _COLUMNS, _WARPS = 16, 1  # of a state that a program updates
@@ -30,6 +30,7 @@ class Recurrence:
         states: [N, num_heads, key_dim, value_dim] float32; updated.
         heads: The heads.
         batch: The sequences.
+        pending: What the last step kept, if it had drafts; None: states know no drafts.
     """
 
     qkv: Tensor
@@ -39,11 +40,13 @@ class Recurrence:
     states: Tensor
     heads: StateHeads
     batch: RecurrentBatch
+    pending: PendingInputs | None = None
 
     def __post_init__(self) -> None:
         heads = self.heads
         assert self.qkv.stride(1) == self.gates.stride(1) == 1
         assert self.states.stride()[1:] == (heads.key_dim * heads.value_dim, heads.value_dim, 1)
+        assert (self.pending is None) == (self.batch.drafts is None)
 
     def new_output(self) -> Tensor:
         return torch.empty((len(self.qkv), self.heads.value_size), dtype=self.qkv.dtype, device=self.qkv.device)
@@ -75,9 +78,29 @@ def _token_of(row, gate, keys, values, KEY_SIZE: tl.constexpr, STEP_AT: tl.const
     )
 
 
+@triton.jit
+def _advanced(
+    state, query, key, value, beta, step, rate, bias, IS_DELTA: tl.constexpr, KEY_DIM: tl.constexpr, EPS: tl.constexpr
+):
+    """Return the state after a token, and the token's normed query."""
+    if IS_DELTA:
+        query = _unit(query, EPS) * (KEY_DIM**-0.5)
+        key = _unit(key, EPS)
+    share = softplus(step + bias)
+    state *= tl.exp(rate * share)
+    if IS_DELTA:
+        known = tl.sum(state * key[:, None], 0)
+        written = (value - known) * tl.sigmoid(beta)
+    else:
+        written = value * share
+    state += key[:, None] * written[None, :]
+    return state, query
+
+
 @triton.jit(do_not_specialize=["qkv_stride"])
 def _recurrence_kernel(
-    qkv, gates, decay, step_bias, skip, out, states, state_blocks, starts, qkv_stride, state_stride,
+    qkv, gates, decay, step_bias, skip, out, states, state_blocks, starts, pending, kept, pending_qkv, pending_gates,
+    qkv_stride, state_stride,
     GATE_STRIDE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, LONGEST: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -96,6 +119,21 @@ def _recurrence_kernel(
         rate, bias = tl.load(decay + head), tl.load(step_bias + head)
         keys = head // (NUM_HEADS // NUM_KEY_HEADS) * KEY_DIM + rows
         values = 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
+        is_kept = True
+        if pending is not None:
+            CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_HEADS * VALUE_DIM
+            GATES: tl.constexpr = NUM_HEADS + STEP_AT
+            old_row = pending_qkv + block.to(tl.int64) * state_stride
+            old_gate = pending_gates + block.to(tl.int64) * state_stride + head
+            num_pending = tl.load(pending + sequence)
+            for index in range(num_pending):
+                query, key, value, beta, step = _token_of(
+                    old_row + index * CHANNELS, old_gate + index * GATES, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
+                )
+                state, _ = _advanced(state, query, key, value, beta, step, rate, bias, skip is None, KEY_DIM, EPS)
+            is_kept = tl.load(kept + sequence) > num_pending
+            if (is_kept == 0) & (block != 0):
+                tl.store(place, state)
         gate = gates + head
         row = start.to(tl.int64)
         query, key, value, beta, step = _token_of(
@@ -108,25 +146,24 @@ def _recurrence_kernel(
             next_query, next_key, next_value, next_beta, next_step = _token_of(
                 qkv + row * qkv_stride, gate + row * GATE_STRIDE, keys, values, NUM_KEY_HEADS * KEY_DIM, STEP_AT
             )
-            if skip is None:
-                query = _unit(query, EPS) * (KEY_DIM**-0.5)
-                key = _unit(key, EPS)
-            share = softplus(step + bias)
-            state *= tl.exp(rate * share)
-            if skip is None:
-                known = tl.sum(state * key[:, None], 0)
-                written = (value - known) * tl.sigmoid(beta)
-            else:
-                written = value * share
-            state += key[:, None] * written[None, :]
+            state, query = _advanced(state, query, key, value, beta, step, rate, bias, skip is None, KEY_DIM, EPS)
             mixed = tl.sum(state * query[:, None], 0)
             if skip is not None:
                 mixed += value * tl.load(skip + head)
             tl.store(target, mixed.to(out.dtype.element_ty))
             target += NUM_HEADS * VALUE_DIM
             query, key, value, beta, step = next_query, next_key, next_value, next_beta, next_step
-        if block != 0:
+        if is_kept & (block != 0):
             tl.store(place, state)
+
+
+def _pointers(work: Recurrence) -> tuple[Tensor | None, ...]:
+    """Return what the kernel reads of drafts: pending, kept, and the inputs of pending tokens."""
+    pending, drafts = work.pending, work.batch.drafts
+    if pending is None or drafts is None:
+        return None, None, None, None
+    assert pending.qkv.stride(0) == pending.gates.stride(0) == work.states.stride(0)
+    return drafts.pending, drafts.kept, pending.qkv, pending.gates
 
 
 def run_token_by_token(work: Recurrence, out: Tensor, longest: int = NO_LIMIT) -> None:
@@ -134,7 +171,7 @@ def run_token_by_token(work: Recurrence, out: Tensor, longest: int = NO_LIMIT) -
     heads, batch, columns = work.heads, work.batch, work.columns(_COLUMNS)
     _recurrence_kernel[heads.value_dim // columns, heads.num_heads, len(batch.state_blocks)](
         work.qkv, work.gates, work.rates.decay, work.rates.step_bias, work.skip, out, work.states,
-        batch.state_blocks, batch.query_start_loc, work.qkv.stride(0), work.states.stride(0),
+        batch.state_blocks, batch.query_start_loc, *_pointers(work), work.qkv.stride(0), work.states.stride(0),
         GATE_STRIDE=work.gates.stride(0), NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, LONGEST=longest, EPS=L2_EPS,
         num_warps=_WARPS, maxnreg=_MAX_REGISTERS,

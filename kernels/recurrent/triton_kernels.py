@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.chunks import CHUNK, has_chunks, run_in_chunks
 from kernels.recurrent.recurrence import Recurrence, run_token_by_token
 
@@ -22,16 +22,26 @@ def _input_at(x, x_stride, history, at, channel, inside, channels, WIDTH: tl.con
 
 
 @triton.jit
-def _keep_inputs(x, x_stride, history, num_tokens, channel, inside, channels, WIDTH: tl.constexpr):
+def _before(history, pending, kept, sequence, num_tokens, channels):
+    """Return the inputs before the step, and how many tokens of the step the state is kept after."""
+    before, num_kept = history, num_tokens
+    if pending is not None:
+        num_pending = tl.load(pending + sequence)
+        before, num_kept = history + num_pending * channels, tl.load(kept + sequence) - num_pending
+    return before, num_kept
+
+
+@triton.jit
+def _keep_inputs(x, x_stride, before, history, num_tokens, channel, inside, channels, WIDTH: tl.constexpr):
     for index in tl.static_range(WIDTH - 1):
         at = num_tokens - (WIDTH - 1) + index + tl.zeros_like(channel)
-        kept = _input_at(x, x_stride, history, at, channel, inside, channels, WIDTH)
+        kept = _input_at(x, x_stride, before, at, channel, inside, channels, WIDTH)
         tl.store(history + index * channels + channel, kept, mask=inside)
 
 
 @triton.jit(do_not_specialize=["x_stride"])
 def _causal_conv_kernel(
-    x, weight, bias, out, states, state_blocks, starts, x_stride, state_stride, channels,
+    x, weight, bias, out, states, state_blocks, starts, pending, kept, x_stride, state_stride, channels,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0)
@@ -41,6 +51,7 @@ def _causal_conv_kernel(
     if first < num_tokens:
         block = tl.load(state_blocks + sequence)
         history = states + block.to(tl.int64) * state_stride
+        before, num_kept = _before(history, pending, kept, sequence, num_tokens, channels)
         own = x + start.to(tl.int64) * x_stride
         token = first + tl.arange(0, TOKENS)[:, None]
         channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -50,7 +61,7 @@ def _causal_conv_kernel(
             at = token - (WIDTH - 1) + tap + tl.zeros((TOKENS, CHANNELS), tl.int32)
             used = inside[None, :] & (token < num_tokens)
             factor = tl.load(weight + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
-            total += _input_at(own, x_stride, history, at, channel[None, :], used, channels, WIDTH) * factor[None, :]
+            total += _input_at(own, x_stride, before, at, channel[None, :], used, channels, WIDTH) * factor[None, :]
         if bias is not None:
             total += tl.load(bias + channel, mask=inside, other=0.0)[None, :]
         total = total * tl.sigmoid(total)
@@ -58,22 +69,24 @@ def _causal_conv_kernel(
         tl.store(target, total.to(out.dtype.element_ty), mask=inside[None, :] & (token < num_tokens))
         if KEEPS and block != 0:
             tl.debug_barrier()  # other threads have read the history
-            _keep_inputs(own, x_stride, history, num_tokens, channel, inside, channels, WIDTH)
+            _keep_inputs(own, x_stride, before, history, num_kept, channel, inside, channels, WIDTH)
 
 
 @triton.jit(do_not_specialize=["x_stride"])
 def _keep_inputs_kernel(
-    x, states, state_blocks, starts, x_stride, state_stride, channels, WIDTH: tl.constexpr, CHANNELS: tl.constexpr
-):
+    x, states, state_blocks, starts, pending, kept, x_stride, state_stride, channels,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     sequence = tl.program_id(0)
     start = tl.load(starts + sequence)
     num_tokens = tl.load(starts + sequence + 1) - start
     block = tl.load(state_blocks + sequence)
     if (block != 0) & (num_tokens > 0):
         history = states + block.to(tl.int64) * state_stride
+        before, num_kept = _before(history, pending, kept, sequence, num_tokens, channels)
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         own = x + start.to(tl.int64) * x_stride
-        _keep_inputs(own, x_stride, history, num_tokens, channel, channel < channels, channels, WIDTH)
+        _keep_inputs(own, x_stride, before, history, num_kept, channel, channel < channels, channels, WIDTH)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: RecurrentBatch) -> Tensor:
@@ -82,13 +95,40 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, 
     out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
     tokens = 1 if batch.max_query_len == 1 else _CONV_TOKENS
     parts, num_chunks = triton.cdiv(channels, _CONV_CHANNELS), triton.cdiv(batch.max_query_len, tokens)
-    sequences = (states, batch.state_blocks, batch.query_start_loc, x.stride(0), states.stride(0), channels)
+    drafts = (batch.drafts.pending, batch.drafts.kept) if batch.drafts is not None else (None, None)
+    sequences = (states, batch.state_blocks, batch.query_start_loc, *drafts, x.stride(0), states.stride(0), channels)
     _causal_conv_kernel[num_sequences, num_chunks, parts](
         x, weight, bias, out, *sequences, WIDTH=width, TOKENS=tokens, CHANNELS=_CONV_CHANNELS, KEEPS=num_chunks == 1
     )
     if num_chunks > 1:  # another program may not have read the history yet
         _keep_inputs_kernel[num_sequences, parts](x, *sequences, WIDTH=width, CHANNELS=_CONV_CHANNELS)
     return out
+
+
+@triton.jit(do_not_specialize=["row_stride"])
+def _keep_rows_kernel(
+    rows, target, state_blocks, starts, pending, kept, row_stride, state_stride, size, CHANNELS: tl.constexpr
+):
+    sequence = tl.program_id(0)
+    start = tl.load(starts + sequence)
+    num_tokens = tl.load(starts + sequence + 1) - start
+    block = tl.load(state_blocks + sequence)
+    has_drafts = tl.load(kept + sequence) < tl.load(pending + sequence) + num_tokens
+    if has_drafts & (block != 0):
+        channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        for token in range(num_tokens):
+            row = tl.load(rows + (start + token).to(tl.int64) * row_stride + channel, mask=channel < size, other=0.0)
+            place = target + block.to(tl.int64) * state_stride + token * size + channel
+            tl.store(place, row.to(tl.float32), mask=channel < size)
+
+
+def keep_inputs(rows: Tensor, kept: Tensor, batch: RecurrentBatch) -> None:
+    size, drafts = rows.shape[1], batch.drafts
+    assert drafts is not None and rows.stride(1) == 1 and kept.stride()[1:] == (size, 1)
+    _keep_rows_kernel[len(batch.state_blocks), triton.cdiv(size, _CONV_CHANNELS)](
+        rows, kept, batch.state_blocks, batch.query_start_loc, drafts.pending, drafts.kept, rows.stride(0),
+        kept.stride(0), size, CHANNELS=_CONV_CHANNELS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "gate_stride"])
@@ -148,6 +188,7 @@ class TritonRecurrent:
     """RecurrentOperators on CUDA."""
 
     causal_conv = staticmethod(causal_conv)
+    keep_inputs = staticmethod(keep_inputs)
     gated_rms_norm = staticmethod(gated_rms_norm)
     rms_norm_of_gated = staticmethod(rms_norm_of_gated)
 
@@ -156,9 +197,16 @@ class TritonRecurrent:
         self._is_deterministic = is_deterministic
 
     def gated_delta(
-        self, qkv: Tensor, gates: Tensor, rates: StateRates, states: Tensor, heads: StateHeads, batch: RecurrentBatch
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        rates: StateRates,
+        states: Tensor,
+        heads: StateHeads,
+        batch: RecurrentBatch,
+        pending: PendingInputs | None = None,
     ) -> Tensor:
-        return self._run(Recurrence(qkv, gates, rates, None, states, heads, batch))
+        return self._run(Recurrence(qkv, gates, rates, None, states, heads, batch, pending))
 
     def state_space(
         self,
@@ -169,8 +217,9 @@ class TritonRecurrent:
         states: Tensor,
         heads: StateHeads,
         batch: RecurrentBatch,
+        pending: PendingInputs | None = None,
     ) -> Tensor:
-        return self._run(Recurrence(qkv, step, rates, skip, states, heads, batch))
+        return self._run(Recurrence(qkv, step, rates, skip, states, heads, batch, pending))
 
     def _run(self, work: Recurrence) -> Tensor:
         out = work.new_output()

@@ -47,7 +47,7 @@ from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.route import route_triton
 from kernels.moe.shared_gate_triton import add_gated_triton
 from kernels.moe.weights import ExpertProduct, Int4Experts
-from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.batch import DraftedStates, PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.triton_kernels import TritonRecurrent
 from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
@@ -200,23 +200,31 @@ def recurrent_layers() -> None:
         return torch.empty(size, dtype=dtype, device="meta")
 
     exact = partial(empty, dtype=torch.float32)
-    states = exact(4, pools, heads.state_size + 3 * channels)[:, 1]
-    delta = states[:, : heads.state_size].unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim))
-    inputs = states[:, heads.state_size :].unflatten(1, (3, channels))
-    for num_tokens, num_sequences in ((64, 64), (4096, 2)):
+    sizes = heads.state_size, 7 * channels, 4 * channels, 4 * 2 * heads.num_heads
+    delta, inputs, old_qkv, old_gates = exact(4, pools, sum(sizes))[:, 1].split(sizes, dim=1)
+    delta = delta.unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim))
+    inputs, old_qkv, old_gates = (
+        part.unflatten(1, (rows, -1)) for part, rows in ((inputs, 7), (old_qkv, 4), (old_gates, 4))
+    )
+    for num_tokens, num_sequences, has_drafts in ((64, 64, False), (64, 64, True), (4096, 2, False)):
         indices = empty(num_sequences + 1, dtype=torch.int32)
         batch = RecurrentBatch(indices, indices[1:], indices[1:], max_query_len=num_tokens // num_sequences)
+        if has_drafts:
+            batch = replace(batch, max_query_len=4, drafts=DraftedStates(indices[1:], indices[1:]))
+        kept = PendingInputs(old_qkv, old_gates) if has_drafts else None
         qkvz = empty(num_tokens, channels + heads.value_size)
         qkv = operators.causal_conv(qkvz[:, :channels], exact(4, channels), None, inputs, batch)
         rates, gates = (
             StateRates(exact(heads.num_heads), exact(heads.num_heads)),
             empty(num_tokens, 2 * heads.num_heads),
         )
-        mixed = operators.gated_delta(qkv, gates, rates, delta, heads, batch)
+        mixed = operators.gated_delta(qkv, gates, rates, delta, heads, batch, kept)
         operators.gated_rms_norm(mixed, qkvz[:, channels:], exact(heads.value_dim), 1e-6)
         operators.causal_conv(qkvz[:, :channels], exact(4, channels), exact(channels), inputs, batch)
         step = empty(num_tokens, heads.num_heads)
-        operators.state_space(qkv, step, rates, exact(heads.num_heads), delta, heads, batch)
+        operators.state_space(qkv, step, rates, exact(heads.num_heads), delta, heads, batch, kept)
+        if has_drafts:
+            operators.keep_inputs(qkv, old_qkv, batch)
         operators.rms_norm_of_gated(mixed, qkvz[:, channels:], exact(heads.value_size), 1e-6, 1)
     x = empty(64, 2048)
     add_gated_triton(x, x, x, x[0])

@@ -1,12 +1,12 @@
 """Checks of an implementation of the recurrent operators against torch in float64, for any device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kernels.recurrent.batch import RecurrentBatch, StateHeads, StateRates
+from kernels.recurrent.batch import DraftedStates, PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.chunks import CHUNK
 from kernels.recurrent.operators import RecurrentOperators
 from kernels.recurrent.reference import TorchRecurrent
@@ -180,6 +180,115 @@ def _run(operators: RecurrentOperators, given: Inputs, shape: Shape, lengths: tu
         mixed = operators.state_space(qkv, step, rates, given.skip, space, shape.heads, batch)
         outputs.append(operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, 2))
     return inputs, delta, space, torch.cat(outputs[::2]), torch.cat(outputs[1::2])
+
+
+# Of each of two sequences: the tokens of a step that stand, and wrong drafts after them; None: a step without drafts.
+DRAFTED_STEPS = (
+    ((1, None), (3, 0)),
+    ((1, 3), (2, 2)),
+    ((4, 0), (1, None)),
+    ((2, 1), (1, None)),
+    ((1, None), (1, 2)),
+    ((1, None), (1, None)),
+)
+
+
+def check_drafts(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Check that wrong drafts change no bit of the states and outputs of the tokens that stand."""
+    num_tokens = [sum(steps[sequence][0] for steps in DRAFTED_STEPS) for sequence in (0, 1)]
+    shape = Shape(StateHeads(2, 4, 16, 32), 4, (sum(num_tokens),), (2,))
+    given, most = Inputs.random(shape, dtype, device), 4
+    firsts, blocks = [0, num_tokens[0]], (2, 1, 0)  # and a row of padding
+    plain = [
+        _run(operators, _some(given, first, count), shape, (1,) * count)
+        for first, count in zip(firsts, num_tokens, strict=True)
+    ]
+    pool = _Pool(given, shape, most)
+    wrong = torch.Generator().manual_seed(2)
+    pending, outputs = [0, 0], [list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()]
+    for steps in DRAFTED_STEPS:
+        rows, counts, kept = [], [], []
+        for sequence, (right, num_wrong) in enumerate(steps):
+            real = slice(firsts[sequence], firsts[sequence] + right)
+            noise = torch.randint(len(given.qkvz), (num_wrong or 0,), generator=wrong)
+            rows.append(torch.cat((torch.arange(real.start, real.stop), noise)))
+            counts.append(len(rows[-1]))
+            kept.append(pending[sequence] + (counts[-1] if num_wrong is None else 0))
+        chosen = torch.cat((*rows, torch.zeros(1, dtype=torch.int64))).to(device)
+        numbers = torch.tensor([[*pending, 0], [*kept, 1]], dtype=torch.int32, device=device)
+        batch = replace(batch_of((*counts, 1), blocks, device), drafts=DraftedStates(*numbers))
+        found = pool.run(operators, given, chosen, batch)
+        for sequence, (right, num_wrong) in enumerate(steps):
+            first = sum(counts[:sequence])
+            outputs[sequence].append(tuple(part[first : first + right] for part in found))
+            pending[sequence] = 0 if num_wrong is None else right
+            firsts[sequence] += right
+    for sequence, (inputs, delta, space, *expected) in enumerate(plain):
+        block = blocks[sequence]
+        assert pending[sequence] == 0  # the last step has no drafts, so states are those of all tokens
+        assert all(
+            torch.equal(torch.cat(parts), whole)
+            for parts, whole in zip(zip(*outputs[sequence], strict=True), expected, strict=True)
+        )
+        assert torch.equal(pool.inputs[block, :3], inputs[2])
+        assert torch.equal(pool.delta[block], delta[2]) and torch.equal(pool.space[block], space[2])
+
+
+def _some(given: Inputs, first: int, count: int) -> Inputs:
+    rows = slice(first, first + count)
+    return replace(given, qkvz=given.qkvz[rows], gates=given.gates[rows])
+
+
+class _Pool:
+    """States as in the state pool: of the rule, inputs of the convolution, and what is kept of drafts."""
+
+    def __init__(self, given: Inputs, shape: Shape, most: int) -> None:
+        heads, channels, width = shape.heads, shape.channels, shape.width
+        num_gates = 2 * heads.num_heads
+        sizes = (
+            heads.state_size,
+            heads.state_size,
+            (width - 1 + most) * channels,
+            most * channels,
+            2 * most * num_gates,
+        )
+        pool = torch.full((3, 2, sum(sizes)), torch.nan, device=given.qkvz.device)[:, 1]
+        states, space, inputs, qkv, gates = pool.split(sizes, dim=1)
+        self.heads, self.shape = heads, shape
+        self.delta, self.space = (
+            part.unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim)) for part in (states, space)
+        )
+        self.inputs = inputs.unflatten(1, (-1, channels))
+        self.qkv = qkv.unflatten(1, (most, channels))
+        of_delta, of_space, _ = gates.split((most * num_gates, most * heads.num_heads, most * heads.num_heads), dim=1)
+        self.gates, self.steps = of_delta.unflatten(1, (most, -1)), of_space.unflatten(1, (most, -1))
+        for block in (1, 2):  # each sequence starts from the state of block 2, as the plain runs
+            self.inputs[block, : width - 1], self.delta[block], self.space[block] = (
+                given.inputs[2],
+                given.delta[2],
+                given.delta[2],
+            )
+        self.inputs[0], self.delta[0], self.space[0] = 0.0, 0.0, 0.0
+
+    def run(
+        self, operators: RecurrentOperators, given: Inputs, rows: Tensor, batch: RecurrentBatch
+    ) -> tuple[Tensor, Tensor]:
+        shape, heads = self.shape, self.heads
+        x, gate, gates = given.qkvz[rows, : shape.channels], given.qkvz[rows, shape.channels :], given.gates[rows]
+        rates, step = StateRates(given.decay, given.step_bias), gates[:, : heads.num_heads]
+        qkv = operators.causal_conv(x, given.weight, given.bias, self.inputs, batch)
+        mixed = operators.gated_delta(qkv, gates, rates, self.delta, heads, batch, PendingInputs(self.qkv, self.gates))
+        normed = operators.multiply_sigmoid(operators.gated_rms_norm(mixed, gate, given.norm, EPS), gate)
+        pending = PendingInputs(self.qkv, self.steps)
+        mixed = operators.state_space(qkv, step, rates, given.skip, self.space, heads, batch, pending)
+        for kept, own in (
+            (self.inputs[:, shape.width - 1 :], x),
+            (self.qkv, qkv),
+            (self.gates, gates),
+            (self.steps, step),
+        ):
+            operators.keep_inputs(own, kept, batch)
+        return normed, operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, 2)
 
 
 def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:

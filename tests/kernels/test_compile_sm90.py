@@ -114,6 +114,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_add_gated_kernel",
         "_causal_conv_kernel",
         "_keep_inputs_kernel",
+        "_keep_rows_kernel",
         "_recurrence_kernel",
         "_within_chunks_kernel",
         "_between_chunks_kernel",

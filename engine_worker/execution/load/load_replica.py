@@ -96,6 +96,7 @@ class LoadedReplica:
     replica: Replica
     weights_bytes: int
     quantization: str  # of the linear layers: none, fp8, int4, int8 or as-stored
+    num_drafts: int  # the most of a sequence and step
     drafts: DraftSteps | None  # the passes of the draft head
 
 
@@ -202,7 +203,7 @@ def load_replica(
     loaded += f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
     report("load", 1.0, f"{loaded}, {plan.blueprint.implementation} implementation")
     report("allocate_kv", 0.0, "")
-    layout = kv_layout(model.spec, settings.block_size, kv_dtype)
+    layout = kv_layout(model.spec, settings.block_size, kv_dtype, num_drafts=plan.drafts.num_drafts)
     step_bytes = _step_bytes(plan, model, kv_dtype, sample) if device.type == "cuda" else 0
     memory = measure_memory(device, weights_bytes, step_bytes + _staging_bytes(settings, layout, device))
     kv_cache = _allocate_kv_cache(plan, layout, memory, ranks)
@@ -211,7 +212,13 @@ def load_replica(
     replica, graphs, drafts = _replica(plan, model, kv_cache, has_logits=ranks.rank == 0)
     for progress, detail in graphs:
         report("warmup", GRAPHS_SHARE * progress, detail)
-    return LoadedReplica(replica=replica, weights_bytes=weights_bytes, quantization=_quantization(plan), drafts=drafts)
+    return LoadedReplica(
+        replica=replica,
+        weights_bytes=weights_bytes,
+        quantization=_quantization(plan),
+        num_drafts=plan.drafts.num_drafts,
+        drafts=drafts,
+    )
 
 
 def check_alike(devices: Sequence[str]) -> None:
@@ -270,7 +277,7 @@ def _inputs(
     """Return the inputs of steps, again if graphs can read them. `last`: what a draft head leaves for the next step."""
     settings, device = plan.settings, plan.device
     if device.type != "cuda":
-        return HostInputs(settings.block_size, last), None
+        return HostInputs(settings.block_size, last, 1 + plan.drafts.num_drafts), None
     from engine_worker.execution.step import persistent_inputs  # noqa: PLC0415 - imports triton
 
     bounds = persistent_inputs.InputBounds(

@@ -45,15 +45,17 @@ class StepDescriber:
         *,
         decodes_first: bool,
         has_states: bool = False,
+        num_drafts: int = 0,
         lookahead: Lookahead = NO_LOOKAHEAD,
     ) -> None:
         """Choose the order of rows; a sequence has `num_groups` block tables, and a recurrent state if `has_states`.
 
         With `decodes_first` the order is that of the CPU's attention: decodes by ascending length, then prefills.
-        Otherwise it is the order of the batch. Logits are always in the order of the batch.
+        Otherwise it is the order of the batch. Logits are always in the order of the batch. With states, a token and
+        its drafts, at most `num_drafts`, stay together.
         """
         self._decodes_first = decodes_first
-        self._has_states = has_states
+        self._has_states, self._knows_drafts = has_states, has_states and num_drafts > 0
         self._tables = BlockTableRows(block_size, num_groups, lookahead)
         self._lookahead = lookahead
         self._sample_of: dict[object, int] = {}
@@ -79,6 +81,7 @@ class StepDescriber:
             state_blocks=np.array(
                 [scheduled.sequence.kv.state_block for scheduled in rows] if self._has_states else [], dtype=np.int32
             ),
+            drafted_states=describe_states(rows) if self._knows_drafts else np.zeros((3, 0), dtype=np.int32),
             max_query_len=int(query_lens.max(initial=0)),
             max_seq_len=int(seq_lens.max(initial=0)),
             transfers=batch.transfers,
@@ -125,7 +128,10 @@ class StepDescriber:
 
     def _in_order(self, entries: list[ScheduledSequence]) -> list[ScheduledSequence]:
         rows = [scheduled for scheduled in entries if scheduled.num_new_tokens]
-        return sorted(rows, key=_decodes_first) if self._decodes_first else rows
+        if not self._decodes_first:
+            return rows
+        together = self._knows_drafts and any(scheduled.drafts for scheduled in rows)
+        return sorted(rows, key=_has_several_tokens if together else _decodes_first)
 
     def keep_samples(self, sequences: Iterable[object]) -> None:
         """Record that sample i of the last described step is the token in flight of `sequences[i]`."""
@@ -187,10 +193,33 @@ def _one_sample_each(batch: list[ScheduledSequence]) -> list[ScheduledSequence]:
             entries.append(scheduled)
             continue
         sequence, first = scheduled.sequence, scheduled.end - len(scheduled.drafts)
-        entries.append(ScheduledSequence(sequence, scheduled.start, first - scheduled.start, samples=True))
+        before = first - scheduled.start
+        entries.append(ScheduledSequence(sequence, scheduled.start, before, True, num_pending=scheduled.num_pending))
         for position, draft in enumerate(scheduled.drafts, first):
-            entries.append(ScheduledSequence(sequence, position, 1, samples=True, drafts=(draft,)))
+            entries.append(ScheduledSequence(sequence, position, 1, True, (draft,), scheduled.num_pending))
     return entries
+
+
+def describe_states(rows: list[ScheduledSequence]) -> Int32Array:
+    """Return [3, S]: for each row, the end of its tokens as a recurrent layer counts them, `pending`, and `kept`.
+
+    The tokens of a sequence and of its drafts belong to its last row there, and its other rows have none. `pending` and
+    `kept` are those of kernels.recurrent.batch.DraftedStates.
+    """
+    described, start, end = np.zeros((3, len(rows)), dtype=np.int32), 0, 0
+    for row, scheduled in enumerate(rows):
+        end += scheduled.num_new_tokens
+        if row + 1 < len(rows) and rows[row + 1].sequence is scheduled.sequence:
+            described[0, row] = start
+            continue
+        pending = scheduled.num_pending
+        described[:, row] = end, pending, pending if scheduled.drafts else pending + end - start
+        start = end
+    return described
+
+
+def _has_several_tokens(scheduled: ScheduledSequence) -> bool:
+    return scheduled.num_new_tokens > 1
 
 
 def _decodes_first(scheduled: ScheduledSequence) -> tuple[bool, int]:

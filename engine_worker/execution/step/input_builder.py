@@ -1,5 +1,6 @@
 """Convert a StepDescription to the tensors of one forward pass on a CPU. persistent_inputs.py does it on CUDA."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -8,8 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_worker.execution.step.step_description import StepDescription
-from engine_worker.model.model_input import ModelInput
+from engine_worker.model.model_input import DraftedRows, ModelInput
 from kernels.draft_inputs_reference import LastDrafts
+from kernels.recurrent.batch import DraftedStates
 
 
 class StepInputs(Protocol):
@@ -25,14 +27,15 @@ class StepInputs(Protocol):
 class HostInputs:
     """Inputs on a CPU, where sampled tokens are known at once."""
 
-    def __init__(self, block_size: int, last_drafts: LastDrafts | None = None) -> None:
-        """`last_drafts`: what a draft head left, read by the next step."""
-        self._block_size, self._last_drafts = block_size, last_drafts
+    def __init__(self, block_size: int, last_drafts: LastDrafts | None = None, max_joined: int = 1) -> None:
+        """`last_drafts`: what a draft head left, read by the next step. `max_joined`: see ModelInput."""
+        self._block_size, self._last_drafts, self._max_joined = block_size, last_drafts, max_joined
         self._sampled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
         assert size is None, "a CPU has no graphs and needs no padding"
-        return build_model_input(description, self._block_size, self._sampled, self._last_drafts)
+        built = build_model_input(description, self._block_size, self._sampled, self._last_drafts)
+        return replace(built, max_joined=self._max_joined)
 
     def keep_samples(self, token_ids: Tensor) -> None:
         self._sampled = token_ids.numpy().copy()
@@ -74,7 +77,16 @@ def build_model_input(
         max_seq_len=description.max_seq_len,
         lowered=torch.from_numpy(lowered[row_of_token]) if last is not None else None,
         state_blocks=torch.from_numpy(description.state_blocks) if len(description.state_blocks) else None,
+        drafted_rows=_drafted_rows(description),
     )
+
+
+def _drafted_rows(description: StepDescription) -> DraftedRows | None:
+    if not description.drafted_states.shape[1]:
+        return None
+    ends, pending, kept = (np.ascontiguousarray(part) for part in description.drafted_states)
+    starts = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
+    return DraftedRows(starts, DraftedStates(torch.from_numpy(pending), torch.from_numpy(kept)))
 
 
 def _draft(last: LastDrafts, feedback: int) -> tuple[int, int]:

@@ -106,9 +106,22 @@ class MeasuredSpeeds:
 
 class ModelRunner:
     def __init__(
-        self, replica: StepReplica, sampler: Sampler, weights_bytes: int = 0, drafts: "DraftSteps | None" = None
+        self,
+        replica: StepReplica,
+        sampler: Sampler,
+        weights_bytes: int = 0,
+        drafts: "DraftSteps | None" = None,
+        num_drafts: int = 0,
     ) -> None:
-        """Run batches on `replica`. `drafts`: runs the draft head, if the model has one."""
+        """Run batches on `replica`.
+
+        Args:
+            replica: The model.
+            sampler: For its logits.
+            weights_bytes: Of the model.
+            drafts: Runs the draft head, if the model has one.
+            num_drafts: The most drafts of a sequence and step.
+        """
         kv_cache, self._drafts = replica.kv_cache, drafts
         self._last_drafts: PendingDrafts | None = None
         self.model_spec: ModelShape = replica.model_spec
@@ -137,6 +150,7 @@ class ModelRunner:
             len(self.windows),
             decodes_first=self.device_type == "cpu",
             has_states=self.num_state_blocks > 0,
+            num_drafts=num_drafts,
             lookahead=drafts.lookahead if drafts is not None else NO_LOOKAHEAD,
         )
 

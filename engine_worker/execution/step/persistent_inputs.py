@@ -7,12 +7,14 @@ the previous one runs, so there are several pinned buffers; an event tells when 
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine_worker.execution.step.step_description import EMPTY, StepDescription
-from engine_worker.model.model_input import ModelInput
+from engine_worker.model.model_input import DraftedRows, ModelInput
 from kernels.draft_inputs_reference import LastDrafts
+from kernels.recurrent.batch import DraftedStates
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs
 
 # cuBLAS chooses a kernel by the number of rows. The driver loads a kernel at its first use, after all work of the GPU.
@@ -72,6 +74,9 @@ class PersistentInputs:
             lowered=torch.zeros(max_tokens, dtype=torch.int64, device=device),
         )
         self._state_blocks = torch.zeros(max_rows, dtype=torch.int32, device=device) if has_states else None
+        knows_drafts = has_states and bounds.max_joined > 1
+        shape = (3, max_rows + 1)
+        self._drafted_states = torch.zeros(shape, dtype=torch.int32, device=device) if knows_drafts else None
         self._sampled_token_ids = torch.zeros(1, dtype=torch.int64, device=device)
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
@@ -93,8 +98,7 @@ class PersistentInputs:
             num_logits,
             self._last_drafts,
         )
-        if self._state_blocks is not None:
-            pinned.copy_state_blocks(self._state_blocks)
+        self._copy_states(pinned, description, size)
         pinned.enqueued()
         return self.views(
             num_rows=size or description.num_sequences,
@@ -121,16 +125,28 @@ class PersistentInputs:
             max_seq_len=max_seq_len,
             lowered=tensors.lowered[:num_tokens] if self._last_drafts is not None else None,
             state_blocks=None if self._state_blocks is None else self._state_blocks[:num_rows],
+            drafted_rows=self._drafted_rows(num_rows),
             max_joined=self._bounds.max_joined,
         )
+
+    def _drafted_rows(self, num_rows: int) -> DraftedRows | None:
+        if self._drafted_states is None:
+            return None
+        starts, pending, kept = self._drafted_states
+        return DraftedRows(starts[: num_rows + 1], DraftedStates(pending[:num_rows], kept[:num_rows]))
 
     def fill_with_padding(self, size: int) -> None:
         """Fill in `size` sequences of length 0, on which a graph is warmed up and captured."""
         pinned = self._pinned[0]
         unpack_inputs(pinned.write(EMPTY), self._sampled_token_ids, self._tensors, size, self._bounds.block_size)
+        self._copy_states(pinned, EMPTY, size)
+        pinned.enqueued()
+
+    def _copy_states(self, pinned: "_PinnedDescription", description: StepDescription, size: int | None) -> None:
         if self._state_blocks is not None:
             pinned.copy_state_blocks(self._state_blocks)
-        pinned.enqueued()
+        if self._drafted_states is not None:
+            pinned.copy_drafted_states(description, size or description.num_tokens, self._drafted_states)
 
     def keep_samples(self, token_ids: Tensor) -> None:
         self._sampled_token_ids = token_ids
@@ -152,6 +168,7 @@ class _PinnedDescription:
         self._logits_indices = pinned(max_num_seqs)
         self._tables = pinned(max_num_seqs * max_num_blocks)
         self._state_blocks = pinned(max_num_seqs)
+        self._drafted_states = torch.zeros(3, max_num_seqs + 1, dtype=torch.int32, pin_memory=on_cuda)
         self._read = torch.cuda.Event() if on_cuda else None
 
     def write(self, description: StepDescription) -> DescribedBatch:
@@ -186,6 +203,19 @@ class _PinnedDescription:
     def copy_state_blocks(self, target: Tensor) -> None:
         """Enqueue a copy of the blocks of recurrent states to `target`."""
         target.copy_(self._state_blocks, non_blocking=True)
+
+    def copy_drafted_states(self, description: StepDescription, num_tokens: int, target: Tensor) -> None:
+        """Enqueue a copy of a step's `drafted_states` to `target` [3, rows + 1]: starts, pending, and kept.
+
+        A row of padding has one token, up to `num_tokens` of all rows.
+        """
+        states, num_rows = self._drafted_states.numpy(), description.num_sequences
+        ends, pending, kept = description.drafted_states
+        states[0, 1 : num_rows + 1], states[1, :num_rows], states[2, :num_rows] = ends, pending, kept
+        padding = np.arange(description.num_tokens + 1, description.num_tokens + states.shape[1] - num_rows)
+        states[0, num_rows + 1 :] = np.minimum(padding, num_tokens)
+        states[1, num_rows:], states[2, num_rows:] = 0, 1
+        target.copy_(self._drafted_states, non_blocking=True)
 
     def enqueued(self) -> None:
         """Record that the kernel that reads this memory was enqueued in the current stream."""

@@ -34,6 +34,7 @@ class StepDescription:
     logits_indices: Int32Array  # [N], rows of T
     block_tables: Int32Array  # [G, S, B], padded with block 0
     state_blocks: Int32Array  # [S], blocks of recurrent states; [0] if the model has none
+    drafted_states: Int32Array  # [3, S], of recurrent states with drafts, see describe_states(); else [3, 0]
     max_query_len: int
     max_seq_len: int
     transfers: Transfers
@@ -55,10 +56,11 @@ class StepDescription:
         arrays = (
             self.query_start_loc, self.seq_lens, self.feedback, self.token_ids, self.logits_indices, self.state_blocks,
         )  # fmt: skip
-        slab = np.concatenate((*arrays, self.block_tables.ravel())).astype(np.int32, copy=False)
+        slab = np.concatenate((*arrays, self.drafted_states.ravel(), self.block_tables.ravel()))
+        slab = slab.astype(np.int32, copy=False)
         packed = _Packed(
             slab.tobytes(), len(self.block_tables), self.num_sequences, self.num_tokens, self.num_logits,
-            len(self.state_blocks), self.max_query_len, self.max_seq_len, self.transfers,
+            len(self.state_blocks), self.drafted_states.shape[1], self.max_query_len, self.max_seq_len, self.transfers,
         )  # fmt: skip
         return msgspec.msgpack.encode(packed)
 
@@ -71,14 +73,22 @@ class StepDescription:
         """
         packed = msgspec.msgpack.decode(data, type=_Packed)
         rows = packed.num_sequences
-        lengths = (rows + 1, rows, rows, packed.num_tokens, packed.num_logits, packed.num_states)
+        lengths = (
+            rows + 1,
+            rows,
+            rows,
+            packed.num_tokens,
+            packed.num_logits,
+            packed.num_states,
+            3 * packed.num_drafted,
+        )
         slab = np.frombuffer(bytearray(packed.slab), dtype=np.int32)  # a writable copy
         num_table_entries, num_tables = len(slab) - sum(lengths), packed.num_groups * rows
         if num_table_entries < 0 or (num_table_entries % num_tables if num_tables else num_table_entries):
             raise ValueError(
                 f"step of {rows} sequences and {packed.num_tokens} tokens: its {len(slab)} numbers do not fit"
             )
-        starts, lens, feedback, token_ids, logits_indices, states, tables = np.split(slab, np.cumsum(lengths))
+        starts, lens, feedback, token_ids, logits_indices, states, drafted, tables = np.split(slab, np.cumsum(lengths))
         return cls(
             query_start_loc=starts,
             seq_lens=lens,
@@ -87,6 +97,7 @@ class StepDescription:
             logits_indices=logits_indices,
             block_tables=tables.reshape(packed.num_groups, rows, num_table_entries // num_tables if num_tables else 0),
             state_blocks=states,
+            drafted_states=drafted.reshape(3, packed.num_drafted),
             max_query_len=packed.max_query_len,
             max_seq_len=packed.max_seq_len,
             transfers=packed.transfers,
@@ -100,6 +111,7 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True):
     num_tokens: int
     num_logits: int
     num_states: int
+    num_drafted: int
     max_query_len: int
     max_seq_len: int
     transfers: Transfers
@@ -114,6 +126,7 @@ EMPTY = StepDescription(
     _NOTHING,
     _NOTHING.reshape(0, 0, 0),
     _NOTHING,
+    _NOTHING.reshape(3, 0),
     0,
     0,
     Transfers(),

@@ -66,6 +66,11 @@ class GatedDeltaSpec:
         """Elements of the state of one sequence: [num_heads, key_dim, value_dim], then [width - 1, channels]."""
         return self.num_heads * self.key_dim * self.value_dim + (self.width - 1) * self.channels
 
+    @property
+    def draft_values(self) -> int:
+        """Elements kept of a token of a step with drafts: inputs and outputs of the convolution, and the gates."""
+        return 2 * self.channels + 2 * self.num_heads
+
     def num_cache_layers(self, values_per_token: int) -> int:
         """Return 0: it keeps nothing per token."""
         return 0

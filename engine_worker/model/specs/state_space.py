@@ -69,6 +69,11 @@ class StateSpaceSpec:
         """Elements of the state of one sequence: [num_heads, state_dim, head_dim], then [width - 1, channels]."""
         return self.value_size * self.state_dim + (self.width - 1) * sum(self.convolved)
 
+    @property
+    def draft_values(self) -> int:
+        """Elements kept of a token of a step with drafts: inputs and outputs of the convolution, and the step."""
+        return 2 * sum(self.convolved) + self.num_heads
+
     def num_cache_layers(self, values_per_token: int) -> int:
         """Return 0: it keeps nothing per token."""
         return 0

@@ -58,6 +58,10 @@ class ProbedShape:
     def state_shape(self) -> tuple[int, int]:
         return 0, 0
 
+    @property
+    def draft_values(self) -> int:
+        return 0
+
     def num_parameters(self) -> int:
         return self.parameters
 

@@ -12,6 +12,19 @@ struct Sequences {
     int64_t stride;  // elements between the states of two blocks
     int64_t count;
     int32_t num_threads;
+    // Of states that know drafts (DraftedStates), else null: pending tokens of each, and after how many the state is kept.
+    const int32_t *pending, *kept;
+
+    int64_t num_pending(int64_t sequence) const { return pending ? pending[sequence] : 0; }
+    // How many of the step's tokens the kept state has: all, or none if the step has drafts.
+    int64_t num_kept(int64_t sequence) const {
+        return kept ? kept[sequence] - pending[sequence] : starts[sequence + 1] - starts[sequence];
+    }
+};
+
+// What the last step kept of its tokens, [num_blocks, P, ...]; blocks have the stride of the states.
+struct Pending {
+    const float *qkv, *gates;
 };
 
 struct StateHeads {
@@ -28,7 +41,7 @@ namespace {
 
 constexpr int64_t CHANNELS = 16 * WIDTH;  // of a convolution's part
 constexpr int COLUMNS = 4;                // vectors of a state's row that are updated together
-constexpr int MAX_KEY_DIM = 512;
+constexpr int MAX_DIM = 512;  // of a key or value
 
 // The first `count` elements; the others are 0.
 template <typename T>
@@ -49,15 +62,16 @@ inline void store_some(T* at, Vec x, int64_t count) {
 
 inline Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exponential(times(x, splat(-1.0f)))); }
 
-// Inputs of `channels` before a sequence's new ones: history [width - 1, channels], oldest first. weight [width, channels].
-// bias [channels], or null.
+// Inputs of `channels` before a sequence's new ones: history [width - 1, channels], oldest first, then those of pending
+// tokens. weight [width, channels]. bias [channels], or null. With num_kept 0 the history ends with the pending tokens.
 template <typename T>
 void convolve_channels(
     const T* x, int64_t stride, int64_t num_tokens, const float* weight, const float* bias, int64_t channels,
-    int64_t width, float* history, bool is_kept, int64_t first, int64_t end, T* out) {
+    int64_t width, float* history, bool is_kept, int64_t num_pending, int64_t num_kept, int64_t first, int64_t end,
+    T* out) {
     const auto input = [=](int64_t at, int64_t channel, int64_t count) {
         if (at >= 0) return load_some(x + at * stride + channel, count);
-        return load_some(history + (at + width - 1) * channels + channel, count);
+        return load_some(history + (at + width - 1 + num_pending) * channels + channel, count);
     };
     for (int64_t channel = first; channel < end; channel += WIDTH) {
         const int64_t count = end - channel;
@@ -71,7 +85,7 @@ void convolve_channels(
         }
         for (int64_t kept = 0; is_kept && kept < width - 1; kept++)
             store_some(
-                history + kept * channels + channel, input(num_tokens - (width - 1) + kept, channel, count), count);
+                history + kept * channels + channel, input(num_kept - (width - 1) + kept, channel, count), count);
     }
 }
 
@@ -88,7 +102,8 @@ void causal_conv(
         if (num_tokens)
             convolve_channels(
                 (const T*)x + start * stride, stride, num_tokens, weight, bias, channels, width,
-                own.states + block * own.stride, block != 0, first, smaller<int64_t>(channels, first + CHANNELS), (T*)out + start * channels);
+                own.states + block * own.stride, block != 0, own.num_pending(sequence), own.num_kept(sequence), first,
+                smaller<int64_t>(channels, first + CHANNELS), (T*)out + start * channels);
     });
 }
 
@@ -133,11 +148,11 @@ inline void widen_all(const T* x, int size, float* wide) {
 
 template <bool IS_DELTA, typename T>
 void recurrent_head(
-    const StateHeads& heads, const Recurrence& rule, const T* qkv, int64_t stride, const T* gates, int64_t num_tokens,
-    int head, float* state, T* out) {
+    const StateHeads& heads, const Recurrence& rule, const T* qkv, int64_t stride, const T* gates, int64_t gate_stride,
+    int64_t num_tokens, int head, float* state, T* out, int64_t out_stride) {
     const int key_dim = heads.key_dim, value_dim = heads.value_dim, size = heads.num_key_heads * key_dim;
     const int key_head = head / (heads.num_heads / heads.num_key_heads);
-    float query[MAX_KEY_DIM], key[MAX_KEY_DIM];
+    float query[MAX_DIM], key[MAX_DIM];
     for (int64_t token = 0; token < num_tokens; token++) {
         const T* row = qkv + token * stride;
         const T *queries = row + key_head * key_dim, *keys = queries + size;
@@ -148,13 +163,13 @@ void recurrent_head(
             widen_all(queries, key_dim, query);
             widen_all(keys, key_dim, key);
         }
-        const T* gate = gates + token * rule.gate_stride + head;
+        const T* gate = gates + token * gate_stride + head;
         const float x = widened(gate[rule.step_at]) + rule.step_bias[head];
         const float step = x > 20.0f ? x : log1pf(expf(x)), factor = expf(rule.decay[head] * step);
         const float share = IS_DELTA ? 1.0f / (1.0f + expf(-widened(gate[0]))) : step;
         const float skip = IS_DELTA ? 0.0f : rule.skip[head];
         const T* value = row + 2 * size + head * value_dim;
-        T* to = out + (token * heads.num_heads + head) * value_dim;
+        T* to = out + token * out_stride;
         int column = 0;
         for (; column + COLUMNS * WIDTH <= value_dim; column += COLUMNS * WIDTH)
             update_columns<COLUMNS, IS_DELTA>(
@@ -167,26 +182,46 @@ void recurrent_head(
     }
 }
 
-// A part is one head of one sequence. `scratch` has a state for each sequence without one of its own.
+// Apply the pending tokens, whose outputs are known.
+template <bool IS_DELTA>
+void apply_pending(
+    const StateHeads& heads, const Recurrence& rule, const Pending& old, int64_t num_pending, int head, float* state) {
+    const int64_t channels = 2 * heads.num_key_heads * heads.key_dim + heads.num_heads * heads.value_dim;
+    const int64_t num_gates = heads.num_heads + rule.step_at;
+    float outputs[MAX_DIM];
+    recurrent_head<IS_DELTA>(
+        heads, rule, old.qkv, channels, old.gates, num_gates, num_pending, head, state, outputs, 0);
+}
+
+// A part is one head of one sequence. `scratch` has a state for each sequence that must not write to its own.
 template <typename T>
 void recurrence(
-    const Sequences& all, const StateHeads& of_layer, const Recurrence& of_rule, const void* qkv, int64_t stride,
-    const void* gates, float* scratch, void* out) {
+    const Sequences& all, const StateHeads& of_layer, const Recurrence& of_rule, const Pending& of_pending,
+    const void* qkv, int64_t stride, const void* gates, float* scratch, void* out) {
     const Sequences own = all;
     const StateHeads heads = of_layer;
     const Recurrence rule = of_rule;
+    const Pending kept_inputs = of_pending;
     perform_parts(own.count * heads.num_heads, 1, own.num_threads, [=](int64_t part, uint8_t*) {
         const int64_t sequence = part / heads.num_heads, head = part % heads.num_heads;
         const int64_t start = own.starts[sequence], num_tokens = own.starts[sequence + 1] - start;
         const int64_t block = own.blocks[sequence], size = (int64_t)heads.key_dim * heads.value_dim;
         float* state = own.states + block * own.stride + head * size;
-        if (block == 0) {
+        if (num_tokens == 0) return;
+        if (const int64_t num_pending = own.num_pending(sequence)) {
+            const Pending old = {kept_inputs.qkv + block * own.stride, kept_inputs.gates + block * own.stride};
+            const auto apply = rule.skip ? apply_pending<false> : apply_pending<true>;
+            apply(heads, rule, old, num_pending, (int)head, state);
+        }
+        if (block == 0 || own.num_kept(sequence) == 0) {
             memcpy(scratch + part * size, state, size * sizeof(float));
             state = scratch + part * size;
         }
         const auto run = rule.skip ? recurrent_head<false, T> : recurrent_head<true, T>;
-        run(heads, rule, (const T*)qkv + start * stride, stride, (const T*)gates + start * rule.gate_stride, num_tokens,
-            (int)head, state, (T*)out + start * heads.num_heads * heads.value_dim);
+        const int64_t out_stride = heads.num_heads * heads.value_dim;
+        run(heads, rule, (const T*)qkv + start * stride, stride, (const T*)gates + start * rule.gate_stride,
+            rule.gate_stride, num_tokens, (int)head, state, (T*)out + start * out_stride + head * heads.value_dim,
+            out_stride);
     });
 }
 

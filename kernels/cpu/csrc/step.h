@@ -67,9 +67,9 @@ PAGESTREAM_EXPORT void NAME(pagestream_causal_conv)(
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_recurrence)(
-    const Sequences* sequences, const StateHeads* heads, const Recurrence* rule, const void* qkv, int64_t stride,
-    const void* gates, float* scratch, void* out, int dtype) {
-    BY_TYPE(dtype, recurrence, *sequences, *heads, *rule, qkv, stride, gates, scratch, out);
+    const Sequences* sequences, const StateHeads* heads, const Recurrence* rule, const Pending* pending,
+    const void* qkv, int64_t stride, const void* gates, float* scratch, void* out, int dtype) {
+    BY_TYPE(dtype, recurrence, *sequences, *heads, *rule, *pending, qkv, stride, gates, scratch, out);
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_gated_rms_norm)(

@@ -134,7 +134,8 @@ def make_runner(
     if drafts.head is not None:
         assert isinstance(config, ModelSpec), "heads need the native implementation"
         config = read_draft_head(drafts.head, config).beside(config)
-    layout = kv_layout(config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype))
+    kv_dtype = kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype)
+    layout = kv_layout(config, block_size, kv_dtype, num_drafts=drafts.num_drafts)
     longest = layout.spans(16).max_tokens(num_blocks, config.max_position_embeddings)
     settings = ExecutionSettings(
         model=directory,

@@ -6,6 +6,7 @@ PersistentInputs, the CUDA variant, runs on a CPU here, with the reference imple
 import dataclasses
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -118,6 +119,32 @@ def test_inputs_token_in_flight_comes_from_previous_samples() -> None:
         one.num_inflight_tokens = 1
     scheduled = [decode(third), decode(second)]
     assert_as_built(inputs, scheduled, inflight_token_ids={second: 222})
+
+
+def test_inputs_of_recurrent_layers_have_a_sequence_and_its_drafts_in_one_row() -> None:
+    bounds = InputBounds(max_rows=9, max_tokens=32, max_model_len=64, block_size=BLOCK_SIZE, num_groups=2, max_joined=4)
+    persistent, drafted, plain = PersistentInputs(bounds, CPU, has_states=True), sequence(9, 1, 2, 3), sequence(30, 4)
+    batch = ScheduledBatch(
+        [
+            ScheduledSequence(plain, 28, 2, samples=True, num_pending=3),
+            ScheduledSequence(drafted, 8, 3, samples=True, drafts=(7, 8), num_pending=1),
+        ]
+    )
+    plain.kv.tables, drafted.kv.tables = tables_of(range(4, 14)), tables_of((1, 2, 3))
+    plain.kv.state_block, drafted.kv.state_block = 5, 6
+    options: dict[str, Any] = {"has_states": True, "num_drafts": 3}
+    described = StepDescriber(BLOCK_SIZE, 2, decodes_first=False, **options).describe(batch)
+    found = persistent.unpack(StepDescription.from_bytes(described.to_bytes()), 8).drafted_rows
+    assert found is not None
+    # The row of the other sequence, two rows of no tokens, three tokens, and padding until the tokens are used up.
+    assert found.query_start_loc.tolist() == [0, 2, 2, 2, 5, 6, 7, 8, 8]
+    assert found.states.pending.tolist() == [3, 0, 0, 1, 0, 0, 0, 0]
+    assert found.states.kept.tolist() == [5, 0, 0, 1, 1, 1, 1, 1]
+    on_cpu = StepDescriber(BLOCK_SIZE, 2, decodes_first=True, **options).describe(batch)
+    rows = HostInputs(BLOCK_SIZE, max_joined=4).unpack(on_cpu).drafted_rows
+    assert rows is not None
+    assert rows.query_start_loc.tolist() == [0, 0, 0, 3, 5]  # decodes come first
+    assert (rows.states.pending.tolist(), rows.states.kept.tolist()) == ([0, 0, 1, 3], [0, 0, 1, 5])
 
 
 def grow(one: Sequence, block_ids: Iterable[int]) -> None:

@@ -200,10 +200,11 @@ def test_drafts_are_counted_by_position() -> None:
     assert engine.stats().speculation == SpeculationTotals(drafts=1, drafted=[1, 1, 0], accepted=[1, 0, 0])
 
 
-def test_recurrent_model_is_refused_before_its_weights_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_head_of_a_recurrent_model_is_refused_before_its_weights_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
-    drafts = '{"method": "ngram"}'
-    argv = ["--model", str(tmp_path), "--load-format", "dummy", "--check"]
-    assert main(argv) == 0
-    assert main([*argv, "--speculative-config", drafts]) != 0
-    assert "--speculative-config: this model has recurrent layers" in capsys.readouterr().err
+    argv = ["--model", str(tmp_path), "--load-format", "dummy", "--check", "--speculative-config"]
+    assert main([*argv, '{"method": "ngram"}']) == 0
+    assert main([*argv, '{"method": "eagle3", "model": "head"}']) != 0
+    assert "a draft head cannot serve a model with recurrent layers" in capsys.readouterr().err

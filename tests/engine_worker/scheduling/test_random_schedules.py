@@ -423,9 +423,15 @@ def has_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_tables, "DISTANT_TOKENS", 32)
 
 
-def run_with_states(seed: int, async_scheduling: bool) -> "Promises":
-    has_tenants = seed % 3 == 0
-    return run_random_traffic(seed, async_scheduling, 0.2, num_state_blocks=2 + seed % 20, has_tenants=has_tenants)
+def run_with_states(seed: int, async_scheduling: bool, proposer: OracleProposer | None = None) -> "Promises":
+    return run_random_traffic(
+        seed,
+        async_scheduling,
+        0.2,
+        num_state_blocks=2 + seed % 20,
+        has_tenants=seed % 3 == 0,
+        proposer=proposer,
+    )
 
 
 @pytest.mark.usefixtures("has_many_checkpoints")
@@ -433,6 +439,13 @@ def run_with_states(seed: int, async_scheduling: bool) -> "Promises":
 @pytest.mark.parametrize("seed", range(30))
 def test_random_requests_with_recurrent_states_keep_guarantees(seed: int, async_scheduling: bool) -> None:
     run_with_states(seed, async_scheduling)
+
+
+@pytest.mark.usefixtures("has_many_checkpoints")
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_drafts_beside_recurrent_states_change_no_output(seed: int, async_scheduling: bool) -> None:
+    run_with_states(seed, async_scheduling, OracleProposer(error_ratio=0.4, seed=seed))
 
 
 @pytest.mark.usefixtures("has_many_checkpoints")

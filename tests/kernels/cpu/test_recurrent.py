@@ -6,7 +6,7 @@ import torch
 from kernels.cpu.library import InstructionSet, cpu_library
 from kernels.cpu.recurrent import CompiledRecurrent
 from kernels.recurrent.batch import StateHeads
-from tests.kernels.recurrent_cases import SHAPES, Shape, check, check_chunks, check_mamba
+from tests.kernels.recurrent_cases import SHAPES, Shape, check, check_chunks, check_drafts, check_mamba
 
 INSTRUCTION_SETS = cpu_library().instruction_sets
 # No vector divides the channels or the values of a head.
@@ -29,3 +29,9 @@ def test_chunks_and_threads_change_no_bit(
 ) -> None:
     monkeypatch.setattr("kernels.cpu.recurrent.num_threads", lambda: num_threads)
     check_chunks(CompiledRecurrent(cpu_library(), dtype, instruction_set), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_wrong_drafts_change_no_bit(instruction_set: InstructionSet, dtype: torch.dtype) -> None:
+    check_drafts(CompiledRecurrent(cpu_library(), dtype, instruction_set), dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.recurrent.triton_kernels import TritonRecurrent
-from tests.kernels.recurrent_cases import SHAPES, check, check_chunks, check_chunks_of_64, check_mamba
+from tests.kernels.recurrent_cases import SHAPES, check, check_chunks, check_chunks_of_64, check_drafts, check_mamba
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -24,3 +24,8 @@ def test_deterministic_chunks_change_no_bit() -> None:
 
 def test_cuts_at_multiples_of_64_change_no_bit() -> None:
     check_chunks_of_64(TritonRecurrent(), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_wrong_drafts_change_no_bit(dtype: torch.dtype) -> None:
+    check_drafts(TritonRecurrent(is_deterministic=True), dtype)
