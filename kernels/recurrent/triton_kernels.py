@@ -93,7 +93,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, 
     num_sequences, (width, channels) = len(batch.state_blocks), weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and states.stride()[1:] == (channels, 1)
     out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
-    tokens = 1 if batch.max_query_len == 1 else _CONV_TOKENS
+    tokens = min(_CONV_TOKENS, triton.next_power_of_2(batch.max_query_len))
     parts, num_chunks = triton.cdiv(channels, _CONV_CHANNELS), triton.cdiv(batch.max_query_len, tokens)
     drafts = (batch.drafts.pending, batch.drafts.kept) if batch.drafts is not None else (None, None)
     sequences = (states, batch.state_blocks, batch.query_start_loc, *drafts, x.stride(0), states.stride(0), channels)

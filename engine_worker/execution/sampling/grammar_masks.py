@@ -114,6 +114,7 @@ class GrammarMasks:
         """Return the tokens that the grammar forces after sampled ones.
 
         They are those of the likeliest split into tokens. The mask may allow others, so the model has to confirm them.
+        There are none if the grammar does not allow the sampled ones, or has an error, which the library keeps.
 
         Args:
             sequence: A sequence of the last of().
@@ -124,10 +125,9 @@ class GrammarMasks:
         if progress is None or token_ids[-1] in sequence.stop_token_ids:
             return []
         end = index + len(token_ids)
-        if progress.num_consumed_tokens > end or not progress.matcher.consume_tokens(
-            token_ids[progress.num_consumed_tokens - index :]
-        ):
-            return []  # of() reports the error
+        unread = token_ids[progress.num_consumed_tokens - index :]
+        if progress.num_consumed_tokens > end or not progress.matcher.consume_tokens(unread):
+            return []  # of() fails for this sequence, too
         progress.num_consumed_tokens = end
         forced: list[int] = progress.matcher.compute_ff_tokens()
         return forced
