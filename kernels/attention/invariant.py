@@ -126,7 +126,8 @@ def attend_invariant(
     split = SplitPrefill(min_query_len=1, split_tokens=SPLIT_TOKENS)
     if programs > 1:
         splits = query.new_empty(num_sequences, max_splits, num_heads, head_dim, dtype=torch.float32)
-        split = SplitPrefill(1, SPLIT_TOKENS, programs, max_splits, splits, splits.new_empty(splits.shape[:3]))
+        lse, has_joined = splits.new_empty(splits.shape[:3]), joined.max_queries > 1
+        split = SplitPrefill(1, SPLIT_TOKENS, programs, max_splits, splits, lse, has_joined)
     caches = (key_cache, value_cache, block_tables)
     launch_prefill(
         query, *caches, joined.query_start_loc, seq_lens, output, scale, config, split, value_scale, rules

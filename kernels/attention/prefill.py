@@ -227,13 +227,14 @@ def prefill_kernel(
     table_stride, num_sequences,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DEPENDENT: tl.constexpr,
+    MIN_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, JOINED: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run program (KV head of a tile of tokens, share of the splits).
 
     With several shares, MAX_SPLITS > 0, each token's splits are stored at [token, MAX_SPLITS, head, HEAD_DIM], from
-    the first in its window on.
+    the first in its window on. Rows are single tokens, or with JOINED few.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -294,14 +295,17 @@ def prefill_kernel(
                 VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, PRECISION, NUM_STAGES, WINDOW, SOFTCAP,
             )  # fmt: skip
             if MAX_SPLITS > 0:
-                number = split_key // SPLIT_TOKENS - tl.zeros_like(row_positions)
-                if WINDOW > 0:
-                    number -= tl.maximum(row_positions - WINDOW + 1, 0) // SPLIT_TOKENS
-                # Other tokens of the tile may see splits that a token does not see.
-                seen = (number >= 0) & (row_positions >= split_key)
-                place = (token_rows * MAX_SPLITS + number) * (NUM_KV_HEADS * GROUP) + heads
-                tl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], split, mask=owned & seen[:, None])
-                tl.store(split_lse + place, lse, mask=is_row & seen)
+                number, is_written, written = split_key // SPLIT_TOKENS - first_split, is_row, owned
+                if JOINED:
+                    if WINDOW > 0:
+                        number += first_split - tl.maximum(row_positions - WINDOW + 1, 0) // SPLIT_TOKENS
+                    # Other tokens of the tile may see splits that a token does not see.
+                    is_written = is_row & (number >= 0) & (row_positions >= split_key)
+                    written = owned & is_written[:, None]
+                token = token_rows if JOINED else first_row.to(tl.int64)
+                place = (token * MAX_SPLITS + number) * (NUM_KV_HEADS * GROUP) + heads
+                tl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], split, mask=written)
+                tl.store(split_lse + place, lse, mask=is_written)
             else:
                 attended, total, maximum = merge_split(attended, total, maximum, split, lse)
         total = with_sinks(total, maximum, sinks, heads, heads >= 0)
@@ -360,6 +364,7 @@ class SplitPrefill:
     max_splits: int = 0
     splits: Tensor | None = None
     split_lse: Tensor | None = None
+    joined: bool = False  # rows may have several tokens, each of which has splits of its own
 
 
 def launch_prefill(
@@ -410,6 +415,7 @@ def launch_prefill(
         MIN_QUERY_LEN=split.min_query_len,
         SPLIT_TOKENS=split.split_tokens,
         MAX_SPLITS=split.max_splits,
+        JOINED=split.joined,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NUM_STAGES=config.num_stages,
         WINDOW=rules.window,

@@ -150,20 +150,21 @@ def attention(
 
 
 def attention_in_splits(
-    shape: str, kv_dtype: torch.dtype = torch.bfloat16, rules: ScoreRules = NO_RULES
+    shape: str, kv_dtype: torch.dtype = torch.bfloat16, rules: ScoreRules = NO_RULES, max_joined: int = 1
 ) -> Callable[[], object]:
     _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
     pool = torch.empty(4096, layers, 2, kv_heads, 16, head_dim, dtype=kv_dtype, device="meta")
     query = torch.empty(64, heads, head_dim, dtype=torch.bfloat16, device="meta")
-    indices = torch.empty(2, dtype=torch.int32, device="meta")
-    tables = torch.empty(1, 256, dtype=torch.int32, device="meta")
+    num_rows = 1 if max_joined == 1 else 2
+    indices = torch.empty(num_rows + 1, dtype=torch.int32, device="meta")
+    tables = torch.empty(num_rows, 256, dtype=torch.int32, device="meta")
 
     def launch() -> None:
         # Without a GPU there is one multiprocessor; one KV head leaves room for a second program.
         for max_query_len, heads_kept in ((1, 1), (8, kv_heads), (64, kv_heads)):
             caches = (pool[:, 1, 0, :heads_kept], pool[:, 1, 1, :heads_kept])
             batch = tables, indices, indices[1:], max_query_len, 4096, heads, caches[0]
-            plan = TritonPlan(*batch, one_kernel=True, window=rules.window)
+            plan = TritonPlan(*batch, one_kernel=True, window=rules.window, max_joined=max_joined)
             kept = query[:, : heads_kept * heads // kv_heads]
             plan.attend(kept, *caches, head_dim**-0.5, may_start_early=True, rules=rules)
 
@@ -470,6 +471,7 @@ def main(part: int, num_parts: int) -> None:
         "attention in splits llama-8b bf16 window and sinks": attention_in_splits("llama-8b", rules=WINDOWED),
         "attention gemma3-4b bf16 wide heads": attention("gemma3-4b", torch.bfloat16, 16),
         "attention gemma3-4b fp8 kv wide heads": attention("gemma3-4b", torch.bfloat16, 16, E4M3, ScoreRules(1024)),
+        "attention in splits llama-8b bf16 drafts": attention_in_splits("llama-8b", max_joined=4),
         "attention llama-8b bf16 drafts": attention("llama-8b", torch.bfloat16, 16, max_joined=4),
         "attention llama-8b fp8 kv drafts": attention("llama-8b", torch.bfloat16, 16, E4M3, WINDOWED, 4),
         "sampling llama-8b bf16": sampling(128_256, torch.bfloat16),
