@@ -123,15 +123,15 @@ class RecurrentPlan:
         return _LayerStates(
             of_heads=of_heads.unflatten(1, (heads.num_heads, heads.key_dim, heads.value_dim)),
             inputs=inputs.unflatten(1, (-1, channels)),
-            new_inputs=inputs[:, (width - 1) * channels :].unflatten(1, (-1, channels)) if most_kept else None,
             pending=pending,
         )
 
     def _keep(self, states: "_LayerStates", x: Tensor, qkv: Tensor, gates: Tensor) -> None:
         """Keep the inputs of tokens of sequences with drafts."""
-        if states.pending is None or states.new_inputs is None:
+        if states.pending is None:
             return
-        for rows, kept in ((x, states.new_inputs), (qkv, states.pending.qkv), (gates, states.pending.gates)):
+        new_inputs = states.inputs[:, -self._most_kept :]
+        for rows, kept in ((x, new_inputs), (qkv, states.pending.qkv), (gates, states.pending.gates)):
             self._operators.keep_inputs(rows, kept, self._batch)
 
 
@@ -142,11 +142,9 @@ class _LayerStates:
     Attributes:
         of_heads: [N, num_heads, key_dim, value_dim].
         inputs: [N, rows, channels], the last inputs of the convolution, then those of a step with drafts.
-        new_inputs: The latter; None without drafts.
         pending: What else a step with drafts keeps; None without drafts.
     """
 
     of_heads: Tensor
     inputs: Tensor
-    new_inputs: Tensor | None
     pending: PendingInputs | None

@@ -138,7 +138,8 @@ class StepPlan:
         kv.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
         scheduled = ScheduledSequence(sequence, start, num_new_tokens, samples)
-        scheduled.num_pending, kv.num_pending_tokens = kv.num_pending_tokens, 0
+        if kv.num_pending_tokens:
+            scheduled.num_pending, kv.num_pending_tokens = kv.num_pending_tokens, 0
         self.sequences.append(scheduled)
         if end >= group.num_prompt_tokens and len(group.active) != len(group.sequences):
             if sequence.sampling.use_beam_search:

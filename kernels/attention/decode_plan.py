@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.attention.joined_rows import JoinedRows, decoding_queries
 
-# int32 fields of an item: sequence, first row of query and output, first key, end key, splits of the sequence; with a
-# window the first visible key; with several queries, their number and the keys of the sequence.
+# int32 fields of an item: sequence, first row of query and output, first key, end key, splits of the sequence, first
+# visible key, queries, keys of the sequence. The sixth is used with a window, and the last two with several queries.
 ITEM_FIELDS = 8  # 32 bytes per item are one sector
 # Shorter splits do less between two loads of a query; longer ones leave SMs idle at batch 1 (ADR 0024).
 MIN_SPLIT_TOKENS = 256

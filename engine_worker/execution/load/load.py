@@ -65,7 +65,7 @@ def load_model_runner(
     replica: StepReplica = loaded.replica
     if group is not None:
         replica = ReplicaGroup(loaded.replica, ranks, group.channel, group.blame)
-    runner = ModelRunner(replica, sampler, loaded.weights_bytes, loaded.drafts, loaded.num_drafts)
+    runner = ModelRunner(replica, sampler, loaded.weights_bytes, loaded.drafts, drafts.num_drafts)
     runner.group, runner.quantization = group, loaded.quantization
     for progress, detail in warm_up(runner, bounds):
         report("warmup", 1.0 - (1.0 - GRAPHS_SHARE) * (1.0 - progress), detail)

@@ -20,7 +20,6 @@ class DraftHeadPlan:
     """A head that was checked against its target."""
 
     directory: Path
-    num_drafts: int  # for each sequence and step
     spec: DraftHeadSpec
 
 
@@ -38,7 +37,7 @@ def draft_head_plan(drafts: DraftSettings, blueprint: Blueprint, settings: Execu
         load_format=settings.load_format,
         tensor_parallel_size=settings.tensor_parallel_size,
     )
-    return DraftHeadPlan(directory=drafts.head, num_drafts=drafts.num_drafts, spec=spec)
+    return DraftHeadPlan(directory=drafts.head, spec=spec)
 
 
 def with_draft_head(
@@ -63,11 +62,11 @@ def with_draft_head(
     return DraftedNetwork(model, head, settings.bounds.max_num_batched_tokens), weights.loaded_bytes
 
 
-def draft_bounds(plan: DraftHeadPlan, kv_cache: KVCache, limits: tuple[int, int, int]) -> DraftBounds:
+def draft_bounds(num_drafts: int, kv_cache: KVCache, limits: tuple[int, int, int]) -> DraftBounds:
     """Return the bounds of the passes. `limits`: rows and tokens of a step, padding included, and of a sequence."""
     max_rows, max_tokens, max_model_len = limits
     return DraftBounds(
-        num_drafts=plan.num_drafts,
+        num_drafts=num_drafts,
         max_rows=max_rows,
         max_tokens=max_tokens,
         max_model_len=max_model_len,

@@ -96,7 +96,6 @@ class LoadedReplica:
     replica: Replica
     weights_bytes: int
     quantization: str  # of the linear layers: none, fp8, int4, int8 or as-stored
-    num_drafts: int  # the most of a sequence and step
     drafts: DraftSteps | None  # the passes of the draft head
 
 
@@ -212,13 +211,7 @@ def load_replica(
     replica, graphs, drafts = _replica(plan, model, kv_cache, has_logits=ranks.rank == 0)
     for progress, detail in graphs:
         report("warmup", GRAPHS_SHARE * progress, detail)
-    return LoadedReplica(
-        replica=replica,
-        weights_bytes=weights_bytes,
-        quantization=_quantization(plan),
-        num_drafts=plan.drafts.num_drafts,
-        drafts=drafts,
-    )
+    return LoadedReplica(replica=replica, weights_bytes=weights_bytes, quantization=_quantization(plan), drafts=drafts)
 
 
 def check_alike(devices: Sequence[str]) -> None:
@@ -257,7 +250,7 @@ def _replica(
     graphs = _graph_keys(settings) if plan.device.type == "cuda" else []
     max_rows = max([bounds.max_num_samples, *(key.size for key in graphs)])
     limits = max_rows, bounds.max_num_batched_tokens, max_model_len
-    passes = draft_bounds(plan.draft_head, kv_cache, limits) if plan.draft_head is not None else None
+    passes = draft_bounds(plan.drafts.num_drafts, kv_cache, limits) if plan.draft_head is not None else None
     last = last_drafts(passes, plan.device) if passes is not None else None
     inputs, persistent = _inputs(plan, kv_cache, max_rows, last)
     replica, drafts = Replica(model, kv_cache, inputs, max_model_len), None

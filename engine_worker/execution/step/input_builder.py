@@ -1,6 +1,5 @@
 """Convert a StepDescription to the tensors of one forward pass on a CPU. persistent_inputs.py does it on CUDA."""
 
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -34,15 +33,18 @@ class HostInputs:
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
         assert size is None, "a CPU has no graphs and needs no padding"
-        built = build_model_input(description, self._block_size, self._sampled, self._last_drafts)
-        return replace(built, max_joined=self._max_joined)
+        return build_model_input(description, self._block_size, self._sampled, self._last_drafts, self._max_joined)
 
     def keep_samples(self, token_ids: Tensor) -> None:
         self._sampled = token_ids.numpy().copy()
 
 
 def build_model_input(
-    description: StepDescription, block_size: int, sampled: NDArray[np.int64], last: LastDrafts | None = None
+    description: StepDescription,
+    block_size: int,
+    sampled: NDArray[np.int64],
+    last: LastDrafts | None,
+    max_joined: int,
 ) -> ModelInput:
     """Return the inputs of a step.
 
@@ -51,6 +53,7 @@ def build_model_input(
         block_size: Tokens in a KV block.
         sampled: [N], int64, the tokens sampled by the previous step.
         last: What a draft head made of the previous step.
+        max_joined: See ModelInput.
     """
     starts, ends = description.query_start_loc.astype(np.int64), description.seq_lens.astype(np.int64)
     row_of_token = np.repeat(np.arange(description.num_sequences), np.diff(starts))
@@ -78,6 +81,7 @@ def build_model_input(
         lowered=torch.from_numpy(lowered[row_of_token]) if last is not None else None,
         state_blocks=torch.from_numpy(description.state_blocks) if len(description.state_blocks) else None,
         drafted_rows=_drafted_rows(description),
+        max_joined=max_joined,
     )
 
 

@@ -4,8 +4,8 @@ import msgspec
 
 from shared.settings import SettingsError
 
-# A draft is a further row of a decode step, whose attention reads the keys of its sequence again. With 3 drafts, steps
-# of 32 x 1,024 tokens take 1.6 to 1.75 times as long on an H100; more drafts were not measured there.
+# On CUDA, attention reads the keys of four rows of a sequence at once: a token and three drafts. More drafts were not
+# measured there.
 MAX_DRAFTS = {"cpu": 7, "cuda": 3}
 
 

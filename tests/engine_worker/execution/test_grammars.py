@@ -117,7 +117,7 @@ def test_grammar_async_scheduling_gives_same_outputs(runner: ModelRunner, expect
 
 
 def drafts_of(known: Transcript, error_ratio: float) -> FunctionProposer:
-    """Propose the known output, with some tokens replaced by random ones, most of which no grammar allows."""
+    """Propose the known output with some random tokens in it. Grammars forbid most of those."""
     random = Random(7)
 
     def propose(sequence: Sequence) -> list[int]:
