@@ -31,11 +31,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def mixed_requests() -> list[GenerationRequest]:
+def mixed_requests(count: int = NUM_REQUESTS) -> list[GenerationRequest]:
     """Return requests with every parameter that the sampler reads, most of them with repeated prompts."""
     random = Random(5)
     requests = []
-    for number in range(NUM_REQUESTS):
+    for number in range(count):
         words = [random.randrange(3, VOCAB_SIZE) for _ in range(random.choice([1, 4, 9]))]
         params: dict[str, Any] = {
             "max_tokens": random.randint(1, 40),
@@ -58,10 +58,12 @@ def mixed_requests() -> list[GenerationRequest]:
     return requests
 
 
-def run(runner: ModelRunner, proposer: Proposer | None, max_drafts: int, **config: Any) -> Transcript:
+def run(
+    runner: ModelRunner, proposer: Proposer | None, max_drafts: int, count: int = NUM_REQUESTS, **config: Any
+) -> Transcript:
     drafting = drafting_by(proposer, max_drafts, max_samples=MAX_SAMPLES) if proposer is not None else None
     engine = make_engine(runner, drafting=drafting, **{**ROOMY, **config})
-    transcript = run_engine_to_end(engine, mixed_requests())
+    transcript = run_engine_to_end(engine, mixed_requests(count))
     assert engine.stats().kv_cache.num_active_blocks == 0
     return transcript
 

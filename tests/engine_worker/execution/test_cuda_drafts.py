@@ -1,0 +1,84 @@
+"""Drafts change no answer on a GPU with --deterministic: 500 requests with every parameter, and models with states."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.settings import DraftSettings, ExecutionSettings
+from engine_worker.execution.step.model_runner import ModelRunner
+from tests.builders import drafting_by
+from tests.engine_worker.execution import test_drafts_of_hybrids as hybrids
+from tests.engine_worker.execution.reference import make_engine, run_engine_to_end, write_model
+from tests.engine_worker.execution.test_speculation import MAKERS, MAX_SAMPLES, ROOMY, VOCAB_SIZE, answers, run
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import NATIVE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+NUM_REQUESTS = 500
+MAX_DRAFTS = 3
+
+
+def load(directory: Path, *, num_drafts: int, **options: Any) -> ModelRunner:
+    settings = ExecutionSettings(
+        model=directory,
+        device="cuda",
+        kv_cache_memory_bytes=2**28,
+        swap_space_bytes=0,
+        max_model_len=512,
+        **{"dtype": "bfloat16", "deterministic": True, "max_num_seqs": MAX_SAMPLES, **options},
+    )
+    return load_model_runner(
+        settings, lambda phase, progress, detail: None, drafts=DraftSettings(num_drafts=num_drafts)
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cudagraph_mode", ["none", "full_decode_only"])
+def test_drafts_change_no_answer_of_500_requests(directory: Path, cudagraph_mode: str) -> None:
+    limits: dict[str, Any] = {
+        "cudagraph_mode": cudagraph_mode,
+        "max_num_batched_tokens": ROOMY["max_num_batched_tokens"],
+    }
+    plain = run(load(directory, num_drafts=0, **limits), None, 0, NUM_REQUESTS)
+    runner = load(directory, num_drafts=MAX_DRAFTS, **limits)
+    differing = [
+        (name, max_drafts, is_ahead)
+        for name in MAKERS
+        for max_drafts in (1, MAX_DRAFTS)
+        for is_ahead in (False, True)
+        if answers(run(runner, MAKERS[name](plain), max_drafts, NUM_REQUESTS, async_scheduling=is_ahead))
+        != answers(plain)
+    ]
+    assert not differing
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h"])
+def test_drafts_change_no_answer_of_hybrids(tmp_path: Path, family: str, dtype: str) -> None:
+    directory = write_family(tmp_path, NATIVE[family])
+    limits: dict[str, Any] = {
+        "dtype": dtype,
+        "deterministic": dtype != "float32",
+        "max_num_batched_tokens": hybrids.SIZES["max_num_batched_tokens"],
+    }
+    plain = run_engine_to_end(make_engine(load(directory, num_drafts=0, **limits), **hybrids.SIZES), hybrids.requests())
+    runner, accepted = load(directory, num_drafts=MAX_DRAFTS, **limits), []
+    for error_ratio in (0.0, 0.4, 1.0):
+        drafting = drafting_by(hybrids.mostly_right(plain, error_ratio), MAX_DRAFTS, max_samples=MAX_SAMPLES)
+        engine = make_engine(runner, drafting=drafting, **hybrids.SIZES)
+        found = run_engine_to_end(engine, hybrids.requests())
+        assert found.tokens == plain.tokens and found.others == plain.others, error_ratio
+        accepted.append(sum(engine.stats().speculation.accepted))
+    assert accepted[0] > accepted[1] > accepted[2]
