@@ -1,5 +1,6 @@
 """Drafts change no answer on a GPU with --deterministic: 500 requests with every parameter, and models with states."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from engine_worker.execution.step.model_runner import ModelRunner
 from tests.builders import drafting_by
 from tests.engine_worker.execution import test_drafts_of_hybrids as hybrids
 from tests.engine_worker.execution.reference import make_engine, run_engine_to_end, write_model
-from tests.engine_worker.execution.test_speculation import MAKERS, MAX_SAMPLES, ROOMY, VOCAB_SIZE, answers, run
+from tests.engine_worker.execution.test_speculation import MAKERS, VOCAB_SIZE, answers, run
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import NATIVE
 
@@ -21,6 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 NUM_REQUESTS = 500
+MAX_SAMPLES, HYBRID_SAMPLES = 128, 24  # of the runners
+SIZES: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
 MAX_DRAFTS = 3
 
 
@@ -31,7 +34,7 @@ def load(directory: Path, *, num_drafts: int, **options: Any) -> ModelRunner:
         kv_cache_memory_bytes=2**28,
         swap_space_bytes=0,
         max_model_len=512,
-        **{"dtype": "bfloat16", "deterministic": True, "max_num_seqs": MAX_SAMPLES, **options},
+        **{"dtype": "bfloat16", "deterministic": True, **options},
     )
     return load_model_runner(
         settings, lambda phase, progress, detail: None, drafts=DraftSettings(num_drafts=num_drafts)
@@ -46,20 +49,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cudagraph_mode", ["none", "full_decode_only"])
 def test_drafts_change_no_answer_of_500_requests(directory: Path, cudagraph_mode: str) -> None:
-    limits: dict[str, Any] = {
-        "cudagraph_mode": cudagraph_mode,
-        "max_num_batched_tokens": ROOMY["max_num_batched_tokens"],
-    }
-    plain = run(load(directory, num_drafts=0, **limits), None, 0, NUM_REQUESTS)
+    limits: dict[str, Any] = {**SIZES, "max_num_seqs": MAX_SAMPLES, "cudagraph_mode": cudagraph_mode}
+    plain = run(load(directory, num_drafts=0, **limits), None, 0, NUM_REQUESTS, **SIZES)
     runner = load(directory, num_drafts=MAX_DRAFTS, **limits)
-    differing = [
-        (name, max_drafts, is_ahead)
-        for name in MAKERS
-        for max_drafts in (1, MAX_DRAFTS)
-        for is_ahead in (False, True)
-        if answers(run(runner, MAKERS[name](plain), max_drafts, NUM_REQUESTS, async_scheduling=is_ahead))
-        != answers(plain)
-    ]
+
+    def is_equal(name: str, max_drafts: int, is_ahead: bool) -> bool:
+        config = {**SIZES, "async_scheduling": is_ahead}
+        found = run(runner, MAKERS[name](plain), max_drafts, NUM_REQUESTS, MAX_SAMPLES, **config)
+        return answers(found) == answers(plain)
+
+    cases = product(MAKERS, (1, MAX_DRAFTS), (False, True))
+    differing = [case for case in cases if not is_equal(*case)]
     assert not differing
 
 
@@ -71,12 +71,13 @@ def test_drafts_change_no_answer_of_hybrids(tmp_path: Path, family: str, dtype: 
     limits: dict[str, Any] = {
         "dtype": dtype,
         "deterministic": dtype != "float32",
-        "max_num_batched_tokens": hybrids.SIZES["max_num_batched_tokens"],
+        **hybrids.SIZES,
+        "max_num_seqs": HYBRID_SAMPLES,
     }
     plain = run_engine_to_end(make_engine(load(directory, num_drafts=0, **limits), **hybrids.SIZES), hybrids.requests())
     runner, accepted = load(directory, num_drafts=MAX_DRAFTS, **limits), []
     for error_ratio in (0.0, 0.4, 1.0):
-        drafting = drafting_by(hybrids.mostly_right(plain, error_ratio), MAX_DRAFTS, max_samples=MAX_SAMPLES)
+        drafting = drafting_by(hybrids.mostly_right(plain, error_ratio), MAX_DRAFTS, max_samples=HYBRID_SAMPLES)
         engine = make_engine(runner, drafting=drafting, **hybrids.SIZES)
         found = run_engine_to_end(engine, hybrids.requests())
         assert found.tokens == plain.tokens and found.others == plain.others, error_ratio

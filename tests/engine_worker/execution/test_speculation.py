@@ -59,9 +59,14 @@ def mixed_requests(count: int = NUM_REQUESTS) -> list[GenerationRequest]:
 
 
 def run(
-    runner: ModelRunner, proposer: Proposer | None, max_drafts: int, count: int = NUM_REQUESTS, **config: Any
+    runner: ModelRunner,
+    proposer: Proposer | None,
+    max_drafts: int,
+    count: int = NUM_REQUESTS,
+    max_samples: int = MAX_SAMPLES,
+    **config: Any,
 ) -> Transcript:
-    drafting = drafting_by(proposer, max_drafts, max_samples=MAX_SAMPLES) if proposer is not None else None
+    drafting = drafting_by(proposer, max_drafts, max_samples=max_samples) if proposer is not None else None
     engine = make_engine(runner, drafting=drafting, **{**ROOMY, **config})
     transcript = run_engine_to_end(engine, mixed_requests(count))
     assert engine.stats().kv_cache.num_active_blocks == 0
