@@ -70,7 +70,6 @@ def test_drafts_change_no_answer_of_hybrids(tmp_path: Path, family: str, dtype: 
     directory = write_family(tmp_path, NATIVE[family])
     limits: dict[str, Any] = {
         "dtype": dtype,
-        "deterministic": dtype != "float32",
         **hybrids.SIZES,
         "max_num_seqs": HYBRID_SAMPLES,
     }
