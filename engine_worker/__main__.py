@@ -26,7 +26,8 @@ from engine_worker.kv.kv_durations import KVDurations
 from engine_worker.kv.kv_events import KVEventLog
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.metrics import EngineInfo
-from engine_worker.model.preflight import check_draft_head, check_files, is_recurrent
+from engine_worker.model.draft_head.files import DraftHeadFiles
+from engine_worker.model.preflight import check_draft_head, check_files
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.settings import SchedulingSettings
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
@@ -157,11 +158,6 @@ def _check_files(settings: WorkerSettings) -> None:
         execution.max_model_len,
     )
     if (head := _draft_settings(settings).head) is not None:
-        if is_recurrent(execution.model, execution.model_impl):
-            raise ValueError(
-                "--speculative-config: method: a draft head cannot serve a model with recurrent layers; "
-                "use ngram or suffix"
-            )
         check_draft_head(
             head,
             execution.model,
@@ -238,7 +234,10 @@ def _draft_settings(settings: WorkerSettings) -> DraftSettings:
     speculation = settings.scheduling.speculation
     if speculation is None:
         return NO_DRAFTS
-    head = Path(speculation.model) if speculation.has_head else None
+    head = None
+    if speculation.has_head:
+        directory = Path(speculation.model) if speculation.model else settings.execution.model
+        head = DraftHeadFiles(speculation.method, directory)
     return DraftSettings(num_drafts=speculation.num_speculative_tokens, head=head)
 
 

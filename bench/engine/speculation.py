@@ -1,7 +1,7 @@
 """Measure what speculative decoding costs and gains when drafts are right, wrong, or found by a proposer.
 
     python -m bench speculation MODEL_DIR --out FILE [--cases 1x1024,8x1024,32x1024] [--drafts 3] [--device cuda]
-        [--load-format dummy] [--quantization fp8] [--head HEAD_DIR]
+        [--load-format dummy] [--quantization fp8] [--head HEAD_DIR | --mtp]
 
 Each case decodes the same prompts without drafts, with those of an oracle (the tokens of the run before), at random,
 at random with the automatic pause, and with the n-gram proposer. Outputs are equal on a CPU in float32 and with
@@ -28,6 +28,7 @@ from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.sequence import Sequence
+from engine_worker.model.draft_head.files import DraftHeadFiles
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
@@ -54,8 +55,8 @@ class _Guesses:
 
 
 class Speculation:
-    def __init__(self, runner: ModelRunner, max_drafts: int, max_tokens: int, *, has_head: bool) -> None:
-        self._runner, self._has_head = runner, has_head
+    def __init__(self, runner: ModelRunner, max_drafts: int, max_tokens: int, head: DraftHeadFiles | None) -> None:
+        self._runner, self._head = runner, head
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
 
@@ -76,16 +77,17 @@ class Speculation:
             figures[name]["equal_outputs"] = sum(tokens[one] == known[one] for one in known)
             figures[name]["step_ratio"] = round(figures[name]["step_ms"] / plain["step_ms"], 4)
             figures[name]["tokens_per_s_ratio"] = round(figures[name]["tokens_per_s"] / plain["tokens_per_s"], 4)
-        if self._has_head:
-            figures |= self._head_figures(prompts, plain["step_ms"])
+        if self._head is not None:
+            figures |= self._head_figures(self._head.method, prompts, plain["step_ms"])
         return figures
 
-    def _head_figures(self, prompts: list[list[int]], plain_ms: float) -> dict[str, Any]:
+    def _head_figures(self, method: str, prompts: list[list[int]], plain_ms: float) -> dict[str, Any]:
         """Return the figures of a random head's drafts, which are all wrong or all right."""
-        config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=self._max_drafts)
-        _, wrong = self._decode(prompts, PROPOSERS["eagle3"](config), 0.0)
+        model = "head" if method == "eagle3" else ""
+        config = SpeculativeConfig(method=method, model=model, num_speculative_tokens=self._max_drafts)
+        _, wrong = self._decode(prompts, PROPOSERS[method](config), 0.0)
         _, plain_right = self._decode(prompts, None, 0.0, allowed=(0,))
-        _, right = self._decode(prompts, PROPOSERS["eagle3"](config), 0.0, allowed=(0,))
+        _, right = self._decode(prompts, PROPOSERS[method](config), 0.0, allowed=(0,))
         wrong["step_ratio"] = round(wrong["step_ms"] / plain_ms, 4)
         right["step_ratio"] = round(right["step_ms"] / plain_right["step_ms"], 4)
         right["tokens_per_s_ratio"] = round(right["tokens_per_s"] / plain_right["tokens_per_s"], 4)
@@ -131,12 +133,14 @@ class Speculation:
         config = SchedulerConfig(
             max_num_seqs=num_sequences, max_num_batched_tokens=_MAX_TOKENS, max_model_len=runner.max_model_len
         )
-        kv_cache = KVCacheManager(runner.num_blocks, runner.block_size, windows=runner.windows)
+        kv_cache = KVCacheManager(
+            runner.num_blocks, runner.block_size, windows=runner.windows, num_state_blocks=runner.num_state_blocks
+        )
         limits = DraftLimits(
             max_drafts=self._max_drafts,
             max_samples=(1 + self._max_drafts) * num_sequences,
             max_tokens=_MAX_TOKENS,
-            may_run_ahead=is_ahead and not any(runner.windows),
+            may_run_ahead=is_ahead and not any(runner.windows) and not kv_cache.has_states,
         )
         gain = DraftGain(min_gain, runs_ahead=is_ahead)
         drafting = Drafting(proposer, kv_cache, limits, gain) if proposer is not None else None
@@ -161,7 +165,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--head", metavar="PATH", type=Path, help="an EAGLE-3 head for the model")
+    heads = parser.add_mutually_exclusive_group()
+    heads.add_argument("--head", metavar="PATH", type=Path, help="an EAGLE-3 head for the model")
+    heads.add_argument("--mtp", action="store_true", help="the model's layer for multi-token prediction")
     options = parser.parse_args(argv)
     cases = [tuple(map(int, case.split("x"))) for case in options.cases.split(",")]
     most = max(sequences for sequences, _ in cases)
@@ -177,9 +183,11 @@ def main(argv: list[str]) -> int:
         max_num_seqs=most * (1 + options.drafts),
         max_num_batched_tokens=_MAX_TOKENS,
     )
-    drafts = DraftSettings(num_drafts=options.drafts, head=options.head)
+    head = DraftHeadFiles("mtp", options.model) if options.mtp else None
+    head = DraftHeadFiles("eagle3", options.head) if options.head is not None else head
+    drafts = DraftSettings(num_drafts=options.drafts, head=head)
     runner = load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
-    bench = Speculation(runner, options.drafts, options.tokens, has_head=options.head is not None)
+    bench = Speculation(runner, options.drafts, options.tokens, head)
     figures = [bench.case(*case) for case in cases]
     for case in figures:
         print(json.dumps(case))

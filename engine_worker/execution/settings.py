@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine_worker.kv.layout import KV_CACHE_DTYPES
+from engine_worker.model.draft_head.files import DraftHeadFiles
 from engine_worker.model.weight_format import INT4_GROUPS, METHODS
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
@@ -45,7 +46,7 @@ class DraftSettings:
     """How many tokens are drafted, and the head to load beside the model; from --speculative-config."""
 
     num_drafts: int  # for each sequence and step, at most
-    head: Path | None = None
+    head: DraftHeadFiles | None = None
 
 
 NO_DRAFTS = DraftSettings(num_drafts=0)

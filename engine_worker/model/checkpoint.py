@@ -49,8 +49,10 @@ class StoredTensor:
 
 def text_name(stored: str) -> str | None:
     """Return the language model's name of a stored tensor, or None for a tensor of another part."""
-    if stored.startswith(_OTHER_PARTS):
-        return None
+    return None if stored.startswith(_OTHER_PARTS) else _usual_name(stored)
+
+
+def _usual_name(stored: str) -> str:
     for suffix, scale in _SCALES.items():
         if stored.endswith(suffix):
             stored = stored.removesuffix(suffix) + scale
@@ -65,8 +67,8 @@ def is_ignored(name: str) -> bool:
     return name.endswith(_IGNORED_SUFFIXES)
 
 
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the language model's tensors by its own names.
+def stored_tensors(directory: Path, under: str = "") -> dict[str, StoredTensor]:
+    """Return the language model's tensors by its own names, or those of any part with the prefix `under`.
 
     Raises:
         ModelFilesError: If a file is missing or incomplete, or a tensor is stored twice.
@@ -74,10 +76,10 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
         for tensor in _tensors_in(path):
-            name = text_name(tensor.name)
+            name = _usual_name(tensor.name) if under else text_name(tensor.name)
             if name in found:
                 raise ModelFilesError(f"{name} is in {found[name].path.name} and in {path.name}")
-            if name is not None:
+            if name is not None and name.startswith(under):
                 found[name] = tensor
     return found
 

@@ -9,7 +9,7 @@ the DeviceStep. The only state is the weights.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from engine_worker.model.layers import NormWeight, RotaryTable
 from engine_worker.model.linear import Input, LinearMethod, Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantized, takes_sums
+from engine_worker.model.parts.attention import Attention
 from engine_worker.model.parts.load import Mixer, Mlp, load_mixer, load_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.quantization import dense_tensor, linear_method
@@ -33,7 +34,18 @@ from engine_worker.model.weights import WeightSource
 from kernels.fp8_kv import UNIT_SCALES
 
 Module = TypeVar("Module")
-Tap = Callable[[int, Tensor, Tensor], None]  # a layer's index, and the two summands of its input
+
+
+class Taps(Protocol):
+    """Copies hidden states for a draft head."""
+
+    needs_output: bool  # the normed output of all rows, not only of those with logits
+
+    def entered(self, layer: int, hidden: Tensor, residual: Tensor) -> None:
+        """Take the two summands of a layer's input, [T, H] each."""
+
+    def left(self, normed: Tensor) -> None:
+        """Take the normed output of the last layer, [T, H], if it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,13 @@ class DecoderLayer:
             entering, residual = _enter(step, hidden, residual, mlp.norm_before, mlp.module.scaling)
             hidden = self._leave(step, mlp.module(entering), mlp.norm_after)
         return hidden, residual
+
+    def store(self, step: DeviceStep, residual: Tensor) -> None:
+        """Store the keys and values of all rows of the input [T, H], and compute nothing else."""
+        assert self._mixer is not None and isinstance(self._mixer.module, Attention), "a layer that attends"
+        mixer = self._mixer
+        entering, _ = _enter(step, torch.zeros_like(residual), residual, mixer.norm_before, mixer.module.scaling)
+        self._mixer.module.store(step, entering)
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
         """Norm and scale what a part adds to the residual."""
@@ -170,7 +189,7 @@ class Network:
         self._norm = shapes.of_sum(weights.get(names.norm, (spec.hidden_size,)))
         self._embedding_scale = _embedding_scale(spec, self.dtype)
         head = names.embedding if spec.tie_word_embeddings else names.head
-        self._head = method.head(self._head_weight(weights), head, weights)
+        self.head = method.head(self._head_weight(weights), head, weights)  # [N, H] to [N, V], before scaled_logits()
         self._kv_scales = read_kv_scales(weights, spec)
 
     def _head_weight(self, weights: WeightSource) -> Tensor:
@@ -213,23 +232,28 @@ class Network:
         device: Device,
         look: Callable[[StepOutput], None] | None = None,
         logits: Tensor | None = None,
-        tap: Tap | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
-        """Compute logits; see ServedModel. `tap` may copy the inputs of the layers."""
+        """Compute logits; see ServedModel. `taps` may copy hidden states."""
         step = device.begin_step(model_input)
         residual = self.embed(model_input.token_ids)
-        wanted = model_input.logits_indices
+        wanted, needs_output = model_input.logits_indices, taps is not None and taps.needs_output
         hidden, residual = self.through_layers(
-            step, torch.zeros_like(residual), residual, wanted if look is None else None, tap
+            step, torch.zeros_like(residual), residual, None if needs_output or look is not None else wanted, taps
         )
-        if look is None:
-            return self._logits_of(step, hidden, residual, logits)
-        output = StepOutput(
-            logits=lambda rows: self._logits_of(step, hidden[rows], residual[rows]),
-            hidden=lambda rows: add_norm(step, hidden[rows], residual[rows], self._norm)[0],
-        )
-        look(output)
-        return self._logits_of(step, hidden[wanted], residual[wanted], logits)
+        if look is not None:
+            output = StepOutput(
+                logits=lambda rows: self._logits_of(step, hidden[rows], residual[rows]),
+                hidden=lambda rows: add_norm(step, hidden[rows], residual[rows], self._norm)[0],
+            )
+            look(output)
+        if taps is not None and taps.needs_output:
+            normed, _ = add_norm(step, hidden, residual, self._norm)
+            taps.left(normed)
+            return self.scaled_logits(self.head(normed[wanted], logits))
+        if look is not None:
+            hidden, residual = hidden[wanted], residual[wanted]
+        return self._logits_of(step, hidden, residual, logits)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embed token ids [T] as [T, H]."""
@@ -242,7 +266,7 @@ class Network:
         hidden: Tensor,
         residual: Tensor,
         rows: Tensor | None = None,
-        tap: Tap | None = None,
+        taps: Taps | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers and return the last summand and the residual without it, of `rows` if given.
 
@@ -251,12 +275,12 @@ class Network:
             hidden: Zeros like `residual`; may be overwritten.
             residual: From embed(); may be overwritten.
             rows: int64 rows of the result that are needed.
-            tap: Called before each layer with its index and the two summands of its input.
+            taps: May copy the inputs of the layers.
         """
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            if tap is not None:
-                tap(index, hidden, residual)
+            if taps is not None:
+                taps.entered(index, hidden, residual)
             # What the last layer computes after its keys and values is only used for logits: for one token of a
             # prompt's chunk, or none.
             hidden, residual = layer(step, hidden, residual, rows if index == last else None)
@@ -267,7 +291,7 @@ class Network:
     ) -> Tensor:
         """Apply the final norm and the output head."""
         normed, _ = add_norm(step, hidden, residual, self._norm)
-        return self._head(normed, logits)
+        return self.head(normed, logits)
 
     def _logits_of(self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None) -> Tensor:
         return self.scaled_logits(self.multiplied_by_head(step, hidden, residual, logits))

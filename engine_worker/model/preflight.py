@@ -5,7 +5,8 @@ from pathlib import Path
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
 from engine_worker.model.checkpoint_tensors import group_indices, scale_names
-from engine_worker.model.draft_head.spec import read_draft_head
+from engine_worker.model.draft_head.files import DraftHeadFiles
+from engine_worker.model.draft_head.read import read_draft_head
 from engine_worker.model.implementation import is_native
 from engine_worker.model.quantization_config import refuse_quantized
 from engine_worker.model.scale_values import check_group_order, check_scales
@@ -57,16 +58,14 @@ def check_files(
             check_group_order((found[name] for name in names), group)
 
 
-def is_recurrent(directory: Path, model_impl: str = "auto") -> bool:
-    """Return whether the model has recurrent layers, by its config.json alone."""
-    files = read_model_files(directory)
-    return is_native(files.config, model_impl) and spec_from_json(files.config, files.generation).state_shape[0] > 0
-
-
 def check_draft_head(
-    head: Path, directory: Path, model_impl: str = "auto", load_format: str = "auto", tensor_parallel_size: int = 1
+    head: DraftHeadFiles,
+    directory: Path,
+    model_impl: str = "auto",
+    load_format: str = "auto",
+    tensor_parallel_size: int = 1,
 ) -> None:
-    """Check the config.json of a draft head against that of its target.
+    """Check the files of a draft head against its target in `directory`.
 
     Raises:
         ValueError: If they do not fit together, or a setting excludes heads.

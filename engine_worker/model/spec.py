@@ -19,7 +19,7 @@ from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.mlp import MlpSpec
-from engine_worker.model.specs.names import NamesSpec
+from engine_worker.model.specs.names import MtpNames, NamesSpec
 from engine_worker.model.specs.part import Part, PartSpec, TensorSpec
 from engine_worker.model.specs.short_conv import ShortConvSpec
 from engine_worker.model.specs.state_space import StateSpaceSpec
@@ -80,6 +80,17 @@ class LayerSpec:
     @property
     def _parts(self) -> list[PartSpec]:
         return [part for part in (self.mixer, self.mlp) if part is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSpec:
+    """A layer for multi-token prediction (MTP) in the network's checkpoint. It predicts the token after the next one.
+
+    It has the embedding and the head of the network; see draft_head/mtp.py.
+    """
+
+    layer: LayerSpec
+    names: MtpNames
 
 
 class CacheLayer(Protocol):
@@ -186,6 +197,7 @@ class ModelSpec:
     logit_softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: unchanged
     quantization: WeightFormat = DENSE
     names: NamesSpec = field(default_factory=NamesSpec)
+    mtp: MtpSpec | None = None  # loaded for --speculative-config only
     unused: tuple[str, ...] = ()  # patterns of tensors that a checkpoint may have and the network does not read
     head_rows: tuple[int, int] | None = None  # [start, end) of the tokens whose logits a rank computes
 
@@ -193,6 +205,10 @@ class ModelSpec:
         """Return the network with the names that the `stored` tensors use, where a family has two forms."""
         experts = self.names.experts.as_stored(stored)
         return replace(self, names=replace(self.names, experts=experts))
+
+    def followed_by(self, layer: LayerSpec) -> Self:
+        """Return the shape of the network and a draft head, whose keys and values are the last layer of the KV pool."""
+        return replace(self, layers=(*self.layers, layer))
 
     # All attentions have the same KV shape.
     @property

@@ -63,13 +63,15 @@ class WeightSource(Protocol):
 
 
 class SafetensorsWeights:
-    """The safetensors files of a model directory."""
+    """The safetensors files of a model directory, or their tensors with a prefix."""
 
-    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+    def __init__(
+        self, directory: Path, device: torch.device, dtype: torch.dtype, report: Report, under: str = ""
+    ) -> None:
         self.device = device
         self.dtype = dtype
         self._upload, self._report = uploader(device), report
-        self._stored = stored_tensors(directory)
+        self._stored = stored_tensors(directory, under)
         self._files = {path: safe_open(path, framework="pt") for path in {t.path for t in self._stored.values()}}
         self.names: Collection[str] = frozenset(self._stored)
         self._unused = set(self._stored)

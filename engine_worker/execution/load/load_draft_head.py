@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.draft_steps import DraftBounds
 from engine_worker.execution.step.kv_cache import KVCache
-from engine_worker.model.draft_head.head import DraftHead
+from engine_worker.model.draft_head.files import DraftHeadFiles
+from engine_worker.model.draft_head.head import load_draft_head
 from engine_worker.model.draft_head.network import DraftedNetwork
-from engine_worker.model.draft_head.spec import DraftHeadSpec, read_draft_head
+from engine_worker.model.draft_head.read import DraftHeadSpec, read_draft_head
 from engine_worker.model.network import Network
 from engine_worker.model.served_model import Blueprint, ServedModel
+from engine_worker.model.spec import MtpSpec
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 
 
@@ -19,7 +20,7 @@ from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 class DraftHeadPlan:
     """A head that was checked against its target."""
 
-    directory: Path
+    files: DraftHeadFiles
     spec: DraftHeadSpec
 
 
@@ -37,7 +38,7 @@ def draft_head_plan(drafts: DraftSettings, blueprint: Blueprint, settings: Execu
         load_format=settings.load_format,
         tensor_parallel_size=settings.tensor_parallel_size,
     )
-    return DraftHeadPlan(directory=drafts.head, spec=spec)
+    return DraftHeadPlan(files=drafts.head, spec=spec)
 
 
 def with_draft_head(
@@ -57,8 +58,9 @@ def with_draft_head(
     if settings.load_format == "dummy":
         weights = RandomWeights(model.device, model.dtype)
     else:
-        weights = SafetensorsWeights(plan.directory, model.device, model.dtype, report)
-    head = DraftHead(plan.spec, weights, model.embedding, len(model.spec.cache_layers), max_model_len)
+        under = plan.spec.names.prefix if isinstance(plan.spec, MtpSpec) else ""
+        weights = SafetensorsWeights(plan.files.directory, model.device, model.dtype, report, under)
+    head = load_draft_head(plan.spec, model, weights, max_model_len)
     return DraftedNetwork(model, head, settings.bounds.max_num_batched_tokens), weights.loaded_bytes
 
 

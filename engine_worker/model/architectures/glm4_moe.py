@@ -1,7 +1,9 @@
 """GLM-4.5 to 4.7: sigmoid scores with a correction bias, a shared expert, and dense first layers.
 
-Half of a head is rotated. The layer after the last one predicts further tokens and is not loaded.
+Half of a head is rotated. The layer after the last one is for multi-token prediction.
 """
+
+import re
 
 from engine_worker.model.architectures.config_keys import (
     Config,
@@ -13,11 +15,11 @@ from engine_worker.model.architectures.config_keys import (
 )
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.architectures.experts_keys import grouped_router_spec
-from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.spec import LayerSpec, ModelSpec, MtpSpec
 from engine_worker.model.specs.attention import QkNorm
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.mlp import MlpSpec
-from engine_worker.model.specs.names import ExpertNames, NamesSpec
+from engine_worker.model.specs.names import ExpertNames, MtpNames, NamesSpec
 
 NAMES = NamesSpec(
     experts=ExpertNames(
@@ -46,5 +48,8 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         LayerSpec(mixer=attention, mlp=mlp_spec(config) if index < num_dense else experts)
         for index in range(positive_int(config, "num_hidden_layers"))
     )
-    unused = (rf"^model\.layers\.{len(layers)}\.",)
-    return model_spec(config, generation, layers[0], layers=layers, names=NAMES, unused=unused)
+    has_mtp = number_of(config, "num_nextn_predict_layers", 1) > 0
+    names = MtpNames.in_layer(NAMES.layer.format(index=len(layers)))
+    mtp = MtpSpec(layer=LayerSpec(mixer=attention, mlp=experts), names=names) if has_mtp else None
+    unused = (f"^{re.escape(names.layer)}",)
+    return model_spec(config, generation, layers[0], layers=layers, names=NAMES, mtp=mtp, unused=unused)

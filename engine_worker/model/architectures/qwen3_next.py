@@ -15,12 +15,12 @@ from engine_worker.model.architectures.config_keys import (
 )
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.architectures.experts_keys import router_spec
-from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.spec import LayerSpec, ModelSpec, MtpSpec
 from engine_worker.model.specs.attention import AttentionSpec, QkNorm
 from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.mlp import MlpSpec
-from engine_worker.model.specs.names import DeltaNames, ExpertNames, NamesSpec
+from engine_worker.model.specs.names import DeltaNames, ExpertNames, MtpNames, NamesSpec
 
 # Files of text and images have each layer's experts in two tensors.
 _NAMES = NamesSpec(experts=ExpertNames(stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")))
@@ -28,7 +28,7 @@ _FUSED = replace(_NAMES, delta=DeltaNames(enter=("linear_attn.in_proj_qkvz", "li
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
+    "decoder_sparse_step": 1, "mtp_num_hidden_layers": 1,
 }  # fmt: skip
 
 
@@ -36,24 +36,27 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     config = {**_DEFAULTS, **config}
     refuse_unsupported(config)
     is_fused = config["model_type"] == "qwen3_next"
-    layers = tuple(
-        LayerSpec(mixer=mixer, mlp=_mlp(config, index))
-        for index, mixer in enumerate(_mixers(config, is_fused=is_fused))
-    )
-    names = _FUSED if is_fused else _NAMES
-    return model_spec(config, generation, layers[0], layers=layers, norm_offset=1.0, names=names)
-
-
-def _mixers(config: Config, *, is_fused: bool) -> list[AttentionSpec | GatedDeltaSpec]:
-    """Return the mixer of each layer.
-
-    Raises:
-        ValueError: If layer_types is invalid or has no attention, whose KV heads set the size of a block.
-    """
     bias = bool(config.get("attention_bias"))
     attention = attention_spec(
         config, rope=rope_of(config), qk_norm=QkNorm.HEAD, qkv_bias=bias, out_bias=bias, output_gate=True
     )
+    kinds: dict[str, AttentionSpec | GatedDeltaSpec] = {FULL: attention, LINEAR: _delta(config, is_fused=is_fused)}
+    layers = tuple(
+        LayerSpec(mixer=mixer, mlp=_mlp(config, index))
+        for index, mixer in enumerate(mixers_by_type(config, _layer_types(config), kinds))
+    )
+    has_mtp = number_of(config, "mtp_num_hidden_layers") > 0
+    mtp = MtpSpec(layer=LayerSpec(mixer=attention, mlp=_mlp(config, 0)), names=MtpNames()) if has_mtp else None
+    names = _FUSED if is_fused else _NAMES
+    return model_spec(config, generation, layers[0], layers=layers, norm_offset=1.0, names=names, mtp=mtp)
+
+
+def _delta(config: Config, *, is_fused: bool) -> GatedDeltaSpec:
+    """Return the recurrent mixer.
+
+    Raises:
+        ValueError: If its heads do not divide.
+    """
     delta = GatedDeltaSpec(
         num_key_heads=positive_int(config, "linear_num_key_heads"),
         num_heads=positive_int(config, "linear_num_value_heads"),
@@ -67,8 +70,7 @@ def _mixers(config: Config, *, is_fused: bool) -> list[AttentionSpec | GatedDelt
             f"config.json: linear_num_value_heads {delta.num_heads} must be a multiple of linear_num_key_heads "
             f"{delta.num_key_heads}"
         )
-    kinds: dict[str, AttentionSpec | GatedDeltaSpec] = {FULL: attention, LINEAR: delta}
-    return mixers_by_type(config, _layer_types(config), kinds)
+    return delta
 
 
 def _layer_types(config: Config) -> list[str]:

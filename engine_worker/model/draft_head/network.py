@@ -20,9 +20,10 @@ class DraftedNetwork:
     def __init__(self, network: Network, head: DraftHead, max_tokens: int) -> None:
         """Join both; `max_tokens`: of a step."""
         self._network, self.head = network, head
-        self.spec: ModelSpec = head.spec.beside(network.spec)
+        self.spec: ModelSpec = network.spec.followed_by(head.layer)
+        self.needs_output = head.reads_output
         self._size = network.spec.hidden_size
-        width = len(head.spec.tapped_layers) * self._size
+        width = (len(head.tapped_layers) + head.reads_output) * self._size
         # At one address, because CUDA graphs write to it.
         self._taps = torch.empty(max_tokens, width, dtype=network.dtype, device=network.device)
 
@@ -31,7 +32,7 @@ class DraftedNetwork:
         return self._network.dtype
 
     def attach(self, kv_pool: Tensor, places: Sequence[Place] = (), states: Tensor | None = None) -> Device:
-        return self._network.attach(kv_pool, places, states, (self.head.spec.layer,))
+        return self._network.attach(kv_pool, places, states, (self.head.layer,))
 
     def forward(
         self,
@@ -40,15 +41,19 @@ class DraftedNetwork:
         look: Callable[[StepOutput], None] | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        return self._network.forward(model_input, device, look, logits, self._tap)
+        return self._network.forward(model_input, device, look, logits, self)
 
     def taps(self, num_tokens: int) -> Tensor:
-        """Return the hidden states of the last step's first tokens, [T, layers * H]."""
+        """Return the hidden states of the last step's first tokens, [T, N * H]."""
         return self._taps[:num_tokens]
 
-    def _tap(self, layer: int, hidden: Tensor, residual: Tensor) -> None:
+    def entered(self, layer: int, hidden: Tensor, residual: Tensor) -> None:
         """Keep the input of a layer, if the head reads it."""
-        for place, tapped in enumerate(self.head.spec.tapped_layers):
+        for place, tapped in enumerate(self.head.tapped_layers):
             if tapped == layer:
                 columns = slice(place * self._size, (place + 1) * self._size)
                 torch.add(hidden, residual, out=self._taps[: len(hidden), columns])
+
+    def left(self, normed: Tensor) -> None:
+        """Keep the output of the last layer."""
+        self._taps[: len(normed), -self._size :] = normed

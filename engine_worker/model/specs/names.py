@@ -81,6 +81,30 @@ SPACE = StateSpaceNames()
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpNames:
+    """The names of the tensors around a layer for multi-token prediction (MTP)."""
+
+    prefix: str = "mtp."  # of all of them
+    layer: str = "mtp.layers.0."
+    project: str = "mtp.fc"
+    embedding_norm: str = "mtp.pre_fc_norm_embedding"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden"
+    norm: str = "mtp.norm"
+
+    @classmethod
+    def in_layer(cls, prefix: str) -> Self:
+        """Return the names where MTP is one more layer of the network, as in DeepSeek-V3."""
+        return cls(
+            prefix=prefix,
+            layer=prefix,
+            project=f"{prefix}eh_proj",
+            embedding_norm=f"{prefix}enorm",
+            hidden_norm=f"{prefix}hnorm",
+            norm=f"{prefix}shared_head.norm",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamesSpec:
     """The names of a checkpoint's tensors; several names of one layer are concatenated in this order."""
 

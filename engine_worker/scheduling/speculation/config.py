@@ -21,8 +21,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     min_gain: float = 1.05  # drafts pause where tokens per second, measured, grow by less; 0: never
 
     def __post_init__(self) -> None:
-        if bool(self.model) is not self.has_head:
-            needs = "needs the directory of its head" if self.has_head else "has no model of its own"
+        needs_model = self.method == "eagle3"
+        if bool(self.model) is not needs_model:
+            needs = "needs the directory of its head" if needs_model else "has no model of its own"
             raise ValueError(f"model: method {self.method} {needs}; got {self.model!r}")
         if not 1 <= self.num_speculative_tokens <= MAX_DRAFTS["cpu"]:
             raise ValueError(
@@ -43,7 +44,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def has_head(self) -> bool:
         """Whether the worker loads a draft head."""
-        return self.method == "eagle3"
+        return self.method in {"eagle3", "mtp"}
 
     def check_device(self, device: str) -> None:
         """Raise SettingsError if the device (`cpu` or `cuda`) cannot check so many drafts."""

@@ -20,7 +20,7 @@ from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.layout import KVLayout, kv_cache_dtype, num_host_state_blocks_that_fit, num_state_blocks_that_fit
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
-from engine_worker.model.draft_head.spec import read_draft_head
+from engine_worker.model.draft_head.read import read_draft_head
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -133,7 +133,7 @@ def make_runner(
     config = blueprint_from_directory(directory, model_impl).shape
     if drafts.head is not None:
         assert isinstance(config, ModelSpec), "heads need the native implementation"
-        config = read_draft_head(drafts.head, config).beside(config)
+        config = config.followed_by(read_draft_head(drafts.head, config).layer)
     kv_dtype = kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype)
     layout = kv_layout(config, block_size, kv_dtype, num_drafts=drafts.num_drafts)
     longest = layout.spans(16).max_tokens(num_blocks, config.max_position_embeddings)

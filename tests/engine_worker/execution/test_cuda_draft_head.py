@@ -9,6 +9,7 @@ import torch
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.model.draft_head.files import DraftHeadFiles
 from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS, HeadReference, write_head
 from tests.engine_worker.execution.reference import write_model
 from tests.engine_worker.execution.test_draft_head import AHEAD, NUM_DRAFTS, OF_TWO, Recorder, num_right, requests, run
@@ -32,7 +33,8 @@ def load(target: Path, head: Path | None, cudagraph_mode: str) -> ModelRunner:
         cudagraph_mode=cudagraph_mode,
         **LIMITS,
     )
-    drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=head)
+    files = DraftHeadFiles("eagle3", head) if head is not None else None
+    drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=files)
     return load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
 
 

@@ -15,6 +15,7 @@ from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.preemption import PreemptionMode
 from engine_worker.kv.sequence import Sequence
+from engine_worker.model.draft_head.files import DraftHeadFiles
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.proposers.head import HeadProposer
 from shared.messages import GenerationRequest, Grammar, GrammarKind
@@ -84,7 +85,7 @@ def num_right(engine: Engine) -> int:
 
 
 def with_head(target: Path, head: Path, num_drafts: int = NUM_DRAFTS, **options: Any) -> ModelRunner:
-    settings = DraftSettings(num_drafts=num_drafts, head=head)
+    settings = DraftSettings(num_drafts=num_drafts, head=DraftHeadFiles("eagle3", head))
     return make_runner(target, drafts=settings, **{"num_blocks": 256, "block_size": 8, **options})
 
 
@@ -227,6 +228,6 @@ def test_settings_that_exclude_heads_are_named(
     tmp_path: Path, target: Path, options: dict[str, Any], problem: str
 ) -> None:
     settings = ExecutionSettings(model=target, device="cpu", **options)
-    drafts = DraftSettings(num_drafts=3, head=write_head(tmp_path / "head", target))
+    drafts = DraftSettings(num_drafts=3, head=DraftHeadFiles("eagle3", write_head(tmp_path / "head", target)))
     with pytest.raises(ValueError, match=problem):
         load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)

@@ -10,5 +10,5 @@ from engine_worker.scheduling.speculation.proposers.ngram import NgramProposer
 from engine_worker.scheduling.speculation.proposers.suffix import SuffixProposer
 
 PROPOSERS: Mapping[str, Callable[[SpeculativeConfig], Proposer]] = MappingProxyType(
-    {"ngram": NgramProposer, "suffix": SuffixProposer, "eagle3": HeadProposer}
+    {"ngram": NgramProposer, "suffix": SuffixProposer, "eagle3": HeadProposer, "mtp": HeadProposer}
 )

@@ -4,20 +4,18 @@ Checkpoints of EAGLE, SpecForge and speculators are supported. The last has the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from engine_worker.model.architectures import spec_from_json
-from engine_worker.model.spec import LayerSpec, ModelShape, ModelSpec
+from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import AttentionSpec
-from shared.model_files import read_json
 
 _KIND = "eagle3"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftHeadSpec:
+class Eagle3Spec:
     """A head for a target network with the same hidden size and the same attention heads."""
 
     layer: LayerSpec  # its attention reads the token's embedding beside the hidden state
@@ -28,50 +26,17 @@ class DraftHeadSpec:
     tapped_layers: tuple[int, ...]  # the target's layers whose inputs the head reads
     keeps_normed: bool  # the residual starts with the normed hidden state
 
-    def beside(self, target: ModelSpec) -> ModelSpec:
-        """Return the shape of both: the head's keys and values are the last layer of the KV pool."""
-        return replace(target, layers=(*target.layers, self.layer))
-
     @property
     def attention(self) -> AttentionSpec:
         assert isinstance(self.layer.mixer, AttentionSpec), "checked when the head was read"
         return self.layer.mixer
 
 
-def read_draft_head(
-    directory: Path, target: ModelShape, *, load_format: str = "auto", tensor_parallel_size: int = 1
-) -> DraftHeadSpec:
-    """Read the config.json of a head, and check it against its target and the settings.
-
-    Args:
-        directory: The head.
-        target: The model that it drafts for.
-        load_format: auto or dummy; dummy needs no weights.
-        tensor_parallel_size: Number of ranks.
-
-    Raises:
-        ValueError: If it is not such a head, or does not fit. The message names the setting or the field.
-    """
-    if not isinstance(target, ModelSpec):
-        raise ValueError("--speculative-config: a draft head needs --model-impl native; the model runs in transformers")
-    if tensor_parallel_size > 1:
-        raise ValueError(
-            f"--speculative-config: a draft head needs --tensor-parallel-size 1; got {tensor_parallel_size}. "
-            "Use ngram or suffix"
-        )
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--speculative-config: model: {directory} has no config.json; expected an EAGLE-3 head")
-    if load_format != "dummy" and not any(directory.glob("*.safetensors")):
-        raise ValueError(f"--speculative-config: model: {directory} has no *.safetensors")
-    return draft_head_spec(read_json(path), target)
-
-
-def draft_head_spec(config: Mapping[str, Any], target: ModelSpec) -> DraftHeadSpec:
+def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
     """Return the head of a config.json.
 
     Raises:
-        ValueError: As read_draft_head().
+        ValueError: If it is not such a head, or does not fit its target; the message names the field.
     """
     config = {**config.get("transformer_layer_config", {}), **config}
     if not any(_KIND in str(name).lower() for name in config.get("architectures") or []):
@@ -83,7 +48,7 @@ def draft_head_spec(config: Mapping[str, Any], target: ModelSpec) -> DraftHeadSp
     _check_fits(own, target)
     nested = config.get("eagle_config") or {}
     stated = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    return DraftHeadSpec(
+    return Eagle3Spec(
         layer=own.layers[0],
         hidden_size=own.hidden_size,
         vocab_size=target.vocab_size,

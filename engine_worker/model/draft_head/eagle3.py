@@ -1,10 +1,8 @@
 """The weights of an EAGLE-3 head, and its forward pass over the target's KV pool.
 
-    fc(hidden states of some layers of the target)                             once per step
-    [ norm(embedding) | norm(hidden) ] -> attention -> MLP -> norm -> head     once per draft
+fc(hidden states of some layers of the target)                             once per step
+[ norm(embedding) | norm(hidden) ] -> attention -> MLP -> norm -> head     once per draft
 
-Position p has the target's hidden state of position p and the embedding of the token after it. So the first draft of a
-step runs over the rows of the target's step, and further ones feed the head its own output.
 """
 
 import torch
@@ -12,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.devices import DeviceStep
-from engine_worker.model.draft_head.spec import DraftHeadSpec
+from engine_worker.model.draft_head.eagle3_spec import Eagle3Spec
 from engine_worker.model.layers import RotaryTable
 from engine_worker.model.linear import LinearSpec
+from engine_worker.model.network import Network
 from engine_worker.model.norm_of_sum import NormShapes, add_norm
 from engine_worker.model.parts.attention import load_attention
 from engine_worker.model.parts.load import load_mlp
@@ -29,21 +28,14 @@ _PREFIXES = ("midlayer.", "model.layers.0.")  # of the layer, in checkpoints of 
 _UNUSED = ("^t2d$",)  # which tokens have a draft id; d2t has the same
 
 
-class DraftHead:
-    def __init__(self, spec: DraftHeadSpec, weights: WeightSource, embedding: Tensor, cache_layer: int, max_len: int):
-        """Load the head.
+class Eagle3Head:
+    reads_output = False
 
-        Args:
-            spec: The head.
-            weights: Its checkpoint. Every tensor is used.
-            embedding: [V, H], of the target.
-            cache_layer: Its layer of the KV pool.
-            max_len: Positions of the rotary table.
-
-        Raises:
-            ValueError: If a tensor is missing, unused or has another shape.
-        """
-        self.spec, size = spec, spec.hidden_size
+    def __init__(self, spec: Eagle3Spec, network: Network, weights: WeightSource, max_len: int) -> None:
+        """Load the head. Arguments and errors are those of load_draft_head()."""
+        self.layer, self.tapped_layers, size = spec.layer, spec.tapped_layers, spec.hidden_size
+        self._keeps_normed = spec.keeps_normed
+        cache_layer = len(network.spec.cache_layers)
         prefix = next((one for one in _PREFIXES if f"{one}hidden_norm.weight" in weights.names), _PREFIXES[0])
         method, shapes, names = linear_method(DENSE, weights.device.type), NormShapes(size, spec.norm_eps), NamesSpec()
         rope = spec.attention.rope
@@ -71,34 +63,21 @@ class DraftHead:
         head = weights.get(names.head, (spec.draft_vocab_size, size))
         self._head = method.head(head, names.head, weights)
         self._token_ids = _token_ids(spec, weights)
-        self._embedding = _own_embedding(weights, names.embedding, embedding)
+        self._embedding = _own_embedding(weights, names.embedding, network.embedding)
         weights.check_all_used(_UNUSED)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self._embedding)
-
     def combine(self, taps: Tensor) -> Tensor:
-        """Return the hidden states [T, H] of the target's in `taps` [T, layers * H]."""
+        """See DraftHead."""
         return self._fc(taps)
 
     def store(self, step: DeviceStep, token_ids: Tensor, hidden: Tensor) -> None:
-        """Store the keys and values of all rows, and compute nothing else."""
+        """See DraftHead."""
         self._attention.store(step, self._entering(step, token_ids, hidden)[0])
 
     def __call__(
         self, step: DeviceStep, token_ids: Tensor, hidden: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of all rows, and return the drafts that follow `rows`, or all.
-
-        Args:
-            step: Operators of this pass.
-            token_ids: [T] int64, the token after each row's position.
-            hidden: [T, H], of the target or of the pass before.
-            rows: [N] int64; each ends a sequence.
-
-        Returns:
-            Token ids [N] int64, and the hidden states [N, H] for the next pass.
-        """
+        """See DraftHead."""
         x, residual = self._entering(step, token_ids, hidden)
         attended = self._attention(step, x, rows)
         residual = residual if rows is None else residual[rows]
@@ -110,11 +89,11 @@ class DraftHead:
     def _entering(self, step: DeviceStep, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention's input [T, 2 H], and the residual."""
         normed = step.rms_norm(hidden, self._hidden_norm)
-        embedded = step.rms_norm(self.embed(token_ids), self._embedding_norm)
-        return torch.cat((embedded, normed), dim=1), normed if self.spec.keeps_normed else hidden
+        embedded = step.rms_norm(F.embedding(token_ids, self._embedding), self._embedding_norm)
+        return torch.cat((embedded, normed), dim=1), normed if self._keeps_normed else hidden
 
 
-def _token_ids(spec: DraftHeadSpec, weights: WeightSource) -> Tensor | None:
+def _token_ids(spec: Eagle3Spec, weights: WeightSource) -> Tensor | None:
     """Return the target's token id of each draft id [draft_vocab_size]; None: they are equal.
 
     `d2t` has the differences. A head of random weights drafts token 0, so that a benchmark can make all drafts right.
