@@ -1,0 +1,136 @@
+"""Random layers for multi-token prediction, and their drafts computed by transformers.
+
+write_mtp(directory)                 add a layer to the checkpoint of a family's model
+MtpReference(directory).drafts(t, 3)   the drafts that follow the tokens t
+"""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.engine_worker.execution.reference import load_transformers
+
+QWEN = {
+    "mtp_block.": "mtp.layers.0.",
+    "eh_proj.": "mtp.fc.",
+    "enorm.": "mtp.pre_fc_norm_embedding.",
+    "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "post_norm.": "mtp.norm.",
+}
+
+
+def write_mtp(directory: Path, tokens: tuple[int, int] | None = None) -> Path:
+    """Add the layer to a model. With `tokens`, one of both has the highest logit, whatever the hidden state is."""
+    target = load_transformers(directory)
+    layer, generator = _layer(target), torch.Generator().manual_seed(5)
+    for name, parameter in layer.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        else:
+            parameter.data.normal_(0.0, 0.3 if name.endswith("bias") else 0.1, generator=generator)
+    stored = load_file(directory / "model.safetensors")
+    head = "lm_head.weight" if "lm_head.weight" in stored else "model.embed_tokens.weight"
+    if tokens is not None:
+        stored[head][tokens[1]] = -stored[head][tokens[0]]
+        others = torch.ones(len(stored[head]), dtype=torch.bool)
+        others[list(tokens)] = False
+        stored[head][others] *= 0.01
+    names = _names(target.config)
+    for name, tensor in _as_stored(
+        layer.state_dict(), is_stacked=target.config.model_type == "qwen3_5_moe_text"
+    ).items():
+        of_layer = next(of_layer for of_layer in names if name.startswith(of_layer))
+        stored[names[of_layer] + name.removeprefix(of_layer)] = tensor.contiguous()
+    if target.config.model_type == "glm4_moe":  # its files repeat what the network has
+        prefix = names["mtp_block."]
+        stored |= {f"{prefix}shared_head.head.weight": stored[head].clone()}
+        stored |= {f"{prefix}embed_tokens.weight": stored["model.embed_tokens.weight"].clone()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def _layer(target: Any) -> Any:
+    """Return a layer of the target's classes, as transformers makes it for families whose MTP it knows."""
+    from transformers.modeling_layers import MtpLayer  # noqa: PLC0415 - as in reference.py
+
+    config, last = deepcopy(target.config), target.get_decoder().layers[-1]
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = ["full_attention"]
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        config.first_k_dense_replace = 0
+    norm = type(next(module for name, module in last.named_modules() if "norm" in name))
+    return MtpLayer(config, type(last), norm, 0).eval()
+
+
+def _names(config: Any) -> dict[str, str]:
+    """Return the checkpoint's names of the parts of a layer."""
+    if config.model_type != "glm4_moe":
+        return QWEN
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    return {
+        "mtp_block.": prefix,
+        **{name: prefix + name for name in ("eh_proj.", "enorm.", "hnorm.")},
+        "post_norm.": f"{prefix}shared_head.norm.",
+    }
+
+
+def _as_stored(tensors: dict[str, Tensor], *, is_stacked: bool) -> dict[str, Tensor]:
+    """Return one tensor per expert, unless the files stack them as transformers does."""
+    stored = {}
+    for name, tensor in tensors.items():
+        experts, _, kind = name.rpartition(".")
+        if is_stacked or not experts.endswith(".experts"):
+            stored[name] = tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            parts = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
+            for part, of_part in zip(("gate_proj", "up_proj") if len(parts) == 2 else (kind,), parts, strict=True):
+                stored[f"{experts}.{number}.{part}.weight"] = of_part
+    return stored
+
+
+class MtpReference:
+    def __init__(self, directory: Path) -> None:
+        self._target = load_transformers(directory, dtype=torch.float32, attn_implementation="eager")
+        self._layer = _layer(self._target)
+        self._states: list[tuple[list[int], Tensor]] = []
+        stored, names = load_file(directory / "model.safetensors"), _names(self._target.config)
+        is_stacked = self._target.config.model_type == "qwen3_5_moe_text"
+        for name, tensor in _as_stored(dict(self._layer.state_dict()), is_stacked=is_stacked).items():
+            of_layer = next(of_layer for of_layer in names if name.startswith(of_layer))
+            tensor.copy_(stored[names[of_layer] + name.removeprefix(of_layer)])  # parts of the layer's own memory
+
+    @torch.inference_mode()
+    def drafts(self, token_ids: list[int], number: int) -> list[int]:
+        """Return the drafts after `token_ids`. The target has computed all of these except the last."""
+        target, hidden = self._target, self._hidden_states(token_ids[:-1])
+        following, drafts = token_ids[1:], []
+        for _ in range(number):
+            positions = torch.arange(len(following))[None]
+            embedded = target.get_input_embeddings()(torch.tensor([following]))
+            mask = torch.full((len(following), len(following)), -torch.inf).triu(1)[None, None]
+            leaving = self._layer(
+                embedded,
+                hidden,
+                position_embeddings=target.get_decoder().rotary_emb(embedded, positions),
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=None,
+            )
+            draft = int(target.lm_head(leaving[0, -1]).argmax())
+            hidden, following = torch.cat((hidden, leaving[:, -1:]), dim=1), [*following, draft]
+            drafts.append(draft)
+        return drafts
+
+    def _hidden_states(self, token_ids: list[int]) -> Tensor:
+        """Return those of the target; they are also those of a text that begins so."""
+        for text, states in self._states:
+            if text[: len(token_ids)] == token_ids:
+                return states[:, : len(token_ids)]
+        states = self._target(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[-1]
+        self._states.append((token_ids, states))
+        return states

@@ -1,0 +1,92 @@
+"""Multi-token prediction: drafts are those of transformers' layers, in hybrids and mixtures, and no answer changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine_worker.__main__ import main
+from engine_worker.execution.settings import DraftSettings
+from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.kv.preemption import PreemptionMode
+from engine_worker.model.draft_head.files import DraftHeadFiles
+from tests.builders import make_request
+from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS
+from tests.engine_worker.execution.mtp_heads import MtpReference, write_mtp
+from tests.engine_worker.execution.reference import make_runner, write_model
+from tests.engine_worker.execution.test_draft_head import (
+    AHEAD,
+    NUM_DRAFTS,
+    OF_TWO,
+    Recorder,
+    num_right,
+    requests,
+    run,
+)
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import NATIVE
+
+FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose logits prefer two tokens, so that about half of the drafts are right."""
+    return write_mtp(write_family(tmp_path_factory.mktemp("mtp"), NATIVE[request.param]), DRAFT_TOKENS)
+
+
+def with_mtp(model: Path, **options: Any) -> ModelRunner:
+    drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=DraftHeadFiles("mtp", model))
+    return make_runner(model, drafts=drafts, **{"num_blocks": 256, "block_size": 8, **options})
+
+
+def without_drafts(model: Path) -> ModelRunner:
+    return make_runner(model, num_blocks=256, block_size=8)
+
+
+def check_drafts(recorder: Recorder, model: Path) -> None:
+    reference = MtpReference(model)
+    longest_first = sorted(recorder.made, key=lambda one: -len(one[0]))  # the reference computes only those
+    wrong = [made for known, made in longest_first if made != reference.drafts(known, NUM_DRAFTS)]
+    # Two logits that differ by a rounding error fall either way.
+    assert len(wrong) <= len(recorder.made) // 50, f"{len(wrong)} of {len(recorder.made)}"
+
+
+@AHEAD
+def test_drafts_are_those_of_transformers(model: Path, ahead: bool) -> None:
+    """Of chunked prompts, wrong and right drafts, and prefixes that were in the cache."""
+    recorder, wanted = Recorder(NUM_DRAFTS), requests(6, **OF_TWO)
+    shared = wanted[-1].prompt_token_ids
+    wanted.append(make_request([*shared, 5, 6], "shared", max_tokens=9, seed=1))
+    plain, _ = run(without_drafts(model), wanted)
+    drafted, engine = run(with_mtp(model), wanted, recorder, ahead=ahead)
+    assert drafted.tokens == plain.tokens and num_right(engine) > 5
+    check_drafts(recorder, model)
+
+
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+def test_drafts_of_preempted_requests_are_those_of_transformers(model: Path, mode: PreemptionMode) -> None:
+    """The keys and values of the layer move with those of the network, and with its states."""
+    recorder, wanted = Recorder(NUM_DRAFTS), requests(8, **{**OF_TWO, "max_tokens": 30})
+    plain, _ = run(without_drafts(model), wanted)
+    runner = with_mtp(model, num_blocks=13, num_host_blocks=64, num_host_states=8)
+    drafted, engine = run(runner, wanted, recorder, preemption_mode=mode)
+    assert sum(engine.stats().counters.preemptions.values()) > 0
+    assert drafted.tokens == plain.tokens and num_right(engine) > 5
+    check_drafts(recorder, model)
+
+
+def test_check_wants_the_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_mtp(write_family(tmp_path / "model", NATIVE["qwen3_5_text"]))
+    check = ["--device", "cpu", "--check", "--speculative-config", json.dumps({"method": "mtp"}), "--model"]
+    assert main([*check, str(directory)]) == 0
+    stored = load_file(directory / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in stored.items() if name != "mtp.fc.weight"}, directory / "model.safetensors"
+    )
+    assert main([*check, str(directory)]) != 0
+    assert "the safetensors files have no mtp.fc.weight" in capsys.readouterr().err
+    assert main([*check, str(write_model(tmp_path / "llama"))]) != 0
+    assert "its family or its config.json has none" in capsys.readouterr().err
