@@ -224,7 +224,7 @@ def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager, windows: Seque
             max_drafts=speculation.num_speculative_tokens,
             max_samples=bounds.max_num_samples,
             max_tokens=bounds.max_num_batched_tokens,
-            may_run_ahead=bool(settings.scheduling.async_scheduling) and not any(windows) and not kv_cache.has_states,
+            may_run_ahead=bool(settings.scheduling.async_scheduling) and not any(windows),
         ),
         DraftGain(speculation.min_gain, runs_ahead=bool(settings.scheduling.async_scheduling)),
     )

@@ -30,6 +30,8 @@ class DescribedBatch:
     num_tokens: int
     num_logits: int
     row_stride: int
+    # [3, max S] int32, of recurrent states with drafts: ends of tokens, pending, kept; see describe_states()
+    drafted_states: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class InputTensors:
     block_tables: Tensor  # [G, R, B] int32
     logits_indices: Tensor  # [most wanted] int64
     lowered: Tensor  # [P] int64, by how much the position of a token is below the described one
+    drafted_states: Tensor | None = None  # [3, R + 1] int32: starts of tokens, pending, kept
 
 
 def unpack_inputs_reference(
@@ -73,6 +76,11 @@ def unpack_inputs_reference(
             seq_len -= int(inputs.lowered[tokens])
             before = last.next_token_ids[last.kept_rows[sequence]]
             token_ids = before if number == 0 else last.drafts[number - 1, sequence]
+        if described.drafted_states is not None and inputs.drafted_states is not None:
+            end, *counts = described.drafted_states[:, row].tolist()
+            by = int(described.seq_lens[row]) - seq_len if counts[0] else 0  # a row without tokens has none
+            inputs.drafted_states[0, row + 1] = end
+            inputs.drafted_states[1:, row] = torch.tensor(counts) - by
         positions = torch.arange(seq_len - (tokens.stop - tokens.start), seq_len)
         inputs.token_ids[tokens] = token_ids.long()
         inputs.positions[tokens] = positions
@@ -86,6 +94,10 @@ def unpack_inputs_reference(
     padding_starts = torch.arange(num_tokens, num_tokens + num_rows - num_sequences + 1).clamp(max=num_padded_tokens)
     inputs.query_start_loc[num_sequences : num_rows + 1] = padding_starts
     inputs.seq_lens[num_sequences:num_rows] = 0
+    if inputs.drafted_states is not None:
+        starts_of_states, pending, kept = inputs.drafted_states
+        starts_of_states[num_sequences + 1 : num_rows + 1] = padding_starts[1:]
+        pending[num_sequences:num_rows], kept[num_sequences:num_rows] = 0, 1
     for tensor in (inputs.token_ids, inputs.positions, *inputs.slot_mapping):
         tensor[num_tokens:num_padded_tokens] = 0
     num_logits = described.num_logits
@@ -105,6 +117,56 @@ def _draft_of_row(feedback, seq_len, next_token_ids, kept_rows, kept_positions, 
     return before + draft, tl.where(is_draft, seq_len - 1 - position, 0)
 
 
+@triton.jit
+def _write_state(states, stride, row, end, pending, kept):
+    """Write where the tokens of a recurrent state end, and its counts."""
+    tl.store(states + row + 1, end)
+    tl.store(states + stride + row, pending)
+    tl.store(states + 2 * stride + row, kept)
+
+
+@triton.jit
+def _write_places(
+    host_table, table, slot_mapping, start, end, first_position, num_blocks,
+    BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Copy a block table of one row, and write the slots of its tokens."""
+    lanes = tl.arange(0, LANES)
+    for first in range(0, num_blocks, LANES):
+        inside = first + lanes < num_blocks
+        tl.store(table + first + lanes, tl.load(host_table + first + lanes, mask=inside), mask=inside)
+    for first in range(0, end - start, LANES):
+        inside = start + first + lanes < end
+        position = first_position + first + lanes
+        block_id = tl.load(host_table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
+        tl.store(slot_mapping + start + first + lanes, slot, mask=inside)
+
+
+@triton.jit
+def _write_padding(
+    row,
+    start,
+    end,
+    token_ids,
+    positions,
+    slot_mapping,
+    slot_stride,
+    query_start_loc,
+    seq_lens,
+    NUM_GROUPS: tl.constexpr,
+):
+    """Write a row that is not in the step; it has a token unless they are used up."""
+    zero = tl.zeros((), tl.int64)
+    tl.store(token_ids + start, zero, mask=start < end)
+    tl.store(positions + start, zero, mask=start < end)
+    for group in tl.static_range(NUM_GROUPS):
+        tl.store(slot_mapping + group * slot_stride + start, zero, mask=start < end)
+    tl.store(query_start_loc + row, start)
+    tl.store(query_start_loc + row + 1, end)
+    tl.store(seq_lens + row, 0)
+
+
 # Counts change from step to step and must not trigger a compilation.
 @triton.jit(
     do_not_specialize=[
@@ -112,12 +174,13 @@ def _draft_of_row(feedback, seq_len, next_token_ids, kept_rows, kept_positions, 
     ]
 )  # fmt: skip
 def _unpack_inputs_kernel(
-    host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices,
+    host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices, host_states,
     sampled_token_ids, next_token_ids, kept_rows, kept_positions, drafts,
-    token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices, lowered,
+    token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices, lowered, states,
     num_sequences, num_tokens, num_rows, num_padded_tokens, num_logits, row_stride, lookahead,
-    slot_stride, group_stride, table_stride, draft_stride,
-    HAS_DRAFTS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
+    slot_stride, group_stride, table_stride, draft_stride, host_state_stride, state_stride,
+    HAS_DRAFTS: tl.constexpr, HAS_STATES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row < num_sequences:
@@ -125,29 +188,27 @@ def _unpack_inputs_kernel(
         end = tl.load(host_query_start_loc + row + 1)
         seq_len = tl.load(host_seq_lens + row)
         feedback = tl.load(host_feedback + row)
-        lanes = tl.arange(0, LANES)
         num_blocks = tl.minimum(tl.cdiv(seq_len + lookahead, BLOCK_SIZE), row_stride)
         draft = tl.zeros((), tl.int64)
+        by = tl.zeros((), tl.int32)
         if HAS_DRAFTS:
             draft, by = _draft_of_row(
                 feedback, seq_len, next_token_ids, kept_rows, kept_positions, drafts, draft_stride
             )
             tl.store(lowered + start, by.to(tl.int64), mask=feedback < -1)
             seq_len -= by
+        if HAS_STATES:
+            pending = tl.load(host_states + host_state_stride + row)
+            kept = tl.load(host_states + 2 * host_state_stride + row)
+            fewer = tl.where(pending > 0, by, 0)  # a row without tokens has none
+            _write_state(states, state_stride, row, tl.load(host_states + row), pending - fewer, kept - fewer)
         first_position = seq_len - (end - start)
         for group in tl.static_range(NUM_GROUPS):
             host_table = host_tables + (group * num_sequences + row).to(tl.int64) * row_stride
             table = block_tables + group * group_stride + row.to(tl.int64) * table_stride
-            for first in range(0, num_blocks, LANES):
-                inside = first + lanes < num_blocks
-                tl.store(table + first + lanes, tl.load(host_table + first + lanes, mask=inside), mask=inside)
-            for first in range(0, end - start, LANES):
-                token = start + first + lanes
-                inside = token < end
-                position = first_position + first + lanes
-                block_id = tl.load(host_table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-                slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-                tl.store(slot_mapping + group * slot_stride + token, slot, mask=inside)
+            slots = slot_mapping + group * slot_stride
+            _write_places(host_table, table, slots, start, end, first_position, num_blocks, BLOCK_SIZE, LANES)
+        lanes = tl.arange(0, LANES)
         for first in range(0, end - start, LANES):
             token = start + first + lanes
             inside = token < end
@@ -165,14 +226,11 @@ def _unpack_inputs_kernel(
     elif row < num_rows:
         start = tl.minimum(num_tokens + row - num_sequences, num_padded_tokens)
         end = tl.minimum(start + 1, num_padded_tokens)
-        zero = tl.zeros((), tl.int64)
-        tl.store(token_ids + start, zero, mask=start < end)
-        tl.store(positions + start, zero, mask=start < end)
-        for group in tl.static_range(NUM_GROUPS):
-            tl.store(slot_mapping + group * slot_stride + start, zero, mask=start < end)
-        tl.store(query_start_loc + row, start)
-        tl.store(query_start_loc + row + 1, end)
-        tl.store(seq_lens + row, 0)
+        _write_padding(
+            row, start, end, token_ids, positions, slot_mapping, slot_stride, query_start_loc, seq_lens, NUM_GROUPS
+        )
+        if HAS_STATES:
+            _write_state(states, state_stride, row, end, 0, 1)
     wanted = tl.load(host_logits_indices + row, mask=row < num_logits, other=0)
     tl.store(logits_indices + row, wanted.to(tl.int64))
 
@@ -191,6 +249,8 @@ def unpack_inputs_triton(
     assert described.num_tokens <= num_padded_tokens <= inputs.token_ids.shape[0]
     num_logit_rows = max(num_logit_rows, described.num_logits)
     assert num_logit_rows <= inputs.logits_indices.shape[0] and sampled_token_ids.dtype == torch.int64
+    host_states, states = described.drafted_states, inputs.drafted_states
+    assert (host_states is None) == (states is None)
     _unpack_inputs_kernel[(max(num_rows, num_logit_rows),)](
         described.query_start_loc,
         described.seq_lens,
@@ -198,6 +258,7 @@ def unpack_inputs_triton(
         described.token_ids,
         described.block_tables,
         described.logits_indices,
+        host_states,
         sampled_token_ids,
         last and last.next_token_ids,
         last and last.kept_rows,
@@ -211,6 +272,7 @@ def unpack_inputs_triton(
         inputs.block_tables,
         inputs.logits_indices,
         inputs.lowered,
+        states,
         described.num_sequences,
         described.num_tokens,
         num_rows,
@@ -221,7 +283,10 @@ def unpack_inputs_triton(
         inputs.slot_mapping.stride(0),
         *inputs.block_tables.stride()[:2],
         last.drafts.stride(0) if last is not None else 0,
+        host_states.stride(0) if host_states is not None else 0,
+        states.stride(0) if states is not None else 0,
         HAS_DRAFTS=last is not None,
+        HAS_STATES=states is not None,
         NUM_GROUPS=len(inputs.block_tables),
         BLOCK_SIZE=block_size,
         LANES=1024,
@@ -244,9 +309,10 @@ def unpack_inputs(
     positions and slots follow from seq_lens[r] and the block tables. If feedback[r] >= 0 the row has one token,
     sampled_token_ids[feedback[r]], sampled by the previous step and not yet seen by the host. If it is less than -1,
     the token is one that the previous step drafted, -2 - 8 * sequence - draft (0: the token before its drafts). The row
-    then follows the last token of its sequence that stands, and seq_lens[r] is an upper bound. Padding rows have one
-    token each, id 0 at position 0 in slot 0, of a sequence of length 0, and none when the tokens are used up. Unused
-    logits indices are 0. Logits of a token may be requested several times.
+    then follows the last token of its sequence that stands. Its seq_lens[r], and the pending and kept tokens of its
+    recurrent state, are upper bounds. Padding rows have one token each, id 0 at position 0 in slot 0, of a sequence of
+    length 0, and none when the tokens are used up. Unused logits indices are 0. Logits of a token may be requested
+    several times.
 
     Args:
         described: The batch in host memory.

@@ -140,7 +140,7 @@ class Speculation:
             max_drafts=self._max_drafts,
             max_samples=(1 + self._max_drafts) * num_sequences,
             max_tokens=_MAX_TOKENS,
-            may_run_ahead=is_ahead and not any(runner.windows) and not kv_cache.has_states,
+            may_run_ahead=is_ahead and not any(runner.windows),
         )
         gain = DraftGain(min_gain, runs_ahead=is_ahead)
         drafting = Drafting(proposer, kv_cache, limits, gain) if proposer is not None else None

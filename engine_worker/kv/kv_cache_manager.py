@@ -277,6 +277,8 @@ class KVCacheManager:
         if not (kv.is_on_device or kv.is_on_host):
             return  # preempted since: nothing counts as computed
         kv.num_computed_tokens -= num_tokens
+        if kv.num_pending_tokens and not sequence.num_inflight_tokens:  # else they are those of the step in flight
+            kv.num_pending_tokens -= num_tokens
         if self._host is not None and kv.is_on_host:
             self._host.trim(sequence)
 

@@ -45,7 +45,7 @@ class SequenceKV:
     state_block: int = 0  # 0: none, or the model has no recurrent layers
     host_state_block: int = 0  # in host memory, while swapped out
     checkpoints: tuple[int, ...] = ()
-    num_pending_tokens: int = 0  # the last computed ones, which the state does not contain yet: see StateTables
+    num_pending_tokens: int = 0  # the last computed ones, which the state does not contain yet; see StateTables
     num_published_blocks: int = 0  # leading blocks that are registered in the cache, in every group
 
     @property

@@ -389,8 +389,6 @@ class Scheduler:
                 token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
                 break
         self._kv_cache.retract(sequence, scheduled.num_samples - len(token_ids))
-        if self._kv_cache.has_states:
-            sequence.kv.num_pending_tokens = len(token_ids)
         update = self._update(sequence, token_ids, logprobs)
         if sequence.status is SequenceStatus.RUNNING:
             self._kv_cache.trim(sequence)

@@ -106,6 +106,8 @@ class StepPlan:
             guessed = drafts.get(sequence, ())
             self.num_drafts += len(guessed)
             self._add(group, sequence, 1 + len(guessed), samples=True).drafts = guessed
+            if guessed and self._kv_cache.has_states:
+                sequence.kv.num_pending_tokens = 1 + len(guessed)
 
     def add_prefills(self, prefills: Iterator[tuple[SequenceGroup, Sequence]], budget_tokens: int) -> bool:
         """Add prefills within the budget, and return whether one was added. The iterator advances only within budget.

@@ -80,17 +80,20 @@ def build_model_input(
         max_seq_len=description.max_seq_len,
         lowered=torch.from_numpy(lowered[row_of_token]) if last is not None else None,
         state_blocks=torch.from_numpy(description.state_blocks) if len(description.state_blocks) else None,
-        drafted_rows=_drafted_rows(description),
+        drafted_rows=_drafted_rows(description, lowered),
         max_joined=max_joined,
     )
 
 
-def _drafted_rows(description: StepDescription) -> DraftedRows | None:
+def _drafted_rows(description: StepDescription, lowered: NDArray[np.int64]) -> DraftedRows | None:
+    """Return the rows of recurrent layers. A sequence has fewer pending tokens if its length is `lowered` [S]."""
     if not description.drafted_states.shape[1]:
         return None
-    ends, pending, kept = (np.ascontiguousarray(part) for part in description.drafted_states)
+    ends, pending, kept = description.drafted_states
+    fewer = np.where(pending > 0, lowered, 0)  # a row without tokens has none
     starts = torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32))
-    return DraftedRows(starts, DraftedStates(torch.from_numpy(pending), torch.from_numpy(kept)))
+    counts = (torch.from_numpy((count - fewer).astype(np.int32)) for count in (pending, kept))
+    return DraftedRows(starts, DraftedStates(*counts))
 
 
 def _draft(last: LastDrafts, feedback: int) -> tuple[int, int]:

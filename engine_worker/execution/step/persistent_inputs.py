@@ -7,7 +7,6 @@ the previous one runs, so there are several pinned buffers; an event tells when 
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,8 +58,9 @@ class PersistentInputs:
         max_rows, max_tokens, num_groups = bounds.max_rows, bounds.max_tokens, bounds.num_groups
         max_num_blocks = -(-bounds.max_model_len // bounds.block_size)
         self._bounds, self._last_drafts = bounds, last_drafts
+        knows_drafts = has_states and bounds.max_joined > 1
         self._pinned = [
-            _PinnedDescription(max_rows, max_tokens, num_groups * max_num_blocks, device)
+            _PinnedDescription(max_rows, max_tokens, num_groups * max_num_blocks, device, knows_drafts=knows_drafts)
             for _ in range(NUM_DESCRIPTIONS)
         ]
         self._tensors = InputTensors(
@@ -72,11 +72,9 @@ class PersistentInputs:
             block_tables=torch.zeros((num_groups, max_rows, max_num_blocks), dtype=torch.int32, device=device),
             logits_indices=torch.zeros(padded_logit_rows(max_rows), dtype=torch.int64, device=device),
             lowered=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            drafted_states=torch.zeros(3, max_rows + 1, dtype=torch.int32, device=device) if knows_drafts else None,
         )
         self._state_blocks = torch.zeros(max_rows, dtype=torch.int32, device=device) if has_states else None
-        knows_drafts = has_states and bounds.max_joined > 1
-        shape = (3, max_rows + 1)
-        self._drafted_states = torch.zeros(shape, dtype=torch.int32, device=device) if knows_drafts else None
         self._sampled_token_ids = torch.zeros(1, dtype=torch.int64, device=device)
 
     def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
@@ -98,7 +96,7 @@ class PersistentInputs:
             num_logits,
             self._last_drafts,
         )
-        self._copy_states(pinned, description, size)
+        self._copy_state_blocks(pinned)
         pinned.enqueued()
         return self.views(
             num_rows=size or description.num_sequences,
@@ -130,23 +128,21 @@ class PersistentInputs:
         )
 
     def _drafted_rows(self, num_rows: int) -> DraftedRows | None:
-        if self._drafted_states is None:
+        if self._tensors.drafted_states is None:
             return None
-        starts, pending, kept = self._drafted_states
+        starts, pending, kept = self._tensors.drafted_states
         return DraftedRows(starts[: num_rows + 1], DraftedStates(pending[:num_rows], kept[:num_rows]))
 
     def fill_with_padding(self, size: int) -> None:
         """Fill in `size` sequences of length 0, on which a graph is warmed up and captured."""
         pinned = self._pinned[0]
         unpack_inputs(pinned.write(EMPTY), self._sampled_token_ids, self._tensors, size, self._bounds.block_size)
-        self._copy_states(pinned, EMPTY, size)
+        self._copy_state_blocks(pinned)
         pinned.enqueued()
 
-    def _copy_states(self, pinned: "_PinnedDescription", description: StepDescription, size: int | None) -> None:
+    def _copy_state_blocks(self, pinned: "_PinnedDescription") -> None:
         if self._state_blocks is not None:
             pinned.copy_state_blocks(self._state_blocks)
-        if self._drafted_states is not None:
-            pinned.copy_drafted_states(description, size or description.num_tokens, self._drafted_states)
 
     def keep_samples(self, token_ids: Tensor) -> None:
         self._sampled_token_ids = token_ids
@@ -155,7 +151,9 @@ class PersistentInputs:
 class _PinnedDescription:
     """One step in host memory: tensors for the kernel, and numpy views of the same memory for the host."""
 
-    def __init__(self, max_num_seqs: int, max_num_tokens: int, max_num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_num_tokens: int, max_num_blocks: int, device: torch.device, *, knows_drafts: bool
+    ) -> None:
         on_cuda = device.type == "cuda"
 
         def pinned(size: int) -> Tensor:
@@ -168,7 +166,7 @@ class _PinnedDescription:
         self._logits_indices = pinned(max_num_seqs)
         self._tables = pinned(max_num_seqs * max_num_blocks)
         self._state_blocks = pinned(max_num_seqs)
-        self._drafted_states = torch.zeros(3, max_num_seqs + 1, dtype=torch.int32, pin_memory=on_cuda)
+        self._drafted_states = pinned(3 * max_num_seqs).view(3, -1) if knows_drafts else None
         self._read = torch.cuda.Event() if on_cuda else None
 
     def write(self, description: StepDescription) -> DescribedBatch:
@@ -187,6 +185,8 @@ class _PinnedDescription:
         states = self._state_blocks.numpy()
         states[: len(description.state_blocks)] = description.state_blocks
         states[len(description.state_blocks) :] = 0  # rows of padding
+        if self._drafted_states is not None:
+            self._drafted_states.numpy()[:, : description.num_sequences] = description.drafted_states
         return DescribedBatch(
             self._query_start_loc,
             self._seq_lens,
@@ -198,24 +198,12 @@ class _PinnedDescription:
             num_tokens=description.num_tokens,
             num_logits=description.num_logits,
             row_stride=description.block_tables.shape[2],
+            drafted_states=self._drafted_states,
         )
 
     def copy_state_blocks(self, target: Tensor) -> None:
         """Enqueue a copy of the blocks of recurrent states to `target`."""
         target.copy_(self._state_blocks, non_blocking=True)
-
-    def copy_drafted_states(self, description: StepDescription, num_tokens: int, target: Tensor) -> None:
-        """Enqueue a copy of a step's `drafted_states` to `target` [3, rows + 1]: starts, pending, and kept.
-
-        A row of padding has one token, up to `num_tokens` of all rows.
-        """
-        states, num_rows = self._drafted_states.numpy(), description.num_sequences
-        ends, pending, kept = description.drafted_states
-        states[0, 1 : num_rows + 1], states[1, :num_rows], states[2, :num_rows] = ends, pending, kept
-        padding = np.arange(description.num_tokens + 1, description.num_tokens + states.shape[1] - num_rows)
-        states[0, num_rows + 1 :] = np.minimum(padding, num_tokens)
-        states[1, num_rows:], states[2, num_rows:] = 0, 1
-        target.copy_(self._drafted_states, non_blocking=True)
 
     def enqueued(self) -> None:
         """Record that the kernel that reads this memory was enqueued in the current stream."""
