@@ -407,11 +407,15 @@ def unpacking() -> None:
     def wide() -> torch.Tensor:
         return empty(8192, dtype=torch.int64)
 
-    lists = {name: empty(8192) for name in DescribedBatch.__annotations__ if not name.startswith(("num", "row"))}
+    lists = {
+        name: empty(8192) for name in DescribedBatch.__annotations__ if not name.startswith(("num", "row", "draft"))
+    }
     described = DescribedBatch(**lists, num_sequences=250, num_tokens=250, num_logits=250, row_stride=65)
     inputs = InputTensors(wide(), wide(), wide(), empty(257), empty(256), empty(256, 8192), wide(), wide())
     unpack_inputs_triton(described, wide(), inputs, 256, 16)
     last = LastDrafts(wide(), wide(), empty(256), empty(3, 256, dtype=torch.int64))
+    unpack_inputs_triton(described, wide(), inputs, 256, 16, last=last)
+    described, inputs = (replace(one, drafted_states=empty(3, 257)) for one in (described, inputs))
     unpack_inputs_triton(described, wide(), inputs, 256, 16, last=last)
 
 

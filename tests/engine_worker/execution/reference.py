@@ -164,7 +164,7 @@ def cache_bytes(layout: KVLayout, num_blocks: int, max_num_seqs: int = _MAX_NUM_
 
 def swap_space_bytes(layout: KVLayout, num_blocks: int, num_states: int) -> int:
     """Return the bytes of a host pool with so many usable blocks, or so many states and the KV blocks beside them."""
-    if not num_states:
+    if not num_states or not layout.state_bytes:
         return (num_blocks + 1) * layout.block_bytes if num_blocks else 0
     num_bytes = (num_states + 1) * layout.state_bytes
     while num_host_state_blocks_that_fit(num_bytes, layout.state_bytes) <= num_states:

@@ -33,7 +33,7 @@ def batch() -> tuple[DescribedBatch, torch.Tensor]:
     return described, torch.tensor([30, 31], dtype=torch.int64)
 
 
-def inputs(num_rows: int = 16, num_tokens: int = 16, num_groups: int = 2) -> InputTensors:
+def inputs(num_rows: int = 16, num_tokens: int = 16, num_groups: int = 2, *, has_states: bool = False) -> InputTensors:
     def unwritten(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.full(size, UNWRITTEN, dtype=dtype)
 
@@ -46,6 +46,7 @@ def inputs(num_rows: int = 16, num_tokens: int = 16, num_groups: int = 2) -> Inp
         unwritten(num_groups, num_rows, 5, dtype=torch.int32),
         unwritten(num_rows),
         unwritten(num_tokens),
+        unwritten(3, num_rows + 1, dtype=torch.int32) if has_states else None,
     )
 
 
@@ -93,11 +94,14 @@ def assert_kernel_equals_reference(
     last: LastDrafts | None = None,
 ) -> None:
     num_groups = len(described.block_tables) // (described.num_sequences * described.row_stride)
-    expected, written = (inputs(num_tokens=num_tokens, num_groups=num_groups) for _ in range(2))
+    has_states = described.drafted_states is not None
+    expected, written = (inputs(num_tokens=num_tokens, num_groups=num_groups, has_states=has_states) for _ in range(2))
     unpack_inputs_reference(described, sampled, expected, size, block_size, num_logit_rows, last)
     unpack_inputs_triton(described, sampled, written, size, block_size, num_logit_rows, last)
     for name in InputTensors.__annotations__:
-        assert torch.equal(getattr(written, name), getattr(expected, name)), name
+        assert name == "drafted_states" or torch.equal(getattr(written, name), getattr(expected, name)), name
+    if written.drafted_states is not None and expected.drafted_states is not None:
+        assert torch.equal(written.drafted_states, expected.drafted_states)
 
 
 @pytest.mark.parametrize("size", [None, 10, 11, 16])
@@ -119,6 +123,8 @@ def drafted() -> tuple[DescribedBatch, torch.Tensor, LastDrafts]:
         num_tokens=6,
         num_logits=5,
         row_stride=4,
+        # The last column is not of this step.
+        drafted_states=int32(0, 0, 3, 4, 6, 9, 0, 0, 4, 2, 0, 9, 0, 0, 4, 3, 2, 9).view(3, 6),
     )
     last = LastDrafts(
         next_token_ids=torch.tensor([70, 71, 72, 73, 80]),
@@ -131,13 +137,17 @@ def drafted() -> tuple[DescribedBatch, torch.Tensor, LastDrafts]:
 
 def test_rows_of_drafts_follow_what_stands() -> None:
     described, sampled, last = drafted()
-    written = inputs(num_groups=1)
+    written = inputs(num_groups=1, has_states=True)
     unpack_inputs_reference(described, sampled, written, None, BLOCK_SIZE, last=last)
     assert written.token_ids.tolist()[:6] == [71, 90, 91, 80, 50, 51]
     assert written.positions.tolist()[:6] == [6, 7, 8, 3, 0, 1]
     assert written.lowered.tolist()[:6] == [2, 2, 2, 0, 0, 0]
     assert written.seq_lens.tolist()[:5] == [7, 8, 9, 4, 2]
     assert written.slot_mapping[0].tolist()[:6] == [10, 11, 12, 19, 24, 25]
+    assert written.drafted_states is not None
+    starts, pending, kept = written.drafted_states.tolist()
+    assert starts[1:6] == [0, 0, 3, 4, 6]
+    assert pending[:5] == [0, 0, 2, 2, 0] and kept[:5] == [0, 0, 2, 3, 2]  # two of the four pending tokens were wrong
     # The blocks of the head's later passes are there too.
     assert written.block_tables[0, 2].tolist()[:4] == [1, 2, 3, 0] and written.block_tables[0, 3, :2].tolist() == [4, 5]
 
