@@ -407,16 +407,16 @@ def unpacking() -> None:
     def wide() -> torch.Tensor:
         return empty(8192, dtype=torch.int64)
 
-    lists = {
-        name: empty(8192) for name in DescribedBatch.__annotations__ if not name.startswith(("num", "row", "draft"))
-    }
+    others = ("num", "row", "drafted")
+    lists = {name: empty(8192) for name in DescribedBatch.__annotations__ if not name.startswith(others)}
     described = DescribedBatch(**lists, num_sequences=250, num_tokens=250, num_logits=250, row_stride=65)
     inputs = InputTensors(wide(), wide(), wide(), empty(257), empty(256), empty(256, 8192), wide(), wide())
     unpack_inputs_triton(described, wide(), inputs, 256, 16)
     last = LastDrafts(wide(), wide(), empty(256), empty(3, 256, dtype=torch.int64))
     unpack_inputs_triton(described, wide(), inputs, 256, 16, last=last)
-    described, inputs = (replace(one, drafted_states=empty(3, 257)) for one in (described, inputs))
-    unpack_inputs_triton(described, wide(), inputs, 256, 16, last=last)
+    states = empty(3, 257)
+    with_states = replace(described, drafted_states=states), wide(), replace(inputs, drafted_states=states)
+    unpack_inputs_triton(*with_states, 256, 16, last=last)
 
 
 def drafting() -> None:
