@@ -79,7 +79,7 @@ def _plain(num_outputs: int, num_inputs: int, num_rows: int) -> Tiles | None:
 
 def _busy(num_tiles: int) -> float:
     """Return the share of time in which an SM has a tile, if all start at once."""
-    rounds = -(-num_tiles // NUM_SMS)
+    rounds = max(-(-num_tiles // NUM_SMS), 1)
     return num_tiles / (rounds * NUM_SMS)
 
 

@@ -107,6 +107,8 @@ class MtpReference:
     @torch.inference_mode()
     def drafts(self, token_ids: list[int], number: int) -> list[int]:
         """Return the drafts after `token_ids`. The target has computed all of these except the last."""
+        rotary = self._target.get_decoder().rotary_emb
+        sections = (3,) if hasattr(rotary, "mrope_section") else ()  # text has one position for all three
         target, hidden = self._target, self._hidden_states(token_ids[:-1])
         following, drafts = token_ids[1:], []
         for _ in range(number):
@@ -116,7 +118,7 @@ class MtpReference:
             leaving = self._layer(
                 embedded,
                 hidden,
-                position_embeddings=target.get_decoder().rotary_emb(embedded, positions),
+                position_embeddings=rotary(embedded, positions.expand(*sections, *positions.shape)),
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=None,

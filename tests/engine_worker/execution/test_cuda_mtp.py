@@ -52,5 +52,5 @@ def test_drafts_on_a_gpu_are_those_of_transformers(
     plain, _ = run(load(directory, cudagraph_mode, NO_DRAFTS), wanted, **LIMITS)
     drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=DraftHeadFiles("mtp", directory))
     drafted, engine = run(load(directory, cudagraph_mode, drafts), wanted, recorder, ahead=ahead, **LIMITS)
-    assert num_right(engine) > 20 and drafted.tokens == plain.tokens
+    assert num_right(engine) > 5 and drafted.tokens == plain.tokens
     check_drafts(recorder, directory)
