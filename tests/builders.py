@@ -260,7 +260,8 @@ class FakeModelRunner:
         if scheduled.has_unknown_drafts:
             drafts = tuple(left.drafts[: len(drafts)])
             assert len(drafts) == len(scheduled.drafts), "a draft that no step made"
-        return replace(scheduled, start=left.end, drafts=drafts)
+        num_wrong = scheduled.start - left.end if scheduled.num_pending else 0
+        return replace(scheduled, start=left.end, drafts=drafts, num_pending=scheduled.num_pending - num_wrong)
 
     def _left_by(self, scheduled: ScheduledSequence, tokens: list[int], num_drafts: int) -> "LeftByStep":
         """Return what a step leaves for the next one. A fork is not computed yet, so the head does not draft for it."""

@@ -423,7 +423,7 @@ def has_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_tables, "DISTANT_TOKENS", 32)
 
 
-def run_with_states(seed: int, async_scheduling: bool, proposer: OracleProposer | None = None) -> "Promises":
+def run_with_states(seed: int, async_scheduling: bool, proposer: OracleProposer | FakeHead | None = None) -> "Promises":
     return run_random_traffic(
         seed,
         async_scheduling,
@@ -446,6 +446,20 @@ def test_random_requests_with_recurrent_states_keep_guarantees(seed: int, async_
 @pytest.mark.parametrize("seed", range(40))
 def test_random_drafts_beside_recurrent_states_change_no_output(seed: int, async_scheduling: bool) -> None:
     run_with_states(seed, async_scheduling, OracleProposer(error_ratio=0.4, seed=seed))
+
+
+@pytest.mark.usefixtures("has_many_checkpoints")
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(30))
+def test_random_drafts_of_a_head_beside_recurrent_states_change_no_output(seed: int, async_scheduling: bool) -> None:
+    run_with_states(seed, async_scheduling, head_of(seed, async_scheduling))
+
+
+@pytest.mark.usefixtures("has_many_checkpoints")
+def test_random_drafts_of_a_head_beside_recurrent_states_run_ahead_and_are_preempted() -> None:
+    runs = [run_with_states(seed, True, head_of(seed, True)) for seed in range(30)]
+    assert sum(run.num_unknown_drafts for run in runs) > 1_000
+    assert sum(run.num_preempted for run in runs) > 100
 
 
 @pytest.mark.usefixtures("has_many_checkpoints")
