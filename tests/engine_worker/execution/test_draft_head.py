@@ -28,6 +28,8 @@ from tests.engine_worker.execution.reference import (
     write_model,
     write_model_of_words,
 )
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import NATIVE
 
 VOCAB_SIZE, NUM_DRAFTS = 128, 3
 ROOMY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}  # prompts are computed in chunks
@@ -110,6 +112,19 @@ def test_drafts_are_those_of_the_formulas(tmp_path: Path, target: Path, changes:
     wrong = [made for known, made in recorder.made if made != reference.drafts(known, NUM_DRAFTS)]
     # Two logits that differ by a rounding error fall either way.
     assert len(wrong) <= len(recorder.made) // 50, wrong
+
+
+@AHEAD
+def test_drafts_of_a_hybrid_are_those_of_the_formulas(tmp_path: Path, ahead: bool) -> None:
+    """A wrong draft also never reaches the recurrent states."""
+    target = write_family(tmp_path / "target", NATIVE["qwen3_next"])
+    head = write_head(tmp_path / "head", target, tokens=DRAFT_TOKENS)
+    recorder, wanted = Recorder(NUM_DRAFTS), requests(6, **OF_TWO)
+    plain, _ = run(make_runner(target, num_blocks=256, block_size=8), wanted)
+    drafted, engine = run(with_head(target, head), wanted, recorder, ahead=ahead)
+    assert drafted.tokens == plain.tokens and num_right(engine) > 10
+    reference = HeadReference(head, target)
+    assert [made for _, made in recorder.made] == [reference.drafts(known, NUM_DRAFTS) for known, _ in recorder.made]
 
 
 @AHEAD
