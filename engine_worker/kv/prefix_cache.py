@@ -206,14 +206,16 @@ class PrefixCache:
 
     def _publish(self, sequence: Sequence, index: int, digest: bytes, packed: bytes, step: int) -> list[int]:
         """Publish block `index` in each group that holds it. Return the block ids that were not published before."""
-        publish, published = self._pool.publish, list[int]()
-        for group, table in enumerate(sequence.kv.tables):
-            block_id = table.blocks[index]
-            if index >= table.num_released and publish(block_id, (group, digest)):
-                published.append(block_id)
+        publish = self._pool.publish
+        published = [
+            table.blocks[index]
+            for group, table in enumerate(sequence.kv.tables)
+            if index >= table.num_released and publish(table.blocks[index], (group, digest))
+        ]
         if len(published) == self._num_groups:  # otherwise another sequence may compute a part of it in a later step
             parent = parent_digest(sequence, index)
-            self._forget_child(parent)
+            if parent in self._children:
+                self._forget_child(parent)
             self._children[parent] = _Child(published, packed, step)
             for block_id in published:
                 self._parents[block_id] = parent

@@ -210,15 +210,16 @@ class Scheduler:
         logprobs = result.logprobs or [None] * len(batch.sequences)
         sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
         for scheduled, token_ids, token_logprobs in sampled:
-            sequence = scheduled.sequence
-            sequence.num_inflight_tokens -= scheduled.num_samples
+            sequence, drafts = scheduled.sequence, scheduled.drafts
+            # num_samples without a call, because this is done per sampled sequence and step.
+            sequence.num_inflight_tokens -= scheduled.num_samples if drafts else scheduled.samples
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # ended after it was scheduled
             if failures and (error := failures.get(sequence.request_id)) is not None:
                 updates.append(self._fail(sequence, error))
             elif scheduled.samples and not sequence.sampling.use_beam_search:
                 assert token_ids, f"{sequence.request_id}: the executor returned neither a token nor a failure"
-                if scheduled.drafts:
+                if drafts:
                     updates.append(self._update_drafted(scheduled, token_ids, token_logprobs))
                 else:
                     updates.append(self._update(sequence, token_ids, token_logprobs))

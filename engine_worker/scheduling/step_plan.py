@@ -94,7 +94,7 @@ class StepPlan:
         self.sequences: list[ScheduledSequence] = []
         self.num_drafts = 0  # tokens among those of `sequences`
         self._kv_cache = kv_cache
-        self._block_size = kv_cache.block_size
+        self._block_size, self._has_states = kv_cache.block_size, kv_cache.has_states
 
     def add_decodes(self, decodes: Iterable[Place], drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS) -> None:
         """Add the decodes of sequences that lack one token, with the drafts of some."""
@@ -106,7 +106,7 @@ class StepPlan:
             guessed = drafts.get(sequence, ())
             self.num_drafts += len(guessed)
             self._add(group, sequence, 1 + len(guessed), samples=True).drafts = guessed
-            if guessed and self._kv_cache.has_states:
+            if guessed and self._has_states:
                 sequence.kv.num_pending_tokens = 1 + len(guessed)
 
     def add_prefills(self, prefills: Iterator[tuple[SequenceGroup, Sequence]], budget_tokens: int) -> bool:
@@ -130,18 +130,16 @@ class StepPlan:
         self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, *, samples: bool
     ) -> ScheduledSequence:
         """Add the next tokens of `sequence`, and the forks of its group that are due with them."""
-        kv = sequence.kv
+        kv, num_pending = sequence.kv, 0
         start = kv.num_computed_tokens
-        if kv.checkpoints:
-            self._kv_cache.take_checkpoint(sequence)
+        if self._has_states:
+            num_pending = self._read_state(sequence)
         end = start + num_new_tokens
         if end // self._block_size > kv.num_published_blocks:  # saves a call, because most steps complete no block
             self._kv_cache.publish(sequence, end)
         kv.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
-        scheduled = ScheduledSequence(sequence, start, num_new_tokens, samples)
-        if kv.num_pending_tokens:
-            scheduled.num_pending, kv.num_pending_tokens = kv.num_pending_tokens, 0
+        scheduled = ScheduledSequence(sequence, start, num_new_tokens, samples, (), num_pending)
         self.sequences.append(scheduled)
         if end >= group.num_prompt_tokens and len(group.active) != len(group.sequences):
             if sequence.sampling.use_beam_search:
@@ -149,6 +147,14 @@ class StepPlan:
             elif samples and end == group.num_prompt_tokens:
                 self._fork_new(group, sequence)
         return scheduled
+
+    def _read_state(self, sequence: Sequence) -> int:
+        """Keep the recurrent state if it is due, and return how many tokens before the step it does not contain."""
+        kv = sequence.kv
+        if kv.checkpoints:
+            self._kv_cache.take_checkpoint(sequence)
+        num_pending, kv.num_pending_tokens = kv.num_pending_tokens, 0
+        return num_pending
 
     def _fork_new(self, group: SequenceGroup, first: Sequence) -> None:
         """Fork the sequences without tokens while slots are free. They sample from the logits of `first`."""
